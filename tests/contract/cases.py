@@ -23,8 +23,7 @@ from bottega.data.loading.loader import Loader
 from bottega.models.autoencoder.codes import CodeAutoencoder
 from bottega.models.autoencoder.codes_folder import write_codes
 from bottega.models.autoencoder.config import AutoencoderShape, CodesShape
-from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
-from bottega.run.training_plan import build_training_plan
+from bottega.run.compose import build_engine, build_loader, build_training_plan, set_learning_rate_schedule
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
 from bottega.tasks.workload import Workload

@@ -139,7 +139,7 @@ def test_the_folder_holds_the_adapter_alone(base: Path, tmp_path: Path) -> None:
     found = load_file(folder / "adapter" / "adapter_model.safetensors")
     assert found.keys() == {name for name in state if ".adapter_" in name}
     assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
-    assert "it is all there is here" in (folder / "README.md").read_text()
+    assert "this export contains nothing else" in (folder / "README.md").read_text()
 
 
 def test_such_a_folder_is_a_start(base: Path, tmp_path: Path) -> None:
@@ -164,20 +164,20 @@ def test_such_a_folder_is_a_start(base: Path, tmp_path: Path) -> None:
     assert any(torch.any(one[name]) for name in one if name.endswith("adapter_up"))
     again("more", options={"train": ["backbone.out", "backbone.modulation_out"]})
     for change, said in (
-        ({"options": {"size": 8}}, r"adapter\.size: 8, and .* has 4; set it to that"),
-        ({"options": {"targets": ["to_out"]}}, r"adapter\.targets: .* holds .*\.down\..*; it has down, to_out"),
-        ({"options": {"train": []}}, r"holds backbone\.out\..*, which does not learn here"),
-        ({"options": {"start": str(tmp_path)}}, r"techniques\.adapter\.start: .*bottega\.json cannot be read"),
-        ({"model.from": None}, r"techniques\.adapter\.start: .* over another base \(.*base/final; .* differs\)"),
+        ({"options": {"size": 8}}, r"adapter\.size is 8, but .* has 4; set it to that"),
+        ({"options": {"targets": ["to_out"]}}, r"adapter\.targets: .* contains .*\.down\..*; it has down, to_out"),
+        ({"options": {"train": []}}, r"contains backbone\.out\..*, which is not trained here"),
+        ({"options": {"start": str(tmp_path)}}, r"techniques\.adapter\.start: .*bottega\.json does not exist"),
+        ({"model.from": None}, r"techniques\.adapter\.start: .* over another base model \(.*base/final; .* differs\)"),
     ):
         with pytest.raises(UsageError, match=said):
             again("no", **change)
     said = json.loads((folder / "bottega.json").read_text())
     (folder / "bottega.json").write_text(json.dumps({**said, "kind": "lora"}))
-    with pytest.raises(UsageError, match="is of kind lora, not bottleneck"):
+    with pytest.raises(UsageError, match="is an adapter of kind lora, not bottleneck"):
         again("no")
     (folder / "bottega.json").write_text(json.dumps({**said, "version": 0}))
-    with pytest.raises(CheckpointError, match="export its run again"):
+    with pytest.raises(CheckpointError, match="export the run again"):
         again("no")
     shutil.rmtree(folder)
     assert again("second").step > 4  # which has all it needs

@@ -371,7 +371,7 @@ def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_without_validation_there_is_no_matrix_and_that_is_said(tmp_path: Path) -> None:
     run = train("classify", tmp_path, **{"data.validation": None})
-    assert "nothing measures what is forgotten" in (run.path / "log.txt").read_text()
+    assert "forgetting is not measured" in (run.path / "log.txt").read_text()
     assert not (run.path / "forgetting.json").exists()
 
 

@@ -30,8 +30,7 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.data.loading.loader import Loader, iter_eval_batches
 from bottega.engines.torch.devices import move_batch
 from bottega.models.build import build_models
-from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
-from bottega.run.training_plan import build_training_plan
+from bottega.run.compose import build_engine, build_loader, build_training_plan, set_learning_rate_schedule
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
 from bottega.techniques.maml.torch import Maml, ReboundModel
@@ -325,7 +324,7 @@ def test_an_evaluation_does_not_ask_what_was_thawed_before_it(method: str, tmp_p
     assert evaluate(second.engine, iter_eval_batches(held_out, 4, limit=4)) == before
     assert second.advance(2, 5) == first.advance(2, 5)
     assert different(first.state(), second.state()) == []
-    adapted = first.engine.task._adapted(first.engine.model)
+    adapted = first.engine.task._adapted_parameters(first.engine.model)
     assert {name for name, _ in first.engine.model.named_parameters() if name.startswith("layers.0.")}
     assert not any(name.startswith("layers.0.") for name in adapted), "what is frozen for good stays"
     assert set(is_frozen) & set(adapted)
@@ -398,19 +397,19 @@ def test_what_cannot_be_an_episode_is_one_line(tmp_path: Path) -> None:
         "language", options={"shots": 5000, "queries": 4}
     )
     assert (
-        "an episode takes 9 classes with 4 samples of each (2 shots and 2 queries), and there are 3 such classes of 3; "
+        "an episode needs 9 classes with 4 samples each (2 shots and 2 queries), but only 3 of 3 classes have that many; "
         "lower ways, shots or queries"
     ) in said("classify", options={"ways": 9})
-    assert "maml.ways: 1, and of a single class there is nothing to tell; give 2 or more" in said(
+    assert "maml.ways is 1, but an episode needs at least two classes; set it to 2 or more" in said(
         "classify", options={"ways": 1}
     )
-    assert "maml.ways: 2" in said("image", options={"ways": 2})
-    assert "maml.ways: 2" in said("language", options={"ways": 2})
-    assert "maml.by: label, and the samples have none" in said("language", options={"by": "label"})
-    assert "maml.by: source, and there is one" in said("classify", options={"by": "source", "ways": None})
+    assert "maml.ways is 2" in said("image", options={"ways": 2})
+    assert "maml.ways is 2" in said("language", options={"ways": 2})
+    assert "maml.by is label, but samples have no labels" in said("language", options={"by": "label"})
+    assert "maml.by is source, but there is only one" in said("classify", options={"by": "source", "ways": None})
     assert "no field 'speaker'; there is" in said("classify", options={"by": "speaker", "ways": None})
     unlabelled = {"data.train.path": str(_unlabelled(tmp_path)), "model.condition": "none"}
-    assert "no label and come from one source; give data.sources" in said("image", **unlabelled)
+    assert "samples have no labels and only one source; add data.sources" in said("image", **unlabelled)
     assert "gradient_checkpointing" in said("image", **{"training.gradient_checkpointing": True})
     assert "loss.class_weights" in said("classify", **{"loss.class_weights": "balanced"})
     assert "mixed_precision" in said("classify", **{"training.mixed_precision": "fp16"})
@@ -509,7 +508,7 @@ def test_a_loss_that_grew_in_the_inner_steps_names_their_rate(tmp_path: Path) ->
     values = {**settings("classify", tmp_path)[1], "output_dir": str(tmp_path)}
     values["techniques"] = maml("classify", "fomaml", inner_rate=1e38)
     with pytest.raises(
-        Diverged, match=r"lower training\.learning_rate or techniques\.maml\.inner_rate, or look at the"
+        Diverged, match=r"lower training\.learning_rate or techniques\.maml\.inner_rate, or inspect the"
     ):
         bottega.train("classify", values)
 

@@ -25,8 +25,13 @@ from bottega.core.callback import Progress
 from bottega.core.errors import OutOfMemory, UsageError
 from bottega.data.order.online import FIRST_EPOCH, OnlineStream
 from bottega.engines.torch.engine import TorchEngine
-from bottega.run.compose import build_engine, build_loader, count_total_steps, set_learning_rate_schedule
-from bottega.run.training_plan import build_training_plan
+from bottega.run.compose import (
+    build_engine,
+    build_loader,
+    build_training_plan,
+    count_total_steps,
+    set_learning_rate_schedule,
+)
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
 from bottega.techniques.apply import resolve_techniques
@@ -93,8 +98,8 @@ def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
     total = count_total_steps(recipe, loader)
     for engine in engines:
         set_learning_rate_schedule(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
-    assert plan.begin is not None
-    plan.begin(engines[0], loader, resumed=False)
+    assert plan.on_train_start is not None
+    plan.on_train_start(engines[0], loader, resumed=False)
     batches, new = loader(0), 0
     for step in range(total):
         batch = next(batches)
@@ -175,7 +180,10 @@ def test_the_run_is_as_long_as_the_stream_and_the_ledger_knows_it(tmp_path: Path
     index = np.concatenate([one["samples"] for one in seen])
     epoch = np.concatenate([one["epochs"] for one in seen])
     np.testing.assert_array_equal(index[epoch == FIRST_EPOCH], np.arange(size))
-    with pytest.raises(UsageError, match=f"training.max_steps: 99 is more than the {run.step} steps of 8 samples"):
+    with pytest.raises(
+        UsageError,
+        match=rf"training\.max_steps: 99 is more than the stream \(data\.online\) has: {run.step} steps of 8 samples",
+    ):
         train("routing", tmp_path, name="longer", **{"training.max_steps": 99})
     with pytest.raises(UsageError, match=r"training\.batch_size: 8 -> 4"):
         train("routing", tmp_path, **{"training.batch_size": 4})

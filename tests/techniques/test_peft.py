@@ -77,11 +77,11 @@ def test_peft_s_adapter_is_a_start(bases: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(theirs(tokens).logits, models["model"](tokens), rtol=1e-5, atol=1e-5)
     options["start"] = str(tmp_path / "gone")
     for change, said in (
-        ({"rank": 8}, r"lora\.rank: 8, and .* has 4"),
-        ({"alpha": None}, r"lora\.alpha: 8, and .* has 6"),
+        ({"rank": 8}, r"lora\.rank is 8, but .* has 4"),
+        ({"alpha": None}, r"lora\.alpha is 8, but .* has 6"),
         ({"targets": None}, r"lacks model\.layers.*; it has q_proj, v_proj"),
-        ({"targets": ["q_proj"]}, "holds .*v_proj.*, which does not learn here"),
-        ({"start": str(tmp_path / "nowhere")}, "cannot be read"),
+        ({"targets": ["q_proj"]}, "contains .*v_proj.*, which is not trained here"),
+        ({"start": str(tmp_path / "nowhere")}, "does not exist"),
     ):
         with pytest.raises(UsageError, match=said):
             train(bases, tmp_path, "language", technique={"name": "lora", "options": {**options, **change}}, name="no")
@@ -117,7 +117,7 @@ def test_a_run_that_goes_on_has_no_use_for_its_start(bases: Path, tmp_path: Path
     assert different(tensors(straight.path), tensors(tmp_path / "cut")) == []
     assert different(tensors(straight.path), tensors(elsewhere.path)) != []  # it did start there
     assert list_step_samples(straight.path, step=3, replay=True)["replay"]["loss"] > 0
-    with pytest.raises(UsageError, match=r"techniques\.lora\.start: .* cannot be read"):
+    with pytest.raises(UsageError, match=r"techniques\.lora\.start: .* does not exist"):
         train(bases, tmp_path, "language", name="new", **more)
 
 
@@ -126,7 +126,7 @@ def language_lora(**options: Any) -> Lora:
 
 
 def exported(lora: Lora, folder: Path, *, seed: int = 0) -> Path:
-    lora.export(build_models(lora, seed)["model"], folder, origin="runs/base", whole=dict)
+    lora.export(build_models(lora, seed)["model"], folder, origin="runs/base", export_whole=dict)
     return folder
 
 
@@ -140,7 +140,7 @@ def test_our_adapter_over_another_base_is_refused_even_where_one_number_differs(
     model = build_models(lora, 0)["model"]
     with torch.no_grad():
         model.get_parameter(name).view(-1)[0] += 1e-6
-    said = rf"techniques\.lora\.start: .* another base \(runs/base; {re.escape(name)} differs\); start over that one"
+    said = rf"techniques\.lora\.start: .* another base model \(runs/base; {re.escape(name)} differs\); set model\.from to it"
     with pytest.raises(UsageError, match=said):
         lora.load_start(model)
 

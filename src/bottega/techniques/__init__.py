@@ -1,1 +1,1 @@
-"""Techniques: one folder each, with config.py (options, conflicts), apply.py (recipe and data) and torch.py (what it computes)."""
+"""Techniques, one folder each: config.py (options, conflicts), apply.py (recipe and data), torch.py (computation)."""

@@ -1,4 +1,4 @@
-"""Techniques in a run: each makes another lesson of a lesson, whatever its task and medium."""
+"""Application of a recipe's techniques: each changes the training plan, for any task and medium."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from bottega.techniques.training_plan import OpenRun, TrainingPlan
 
 
 def resolve_techniques(recipe: Recipe, workload: Workload) -> tuple[Technique, ...]:
-    """Those that are listed, and plasticity where the model asks for it (`model.plasticity`), or where a stream meets
-    spiking units: they then also learn by the timing of spikes."""
+    """Return the techniques of the recipe.
+
+    Plasticity is added if `model.plasticity` is set, or if a stream trains spiking units.
+    """
     listed = tuple(recipe.techniques)
-    parts = getattr(workload, "recipes", {"": recipe})
-    models = [part.model for part in parts.values()]
-    asked = any(getattr(model, "plasticity", False) for model in models)
-    streamed = recipe.data.online is not None and any(map(_spikes, models))
-    if any(one.name == PLASTICITY.name for one in listed) or not (asked or streamed):
+    recipes = getattr(workload, "recipes", {"": recipe})
+    models = [task_recipe.model for task_recipe in recipes.values()]
+    is_requested = any(getattr(model, "plasticity", False) for model in models)
+    is_streamed = recipe.data.online is not None and any(map(_has_spiking_units, models))
+    if any(technique.name == PLASTICITY.name for technique in listed) or not (is_requested or is_streamed):
         return listed
     return (*listed, Technique(name=PLASTICITY.name))
 
 
-def _spikes(model: Any) -> bool:
+def _has_spiking_units(model: Any) -> bool:
     is_spiking = "spiking" in (getattr(model, "kind", None), getattr(model, "router", None))
     return is_spiking or getattr(model, "spike_threshold", None) is not None
 
 
 def apply_techniques(recipe: Recipe, workload: Workload, *, open_run: OpenRun) -> TrainingPlan:
-    """What a branch teaches, changed by the techniques of the recipe in their order.
+    """Return the training plan of a workload, changed by the techniques of the recipe in their order.
 
-    `open_run` opens another run that a technique is built on, such as a teacher.
+    `open_run` opens another run that a technique depends on, such as a teacher.
     """
     plan = TrainingPlan.from_workload(workload, open_run=open_run)
     techniques = resolve_techniques(recipe, workload)

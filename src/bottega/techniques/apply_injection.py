@@ -1,4 +1,4 @@
-"""Techniques that put parts into a model that stays as it is (LoRA, adapters), in training and in reloading alike."""
+"""Application of LoRA and adapters: the injected task, for training and for reloading a run."""
 
 from __future__ import annotations
 
@@ -24,52 +24,54 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def build_injected_task(task: Task, technique: Technique, *, of: Task) -> InjectedTask:
-    """The task with parts put into its model. `of` is the branch's own."""
+    """Return `task` with layers injected into its model; `of` is the workload's own task."""
     inject, options = TECHNIQUES[technique.name].inject, technique.options
-    assert inject is not None, f"{technique.name} puts nothing into a model"
+    assert inject is not None, f"{technique.name} injects nothing"
     train = getattr(options, "train", None)
-    learns = {"train": train} if train is not None else {"fresh": of.new_modules()}
-    found: InjectedTask = resolve_reference(inject)(task, options, **learns, start=getattr(options, "start", None))
-    return found
+    trained = {"train": train} if train is not None else {"fresh": of.new_modules()}
+    injected_task: InjectedTask = resolve_reference(inject)(
+        task, options, **trained, start=getattr(options, "start", None)
+    )
+    return injected_task
 
 
 def apply_injection(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload, *, name: str) -> TrainingPlan:
-    """The same lesson over a base that stays. Who goes on with it, or opens it again, must find that very base."""
+    """Return the plan with layers injected into a frozen base model, whose hash is saved with the run."""
     if recipe.task in AUTOENCODER_TASKS:
-        raise UsageError(f"techniques: {name} is not for {recipe.task}; train it in full")
-    find_injection(recipe)  # refuses two at once
+        raise UsageError(f"techniques: {name} does not support {recipe.task}; leave it out to train all weights")
+    find_injection(recipe)  # raises if there are two
     task = build_injected_task(plan.task, Technique(name=name, options=options), of=workload.task)
-    outline = build_meta_model(task, recipe.seed)
+    meta_model = build_meta_model(task, recipe.seed)
     notes: tuple[str, ...] = ()
-    if outline is not None:  # else the built model is looked at
-        notes = _check(task, outline, recipe)
+    if meta_model is not None:  # otherwise the built model is checked
+        notes = _check(task, meta_model, recipe)
     if getattr(recipe.model, "from_", None) is None:
         notes = (
             *notes,
-            f"{name}: model.from is null, so the base is random weights of seed {recipe.seed}, and stays so",
+            f"{name}: model.from is null, so the frozen base model has random weights of seed {recipe.seed}",
         )
 
-    def built(plan: TrainingPlan, engine: Engine) -> TrainingPlan:
-        late = _check(task, engine.model, recipe) if outline is None else ()
+    def add_base_hash(plan: TrainingPlan, engine: Engine) -> TrainingPlan:
+        late_notes = _check(task, engine.model, recipe) if meta_model is None else ()
         frozen = {**plan.frozen, BASE: task.hash_base(engine.model)}
-        return replace(plan, frozen=frozen, notes=(*plan.notes, *late))
+        return replace(plan, frozen=frozen, notes=(*plan.notes, *late_notes))
 
-    changed = replace(plan, task=task, notes=(*plan.notes, *notes))
-    return changed.with_engine_built_hook(built).with_train_start_hook(partial(_begin, task=task))
+    injected_plan = replace(plan, task=task, notes=(*plan.notes, *notes))
+    return injected_plan.with_engine_built_hook(add_base_hash).with_train_start_hook(partial(_load_start, task=task))
 
 
 def _check(task: InjectedTask, model: Any, recipe: Recipe) -> tuple[str, ...]:
-    """Refuse groups and parts that mean only what stays; return what somebody should know of the options on this model."""
+    """Raise if training.groups or training.freeze match only frozen parameters; return notes on the options."""
     task.check_patterns((group.pattern for group in recipe.training.groups), model, key="training.groups")
     freeze = recipe.training.freeze or ()
     if BACKBONE in freeze and not any(part == BACKBONE for part, _ in model.named_children()):
-        # By layers it would leave what was put into the last block, which is not what anybody means.
-        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} keeps the base as it is already; leave it out")
+        # Resolved to layers it would leave out the injected layers of the last block, which is not what is meant.
+        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} already freezes the base model; leave it out")
     task.check_patterns(freeze, model, key="training.freeze")
     return tuple(task.notes(model))
 
 
-def _begin(engine: Engine, loader: Loader, *, resumed: bool, task: InjectedTask) -> None:
-    """Averages follow weights from where these begin, and the engine was built before that."""
+def _load_start(engine: Engine, loader: Loader, *, resumed: bool, task: InjectedTask) -> None:
+    """Load the adapter to start from, and restart the weight average there."""
     if not resumed and task.load_start(engine.model):
         engine.reset_weight_average()

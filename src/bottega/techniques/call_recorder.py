@@ -1,4 +1,4 @@
-"""Listening to a model while a task calls it: what it was asked, what it answered, what its blocks said on the way.
+"""Recording of a model's call: its inputs, its output, and the activations of its blocks.
 
 B batch   T tokens   N positions   D width   V vocabulary
 """
@@ -16,31 +16,33 @@ from bottega.models.decoder.torch import Block
 from bottega.models.losses.token_loss import IGNORE_INDEX, token_cross_entropy
 from bottega.models.spiking.units import SpikingLayer
 
-OWN = ("draws",)
-"""What is asked by these names is a model's own affair: by which chances its pixels become spikes."""
+MODEL_SPECIFIC = ("draws",)
+"""Arguments that are not passed on to another model: the random numbers that turn pixels into spikes."""
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """What a model was asked, and its answer."""
+    """Arguments and output of one call of a model."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     output: Tensor
     target_mask: Tensor | None = None
-    """Bool [B, T]: of tokens, those that are predicted."""
+    """Bool `(B, T)`: the tokens that are predicted."""
 
     def replay_on(self, other: Any) -> Tensor:
-        """The same question to somebody else: the very tensors, so noise, times and dropped words are the same too."""
-        return _said(other(*self.args, **{name: value for name, value in self.kwargs.items() if name not in OWN}))[0]
+        """Call another model with the same arguments, so that noise, timesteps and dropped conditions are the same."""
+        return _split_output(
+            other(*self.args, **{name: value for name, value in self.kwargs.items() if name not in MODEL_SPECIFIC})
+        )[0]
 
 
 @final
 class CallRecorder:
-    """Stands in for a model, calls it, and remembers. Everything else about it is the model's own.
+    """Proxy of a model that records its calls; every other attribute is the model's own.
 
-    With `tokens` it is called as the transformer is, with inputs and targets, for the sum of their negative log
-    likelihood: it asks for logits in their place and makes the sum of them.
+    With `tokens`, it is called like the transformer, with inputs and targets, and returns the summed negative log
+    likelihood: it calls the model for logits and computes the sum from them.
     """
 
     def __init__(self, model: Any, *, tokens: bool) -> None:
@@ -49,34 +51,35 @@ class CallRecorder:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.tokens:
-            found = self.model(*args, **kwargs)
-            self.calls.append(ModelCall(args, kwargs, _said(found)[0]))
-            return found
+            output = self.model(*args, **kwargs)
+            self.calls.append(ModelCall(args, kwargs, _split_output(output)[0]))
+            return output
         inputs, targets = args
-        logits, more = _said(self.model(inputs, **kwargs))
+        logits, extra = _split_output(self.model(inputs, **kwargs))
         self.calls.append(ModelCall((inputs,), kwargs, logits, targets != IGNORE_INDEX))
         total = token_cross_entropy(logits, targets)
-        return (total, *more) if more else total
+        return (total, *extra) if extra else total
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
     @property
     def single_call(self) -> ModelCall:
-        assert len(self.calls) == 1, f"a model that is called {len(self.calls)} times has no one answer"
+        """The recorded call; there must be exactly one."""
+        assert len(self.calls) == 1, f"the model was called {len(self.calls)} times"
         return self.calls[0]
 
 
-def _said(found: Any) -> tuple[Tensor, tuple[Any, ...]]:
-    """The answer, and what a model may tell besides: how it went through its experts."""
-    return (found[0], found[1:]) if isinstance(found, tuple) else (found, ())
+def _split_output(output: Any) -> tuple[Tensor, tuple[Any, ...]]:
+    """Split a model's output into its first tensor and the rest, such as the routing of experts."""
+    return (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The numbered parts that a sample goes through one after the other; none where there are no such parts.
+    """Return the numbered blocks that a sample passes one after the other; empty if the model has none.
 
-    Those of the backbone, where the model has one: what reads its condition has blocks too. Filters side by side, which
-    have no parts of their own, are not meant.
+    Those of the backbone if there is one, since a condition encoder has blocks too. Parallel filters, which have no
+    submodules, are not blocks.
     """
     backbone = getattr(model, "backbone", None)
     inside = backbone if isinstance(backbone, nn.Module) else model
@@ -86,36 +89,36 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def match_blocks(own: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
-    """Blocks of two models at the same depth, as many as the shallower one has; the last with the last."""
+    """Pair the blocks of two models at the same relative depth, as many as the shallower one has."""
     count = min(len(own), len(theirs))
     return [(own[len(own) * i // count - 1], theirs[len(theirs) * i // count - 1]) for i in range(1, count + 1)]
 
 
 @contextmanager
 def record_activations(blocks: Sequence[nn.Module]) -> Iterator[dict[int, Tensor]]:
-    """Number of the block -> its state [B, N, D], once it was called.
+    """Context that yields the hidden states `(B, N, D)` of blocks by their number, filled when they are called.
 
-    Only inside: activations that are computed again for the backward pass are nobody's business.
+    The hooks are removed at its end, so activations that are recomputed in the backward pass are not recorded again.
     """
-    heard: dict[int, Tensor] = {}
+    states: dict[int, Tensor] = {}
 
     def hook(number: int) -> Any:
-        def remember(block: nn.Module, inputs: Any, output: Any) -> None:
-            heard[number] = _state(block, output)
+        def record(block: nn.Module, inputs: Any, output: Any) -> None:
+            states[number] = _hidden_state(block, output)
 
-        return remember
+        return record
 
     hooks = [block.register_forward_hook(hook(number)) for number, block in enumerate(blocks)]
     try:
-        yield heard
+        yield states
     finally:
-        for one in hooks:
-            one.remove()
+        for handle in hooks:
+            handle.remove()
 
 
-def _state(block: nn.Module, output: Any) -> Tensor:
-    """[B, N, D], whatever the block gives: grids [B, D, ...] have their channels second."""
-    if isinstance(block, Block):  # the stream, and what the next block is to add to it
+def _hidden_state(block: nn.Module, output: Any) -> Tensor:
+    """Return the output of a block as `(B, N, D)`; grids `(B, D, ...)` have their channels second."""
+    if isinstance(block, Block):  # the residual stream, and what the next block adds to it
         output = output[0] + output[1]
     if isinstance(block, SpikingLayer):  # its positions are in time
         output = output.transpose(0, 1)

@@ -1,7 +1,7 @@
-"""Small parts that learn, put into the layers of a model that does not: it keeps its names, its weights and its bytes.
+"""Trainable layers injected into a frozen base model (LoRA, adapters), which keeps its names and weights.
 
-A layer becomes one of a class that computes more and stays the same object. What calls it, what hooks into it and what
-its weights are called do not change, so a base is loaded, grouped, hashed and exported as if nothing were there.
+A layer changes its class to one that computes more, and stays the same object. Callers, hooks and parameter names do not
+change, so the base model is loaded, grouped, hashed and exported as if nothing were injected.
 """
 
 from __future__ import annotations
@@ -25,198 +25,209 @@ from bottega.techniques.wrapped_task import WrappedTask
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""These hand the weights of their layers to a kernel of their own and may never call the layers."""
+"""Modules that pass the weights of their layers to a fused kernel and may never call the layers."""
 HEADS = ("head", "lm_head", "classifier", "score", "out", "proj_out", "conv_out")
-"""What tells the answer, after the blocks, as we and others call it."""
+"""Names of output layers after the blocks, here and in other libraries."""
 
 
 class InjectedTask(WrappedTask):
-    """A task whose model is a base that stays, with parts put in that learn."""
+    """A task whose model is a frozen base model with injected trainable layers."""
 
     key: ClassVar[str]
-    """Its options, as messages name them."""
+    """Recipe key of its options, for messages."""
     export_note: ClassVar[str]
-    """What an export holds beside the folder of the parts, in words for its card."""
+    """What an export contains beside the adapter folder, for the model card."""
     inner: Task
     train: tuple[str, ...] = ()
-    """Parts of the base that learn in full, by the beginning of their names or by a pattern over whole names."""
+    """Modules of the base model that are trained in full: prefixes of names, or patterns over whole names."""
     fresh: tuple[str, ...] = ()
-    """The same, where the model may lack some of them: parts that would begin at random and stay so."""
+    """The same, for randomly initialised modules such as a new head; the model may lack some of them."""
     start: str | None = None
-    """The folder of an adapter to start from; only `read_start` opens it."""
+    """The folder of an adapter to start from; only `load_start` reads it."""
 
     @abstractmethod
     def is_injected(self, name: str) -> bool:
-        """Whether a parameter is of the parts that are put in."""
+        """Return whether a parameter belongs to an injected layer."""
 
     @abstractmethod
-    def inject(self, model: nn.Module, seed: int) -> None: ...
+    def inject(self, model: nn.Module, seed: int) -> None:
+        """Inject the trainable layers into the model, in place."""
 
     @abstractmethod
     def load_adapter(self, folder: Path, model: nn.Module) -> None:
-        """Fill the parts from the folder of an adapter that fits this model, these options and this base."""
+        """Load the injected layers from an adapter folder that fits the model, the options and the base."""
 
     @abstractmethod
     def export(
-        self, model: nn.Module, folder: Path, *, origin: str | None, whole: Callable[[], dict[str, Any]]
+        self, model: nn.Module, folder: Path, *, origin: str | None, export_whole: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Write the folder of the parts, of a base that came from `origin`, and what a card says first. `whole` writes the
-        model beside it, where that can be told without the parts."""
+        """Write the adapter folder and return the metadata of the model card.
+
+        `origin` is where the base model came from. `export_whole` exports the model itself, if it can be exported.
+        """
 
     def load_start(self, model: nn.Module) -> bool:
-        """Fill the parts from where they start; and whether they start anywhere. Not for a run that goes on: it has all that
-        learns, and its start may be gone."""
+        """Load the adapter of `start`; return whether there is one.
+
+        Not called for a resumed run: its checkpoint has all trainable weights, and the folder may no longer exist.
+        """
         if self.start is not None:
             self.load_adapter(Path(self.start), model)
         return self.start is not None
 
     def specs(self) -> dict[str, ModelSpec]:
         specs = self.inner.specs()
-        return {**specs, "model": specs["model"].changed(self._put_in)}
+        return {**specs, "model": specs["model"].changed(self._inject_checked)}
 
     def notes(self, model: nn.Module) -> list[str]:
-        """What somebody should know of these options on this model."""
+        """Return notes for the user on these options with this model."""
         return []
 
     def check_patterns(self, words: Iterable[str], model: nn.Module, *, key: str) -> None:
-        """Refuse parts and patterns that mean what stays and nothing that learns; those that mean nothing are told elsewhere."""
+        """Raise UsageError if a pattern matches only frozen parameters; patterns without a match are reported elsewhere."""
         names = [name for name, _ in model.named_parameters()]
         for word in words:
             check_pattern(word, key=key)
-            meant = [name for name in names if matches_part(word, name)]
-            if meant and not any(map(self.is_trainable, meant)):
+            matches = [name for name in names if matches_part(word, name)]
+            if matches and not any(map(self.is_trainable, matches)):
                 raise UsageError(
-                    f"{key}: {word!r} is {meant[0]}, of the base, which {self.key} keeps as it is; leave it out, or let it "
-                    f"learn by {self.key}.train"
+                    f"{key}: {word!r} matches {matches[0]} of the base model, which {self.key} freezes; leave it out, or "
+                    f"train it with {self.key}.train"
                 )
 
     def hash_base(self, model: nn.Module) -> str:
-        """The hash of what stays."""
+        """Return one SHA-256 over the frozen tensors."""
         return combine_hashes(self.hash_frozen_tensors(model))
 
     def hash_frozen_tensors(self, model: nn.Module) -> dict[str, str]:
-        """Of each tensor that stays."""
+        """Return the SHA-256 of each frozen tensor."""
         return hash_frozen_tensors(model, self.is_trainable)
 
     def is_trainable(self, name: str) -> bool:
         return self.is_injected(name) or (self.is_fully_trained(name) and self.inner.is_trainable(name))
 
     def is_fully_trained(self, name: str) -> bool:
+        """Return whether a parameter of the base model is trained in full, by `train` or `fresh`."""
         return any(matches_part(word, name) for word in (*self.train, *self.fresh))
 
-    def _put_in(self, models: Models, seed: int) -> None:
+    def _inject_checked(self, models: Models, seed: int) -> None:
         model = models["model"]
         names = [name for name, _ in model.named_parameters()]
         for word in self.train:
             check_pattern(word, key=f"{self.key}.train")
             if not any(matches_part(word, name) for name in names):
-                parts = ", ".join(sorted({name.partition(".")[0] for name in names}))
+                modules = ", ".join(sorted({name.partition(".")[0] for name in names}))
                 raise UsageError(
-                    f"{self.key}.train: {word!r} is no part of the model and matches no parameter; there is {parts}"
+                    f"{self.key}.train: {word!r} is not a module and matches no parameter; the model has {modules}"
                 )
         self.inject(model, seed)
 
 
 def matches_part(word: str, name: str) -> bool:
-    """Whether a parameter or layer is of a part, such as `head` or `layers.0`, or its whole name matches a pattern."""
+    """Return whether a parameter or layer is inside the module `word`, such as `layers.0`, or its name matches it as a
+    pattern."""
     return name == word or name.startswith(f"{word}.") or re.fullmatch(word, name) is not None
 
 
 def hash_frozen(model: nn.Module, learns: Callable[[str], bool]) -> str:
-    """One sha256 for all that does not learn."""
+    """Return one SHA-256 over all tensors that are not trained."""
     return combine_hashes(hash_frozen_tensors(model, learns))
 
 
 def hash_frozen_tensors(model: nn.Module, learns: Callable[[str], bool]) -> dict[str, str]:
-    """sha256 of each tensor that does not learn, by name. One for all would say nothing once more or less of it learns."""
-    found = dict[str, str]()
+    """Return the SHA-256 of each tensor that is not trained, by name.
+
+    One hash for all would not be comparable once more or fewer of them are trained.
+    """
+    hashes = dict[str, str]()
     for name, tensor in sorted(model.state_dict().items()):
         if not learns(name):
             digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
             digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-            found[name] = digest.hexdigest()
-    return found
+            hashes[name] = digest.hexdigest()
+    return hashes
 
 
 def combine_hashes(hashes: Mapping[str, str]) -> str:
-    """One sha256 for all of them, with their names."""
-    return hashlib.sha256("".join(f"{name} {found}\n" for name, found in hashes.items()).encode()).hexdigest()
+    """Return one SHA-256 over hashes and their names."""
+    return hashlib.sha256("".join(f"{name} {digest}\n" for name, digest in hashes.items()).encode()).hexdigest()
 
 
 def is_in_block(name: str) -> bool:
-    """Whether a layer is of a numbered part, such as `layers.3.mlp.down_proj`."""
+    """Return whether a layer is inside a numbered block, as in `layers.3.mlp.down_proj`."""
     return any(part.isdigit() for part in name.split("."))
 
 
 def find_injectable_layers(
     model: nn.Module, *, kinds: tuple[type[nn.Module], ...] = (nn.Linear, *CONVOLUTIONS)
 ) -> dict[str, nn.Module]:
-    """The layers that a part can be put into, by name.
+    """Return the layers that can be injected into, by name.
 
-    Not those whose weight is read by somebody who never calls them: a head inside a fused loss, a matrix shared with an
-    embedding. What is put into them would silently do nothing, or be missing from the other use.
+    Excludes layers whose weight is read without calling them: a head inside a fused loss, a matrix tied to an embedding.
+    An injected layer would have no effect there, or only on one of the two uses.
     """
-    owners: dict[int, int] = {}
-    read: set[int] = set()
-    inside: set[int] = set()
+    num_owners: dict[int, int] = {}
+    read_directly: set[int] = set()
+    fused: set[int] = set()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
-                owners[id(parameter)] = owners.get(id(parameter), 0) + 1
+                num_owners[id(parameter)] = num_owners.get(id(parameter), 0) + 1
         head = getattr(module, "head_weight", None)
         if isinstance(head, Tensor):
-            read.add(id(head))
+            read_directly.add(id(head))
         if isinstance(module, READ_INSIDE):
-            inside |= {id(one) for one in module.modules()}
+            fused |= {id(inner) for inner in module.modules()}
     return {
         name: module
         for name, module in model.named_modules()
         if type(module) in kinds
         and getattr(module, "groups", 1) == 1
-        and id(module) not in inside
-        and id(module.weight) not in read
-        and owners[id(module.weight)] == 1
+        and id(module) not in fused
+        and id(module.weight) not in read_directly
+        and num_owners[id(module.weight)] == 1
     }
 
 
 def select_layers(able: Iterable[str], targets: Sequence[str], *, key: str, layers: Iterable[str]) -> list[str]:
-    """The layers that the words name, each by the end of its name or by a pattern over it; `layers` are all there are."""
-    able, found = list(able), set[str]()
+    """Return the injectable layers that `targets` name, by a suffix of the name or a pattern; `layers` are all layers."""
+    able, selected = list(able), set[str]()
     for word in targets:
         check_pattern(word, key=key)
-        mine = {name for name in able if _names(word, name)}
-        if not mine:
-            others = [name for name in layers if _names(word, name)]
+        matches = {name for name in able if _matches_target(word, name)}
+        if not matches:
+            others = [name for name in layers if _matches_target(word, name)]
             if not others and word in HEADS:
                 raise UsageError(
-                    f"{key}: the model has no {word} of its own: its head is the matrix of the embedding, which a change "
-                    "would reach by one of its two uses only; leave it out"
+                    f"{key}: the model has no separate {word}: it is tied to the embedding, and a change would affect only "
+                    "one of the two uses; leave it out"
                 )
             if others:
                 raise UsageError(
-                    f"{key}: {word!r} is {others[0]}, whose weight is read elsewhere or learns in full; leave it out"
+                    f"{key}: {word!r} matches {others[0]}, whose weight is read elsewhere or trained in full; leave it out"
                 )
-            raise UsageError(f"{key}: {word!r} matches no layer of the model; {_there_is(word, able)}")
-        found |= mine
-    return [name for name in able if name in found]
+            raise UsageError(f"{key}: {word!r} matches no layer of the model; {_suggest_layers(word, able)}")
+        selected |= matches
+    return [name for name in able if name in selected]
 
 
 def name_suffixes(names: Iterable[str]) -> list[str]:
-    """The last words of names, with the one before where that is a number."""
+    """Return the last components of names, with the one before if the last is a number."""
     return sorted({re.sub(r"^.*?([^.]+(\.\d+)?)$", r"\1", name) for name in names})
 
 
-def _there_is(word: str, able: Sequence[str]) -> str:
-    there = name_suffixes(able)
-    near = find_similar_names(word, there)
-    return f"did you mean {near[0]}?" if near else f"there is {', '.join(there) or 'none that could carry anything'}"
+def _suggest_layers(word: str, able: Sequence[str]) -> str:
+    suffixes = name_suffixes(able)
+    near = find_similar_names(word, suffixes)
+    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(suffixes) or 'none'}"
 
 
-def _names(word: str, name: str) -> bool:
+def _matches_target(word: str, name: str) -> bool:
     return name == word or name.endswith(f".{word}") or re.fullmatch(word, name) is not None
 
 
 def check_pattern(word: str, *, key: str) -> None:
+    """Raise UsageError if `word` is not a valid regular expression."""
     try:
         re.compile(word)
     except re.error as error:

@@ -1,4 +1,4 @@
-"""Online learning: the samples as a stream, measured when they are new and then learnt from."""
+"""Online learning: training on a stream, with each new sample evaluated before it is trained on (prequential)."""
 
 from __future__ import annotations
 
@@ -26,47 +26,49 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def apply_stream(plan: TrainingPlan, recipe: Recipe, workload: Workload) -> TrainingPlan:
-    """The lesson as a stream, once all techniques have had their say."""
+    """Return the plan of a stream, which evaluates each new sample first. Applied after all techniques."""
     online = recipe.data.online
-    assert online is not None, "asked for by data.online"
+    assert online is not None, "only called with data.online"
     order = plan.order
     if order is None:
         order = build_online_stream(recipe, len(plan.training))
     elif not isinstance(order, Unshuffled):
         raise UsageError(
-            "data.online: a stream takes its samples as they come, and these have an order of their own (a mixture, or images "
-            "in buckets); leave one out"
+            "data.online: a stream reads samples in the order of the data, but these have another order (a mixture, or "
+            "images in buckets); leave one out"
         )
-    watch = Prequential(workload.summarise)
+    metrics_callback = Prequential(workload.summarise)
 
-    def begin(engine: Engine, loader: Loader, *, resumed: bool) -> None:
-        def measure(step: int, batch: Batch) -> None:
-            for sums in _measured(engine, _weighed(batch, loader, step), at_most=recipe.evaluation.batch_size):
-                watch.add(sums)
+    def add_evaluation(engine: Engine, loader: Loader, *, resumed: bool) -> None:
+        def evaluate(step: int, batch: Batch) -> None:
+            for sums in _evaluate_in_parts(
+                engine, _weight_new_samples(batch, loader, step), max_examples=recipe.evaluation.batch_size
+            ):
+                metrics_callback.add(sums)
 
-        engine.add_hook(measure)
+        engine.add_hook(evaluate)
 
-    changed = replace(
+    streamed = replace(
         plan,
         order=order,
-        notes=(*plan.notes, _told(recipe, order, plan.training)),
-        callbacks=(*plan.callbacks, watch),
-        summary=lambda metrics: watch.add_metrics(plan.summary(metrics)),
-        finish=lambda directory, console: _finish(plan, watch, directory, console),
+        notes=(*plan.notes, _describe_stream(recipe, order, plan.training)),
+        callbacks=(*plan.callbacks, metrics_callback),
+        summarise=lambda metrics: metrics_callback.add_metrics(plan.summarise(metrics)),
+        on_train_end=lambda directory, console: _report_metrics(plan, metrics_callback, directory, console),
     )
-    return changed.with_train_start_hook(begin)
+    return streamed.with_train_start_hook(add_evaluation)
 
 
-def _measured(engine: Engine, batch: Batch, *, at_most: int | None) -> Iterator[Sums]:
-    """Part by part: no more at once than a forward of training has, nor than `at_most` of all ranks together."""
+def _evaluate_in_parts(engine: Engine, batch: Batch, *, max_examples: int | None) -> Iterator[Sums]:
+    """Evaluate a batch in parts of at most the micro-batch size, and at most `max_examples` examples over all ranks."""
     size = batch_length(batch)
-    limits = [engine.micro_batch_size, -(-at_most // engine.data_size) if at_most is not None else None]
+    limits = [engine.micro_batch_size, -(-max_examples // engine.data_size) if max_examples is not None else None]
     at_once, at = min([size, *(limit for limit in limits if limit is not None)]), 0
     while at < size:
         try:
             sums = engine.eval_step(slice_batch(batch, at, at + at_once), with_rows=False).sums
         except OutOfMemory:
-            # One process learns what fits from its first step, which comes after this; several have found it together.
+            # A single process determines its micro-batch size in the first step, which comes later; several ranks have it.
             if at_once == 1 or engine.world > 1:
                 raise
             at_once = -(-at_once // 2)
@@ -75,10 +77,10 @@ def _measured(engine: Engine, batch: Batch, *, at_most: int | None) -> Iterator[
         at += at_once
 
 
-def _weighed(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
-    """The batch as an evaluation has it, with weight 0 for what is not new: that was learnt from already."""
-    share = loader.batch_size_at(step) // loader.data_size
-    positions = loader.samples_before(step) + loader.data_rank * share + np.arange(share)
+def _weight_new_samples(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
+    """Return the batch for evaluation, with weight 0 for replayed samples, which were trained on before."""
+    size = loader.batch_size_at(step) // loader.data_size
+    positions = loader.samples_before(step) + loader.data_rank * size + np.arange(size)
     source, order = loader.source, loader.order
     assert order is not None
     if isinstance(source, Zip) and source.orders is not None:
@@ -88,24 +90,29 @@ def _weighed(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
 
 
 def _only_new(batch: Batch, order: Order, positions: np.ndarray) -> dict[str, Any]:
-    assert isinstance(order, OnlineOrder), "asked for when the stream was made"
+    assert isinstance(order, OnlineOrder), "checked when the stream was built"
     is_new = order.is_new(positions).astype(np.float32)
     return {**batch, "weight": batch["weight"] * is_new if "weight" in batch else is_new}
 
 
-def _told(recipe: Recipe, order: Order, source: Source) -> str:
+def _describe_stream(recipe: Recipe, order: Order, source: Source) -> str:
     online = recipe.data.online
     assert online is not None
     longest = max(map(len, source.sources.values())) if isinstance(source, Zip) else len(source)
-    of = f"the last {online.memory:,}" if online.memory is not None else "all"
-    again = f", and {online.replay:.0%} of what is seen comes again, of {of} before" if online.replay else ""
-    return f"online: {longest:,} samples once each, in the order of the data{again}; online/... measures each when it is new"
+    memory = f"the last {online.memory:,}" if online.memory is not None else "all earlier"
+    replay = f", with {online.replay:.0%} of each batch replayed from {memory} samples" if online.replay else ""
+    return (
+        f"online: {longest:,} samples once each, in the order of the data{replay}; the metrics online/... evaluate each "
+        "sample before it is trained on"
+    )
 
 
-def _finish(plan: TrainingPlan, watch: Prequential, directory: RunDirectory, console: Console) -> None:
-    if plan.finish is not None:
-        plan.finish(directory, console)
-    found = console.headline_metrics(watch.compute_metrics())
-    if found:
-        said = ", ".join(f"{name.removeprefix(PREFIX)} {value:.4f}" for name, value in found.items())
-        console.info(f"\nonline, each sample before it was learnt from: {said}")
+def _report_metrics(
+    plan: TrainingPlan, metrics_callback: Prequential, directory: RunDirectory, console: Console
+) -> None:
+    if plan.on_train_end is not None:
+        plan.on_train_end(directory, console)
+    metrics = console.headline_metrics(metrics_callback.compute_metrics())
+    if metrics:
+        text = ", ".join(f"{name.removeprefix(PREFIX)} {value:.4f}" for name, value in metrics.items())
+        console.info(f"\nonline, each sample before it was trained on: {text}")

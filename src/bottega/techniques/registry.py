@@ -1,4 +1,4 @@
-"""Every technique: each folder of this package that has a config.py with its SPEC."""
+"""Registry of techniques: each folder of this package with a config.py that has a SPEC."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from bottega.config.technique_spec import TechniqueSpec
 
 FIRST = ("lora", "adapter", "distill", "ewc", "replay", "maml", "plasticity")
-"""The order in which they are listed; others follow by name."""
+"""Order of the list; others follow by name."""
 
 
 def find_techniques() -> dict[str, TechniqueSpec]:
-    """Import the specs, which load no framework."""
-    there = {path.parent.name for path in Path(__file__).parent.glob("*/config.py")}
-    specs = [import_module(f"bottega.techniques.{name}.config").SPEC for name in (*FIRST, *sorted(there - {*FIRST}))]
+    """Import and return the specs of all techniques; this loads no framework."""
+    folders = {path.parent.name for path in Path(__file__).parent.glob("*/config.py")}
+    specs = [import_module(f"bottega.techniques.{name}.config").SPEC for name in (*FIRST, *sorted(folders - {*FIRST}))]
     return {spec.name: spec for spec in specs}

@@ -1,4 +1,4 @@
-"""What is learned from what: all that a technique may change."""
+"""The training plan: task, data, order, metrics and hooks of a run, which techniques change."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ from bottega.data.sources.source import Source
 from bottega.tasks.workload import Workload
 
 OpenRun = Callable[..., Any]
-"""`open_run(path, device=...)` of bottega.run.saved, which techniques do not import: it applies them itself."""
+"""`open_run(path, device=...)` of bottega.run.saved, which techniques do not import, because it applies techniques itself."""
 
 
 class TrainStartHook(Protocol):
+    """A function that prepares engine and loader before the first step."""
+
     def __call__(self, engine: Engine, loader: Loader, *, resumed: bool) -> None:
-        """Called once before the first step, with everything in place; `resumed` where a checkpoint was loaded."""
+        """Called once before the first step; `resumed` if a checkpoint was loaded."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """A task, its samples and their order, and what measures it."""
+    """What a run trains: a task, its data and their order, its metrics, and hooks of techniques."""
 
     task: Task
     training: Source
     order: Order | None
-    """None is the plain shuffle, or the stages of a curriculum."""
+    """None is a plain shuffle, or the stages of a curriculum."""
     validation: Source | None
     metrics: tuple[str, ...]
     frozen: Mapping[str, str] = field(default_factory=dict)
-    """Name -> hash of the models that it is built on and does not train."""
+    """Hashes of the frozen models, by name."""
     notes: tuple[str, ...] = ()
-    built: Callable[[TrainingPlan, Engine], TrainingPlan] | None = None
-    """The lesson with what only the built model can tell, such as the hash of its base."""
-    begin: TrainStartHook | None = None
+    """Lines for the user."""
+    on_engine_built: Callable[[TrainingPlan, Engine], TrainingPlan] | None = None
+    """Returns the plan with what is known only from the built model, such as the hash of its base model."""
+    on_train_start: TrainStartHook | None = None
     callbacks: tuple[Callback, ...] = ()
-    """Who watches besides, in every process and before all others."""
-    summary: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
-    """An evaluation with what follows from its means."""
-    finish: Callable[[RunDirectory, Console], None] | None = None
-    """Called once after the last step, by the main process."""
-
+    """Further callbacks, on every process and before all others."""
+    summarise: Callable[[dict[str, float]], dict[str, float]] = lambda metrics: metrics
+    """Adds metrics that are derived from the means of an evaluation."""
+    on_train_end: Callable[[RunDirectory, Console], None] | None = None
+    """Called once after the last step, on the main process."""
     open_run: OpenRun | None = None
-    """Opens a finished run by its directory, for a technique that is built on one."""
+    """Opens a finished run by its directory, for a technique that depends on one."""
 
     @classmethod
     def from_workload(cls, workload: Workload, *, open_run: OpenRun | None = None) -> TrainingPlan:
+        """Return the plan of a workload without techniques."""
         return cls(
             task=workload.task,
             training=workload.training(),
@@ -65,25 +68,25 @@ class TrainingPlan:
         )
 
     def complete(self, engine: Engine) -> TrainingPlan:
-        """The lesson once its engine is built."""
-        return self.built(self, engine) if self.built is not None else self
+        """Return the plan once its engine is built."""
+        return self.on_engine_built(self, engine) if self.on_engine_built is not None else self
 
-    def with_engine_built_hook(self, built: Callable[[TrainingPlan, Engine], TrainingPlan]) -> TrainingPlan:
-        """With `built` after what looks at the built model already."""
-        earlier = self.built
+    def with_engine_built_hook(self, hook: Callable[[TrainingPlan, Engine], TrainingPlan]) -> TrainingPlan:
+        """Return the plan with one more `on_engine_built` hook, called after the others."""
+        earlier = self.on_engine_built
 
         def both(plan: TrainingPlan, engine: Engine) -> TrainingPlan:
-            return built(earlier(plan, engine) if earlier is not None else plan, engine)
+            return hook(earlier(plan, engine) if earlier is not None else plan, engine)
 
-        return replace(self, built=both)
+        return replace(self, on_engine_built=both)
 
-    def with_train_start_hook(self, begin: TrainStartHook) -> TrainingPlan:
-        """With `begin` after what is begun with already."""
-        earlier = self.begin
+    def with_train_start_hook(self, hook: TrainStartHook) -> TrainingPlan:
+        """Return the plan with one more `on_train_start` hook, called after the others."""
+        earlier = self.on_train_start
 
         def both(engine: Engine, loader: Loader, *, resumed: bool) -> None:
             if earlier is not None:
                 earlier(engine, loader, resumed=resumed)
-            begin(engine, loader, resumed=resumed)
+            hook(engine, loader, resumed=resumed)
 
-        return replace(self, begin=both)
+        return replace(self, on_train_start=both)

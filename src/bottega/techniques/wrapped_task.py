@@ -1,4 +1,4 @@
-"""A task around a task: what a technique adds, with everything else as it was."""
+"""Base class of techniques that wrap a task."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bottega.core.types import Array, Batch, Loss, Models, Rows
 
 
 class WrappedTask(Task):
-    """Passes everything on to `inner`; a technique changes what it is about."""
+    """A task that delegates everything to `inner`; a technique overrides what it changes."""
 
     inner: Task
 
@@ -48,8 +48,8 @@ class WrappedTask(Task):
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
         return self.inner.penalty(parameters, state)
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        return self.inner.update(tensors, seen, rng)
+    def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        return self.inner.update(tensors, batch_stats, rng)
 
-    def batch_metrics(self, seen: Mapping[str, Array]) -> dict[str, Array]:
-        return self.inner.batch_metrics(seen)
+    def batch_metrics(self, batch_stats: Mapping[str, Array]) -> dict[str, Array]:
+        return self.inner.batch_metrics(batch_stats)

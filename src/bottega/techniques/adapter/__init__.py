@@ -1,1 +1,1 @@
-"""Adapters: narrow layers behind the outputs of a model's blocks."""
+"""Bottleneck adapters behind the outputs of a model's blocks."""

@@ -1,4 +1,4 @@
-"""Adapters: only narrow layers behind the model's outputs learn, and only they are saved."""
+"""Adapters in a recipe: only bottleneck layers behind the blocks' outputs are trained and saved."""
 
 from __future__ import annotations
 

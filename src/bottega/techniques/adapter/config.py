@@ -1,4 +1,4 @@
-"""Adapters: options and what they do not go with."""
+"""Adapters: options and conflicts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from bottega.config.technique_spec import Conflict, TechniqueSpec
 
 
 class AdapterOptions(Section):
-    """Narrow layers behind the blocks' outputs; the base stays as it is (Houlsby et al., 2019)."""
+    """Bottleneck layers behind the blocks' outputs, over a frozen base model (Houlsby et al., 2019)."""
 
-    size: Positive = Field(32, description="width of the narrow layer")
+    size: Positive = Field(32, description="width of the bottleneck")
     targets: tuple[str, ...] | None = Field(
-        None, description="ends of module names, or patterns over them; null is the last matrix of each half block"
+        None, description="suffixes of module names, or patterns over them; null is the output of attention and MLP"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="parts that learn in full beside it; null is what begins at random, such as a head"
+        None, description="modules trained in full beside it; null is those randomly initialised, such as a head"
     )
-    start: str | None = Field(None, description="a folder of an adapter of ours to start from")
+    start: str | None = Field(None, description="the folder of an exported adapter to start from")
 
 
 SPELLINGS = {"bottleneck_size": "size", "adapter_layers": "targets", "target_modules": "targets"}
-"""What other guides call an option -> its name here."""
+"""Other libraries' names of options -> names here."""
 
 
 def respell(options: dict[str, Any]) -> dict[str, Any]:

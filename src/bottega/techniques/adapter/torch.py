@@ -1,6 +1,6 @@
-"""Narrow layers behind the outputs of a model's halves of blocks (adapters; Houlsby et al., 2019): y + U gelu(D y).
+"""Bottleneck adapters behind the output projections of attention and MLP (Houlsby et al., 2019): y + U gelu(D y).
 
-S size, the narrow width   O outputs of the layer behind which it stands
+S size of the bottleneck   O outputs of the layer in front of it
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ OUTPUTS = (
     *("o_proj", "down_proj", "to_out", "down"),  # ours and the many after Llama
     *("output.dense", "out_proj", "out_lin", "lin2", "fc2", "Wo", "wo", "o", "to_out.0", "net.2"),  # of others
 )
-"""What the last matrix of attention and of a perceptron is called."""
+"""Names of the output projection of attention and MLP."""
 
 
 class Bottleneck(nn.Linear):
-    """D [S, O], U [O, S], with a bias each."""
+    """Linear layer followed by an adapter: D `(S, O)` and U `(O, S)`, with a bias each."""
 
     adapter_down: nn.Parameter
     adapter_down_bias: nn.Parameter
@@ -52,11 +52,13 @@ class Bottleneck(nn.Linear):
 
 
 class Adapter(InjectedTask):
+    """A task with bottleneck adapters in its model."""
+
     key: ClassVar[str] = KEY
-    export_note: ClassVar[str] = "it is all there is here"
+    export_note: ClassVar[str] = "this export contains nothing else"
     size: int = Field(32, gt=0)
     targets: tuple[str, ...] | None = None
-    """None is the last matrix of each half of the blocks."""
+    """None is the output projection of attention and MLP in each block."""
 
     def is_injected(self, name: str) -> bool:
         return name.rpartition(".")[2] in NAMES
@@ -69,13 +71,14 @@ class Adapter(InjectedTask):
         read_bottlenecks(folder, model, self)
 
     def export(
-        self, model: nn.Module, folder: Path, *, origin: str | None, whole: Callable[[], dict[str, Any]]
+        self, model: nn.Module, folder: Path, *, origin: str | None, export_whole: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """Narrow layers are no matrix, and no other model says the same: they are written alone."""
+        """Write the adapter alone: it cannot be merged into the weights of a plain model."""
         write_bottlenecks(model, folder, self, origin=origin)
         return {"library_name": "bottega"}
 
     def choose_layers(self, model: nn.Module) -> list[str]:
+        """Return the names of the layers that an adapter follows."""
         able = [
             name
             for name in find_injectable_layers(model, kinds=(nn.Linear,))
@@ -84,18 +87,18 @@ class Adapter(InjectedTask):
         if self.targets is not None:
             every = [name for name, _ in model.named_modules() if name]
             return select_layers(able, self.targets, key=f"{KEY}.targets", layers=every)
-        ends = tuple(f".{end}" for end in OUTPUTS)
-        found = [name for name in able if is_in_block(name) and name.endswith(ends)]
-        if not found:
+        suffixes = tuple(f".{suffix}" for suffix in OUTPUTS)
+        selected = [name for name in able if is_in_block(name) and name.endswith(suffixes)]
+        if not selected:
             raise UsageError(
-                f"{KEY}.targets: {type(model).__name__} has no matrix inside numbered blocks that is called like an "
-                "output; name layers, as bottega inspect shows them, or use lora"
+                f"{KEY}.targets: {type(model).__name__} has no matrix inside numbered blocks with the name of an output "
+                "projection; name layers as listed by bottega inspect, or use lora"
             )
-        return found
+        return selected
 
 
 def inject_bottleneck(layer: nn.Module, name: str, *, size: int, seed: int) -> None:
-    """Nothing at first, because U is 0; D is drawn as a layer's weight would be, by its name."""
+    """Append an adapter to a layer, in place. U is 0, so the output does not change at first; D is drawn as a weight."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     width = weight.shape[0]
     limit = 1 / math.sqrt(width)
@@ -109,8 +112,7 @@ def inject_bottleneck(layer: nn.Module, name: str, *, size: int, seed: int) -> N
 
 
 def write_bottlenecks(model: nn.Module, folder: Path, adapter: Adapter, *, origin: str | None) -> None:
-    """`adapter_model.safetensors` with all that learnt, under the names of our model, and `bottega.json` with the size and
-    the layers. No matrix says the same, so nobody else opens it."""
+    """Write `adapter_model.safetensors` with all trained parameters, and `bottega.json` with the size and the layers."""
     folder.mkdir(parents=True, exist_ok=True)
     layers = list(find_bottlenecks(model))
     write_adapter_metadata(
@@ -120,14 +122,15 @@ def write_bottlenecks(model: nn.Module, folder: Path, adapter: Adapter, *, origi
 
 
 def read_bottlenecks(folder: Path, model: nn.Module, adapter: Adapter) -> None:
-    """Fill the narrow layers; the folder must be of the same size and layers, over the same base."""
-    said = read_adapter_metadata(folder, key=START)
-    check_adapter_metadata(said, folder, model, adapter, kind=KIND, key=START)
-    if said.get("size") != adapter.size:
-        raise UsageError(f"{KEY}.size: {adapter.size}, and {folder} has {said.get('size')}; set it to that")
-    places: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.is_trainable(name)}
-    copy_adapter_tensors(places, read_weights(folder), folder, is_own=adapter.is_injected, technique="adapter")
+    """Load the adapter layers; size, layers and base model of the folder must match."""
+    metadata = read_adapter_metadata(folder, key=START)
+    check_adapter_metadata(metadata, folder, model, adapter, kind=KIND, key=START)
+    if metadata.get("size") != adapter.size:
+        raise UsageError(f"{KEY}.size is {adapter.size}, but {folder} has {metadata.get('size')}; set it to that")
+    targets: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.is_trainable(name)}
+    copy_adapter_tensors(targets, read_weights(folder), folder, is_injected=adapter.is_injected, technique="adapter")
 
 
 def find_bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
+    """Return the layers with an adapter, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Bottleneck)}

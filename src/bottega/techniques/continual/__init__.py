@@ -1,1 +1,1 @@
-"""Continual learning: sources one after the other, replay, and what is forgotten."""
+"""Continual learning: sources trained in sequence, metrics per source, and forgetting."""

@@ -1,4 +1,4 @@
-"""A sequence of sources as a lesson: each is measured by itself, and what of it is forgotten is written down."""
+"""Training on a sequence of sources: metrics per source, and a matrix of what is forgotten."""
 
 from __future__ import annotations
 
@@ -19,38 +19,39 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def require_sequence(plan: TrainingPlan, technique: str) -> Sequential:
+    """Return the order of sources; raise UsageError if they are not trained in sequence."""
     if not isinstance(plan.order, Sequential):
         raise UsageError(
-            f"techniques: {technique} is about sources that come one after the other; say data.mixture: sequence, with two "
-            "data.sources or more"
+            f"techniques: {technique} needs sources trained in sequence; set data.mixture: sequence, with two data.sources or "
+            "more"
         )
     return plan.order
 
 
 def track_forgetting(plan: TrainingPlan, recipe: Recipe) -> TrainingPlan:
-    """The lesson of a sequence, once all techniques have had their say."""
+    """Return the plan of a sequence with metrics per source and a forgetting matrix. Applied after all techniques."""
     names = tuple(get_source_names(recipe.data.sources or ()))
     if plan.validation is None:
-        said = "no data.validation, so that nothing measures what is forgotten; give it a share such as {split: 0.1}"
-        return replace(plan, notes=(*plan.notes, said))
+        note = "no data.validation, so forgetting is not measured; set it to a fraction such as {split: 0.1}"
+        return replace(plan, notes=(*plan.notes, note))
     first = np.zeros(1, np.int64)
     if "source" not in plan.validation.rows(first, first):
-        said = (
-            "data.validation is a file of its own and no source says its labels, so that it is not told which source a sample "
-            "measures, and there is no forgetting matrix"
+        note = (
+            "data.validation is a separate file and no source lists its labels, so the source of a sample is unknown and "
+            "there is no forgetting matrix"
         )
-        return replace(plan, notes=(*plan.notes, said))
-    watch = ForgettingMatrix(names, BestMetric(recipe.evaluation.metric, recipe.evaluation.is_maximised))
+        return replace(plan, notes=(*plan.notes, note))
+    matrix = ForgettingMatrix(names, BestMetric(recipe.evaluation.metric, recipe.evaluation.is_maximised))
 
-    def begin(engine: Engine, loader: Loader, *, resumed: bool) -> None:
+    def set_first_steps(engine: Engine, loader: Loader, *, resumed: bool) -> None:
         assert isinstance(loader.order, Sequential), "data.mixture is sequence"
-        watch.first_steps = loader.order.first_steps(loader.batch_size)
+        matrix.first_steps = loader.order.first_steps(loader.batch_size)
 
-    changed = replace(
+    tracked = replace(
         plan,
         task=PerSourceMetrics(inner=plan.task, names=names),
-        callbacks=(*plan.callbacks, watch),
-        summary=watch.summarise,
-        finish=watch.write,
+        callbacks=(*plan.callbacks, matrix),
+        summarise=matrix.summarise,
+        on_train_end=matrix.write,
     )
-    return changed.with_train_start_hook(begin)
+    return tracked.with_train_start_hook(set_first_steps)

@@ -1,4 +1,4 @@
-"""What is left of each source after each of them: the matrix of a sequence, and the numbers people read off it."""
+"""Forgetting in a sequence of sources: the matrix of metrics of each source after each source, and its summary."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bottega.core.rundir import RunDirectory
 from bottega.core.trainer import BestMetric
 
 FILE, PICTURE = "forgetting.json", "forgetting.png"
-ALWAYS = "loss"
-"""What every task measures by source."""
+FALLBACK_METRIC = "loss"
+"""The metric that every task reports per source."""
 CELL, LONGEST = 76.0, 18
 """Width of a cell of the picture, and letters of a name."""
 
@@ -26,13 +26,14 @@ Matrix = Sequence[Sequence[float | None]]
 
 
 def transfer_metrics(matrix: np.ndarray, *, maximise: bool) -> dict[str, float]:
-    """Of R [n, n], where R[i, j] measures source j after source i was learnt: the mean of the last row; backward transfer
-    (Lopez-Paz and Ranzato, 2017), how much later sources changed what was measured right after a source; and forgetting
-    (Chaudhry et al., 2018), how far each is below its best. Transfer is positive, and forgetting negative, where it
-    became better: both signs are turned for a metric that is better when smaller.
+    """Return the average, backward transfer and forgetting of R `(n, n)`, where R[i, j] is source j after training on i.
+
+    `average` is the mean of the last row. Backward transfer (Lopez-Paz and Ranzato, 2017) is how much later sources
+    changed the metric measured right after a source; forgetting (Chaudhry et al., 2018) is how far each is below its best.
+    An improvement is positive transfer and negative forgetting, also for a metric that is minimised.
     """
-    worth = matrix if maximise else -matrix
-    last, own, best = worth[-1, :-1], worth.diagonal()[:-1], worth[:-1, :-1].max(axis=0)
+    score = matrix if maximise else -matrix
+    last, own, best = score[-1, :-1], score.diagonal()[:-1], score[:-1, :-1].max(axis=0)
     return {
         "average": float(matrix[-1].mean()),
         "backward_transfer": float((last - own).mean()),
@@ -42,14 +43,14 @@ def transfer_metrics(matrix: np.ndarray, *, maximise: bool) -> dict[str, float]:
 
 @final
 class ForgettingMatrix(Callback):
-    """Remembers what was measured at the end of each turn, through any resume."""
+    """Records the metrics of all sources after each source, and writes the matrix at the end of the run."""
 
     name = "forgetting"
 
     def __init__(self, names: tuple[str, ...], goal: BestMetric) -> None:
         self.names, self.best_metric = names, goal
         self.first_steps: tuple[int, ...] = ()
-        """The first step of each turn."""
+        """The first step of each source."""
         self.metric = goal.metric
         self.rows: dict[int, list[float | None]] = {}
         self._progress = Progress()
@@ -74,23 +75,29 @@ class ForgettingMatrix(Callback):
         self.rows = {int(turn): list(row) for turn, row in note.get("rows", {}).items()}
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
-        """At the end of a turn its row is kept; at the end of all, what follows from the whole matrix is added."""
+        """Record the row of the matrix at the end of a source; at the end of the run, add the summary to `metrics`."""
         ends = [*self.first_steps[1:], self._progress.total]
         if self._progress.step not in ends:
             return metrics
-        self.metric = self.best_metric.metric if f"{self.names[0]}/{self.best_metric.metric}" in metrics else ALWAYS
-        found = [metrics[f"{name}/{self.metric}"] for name in self.names]
-        self.rows[ends.index(self._progress.step)] = [value if math.isfinite(value) else None for value in found]
+        self.metric = (
+            self.best_metric.metric if f"{self.names[0]}/{self.best_metric.metric}" in metrics else FALLBACK_METRIC
+        )
+        values = [metrics[f"{name}/{self.metric}"] for name in self.names]
+        self.rows[ends.index(self._progress.step)] = [value if math.isfinite(value) else None for value in values]
         return {**metrics, **self.summary()} if self._progress.step == ends[-1] else metrics
 
     def summary(self) -> dict[str, float]:
-        """Nothing where a row or a measure is missing."""
-        known = [value for row in self.matrix for value in row if value is not None]
-        whole = len(known) == len(self.names) ** 2
-        return transfer_metrics(np.array(known).reshape(len(self.names), -1), maximise=self.maximise) if whole else {}
+        """Return average, backward transfer and forgetting; empty if a value of the matrix is missing."""
+        values = [value for row in self.matrix for value in row if value is not None]
+        is_complete = len(values) == len(self.names) ** 2
+        return (
+            transfer_metrics(np.array(values).reshape(len(self.names), -1), maximise=self.maximise)
+            if is_complete
+            else {}
+        )
 
     def write(self, directory: RunDirectory, console: Console) -> None:
-        """The matrix for programs, for the eye, and in words; of a run that was stopped early, what there is of it."""
+        """Write the matrix as JSON and as a plot, and print it; of a run that stopped early, the rows there are."""
         if not self.rows:
             return
         facts = {"metric": self.metric, "mode": "max" if self.maximise else "min", "sources": list(self.names)}
@@ -104,16 +111,17 @@ class ForgettingMatrix(Callback):
 
 
 def format_matrix(matrix: Matrix, names: Sequence[str], *, metric: str, summary: dict[str, float]) -> str:
+    """Return the matrix and its summary as a table for the console."""
     width = max(10, *(len(name) + 2 for name in names))
     before = max(6, *(len(name) for name in names))
-    lines = [f"{metric} of each source (columns) after each was learnt (rows)"]
+    lines = [f"{metric} of each source (columns) after training on each (rows)"]
     lines.append(" " * before + "".join(f"{name:>{width}}" for name in names))
     for name, row in zip(names, matrix, strict=True):
         cells = ("-" if value is None else f"{value:.4f}" for value in row)
         lines.append(f"{name:<{before}}" + "".join(f"{cell:>{width}}" for cell in cells))
-    said = [f"{name.replace('_', ' ')} {value:+.4f}" for name, value in summary.items() if name != "average"]
+    others = [f"{name.replace('_', ' ')} {value:+.4f}" for name, value in summary.items() if name != "average"]
     if summary:
-        lines.append(f"average {summary['average']:.4f}, {', '.join(said)}")
+        lines.append(f"average {summary['average']:.4f}, {', '.join(others)}")
     return "\n".join(lines)
 
 

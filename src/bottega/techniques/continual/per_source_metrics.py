@@ -1,4 +1,4 @@
-"""Measures of each source beside those of all together."""
+"""Evaluation metrics of each source, beside those over all sources."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from bottega.techniques.wrapped_task import WrappedTask
 
 @final
 class PerSourceMetrics(WrappedTask):
-    """In an evaluation, a batch whose `source` [b] is there is measured source by source: each of its terms and metrics
-    is also reported as `name/metric`. A number that is no source's counts among all alone."""
+    """In an evaluation, also reports each term and metric per source, as `name/metric`.
+
+    A batch has the number of each example's source as `source` `(batch,)`. Examples with a number outside the sources
+    count only in the totals.
+    """
 
     names: tuple[str, ...]
 
@@ -26,35 +29,38 @@ class PerSourceMetrics(WrappedTask):
         if "source" not in batch:
             return self.inner.counts(batch)
         rest, source = _without_source(batch), np.asarray(batch["source"])
-        found = dict(self.inner.counts(rest))
+        counts = dict(self.inner.counts(rest))
         for number, name in enumerate(self.names):
             at = np.flatnonzero(source == number)
-            own = self.inner.counts(_rows(rest, at)) if len(at) else dict.fromkeys(found, 0.0)
-            found |= {f"{name}/{term}": count for term, count in own.items()}
-        return found
+            own = self.inner.counts(_select(rest, at)) if len(at) else dict.fromkeys(counts, 0.0)
+            counts |= {f"{name}/{term}": count for term, count in own.items()}
+        return counts
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         if "source" not in batch or models["model"].training:
             return self.inner.loss(models, _without_source(batch), rng)
         rest, source = _without_source(batch), batch["source"]
-        # Each example goes through the model once, with those of its source; their sums make up the whole.
-        places = [torch.nonzero(source == number)[:, 0] for number in range(len(self.names))]
-        places.append(torch.nonzero((source < 0) | (source >= len(self.names)))[:, 0])
+        # Each example passes the model once, with those of its source; the totals are sums over sources.
+        indices = [torch.nonzero(source == number)[:, 0] for number in range(len(self.names))]
+        indices.append(torch.nonzero((source < 0) | (source >= len(self.names)))[:, 0])
         parts = [
-            self.inner.loss(models, _rows(rest, at), replace(rng, positions=rng.positions[at])) if len(at) else None
-            for at in places
+            self.inner.loss(models, _select(rest, at), replace(rng, positions=rng.positions[at])) if len(at) else None
+            for at in indices
         ]
-        return self._joined(parts, places, len(source))
+        return self._merge(parts, indices, len(source))
 
-    def _joined(self, parts: list[Loss | None], places: list[Tensor], count: int) -> Loss:
-        there = [(part, at) for part, at in zip(parts, places, strict=True) if part is not None]
-        first = there[0][0]
-        terms = {name: (_sum(part.terms[name][0] for part, _ in there), w) for name, (_, w) in first.terms.items()}
+    def _merge(self, parts: list[Loss | None], indices: list[Tensor], count: int) -> Loss:
+        present = [(part, at) for part, at in zip(parts, indices, strict=True) if part is not None]
+        first = present[0][0]
+        terms = {name: (_sum(part.terms[name][0] for part, _ in present), w) for name, (_, w) in first.terms.items()}
         metrics = {
-            name: (_sum(part.metrics[name][0] for part, _ in there), _sum(part.metrics[name][1] for part, _ in there))
+            name: (
+                _sum(part.metrics[name][0] for part, _ in present),
+                _sum(part.metrics[name][1] for part, _ in present),
+            )
             for name in first.metrics
         }
-        # On a rank that has none of a source its sums are 0, and have to be there: the ranks add up name by name.
+        # On a rank without examples of a source its sums are 0 but must exist: ranks are summed name by name.
         for own, part in zip(self.names, parts[:-1], strict=True):
             for name, (total, weight) in first.terms.items():
                 terms[f"{own}/{name}"] = (part.terms[name][0] if part is not None else torch.zeros_like(total), weight)
@@ -63,7 +69,7 @@ class PerSourceMetrics(WrappedTask):
         rows: dict[str, Any] = {}
         for name, values in first.rows.items():
             rows[name] = values.new_empty((count, *values.shape[1:]))
-            for part, at in there:
+            for part, at in present:
                 rows[name][at] = part.rows[name]
         return Loss(terms=terms, metrics=metrics, rows=rows)
 
@@ -72,10 +78,10 @@ def _without_source(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "source"}
 
 
-def _rows(batch: Batch, at: Array) -> dict[str, Any]:
-    """Some of the examples; a single number is of the whole batch."""
+def _select(batch: Batch, at: Array) -> dict[str, Any]:
+    """Return the examples at the indices `at`; scalars belong to the whole batch."""
     return {
-        name: _rows(value, at) if isinstance(value, Mapping) else value[at] if value.ndim else value
+        name: _select(value, at) if isinstance(value, Mapping) else value[at] if value.ndim else value
         for name, value in batch.items()
     }
 

@@ -1,4 +1,4 @@
-"""Distillation in a recipe: which teacher, whether it fits, and what of its answers is followed."""
+"""Distillation in a recipe: opening the teacher, checking that it fits the student, and the form of its output."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ SCALE, SPECTROGRAMS = "normalise", "spectrograms"
 
 @dataclass(frozen=True)
 class Teacher:
-    """`facts` are what it must have in common with the student, by their names; `longest` is how much it reads."""
+    """A teacher model; `metadata` must equal the student's, and `max_tokens` is the longest text it reads."""
 
     model: torch.nn.Module
     metadata: Mapping[str, Any]
     max_tokens: int | None
     processor: Path
-    """Where its tokenizer lies, if it has one."""
+    """Folder of its tokenizer, if it has one."""
 
 
 def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
-    """The same lesson with a teacher beside the data."""
+    """Return the plan with a teacher's outputs as targets beside the data."""
     form = _form(workload.task, recipe)
     if options.hidden and recipe.training.compile is True:
         raise UsageError(
-            "training.compile: true, and techniques.distill.hidden listens inside the model, which is then not compiled; "
+            "training.compile: techniques.distill.hidden records activations inside the model, which then cannot be compiled; "
             "leave one of them out"
         )
-    assert plan.open_run is not None, "a lesson that is applied knows how to open a run"
+    assert plan.open_run is not None, "set by apply_techniques"
     teacher = _open(options.teacher, recipe, workload, open_run=plan.open_run)
     _check_fits(teacher, workload, name=options.teacher)
     task = Distillation(
@@ -79,13 +79,13 @@ def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload:
         plan,
         task=task,
         metrics=(*plan.metrics, *task.term_names),
-        frozen={**plan.frozen, "teacher": _hash_of(teacher.model)},
+        frozen={**plan.frozen, "teacher": _hash_teacher(teacher.model)},
         notes=(*plan.notes, f"distill: the teacher is {options.teacher}, {parameters:,} parameters"),
     )
 
 
-def _hash_of(teacher: torch.nn.Module) -> str:
-    """Of all that decides what it answers, wherever it lies and in whatever layout: the number of heads is in no weight."""
+def _hash_teacher(teacher: torch.nn.Module) -> str:
+    """Return a hash of the teacher's weights and shape, independent of its folder: the number of heads is in no weight."""
     weights = hash_frozen(teacher, lambda name: False)
     return hashlib.sha256(f"{getattr(teacher, 'shape', '')} {weights}".encode()).hexdigest()
 
@@ -93,7 +93,7 @@ def _hash_of(teacher: torch.nn.Module) -> str:
 def _form(task: Task, recipe: Recipe) -> Form:
     if any(technique.name == "maml" for technique in recipe.techniques):
         raise UsageError(
-            "techniques: distill and maml do not go together, since the teacher knows no episode; keep one"
+            "techniques: distill and maml cannot be combined, since the teacher does not adapt to episodes; keep one"
         )
     if isinstance(task, Classification):
         return "labels" if task.multi_label else "classes"
@@ -102,78 +102,82 @@ def _form(task: Task, recipe: Recipe) -> Form:
     if isinstance(task, Generation):
         return "values"
     raise UsageError(
-        f"techniques: distill has no answer of {recipe.task} to follow; it takes classes, tokens and flows"
+        f"techniques: distill does not support {recipe.task}; it supports classifiers, language models and generators"
     )
 
 
-# Who teaches
+# Opening the teacher
 
 
 def _open(name: str, recipe: Recipe, workload: Workload, *, open_run: OpenRun) -> Teacher:
-    """A run with the weights that count, or a folder."""
+    """Open a teacher: a run, or the folder of a model."""
     folder = Path(name).expanduser()
     if not name.strip():
-        raise UsageError(f"{KEY}: is empty; name a run, needs.NAME or the folder of a model")
+        raise UsageError(f"{KEY}: must not be empty; give a run, needs.NAME or the folder of a model")
     own = Path(recipe.output_dir) / recipe.run_name()
     if folder.resolve() == own.resolve():
-        raise UsageError(f"{KEY}: {name} is this run itself, and a run cannot teach itself; name another run")
+        raise UsageError(f"{KEY}: {name} is this run itself; give another run")
     if not folder.is_dir():
-        raise UsageError(f"{KEY}: there is no run and no folder at {name}")
+        raise UsageError(f"{KEY}: {name} does not exist; give a run, needs.NAME or the folder of a model")
     try:
         if not is_run(folder):
             return _read_folder(folder, workload)
-        # On the student's own device: where there are several processes, the first engine decides how they talk.
+        # On the student's device: with is_multi_label processes, the first engine decides the communication backend.
         saved = open_run(folder, device=recipe.device)
     except BottegaError as error:
-        said = type(error)(f"{KEY}: {str(error).removeprefix('pretrained: ')}")
-        said.code = error.code
-        raise said from None
+        named_error = type(error)(f"{KEY}: {str(error).removeprefix('pretrained: ')}")
+        named_error.code = error.code
+        raise named_error from None
     if type(saved.workload) is not type(workload):
-        raise UsageError(f"{KEY}: {name} has learnt {_learnt(saved.recipe)}, and here it is {_learnt(recipe)}")
-    return Teacher(saved.model, _facts(saved.workload), _longest(saved.workload), saved.directory.processor)
+        raise UsageError(
+            f"{KEY}: {name} was trained for {_task_name(saved.recipe)}, not for {_task_name(recipe)}; give another run"
+        )
+    return Teacher(saved.model, _compatibility(saved.workload), _max_tokens(saved.workload), saved.directory.processor)
 
 
-def _learnt(recipe: Recipe) -> str:
+def _task_name(recipe: Recipe) -> str:
     return f"{recipe.task} of {recipe.data.input}" if recipe.task == "classify" else recipe.task  # type: ignore[attr-defined]
 
 
 def _read_folder(folder: Path, workload: Workload) -> Teacher:
-    """A model of transformers, or an export of ours."""
+    """Open a model folder of transformers, or an exported run."""
     if folder_kind(folder) == "adapter":
-        raise UsageError(f"{folder} holds an adapter and no whole model; name the run that it was exported from")
+        raise UsageError(f"{folder} is an adapter, not a whole model; give the run that it was exported from")
     if not isinstance(workload, LanguageWorkload | TextClassifyWorkload | MediaClassifyWorkload):
-        raise UsageError(f"{folder} is no run; of {workload.unit} the teacher is the directory of a run")
+        raise UsageError(f"{folder} is not a run; for {workload.unit} the teacher must be the directory of a run")
     if not (folder / "config.json").is_file():
         raise UsageError(
-            f"{folder} is no run and no folder of a model: it has neither recipe.yaml nor config.json; name one that is"
+            f"{folder} is neither a run nor the folder of a model: it has neither recipe.yaml nor config.json"
         )
     if isinstance(workload, LanguageWorkload):
         shape = read_decoder_shape(folder)
         model = build_models(Language(shape=shape, pretrained=str(folder)), 0)["model"]
-        facts = {TOKENIZER: Tokenizer.load(folder).fingerprint, ROWS: shape.vocab_size}
-        return Teacher(model, facts, shape.context, folder)
+        metadata = {TOKENIZER: Tokenizer.load(folder).fingerprint, ROWS: shape.vocab_size}
+        return Teacher(model, metadata, shape.context, folder)
     config = _config(folder)
     try:
-        task, facts = (
-            _of_texts(folder, config, workload) if isinstance(workload, TextClassifyWorkload) else _seen(config)
+        task, metadata = (
+            _read_text_classifier(folder, config, workload)
+            if isinstance(workload, TextClassifyWorkload)
+            else _read_media_classifier(config)
         )
     except (KeyError, TypeError, ValueError, ValidationError):
-        raise UsageError(f"{folder}: config.json is that of no such classifier as is taught here") from None
+        raise UsageError(f"{folder}: config.json does not describe a classifier like the student's") from None
     model = build_models(task.model_copy(update={"pretrained": str(folder)}), 0)["model"]
-    return Teacher(model, facts, getattr(task.shape, "max_positions", None), folder)
+    return Teacher(model, metadata, getattr(task.shape, "max_positions", None), folder)
 
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        found = json.loads((folder / "config.json").read_bytes())
+        config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise UsageError(f"{folder} is no folder of a model: its config.json cannot be read")
-    return found
+        config = None
+    if not isinstance(config, dict):
+        raise UsageError(f"{folder} is not the folder of a model: its config.json cannot be read")
+    return config
 
 
-def _of_texts(
+def _read_text_classifier(
     folder: Path, config: dict[str, Any], workload: TextClassifyWorkload
 ) -> tuple[Classification, dict[str, Any]]:
     tokenizer = Tokenizer.load(folder).fingerprint
@@ -181,14 +185,14 @@ def _of_texts(
         task = Classification(key="text", shape=config["shape"], multi_label=config["multi_label"])
         return task, {TOKENIZER: tokenizer, SEVERAL: task.multi_label, CLASSES: tuple(config["classes"])}
     if not str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
-        raise UsageError(f"{folder} holds an encoder that has learnt no classes; fine-tune it first, and name that run")
-    several = config.get("problem_type") == "multi_label_classification"
+        raise UsageError(f"{folder} is an encoder without a classifier; fine-tune it first, and give that run")
+    is_multi_label = config.get("problem_type") == "multi_label_classification"
     names = tuple(str(name) for _, name in sorted(config["id2label"].items(), key=lambda item: int(item[0])))
-    shape = read_pretrained_shape(folder, names, multi_label=several)
-    return Classification(key="text", shape=shape), {TOKENIZER: tokenizer, SEVERAL: several, CLASSES: names}
+    shape = read_pretrained_shape(folder, names, multi_label=is_multi_label)
+    return Classification(key="text", shape=shape), {TOKENIZER: tokenizer, SEVERAL: is_multi_label, CLASSES: names}
 
 
-def _seen(config: dict[str, Any]) -> tuple[Classification, dict[str, Any]]:
+def _read_media_classifier(config: dict[str, Any]) -> tuple[Classification, dict[str, Any]]:
     if config["model_type"] not in (classify.MODEL_TYPE, classify.SPIKING_TYPE):
         raise ValueError
     task = Classification(key="mel" if config["input"] == "audio" else config["input"], shape=config["shape"])
@@ -203,73 +207,73 @@ def _seen(config: dict[str, Any]) -> tuple[Classification, dict[str, Any]]:
     }
 
 
-# Whether it fits
+# Whether teacher and student fit
 
 
-def _facts(workload: Workload) -> dict[str, Any]:
-    """What two models must have in common for one to follow the other."""
+def _compatibility(workload: Workload) -> dict[str, Any]:
+    """Return what teacher and student must have in common."""
     if isinstance(workload, LanguageWorkload):
         return {TOKENIZER: workload.tokenizer.fingerprint, ROWS: workload.shape.vocab_size}
     if isinstance(workload, TextClassifyWorkload):
-        several = workload.recipe.data.multi_label
-        # Classes first: where they differ, the words that were seen with them often do as well.
-        return {CLASSES: workload.classes.names, SEVERAL: several, TOKENIZER: workload.tokenizer.fingerprint}
+        is_multi_label = workload.recipe.data.multi_label
+        # Classes are compared first: if they differ, the tokenizer often does too.
+        return {CLASSES: workload.classes.names, SEVERAL: is_multi_label, TOKENIZER: workload.tokenizer.fingerprint}
     assert isinstance(workload, MediaClassifyWorkload | GenerationWorkload)
     mel = workload.mel
-    seen = {SCALE: workload.recipe.data.normalise if mel is None else None, SPECTROGRAMS: mel}
+    scaling = {SCALE: workload.recipe.data.normalise if mel is None else None, SPECTROGRAMS: mel}
     if isinstance(workload, MediaClassifyWorkload):
         sample = (workload.batch_key, *workload.shape.grid, workload.shape.channels)
-        return {SAMPLE: sample, CLASSES: workload.classes.names, **seen}
+        return {SAMPLE: sample, CLASSES: workload.classes.names, **scaling}
     shape, path = workload.facts.shape, getattr(workload.task, "path", None)
-    facts: dict[str, Any] = {SAMPLE: (workload.key, *shape.sample), **seen, **workload.frozen_hashes}
-    facts |= {"condition": shape.condition.kind, "condition size": shape.condition.size}
+    metadata: dict[str, Any] = {SAMPLE: (workload.key, *shape.sample), **scaling, **workload.frozen_hashes}
+    metadata |= {"condition": shape.condition.kind, "condition size": shape.condition.size}
     if shape.condition.kind == "class":
-        facts[CLASSES] = workload.facts.classes
+        metadata[CLASSES] = workload.facts.classes
     if path is not None:
-        facts |= {"objective": path.objective, "noise_schedule": path.schedule if path.uses_schedule else None}
-    return facts
+        metadata |= {"objective": path.objective, "noise_schedule": path.schedule if path.uses_schedule else None}
+    return metadata
 
 
-def _longest(workload: Workload) -> int | None:
-    """Tokens that a model of texts reads at most."""
+def _max_tokens(workload: Workload) -> int | None:
+    """Return the most tokens that a model of texts reads; None without a limit."""
     if isinstance(workload, LanguageWorkload):
         return workload.shape.context
     return workload.shape.max_positions if isinstance(workload, TextClassifyWorkload) else None
 
 
 def _check_fits(teacher: Teacher, workload: Workload, *, name: str) -> None:
-    ours, theirs = _facts(workload), teacher.metadata
-    for what in {**ours, **theirs}:
-        if ours.get(what) != theirs.get(what):
+    ours, theirs = _compatibility(workload), teacher.metadata
+    for key in {**ours, **theirs}:
+        if ours.get(key) != theirs.get(key):
             raise UsageError(
-                f"{KEY}: {name} has {_said(what, theirs.get(what))}, and here it is {_said(what, ours.get(what))}; "
-                f"{_remedy(what, teacher)}"
+                f"{KEY}: {name} has {_describe(key, theirs.get(key))}, but the student has {_describe(key, ours.get(key))}; "
+                f"{_remedy(key, teacher)}"
             )
     length = workload.sequence_length if isinstance(workload, LanguageWorkload | TextClassifyWorkload) else None
     if teacher.max_tokens is not None and (length is None or length > teacher.max_tokens):
-        here = f"{length}" if length is not None else "any number"
+        limit = f"{length}" if length is not None else "any number"
         raise UsageError(
-            f"{KEY}: {name} reads {teacher.max_tokens} tokens at most, and here a text may have {here}; set "
+            f"{KEY}: {name} reads {teacher.max_tokens} tokens at most, but a text may have {limit} here; set "
             f"data.sequence_length={teacher.max_tokens}"
         )
 
 
-def _said(what: str, value: Any) -> str:
-    if what == CLASSES:
+def _describe(key: str, value: Any) -> str:
+    if key == CLASSES:
         return f"the {len(value or ())} classes {', '.join((value or ())[:4])}{', …' if len(value or ()) > 4 else ''}"
-    if what == SAMPLE:
-        return f"{what} {value[0]} {' x '.join(map(str, value[1:]))}"
-    if what == SPECTROGRAMS:
+    if key == SAMPLE:
+        return f"{key} {value[0]} {' x '.join(map(str, value[1:]))}"
+    if key == SPECTROGRAMS:
         return "other spectrograms" if value is not None else "no spectrograms"
     text = str(value)
-    return f"{what} {text[:12] if len(text) == 64 else text}"  # of a hash the beginning tells enough
+    return f"{key} {text[:12] if len(text) == 64 else text}"  # a hash is shortened
 
 
-def _remedy(what: str, teacher: Teacher) -> str:
-    if what == TOKENIZER and (teacher.processor / "tokenizer.json").is_file():
+def _remedy(key: str, teacher: Teacher) -> str:
+    if key == TOKENIZER and (teacher.processor / "tokenizer.json").is_file():
         return f"set data.tokenizer.kind=pretrained data.tokenizer.path={teacher.processor}, or train another teacher"
-    own = {ROWS: "model.vocab_size", SCALE: "data.normalise", SEVERAL: "data.multi_label"}
-    own |= {key: f"model.{key}" for key in ("condition", "objective", "noise_schedule")}
-    if what in own:
-        return f"set {own[what]}={teacher.metadata.get(what)}, or train another teacher"
-    return "train a teacher on the same data, such as one under needs"
+    settings = {ROWS: "model.vocab_size", SCALE: "data.normalise", SEVERAL: "data.multi_label"}
+    settings |= {name: f"model.{name}" for name in ("condition", "objective", "noise_schedule")}
+    if key in settings:
+        return f"set {settings[key]}={teacher.metadata.get(key)}, or train another teacher"
+    return "train a teacher on the same data, for example as one of `needs`"

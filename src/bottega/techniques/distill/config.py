@@ -1,4 +1,4 @@
-"""Distillation: options and what it does not go with."""
+"""Distillation: options and conflicts."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpe
 
 
 class DistillOptions(Section):
-    """Learn what a teacher answers, beside what the data says (Hinton et al., 2015)."""
+    """Trains on a teacher's outputs beside the data (knowledge distillation; Hinton et al., 2015)."""
 
-    teacher: str = Field(description="a run, needs.NAME, or a folder of transformers")
-    temperature: Number = Field(2.0, gt=0, description="softens both answers; of classes and tokens alone")
-    alpha: Probability = Field(0.5, description="share of the teacher in the loss; the data has the rest")
-    hidden: Number = Field(0.0, ge=0, description="weight of what the blocks between say; 0 is none")
+    teacher: str = Field(description="a run, needs.NAME, or a model folder of transformers")
+    temperature: Number = Field(2.0, gt=0, description="softens the logits of both; for classes and tokens only")
+    alpha: Probability = Field(0.5, description="weight of the teacher in the loss; the data has 1 - alpha")
+    hidden: Number = Field(0.0, ge=0, description="weight of the loss between hidden states of blocks; 0 is off")
 
 
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:

@@ -1,4 +1,4 @@
-"""Learning what a teacher answers, beside what the data says (Hinton et al., 2015): any task that calls its model once.
+"""Knowledge distillation (Hinton et al., 2015) for any task that calls its model once.
 
 B batch   T tokens   K classes   N positions   D, E widths of student and teacher
 """
@@ -21,15 +21,17 @@ from bottega.techniques.call_recorder import CallRecorder, ModelCall, find_block
 from bottega.techniques.wrapped_task import WrappedTask
 
 Form = Literal["classes", "labels", "tokens", "values"]
-"""What a model answers: one class of many, each of several for itself, the next token, or numbers such as a velocity."""
+"""Output of a model: one of several classes, independent labels, the next token, or values such as a velocity."""
 TEACHER = "distill.teacher"
 MOST_POSITIONS = 512
-"""Relations are as many as the square of it: of a picture of 64 x 64 places they would be 67 MB a sample."""
+"""Most positions whose pairwise relations are compared: for 64 x 64 positions of an image they would take 67 MB a sample."""
 
 
 class Distillation(WrappedTask):
-    """The student is asked by its own task, and the teacher is asked the same. It is a frozen model, never wrapped or
-    compiled."""
+    """A task whose loss also compares the student's output with that of a frozen teacher called with the same inputs.
+
+    The teacher is neither wrapped nor compiled.
+    """
 
     form: Form
     teacher: Any
@@ -38,16 +40,16 @@ class Distillation(WrappedTask):
     alpha: float = 0.5
     hidden: float = 0.0
     padding: str | None = None
-    """The field of a batch [B, N] that is 0 where positions only fill up a row; None where none do."""
+    """The field of a batch, `(B, N)`, that is 0 for padding positions; None without padding."""
 
     @property
     def needs_unwrapped_model(self) -> bool:  # type: ignore[override]
-        """Who listens between the blocks has to find them as they are."""
+        """Whether activations of blocks are recorded, which needs the plain modules."""
         return self.hidden > 0 or self.inner.needs_unwrapped_model
 
     @property
     def term_names(self) -> tuple[str, ...]:
-        """The names of its terms, which are measured too."""
+        """Names of the added loss terms, which are reported as metrics too."""
         return ("distill", "hidden") if self.hidden else ("distill",)
 
     def specs(self) -> dict[str, ModelSpec]:
@@ -59,12 +61,12 @@ class Distillation(WrappedTask):
         for whose, model in (("the student", models["model"]), ("the teacher", self.teacher)):
             if not find_blocks(model):
                 raise UsageError(
-                    f"techniques.distill.hidden: {whose} is a {type(model).__name__}, which has no blocks one after "
-                    "the other; set it to 0"
+                    f"techniques.distill.hidden: {whose} is a {type(model).__name__}, which has no sequence of blocks; set "
+                    "it to 0"
                 )
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        """Not by the weights of classes, as the task's own loss may be: the teacher is followed on all alike."""
+        """Return the counts of the inner task and of the added terms, which ignore class weights."""
         own, rows = self.inner.counts(batch), _num_rows(batch)
         return {
             **own,
@@ -75,46 +77,50 @@ class Distillation(WrappedTask):
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         student, teacher = models["model"], models[TEACHER]
         if student.training and not self.alpha and not self.hidden:
-            return self.inner.loss(
-                models, batch, rng
-            )  # a teacher without a say is measured, and costs no step anything
-        heard = CallRecorder(student, tokens=self.form == "tokens")
+            # With weight 0 the teacher is only evaluated; training steps do not call it.
+            return self.inner.loss(models, batch, rng)
+        recorder = CallRecorder(student, tokens=self.form == "tokens")
         pairs = match_blocks(find_blocks(student), find_blocks(teacher)) if self.hidden else []
         with record_activations([own for own, _ in pairs]) as ours:
-            found = self.inner.loss({**models, "model": heard}, batch, rng)
+            output = self.inner.loss({**models, "model": recorder}, batch, rng)
         with torch.no_grad(), record_activations([other for _, other in pairs]) as theirs:
-            answer = heard.single_call.replay_on(teacher)
+            teacher_output = recorder.single_call.replay_on(teacher)
         rows = batch["weight"] > 0 if "weight" in batch else None
-        terms = {name: (total, weight * (1 - self.alpha)) for name, (total, weight) in found.terms.items()}
-        each, counted = self._differences(heard.single_call, answer, rows)
-        added: Sums = {"distill": _summed(each, counted)}
+        terms = {name: (total, weight * (1 - self.alpha)) for name, (total, weight) in output.terms.items()}
+        each, mask = self._distances(recorder.single_call, teacher_output, rows)
+        added: Sums = {"distill": _masked_sum(each, mask)}
         terms["distill"] = (added["distill"][0], self.alpha)
         if self.hidden:
-            kept = batch[self.padding] > 0 if self.padding is not None else heard.single_call.target_mask
-            between = [hidden_state_distance(ours[i], theirs[i], kept) for i in range(len(pairs))]
-            added["hidden"] = _summed(torch.stack(between).mean(0), rows)
+            position_mask = batch[self.padding] > 0 if self.padding is not None else recorder.single_call.target_mask
+            between = [hidden_state_distance(ours[i], theirs[i], position_mask) for i in range(len(pairs))]
+            added["hidden"] = _masked_sum(torch.stack(between).mean(0), rows)
             terms["hidden"] = (added["hidden"][0], self.hidden)
         measured = {name: (total.detach(), count) for name, (total, count) in added.items()}
-        return found._replace(terms=terms, metrics={**found.metrics, **measured})
+        return output._replace(terms=terms, metrics={**output.metrics, **measured})
 
-    def _differences(self, call: ModelCall, answer: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Of each example [B] or token [B, T], and which of them count."""
+    def _distances(self, call: ModelCall, teacher_output: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the distance of each example `(B,)` or token `(B, T)`, and the mask of those that count."""
         if self.form == "values":
-            return (call.output.float() - answer.float()).square().flatten(1).mean(1), rows
+            return (call.output.float() - teacher_output.float()).square().flatten(1).mean(1), rows
         if self.form == "labels":
-            return softened_binary_kl(call.output, answer, self.temperature), rows
-        return softened_kl(call.output, answer, self.temperature), call.target_mask if self.form == "tokens" else rows
+            return softened_binary_kl(call.output, teacher_output, self.temperature), rows
+        return softened_kl(
+            call.output, teacher_output, self.temperature
+        ), call.target_mask if self.form == "tokens" else rows
 
 
 def softened_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """KL(teacher || student) of logits [..., K], both softened. Times the temperature squared: gradients of softened
-    answers are that much smaller, and alpha would mean something else at each temperature."""
+    """Return KL(teacher || student) of logits `(..., K)`, both divided by the temperature.
+
+    Multiplied by the temperature squared, by which gradients of softened logits are smaller, so that alpha means the same
+    at each temperature.
+    """
     ours, theirs = (F.log_softmax(logits.float() / temperature, dim=-1) for logits in (student, teacher))
     return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1) * temperature**2
 
 
 def softened_binary_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """The same for logits [B, K] that each stand for a yes: the mean over the questions, [B]."""
+    """Return the same for independent binary logits `(B, K)`: the mean over labels, `(B,)`."""
     ours, theirs = student.float() / temperature, teacher.float() / temperature
     yes = theirs.sigmoid() * (F.logsigmoid(theirs) - F.logsigmoid(ours))
     no = (-theirs).sigmoid() * (F.logsigmoid(-theirs) - F.logsigmoid(-ours))
@@ -122,41 +128,41 @@ def softened_binary_kl(student: Tensor, teacher: Tensor, temperature: float) -> 
 
 
 def hidden_state_distance(own: Tensor, theirs: Tensor, kept: Tensor | None) -> Tensor:
-    """[B] between states [B, N, D] and [B, N, E], as directions: their lengths mean nothing from one model to another.
+    """Return the distance `(B,)` between normalised hidden states `(B, N, D)` and `(B, N, E)`.
 
-    Of equal widths the squared distance at each position. Of others the difference between their relations: how alike
-    each two positions are in the student and in the teacher, which needs no map between the widths.
+    For equal widths the squared distance at each position. Otherwise the squared difference of their similarity matrices
+    over positions, which needs no projection between the widths.
     """
     if own.shape[1] != theirs.shape[1]:
         raise UsageError(
-            f"techniques.distill.hidden: a block of the teacher has {theirs.shape[1]} positions, and the student's "
-            f"{own.shape[1]}; choose models that cut a sample alike, or set it to 0"
+            f"techniques.distill.hidden: a block of the teacher has {theirs.shape[1]} positions, the student's "
+            f"{own.shape[1]}; choose models with the same number of positions, or set it to 0"
         )
     kept = torch.ones(own.shape[:2], dtype=torch.bool, device=own.device) if kept is None else kept
     own, theirs = F.normalize(own.float(), dim=-1), F.normalize(theirs.float(), dim=-1)
     if own.shape[2] == theirs.shape[2]:
-        return _mean((own - theirs).square().sum(-1), kept)
+        return _masked_mean((own - theirs).square().sum(-1), kept)
     step = -(-own.shape[1] // MOST_POSITIONS)
     own, theirs, kept = own[:, ::step], theirs[:, ::step], kept[:, ::step]
-    with torch.autocast(own.device.type, enabled=False):  # of two nearly equal numbers, half precision leaves nothing
-        alike = (own @ own.mT - theirs @ theirs.mT).square()
-    return _mean(alike.flatten(1), (kept[:, :, None] & kept[:, None, :]).flatten(1))
+    with torch.autocast(own.device.type, enabled=False):  # the difference of nearly equal numbers needs float32
+        difference = (own @ own.mT - theirs @ theirs.mT).square()
+    return _masked_mean(difference.flatten(1), (kept[:, :, None] & kept[:, None, :]).flatten(1))
 
 
-def _mean(each: Tensor, kept: Tensor) -> Tensor:
-    """[B] of [B, n]; 0 where nothing is kept."""
-    return torch.where(kept, each, 0.0).sum(1) / kept.sum(1).clamp(min=1)
+def _masked_mean(each: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean `(B,)` of `(B, n)` over the mask; 0 where it is empty."""
+    return torch.where(mask, each, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def _summed(each: Tensor, counted: Tensor | None) -> tuple[Tensor, Any]:
-    """Selected rather than multiplied: what fills up a batch may be of any value."""
-    if counted is None:
+def _masked_sum(each: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+    """Return sum and count over the mask. Selected rather than multiplied, since padding may be NaN."""
+    if mask is None:
         return each.sum(), float(each.numel())
-    return torch.where(counted, each, 0.0).sum(), counted.float().sum()
+    return torch.where(mask, each, 0.0).sum(), mask.float().sum()
 
 
 def _num_rows(batch: Batch) -> float:
-    """Of a host batch, those that count."""
+    """Return the number of examples of a host batch that are not padding."""
     if "weight" in batch:
         return float((np.asarray(batch["weight"]) > 0).sum())
     return float(next(len(value) for value in batch.values() if np.ndim(value)))

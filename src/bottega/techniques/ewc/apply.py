@@ -1,4 +1,4 @@
-"""EWC over a sequence: at the first step of each next source, what mattered for the one before it is measured and held."""
+"""EWC over a sequence: at the first step of each source, the importance of weights for the previous one is measured."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ from bottega.techniques.training_plan import TrainingPlan
 def apply(plan: TrainingPlan, options: EwcOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
     require_sequence(plan, "ewc")
     task = Ewc(inner=plan.task, strength=options.strength)
-    return replace(plan, task=task).with_train_start_hook(partial(_follow, options=options))
+    return replace(plan, task=task).with_train_start_hook(partial(_consolidate_at_borders, options=options))
 
 
-def _follow(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOptions) -> None:
-    """A function of the step, the weights and the data, so that a checkpoint at a border finds the same again."""
+def _consolidate_at_borders(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOptions) -> None:
+    """Consolidate before the first step of each source.
+
+    A function of the step, the weights and the data, so that a run resumed at the border computes the same.
+    """
     order = loader.order
-    assert isinstance(order, Sequential), "the technique asks for it"
+    assert isinstance(order, Sequential), "the technique requires it"
     firsts = {step: turn for turn, step in enumerate(order.first_steps(loader.batch_size)) if turn}
     names = [name.removeprefix(FISHER) for name in engine.task_state() if name.startswith(FISHER)]
 
@@ -36,8 +39,8 @@ def _follow(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOption
         if step not in firsts:
             return
         numbers = order.first_samples(firsts[step] - 1, options.samples)
-        mine = range(engine.data_rank, len(numbers), engine.data_size)
-        examples = ((i, loader.source.rows(numbers[i : i + 1], np.zeros(1, np.int64))) for i in mine)
+        own_numbers = range(engine.data_rank, len(numbers), engine.data_size)
+        examples = ((i, loader.source.rows(numbers[i : i + 1], np.zeros(1, np.int64))) for i in own_numbers)
         fisher = engine.fisher_diagonal(examples, count=len(numbers), names=names)
         parameters = dict(engine.model.named_parameters())
         engine.write_task_state(consolidate(engine.task_state(), parameters, fisher, decay=options.decay))

@@ -1,4 +1,4 @@
-"""Elastic weight consolidation: options and what it does not go with."""
+"""Elastic weight consolidation: options and conflicts."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bottega.config.technique_spec import Conflict, TechniqueSpec
 
 
 class EwcOptions(Section):
-    """Weights that mattered for earlier sources are held where they were (Kirkpatrick et al., 2017)."""
+    """Penalises changes of weights that are important for earlier sources (Kirkpatrick et al., 2017)."""
 
-    strength: Number = Field(1000.0, ge=0, description="of the pull back to the old weights")
-    samples: Positive = Field(256, description="examples of a source that tell how much each weight mattered")
-    decay: Probability = Field(1.0, description="of what was known of still earlier sources; 1 forgets none")
+    strength: Number = Field(1000.0, ge=0, description="weight of the penalty on changes of important weights")
+    samples: Positive = Field(256, description="examples of a source that the importance is estimated from")
+    decay: Probability = Field(1.0, description="decay of the importance of earlier sources; 1 keeps all of it")
 
 
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:

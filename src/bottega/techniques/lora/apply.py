@@ -1,4 +1,4 @@
-"""LoRA: only low-rank changes of the model's layers learn, and only they are saved."""
+"""LoRA in a recipe: only low-rank updates of the model's layers are trained and saved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA: options and what it does not go with."""
+"""LoRA: options and conflicts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpe
 
 
 class LoraOptions(Section):
-    """Low-rank changes of matrices; the base stays as it is (Hu et al., 2021)."""
+    """Low-rank updates of weight matrices over a frozen base model (Hu et al., 2021)."""
 
-    rank: Positive = Field(8, description="of the change; its parameters grow with it")
-    alpha: Number | None = Field(None, gt=0, description="the change is scaled by alpha / rank; null is twice the rank")
-    dropout: Dropout = Field(0.0, description="share of the inputs of the change that is dropped while training")
+    rank: Positive = Field(8, description="rank of the update; the number of parameters grows with it")
+    alpha: Number | None = Field(None, gt=0, description="the update is scaled by alpha / rank; null is twice the rank")
+    dropout: Dropout = Field(0.0, description="dropout on the inputs of the update while training")
     targets: tuple[str, ...] | Literal["all-linear"] | None = Field(
-        None, description="ends of module names, or patterns over them; null is every matrix inside the blocks"
+        None, description="suffixes of module names, or patterns over them; null is every matrix inside the blocks"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="parts that learn in full beside it; null is what begins at random, such as a head"
+        None, description="modules trained in full beside it; null is those randomly initialised, such as a head"
     )
     start: str | None = Field(None, description="a folder of an adapter to start from, ours or peft's")
 
 
 SPELLINGS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
-"""What peft calls an option -> its name here."""
+"""peft's names of options -> names here."""
 
 
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:

@@ -1,7 +1,7 @@
-"""The folder of an adapter: in peft's layout, so that it opens there, and read back whoever wrote it.
+"""Adapter folders in peft's layout, written for peft and read from either.
 
-`adapter_config.json` and `adapter_model.safetensors` are peft's. `bottega.json` is ours, and peft does not look at it: the
-`kind` of adapter, the hash of the `base` it was trained over and of each of its `tensors`, and where that came `from`.
+`adapter_config.json` and `adapter_model.safetensors` are peft's. `bottega.json` is ours and ignored by peft: the `kind` of
+adapter, the hash of the `base` model and of each of its `tensors`, and where that came `from`.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ CONFIG, WEIGHTS, OWN = "adapter_config.json", "adapter_model.safetensors", "bott
 PREFIX = "base_model.model."
 FORMAT, VERSION = "bottega-adapter", 1
 START = "techniques.lora.start"
-UNDERSTOOD = (
+SUPPORTED_KEYS = (
     *("peft_type", "r", "lora_alpha"),  # compared
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout",),  # of training, where ours counts
-    # Which layers: the names of the tensors say so too.
+    *("lora_dropout",),  # of training, where the recipe's value counts
+    # Which layers: the names of the tensors tell.
     *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
 )
-PLAIN: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal"),  # others, such as pissa, change the base as well
     "megatron_core": ("megatron.core",),
     "qalora_group_size": (16,),
 }
-"""What peft says by default, or what changes nothing once the tensors are there. All else must be null, empty or false: it
-would load without a complaint and compute something else, and peft learns new words faster than a list of them grows."""
+"""peft's defaults, and values that change nothing once the tensors are loaded. All other keys must be null, empty or false:
+they would load without an error and compute something else, and peft adds keys faster than a list here could follow."""
 
 
 def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | None) -> None:
-    """What was put into a model, and the parts that learnt beside it."""
+    """Write the LoRA layers of a model, and the modules trained in full beside them, as a peft adapter."""
     from bottega.techniques.lora.torch import NAMES, find_low_rank_layers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,8 @@ def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | N
             tensors[f"{PREFIX}{owner}.{kind}.weight"] = parameter
         else:
             tensors[f"{PREFIX}{owner}.{kind}"] = parameter
-            saved.append(_saved_part(model, owner))
-    layers = [_their_layer(model, name) for name in find_low_rank_layers(model)]
+            saved.append(_saved_module(model, owner))
+    layers = [_exported_layer(model, name) for name in find_low_rank_layers(model)]
     config = {
         "peft_type": "LORA",
         "task_type": _task_type(model),
@@ -68,7 +68,9 @@ def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | N
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": _shortest(layers, [_their_layer(model, name) for name, _ in model.named_modules() if name]),
+        "target_modules": _shortest(
+            layers, [_exported_layer(model, name) for name, _ in model.named_modules() if name]
+        ),
         "modules_to_save": _outermost(saved) or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -81,100 +83,116 @@ def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | N
 
 
 def read_adapter(folder: Path, model: nn.Module, lora: Lora) -> None:
-    """Fill what was put into a model; the folder must be of the same rank, scale and layers, and ours of the same base."""
+    """Load an adapter into a model's LoRA layers; rank, scale and layers must match, and for ours the base model too."""
     if (folder / OWN).exists():
         check_adapter_metadata(read_adapter_metadata(folder, key=START), folder, model, lora, kind="lora", key=START)
     config = _read(folder / CONFIG, key=START)
     if config.get("peft_type") != "LORA":
-        raise UsageError(f"{START}: {folder / CONFIG} is of {config.get('peft_type')}, not of LORA")
+        raise UsageError(f"{START}: {folder / CONFIG} has peft_type {config.get('peft_type')}; only LORA is supported")
     for key, value in config.items():
-        if key not in UNDERSTOOD and not _is_nothing(value) and value not in PLAIN.get(key, ()):
-            said = json.dumps(value)
-            raise UsageError(f"{START}: {folder / CONFIG} has {key} {said}, which is not supported; plain LoRA is")
-    for ours, theirs, asked in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
-        if config.get(theirs) != asked:
+        if key not in SUPPORTED_KEYS and not _is_empty(value) and value not in NEUTRAL_VALUES.get(key, ()):
             raise UsageError(
-                f"techniques.lora.{ours}: {asked:g}, and {folder} has {config.get(theirs)}; set it to that"
+                f"{START}: {folder / CONFIG} has {key} {json.dumps(value)}, which is not supported; only plain LoRA is"
             )
-    places: dict[str, Tensor] = {
+    for ours, theirs, value in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
+        if config.get(theirs) != value:
+            raise UsageError(
+                f"techniques.lora.{ours} is {value:g}, but {folder} has {config.get(theirs)}; set it to that"
+            )
+    targets: dict[str, Tensor] = {
         exported_name(model, n): p for n, p in model.named_parameters() if lora.is_trainable(n)
     }
-    copy_adapter_tensors(places, _tensors(folder), folder, is_own=lora.is_injected, technique="lora")
+    copy_adapter_tensors(targets, _read_renamed_weights(folder), folder, is_injected=lora.is_injected, technique="lora")
 
 
 def write_adapter_metadata(
     folder: Path, kind: str, *, hashes: Mapping[str, str], origin: str | None, **more: Any
 ) -> None:
-    said = {"format": FORMAT, "version": VERSION, "kind": kind, "base": combine_hashes(hashes), "from": origin, **more}
-    _write(folder / OWN, {**said, "tensors": dict(hashes)})
+    """Write `bottega.json`, with the hashes of the frozen base model."""
+    metadata = {
+        "format": FORMAT,
+        "version": VERSION,
+        "kind": kind,
+        "base": combine_hashes(hashes),
+        "from": origin,
+        **more,
+    }
+    _write(folder / OWN, {**metadata, "tensors": dict(hashes)})
 
 
 def read_adapter_metadata(folder: Path, *, key: str) -> dict[str, Any]:
-    said = _read(folder / OWN, key=key)
-    if said.get("format") != FORMAT or said.get("version") != VERSION or not isinstance(said.get("tensors"), dict):
-        raise CheckpointError(f"{folder / OWN}: is no {FORMAT} of version {VERSION}; export its run again")
-    return said
+    """Read `bottega.json`; raise if it is missing or of another version."""
+    metadata = _read(folder / OWN, key=key)
+    is_known = metadata.get("format") == FORMAT and metadata.get("version") == VERSION
+    if not is_known or not isinstance(metadata.get("tensors"), dict):
+        raise CheckpointError(f"{folder / OWN} is not a {FORMAT} of version {VERSION}; export the run again")
+    return metadata
 
 
 def check_adapter_metadata(
-    said: Mapping[str, Any], folder: Path, model: nn.Module, task: InjectedTask, *, kind: str, key: str
+    metadata: Mapping[str, Any], folder: Path, model: nn.Module, task: InjectedTask, *, kind: str, key: str
 ) -> None:
-    """Of this kind, and trained over this base: what stayed there and stays here is the same. More of it may learn here."""
-    if said["kind"] != kind:
-        raise UsageError(f"{key}: {folder} is of kind {said['kind']}, not {kind}")
-    there, here = said["tensors"], task.hash_frozen_tensors(model)
+    """Raise UsageError unless the adapter is of this kind and its base model is the same.
+
+    Tensors frozen in both must be equal; more of them may be trained here.
+    """
+    if metadata["kind"] != kind:
+        raise UsageError(f"{key}: {folder} is an adapter of kind {metadata['kind']}, not {kind}")
+    theirs, ours = metadata["tensors"], task.hash_frozen_tensors(model)
     names = model.state_dict().keys()
-    other = [name for name, found in there.items() if name not in names or here.get(name, found) != found]
-    if other:
-        named = said.get("from") or "random weights"
+    changed = [name for name, digest in theirs.items() if name not in names or ours.get(name, digest) != digest]
+    if changed:
+        origin = metadata.get("from") or "random weights"
         raise UsageError(
-            f"{key}: {folder} was trained over another base ({named}; {other[0]} differs); start over that one"
+            f"{key}: {folder} was trained over another base model ({origin}; {changed[0]} differs); set model.from to it"
         )
 
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `adapter_model.safetensors`."""
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     save_file(on_host, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read `adapter_model.safetensors`; raise CheckpointError if it is missing or damaged."""
     file = folder / WEIGHTS
     if not file.is_file():
-        raise CheckpointError(f"{file}: is not there, and pickles are never opened; save the adapter as safetensors")
+        raise CheckpointError(f"{file} is missing, and pickles are never read; save the adapter as safetensors")
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise CheckpointError(f"{file}: is damaged ({error}); copy it again") from error
+        raise CheckpointError(f"{file} is damaged ({error}); copy it again") from error
 
 
 @torch.no_grad()
 def copy_adapter_tensors(
-    places: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
     folder: Path,
     *,
-    is_own: Callable[[str], bool],
+    is_injected: Callable[[str], bool],
     technique: str,
 ) -> None:
-    """Copy each tensor to its place. All that is there must have one, and all parts that were put in must be there."""
-    strange = [name for name in found if name not in places]
-    missing = [name for name in places if name not in found and is_own(name)]
-    if strange or missing:
-        has = ", ".join(name_suffixes({name.rpartition(".")[0] for name in found if is_own(name)}))
-        one = f"holds {strange[0]}, which does not learn here" if strange else f"lacks {missing[0]}"
+    """Copy each tensor to its target. Each must have a target, and each injected parameter must have a tensor."""
+    unexpected = [name for name in tensors if name not in targets]
+    missing = [name for name in targets if name not in tensors and is_injected(name)]
+    if unexpected or missing:
+        has = ", ".join(name_suffixes({name.rpartition(".")[0] for name in tensors if is_injected(name)}))
+        problem = f"contains {unexpected[0]}, which is not trained here" if unexpected else f"lacks {missing[0]}"
         raise UsageError(
-            f"techniques.{technique}.targets: {folder} {one}; it has {has}, so set targets and train to what it has"
+            f"techniques.{technique}.targets: {folder} {problem}; it has {has}; set targets and train accordingly"
         )
-    for name, tensor in found.items():
-        if places[name].shape != tensor.shape:
-            shapes = f"{list(tensor.shape)}, not {list(places[name].shape)}"
-            raise UsageError(f"techniques.{technique}.start: {folder} has {name} of {shapes}")
-    for name, tensor in found.items():
-        places[name].copy_(tensor)
+    for name, tensor in tensors.items():
+        if targets[name].shape != tensor.shape:
+            shapes = f"{list(tensor.shape)}, not {list(targets[name].shape)}"
+            raise UsageError(f"techniques.{technique}.start: {folder} has {name} of shape {shapes}")
+    for name, tensor in tensors.items():
+        targets[name].copy_(tensor)
 
 
 def exported_name(model: nn.Module, name: str) -> str:
-    """As the library that opens the model calls a parameter of it."""
+    """Return the name of a parameter in the library that the exported model is loaded with."""
     if not isinstance(model, PretrainedClassifier):
         return name
     prefix, path = model.paths
@@ -182,7 +200,7 @@ def exported_name(model: nn.Module, name: str) -> str:
     return {"backbone": f"{prefix}.{rest}", "head": f"{path}.{rest}"}.get(part, rest)
 
 
-def _their_layer(model: nn.Module, name: str) -> str:
+def _exported_layer(model: nn.Module, name: str) -> str:
     return exported_name(model, f"{name}.weight").removesuffix(".weight")
 
 
@@ -192,43 +210,43 @@ def _task_type(model: nn.Module) -> str | None:
     return "CAUSAL_LM" if hasattr(model, "head_weight") else None
 
 
-def _saved_part(model: nn.Module, owner: str) -> str:
-    """peft saves the whole of what stands after an encoder, such as `classifier` for `classifier.out_proj`."""
+def _saved_module(model: nn.Module, owner: str) -> str:
+    """Return the module that peft saves: all of what follows the encoder, as `classifier` for `classifier.out_proj`."""
     if not isinstance(model, PretrainedClassifier) or owner.startswith(f"{model.paths[0]}."):
         return owner
     return owner.partition(".")[0]
 
 
-def _outermost(parts: list[str]) -> list[str]:
-    return sorted({one for one in parts if not any(one.startswith(f"{other}.") for other in parts)})
+def _outermost(modules: list[str]) -> list[str]:
+    return sorted({name for name in modules if not any(name.startswith(f"{other}.") for other in modules)})
 
 
 def _shortest(layers: list[str], every: list[str]) -> list[str]:
-    """The ends of the names where those mean the same layers and no others, as people write them."""
+    """Return suffixes of the names if they match the same layers and no others, else the names."""
     short = name_suffixes(layers)
-    meant = {name for name in every if any(name == end or name.endswith(f".{end}") for end in short)}
-    return short if meant == set(layers) else layers
+    matches = {name for name in every if any(name == end or name.endswith(f".{end}") for end in short)}
+    return short if matches == set(layers) else layers
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
-    """Under the base's names, with A and B as we call them."""
-    found = read_weights(folder)
-    names = {name: name.removeprefix(PREFIX) for name in found}
+def _read_renamed_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the weights under the names of the base model, with `lora_A` and `lora_B` as parameters."""
+    tensors = read_weights(folder)
+    names = {name: name.removeprefix(PREFIX) for name in tensors}
     for name, short in names.items():
         if short.endswith((".lora_A.weight", ".lora_B.weight")):
             names[name] = short.removesuffix(".weight")
-    return {names[name]: tensor for name, tensor in found.items()}
+    return {names[name]: tensor for name, tensor in tensors.items()}
 
 
-def _is_nothing(value: Any) -> bool:
-    return all(map(_is_nothing, value.values())) if isinstance(value, dict) else not value
+def _is_empty(value: Any) -> bool:
+    return all(map(_is_empty, value.values())) if isinstance(value, dict) else not value
 
 
 def _read(path: Path, *, key: str) -> dict[str, Any]:
     if not path.is_file():
-        raise UsageError(f"{key}: {path} cannot be read (no such file); name an adapter's folder")
+        raise UsageError(f"{key}: {path} does not exist; give the folder of an adapter")
     return read_json_object(path)
 
 
-def _write(path: Path, said: dict[str, Any]) -> None:
-    path.write_text(json.dumps(said, indent=2) + "\n", encoding="utf-8")
+def _write(path: Path, fields: dict[str, Any]) -> None:
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

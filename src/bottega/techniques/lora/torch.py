@@ -1,4 +1,4 @@
-"""Low-rank changes of a model's own layers (LoRA; Hu et al., 2021): W x + alpha / rank · B A x, where only A and B learn.
+"""LoRA layers (Hu et al., 2021): W x + alpha / rank · B A x, where only A and B are trained.
 
 r rank   I inputs   O outputs
 """
@@ -26,7 +26,7 @@ KEY = "techniques.lora"
 
 
 class LowRankLayer(nn.Module):
-    """What all kinds of changed layers have in common; each is a layer of torch as well."""
+    """Mixin of the low-rank layers; each is a torch layer as well."""
 
     weight: Tensor
     lora_A: nn.Parameter
@@ -34,18 +34,18 @@ class LowRankLayer(nn.Module):
     scale: float
     input_dropout: float
     base_weight: Tensor | None
-    """The base's weight, while the change is added into it."""
+    """The base model's weight while the update is merged into `weight`."""
 
     def _input(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.input_dropout, self.training) if self.input_dropout else x
 
     def weight_delta(self) -> Tensor:
-        """What is added to the weight, of its shape."""
+        """Return the update of the weight, in its shape."""
         return (self.scale * (self.lora_B.flatten(1) @ self.lora_A.flatten(1))).view_as(self.weight)
 
 
 class LowRankLinear(LowRankLayer, nn.Linear):
-    """A [r, I], B [O, r]."""
+    """Linear layer with A `(r, I)` and B `(O, r)`."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = nn.Linear.forward(self, x)
@@ -55,7 +55,7 @@ class LowRankLinear(LowRankLayer, nn.Linear):
 
 
 class _LowRankKernel(LowRankLayer):
-    """A [r, I, *kernel], B [O, r, 1...]: fewer filters over the same places, and a mixture of what they find."""
+    """Convolution with A `(r, I, *kernel)` and B `(O, r, 1...)`: r filters, mixed by a 1x1 convolution."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
@@ -87,13 +87,15 @@ PLAIN = {changed: plain for plain, changed in CHANGED.items()}
 
 
 class Lora(InjectedTask):
+    """A task with low-rank updates in the layers of its model."""
+
     key: ClassVar[str] = KEY
     export_note: ClassVar[str] = "the model here has it merged in"
     rank: int = Field(8, gt=0)
     alpha: float = Field(16.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: tuple[str, ...] | Literal["all-linear"] | None = None
-    """None is every matrix inside the blocks, or where there is none every kernel."""
+    """None is every matrix inside the blocks, or every convolution if there is no matrix."""
 
     def is_injected(self, name: str) -> bool:
         return name.rpartition(".")[2] in NAMES
@@ -105,13 +107,13 @@ class Lora(InjectedTask):
 
     def notes(self, model: nn.Module) -> list[str]:
         layers = find_low_rank_layers(model)
-        narrow = {name: min(one.weight.flatten(1).shape) for name, one in layers.items()}
-        small = [name for name, side in narrow.items() if side < self.rank]
+        full_ranks = {name: min(layer.weight.flatten(1).shape) for name, layer in layers.items()}
+        small = [name for name, full_rank in full_ranks.items() if full_rank < self.rank]
         if not small:
             return []
         shape = " x ".join(map(str, layers[small[0]].weight.shape))
-        many = f"{len(small)} of {len(layers)} layers, such as {small[0]} of {shape},"
-        return [f"{KEY}.rank: {self.rank} is more than {many} can have; a lower one learns the same there, with less"]
+        which = f"{len(small)} of {len(layers)} layers, such as {small[0]} ({shape})"
+        return [f"{KEY}.rank: {self.rank} is above the full rank of {which}; a lower rank can represent the same there"]
 
     def load_adapter(self, folder: Path, model: nn.Module) -> None:
         from bottega.techniques.lora.peft_layout import read_adapter
@@ -119,17 +121,18 @@ class Lora(InjectedTask):
         read_adapter(folder, model, self)
 
     def export(
-        self, model: nn.Module, folder: Path, *, origin: str | None, whole: Callable[[], dict[str, Any]]
+        self, model: nn.Module, folder: Path, *, origin: str | None, export_whole: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
-        """The model as one that was never adapted, with its adapter beside it."""
+        """Export the model with the update merged in, and the adapter beside it."""
         from bottega.techniques.lora.peft_layout import write_adapter
 
         with merged(model):
-            facts = whole()
+            metadata = export_whole()
         write_adapter(model, folder, self, origin=origin)
-        return facts
+        return metadata
 
     def choose_layers(self, model: nn.Module) -> list[str]:
+        """Return the names of the layers that get a low-rank update."""
         layers = find_injectable_layers(model)
         able = {name: layer for name, layer in layers.items() if not self.is_fully_trained(f"{name}.weight")}
         matrices = [name for name, layer in able.items() if isinstance(layer, nn.Linear)]
@@ -137,20 +140,20 @@ class Lora(InjectedTask):
             every = [name for name, _ in model.named_modules() if name]
             return select_layers(able, self.targets, key=f"{KEY}.targets", layers=every)
         if self.targets == "all-linear":
-            found = [name for name in matrices if is_in_block(name) or name.rpartition(".")[2] not in HEADS]
+            selected = [name for name in matrices if is_in_block(name) or name.rpartition(".")[2] not in HEADS]
         else:
             inner = [name for name in able if is_in_block(name)]
-            found = [name for name in inner if name in matrices] or inner
-        if not found:
-            said = "no matrix" if self.targets else "neither a matrix nor a convolution inside numbered blocks"
+            selected = [name for name in inner if name in matrices] or inner
+        if not selected:
+            missing = "no matrix" if self.targets else "neither a matrix nor a convolution inside numbered blocks"
             raise UsageError(
-                f"{KEY}.targets: {type(model).__name__} has {said}; name layers, as bottega inspect shows them"
+                f"{KEY}.targets: {type(model).__name__} has {missing}; name layers as listed by bottega inspect"
             )
-        return found
+        return selected
 
 
 def inject_low_rank(layer: nn.Module, name: str, *, rank: int, scale: float, dropout: float, seed: int) -> None:
-    """Nothing at first, because B is 0; A is drawn as a layer's weight would be, by its name."""
+    """Make a layer low-rank, in place. B is 0, so the output does not change at first; A is drawn as a weight would be."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     limit = 1 / math.sqrt(math.prod(weight.shape[1:]))
     drawn = numpy_generator(seed, f"{name}.lora_A").uniform(-limit, limit, (rank, *weight.shape[1:]))
@@ -168,7 +171,7 @@ def find_low_rank_layers(model: nn.Module) -> dict[str, LowRankLayer]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add the changes into the weights: the same answers but for rounding, at the speed of the base."""
+    """Add the updates to the weights: the same outputs up to rounding, at the speed of the base model."""
     for layer in find_low_rank_layers(model).values():
         if layer.base_weight is None:
             layer.base_weight = layer.weight.detach().clone()
@@ -177,7 +180,7 @@ def merge(model: nn.Module) -> None:
 
 @torch.no_grad()
 def unmerge(model: nn.Module) -> None:
-    """The base as it was, to the bit: put back rather than subtracted."""
+    """Restore the base weights bit for bit, from a copy rather than by subtraction."""
     for layer in find_low_rank_layers(model).values():
         if layer.base_weight is not None:
             layer.weight.copy_(layer.base_weight)
@@ -186,16 +189,16 @@ def unmerge(model: nn.Module) -> None:
 
 @contextmanager
 def merged(model: nn.Module) -> Iterator[None]:
-    """The model as one that was never adapted, with the changes in its weights; and then as it was."""
+    """Context in which the model has plain layers with merged weights, as if it had never been adapted."""
     merge(model)
-    taken: list[tuple[LowRankLayer, dict[str, Any]]] = []
+    removed: list[tuple[LowRankLayer, dict[str, Any]]] = []
     for layer in find_low_rank_layers(model).values():
-        taken.append((layer, {name: layer._parameters.pop(name) for name in NAMES}))
+        removed.append((layer, {name: layer._parameters.pop(name) for name in NAMES}))
         layer.__class__ = PLAIN[type(layer)]  # type: ignore[assignment]
     try:
         yield
     finally:
-        for layer, parameters in taken:
+        for layer, parameters in removed:
             layer.__class__ = CHANGED[type(layer)]
             layer._parameters.update(parameters)
         unmerge(model)

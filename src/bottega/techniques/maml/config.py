@@ -1,4 +1,4 @@
-"""Meta-learning: options and what it does not go with."""
+"""Meta-learning: options and conflicts."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpe
 
 
 class MamlOptions(Section):
-    """Learn weights that a few steps adapt to a new task (Finn et al., 2017; Nichol et al., 2018)."""
+    """Learns weights that adapt to a new task in a few steps (Finn et al., 2017; Nichol et al., 2018)."""
 
     method: Literal["maml", "fomaml", "reptile", "none"] = Field(
-        "maml", description="through the steps, as if they were none, by their sum; none adapts in validation alone"
+        "maml", description="second order, first order, or Reptile; none is plain training that adapts in validation"
     )
-    inner_steps: Positive = Field(3, description="of adaptation in an episode")
-    inner_rate: Number = Field(0.1, gt=0, description="learning rate of these steps")
+    inner_steps: Positive = Field(3, description="adaptation steps in an episode")
+    inner_rate: Number = Field(0.1, gt=0, description="learning rate of the adaptation steps")
     by: str | None = Field(
-        None, description="what makes a task: label, source, region of a text, or a field; null is the first there is"
+        None,
+        description="what defines a task: label, source, region of a text, or a field; null is the first that exists",
     )
-    ways: Positive | None = Field(None, description="classify: classes in an episode, numbered anew; null is all")
-    shots: Positive = Field(5, description="examples to adapt to; classify: of each class")
-    queries: Positive = Field(5, description="examples that measure it; classify: of each class")
+    ways: Positive | None = Field(None, description="classify: classes in an episode, renumbered; null is all")
+    shots: Positive = Field(5, description="support examples; classify: of each class")
+    queries: Positive = Field(5, description="query examples; classify: of each class")
 
 
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:

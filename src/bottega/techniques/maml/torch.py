@@ -1,7 +1,4 @@
-"""Meta-learning: weights from which a few steps of descent on a new task's examples go a long way.
-
-MAML and its first-order form (Finn et al., 2017), and Reptile (Nichol et al., 2018), over any task and model.
-"""
+"""Meta-learning: MAML and first-order MAML (Finn et al., 2017), and Reptile (Nichol et al., 2018), for any task and model."""
 
 from __future__ import annotations
 
@@ -28,21 +25,23 @@ Terms = dict[str, tuple[Array, float]]
 
 
 class Maml(WrappedTask):
-    """A batch holds episodes: `support` with the fields of the inner task's batch, [n, S, ...] each, to adapt to, and
-    `query` [n, Q, ...] to measure the adapted weights with. Optional: `weight` [n], where 0 marks an episode that counts
-    nowhere. A batch without episodes is the inner task's own: the finished model is a usual one.
+    """A task over batches of episodes.
 
-    The mean is over the query examples of all episodes. Those that do not look at the query part by itself count each
-    episode by it all the same, so that a term's count is known before anything is computed.
+    A batch has `support`, with the fields of the inner task's batch as `(n, S, ...)`, to adapt to, and `query`,
+    `(n, Q, ...)`, to evaluate the adapted weights. Optional `weight` `(n,)` is 0 for a padding episode. A batch without
+    episodes is passed to the inner task: the trained model is an ordinary one.
+
+    The mean is over the query examples of all episodes. Methods that do not evaluate the query separately (Reptile, none)
+    are scaled to the same count, so that it is known before anything is computed.
     """
 
-    overflows_by: ClassVar[str] = "techniques.maml.inner_rate"
+    divergence_key: ClassVar[str] = "techniques.maml.inner_rate"
     method: Literal["maml", "fomaml", "reptile", "none"]
     inner_steps: int
     inner_rate: float
     adapts: Callable[[tuple[str, ...]], Collection[str]] = frozenset
-    """Which of the parameters that are this task's to train the steps move. Not those that have a gradient now: what is
-    thawed later has none until then, but has one in a process that was only started to measure."""
+    """Selects the parameters that the inner steps adapt, by name. Not by `requires_grad`: a parameter that is unfrozen
+    later would be adapted in an evaluation process but not in training."""
 
     @property
     def needs_unwrapped_model(self) -> bool:  # type: ignore[override]
@@ -61,72 +60,75 @@ class Maml(WrappedTask):
         if "query" not in batch:
             return self.inner.loss(models, batch, rng)
         if not models["model"].training:
-            return self._measured(models, batch, rng)
-        learn = {"maml": self._through, "fomaml": self._through, "reptile": self._towards, "none": self._plainly}
+            return self._evaluate(models, batch, rng)
+        losses = {"maml": self._maml, "fomaml": self._maml, "reptile": self._reptile, "none": self._plain}
         terms: Terms = {}
         metrics: Sums = {}
         stats: dict[str, Tensor] = {}
         for episode in _episodes(self.inner.counts, batch, rng):
-            found = learn[self.method](models, episode)
-            for name, (total, weight) in found.terms.items():
+            output = losses[self.method](models, episode)
+            for name, (total, weight) in output.terms.items():
                 terms[name] = (terms[name][0] + total if name in terms else total, weight)
-            _add(metrics, found.metrics)
-            for name, value in found.stats.items():
+            _add(metrics, output.metrics)
+            for name, value in output.stats.items():
                 stats[name] = stats[name] + value if name in stats else value
         return Loss(terms=terms, metrics=metrics, stats=stats)
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """Classes have another number in each episode, so nothing can be said over all of them but means."""
+        """Return the inner task's score; rows of episodes are empty, since classes are renumbered in each."""
         return self.inner.score(rows) if rows else {}
 
-    # What an episode teaches
+    # Losses of an episode
 
-    def _through(self, models: Models, episode: Episode) -> Loss:
-        """The query loss after the steps. First order takes their gradients for constants."""
-        # What is not thawed yet is moved as well, and learns nothing from it.
-        own = self._adapted(models["model"])
+    def _maml(self, models: Models, episode: Episode) -> Loss:
+        """Return the query loss after the inner steps. First order treats their gradients as constants."""
+        # Parameters that are still frozen are adapted as well, but get no gradient.
+        own = self._adapted_parameters(models["model"])
         weights: Weights = {n: p if p.requires_grad else p.detach().requires_grad_() for n, p in own.items()}
         for number in range(self.inner_steps):
             weights = self._step(models, weights, episode, number, second_order=self.method == "maml")[0]
         return self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
 
-    def _towards(self, models: Models, episode: Episode) -> Loss:
-        """A term whose gradient is the way back from where the steps end, and whose value the loss before the last."""
+    def _reptile(self, models: Models, episode: Episode) -> Loss:
+        """Return a term whose gradient is start - end of the inner steps, and whose value is the loss before the last."""
         whole = episode.merge_support_and_query()
-        own = self._adapted(models["model"])
+        own = self._adapted_parameters(models["model"])
         start = {name: p.detach().requires_grad_() for name, p in own.items()}
         weights = start
         for number in range(self.inner_steps):
             weights, out = self._step(models, weights, whole, number, second_order=False)
-        back = [(own[name] * (start[name] - weights[name]).detach()).sum() for name in own]
-        way = torch.stack(back).sum()
+        products = [(own[name] * (start[name] - weights[name]).detach()).sum() for name in own]
+        direction = torch.stack(products).sum()
         terms = whole.rescale_to_query(out.terms)
-        # One term carries all of the gradient, because the engine adds the terms up by their weights.
+        # One term carries all of the gradient, because the engine sums the terms by their weights.
         (first, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
-        lead = (way - way.detach()) * (episode.query_counts[first] / weight)
-        return out._replace(terms={first: (total + lead, weight), **dict(others)})
+        zero = (direction - direction.detach()) * (episode.query_counts[first] / weight)
+        return out._replace(terms={first: (total + zero, weight), **dict(others)})
 
-    def _plainly(self, models: Models, episode: Episode) -> Loss:
+    def _plain(self, models: Models, episode: Episode) -> Loss:
+        """Return the loss without inner steps, over support and query together."""
         whole = episode.merge_support_and_query()
         out = self.inner.loss(models, whole.query, whole.query_noise)
         return out._replace(terms=whole.rescale_to_query(out.terms))
 
-    # What weights are worth
+    # Evaluation
 
-    def _measured(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        """The query loss before the steps, after each, and after all of them, on the same noise."""
+    def _evaluate(self, models: Models, batch: Batch, rng: Noise) -> Loss:
+        """Return the query loss before, after each, and after all inner steps, with the same noise."""
         terms: Terms = {}
         metrics: Sums = {}
         for episode in _episodes(self.inner.counts, batch, rng):
-            weights = {name: p.detach().requires_grad_() for name, p in self._adapted(models["model"]).items()}
+            weights = {
+                name: p.detach().requires_grad_() for name, p in self._adapted_parameters(models["model"]).items()
+            }
             for number in range(self.inner_steps + 1):
                 with torch.no_grad():
                     out = self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
-                counts, mark = episode.query_counts, f"_{number}" if number else "_before"
-                plain = {name: (total, counts[name]) for name, (total, _) in out.terms.items()}
-                # A task may measure under the name of a term what it minimises in another form.
-                said = plain | {n: pair for n, pair in out.metrics.items() if number == 0 or n in plain}
-                _add(metrics, {f"{name}{mark}": pair for name, pair in said.items()})
+                counts, suffix = episode.query_counts, f"_{number}" if number else "_before"
+                sums = {name: (total, counts[name]) for name, (total, _) in out.terms.items()}
+                # A task may report a metric under the name of a term that it minimises in another form.
+                sums |= {n: pair for n, pair in out.metrics.items() if number == 0 or n in sums}
+                _add(metrics, {f"{name}{suffix}": pair for name, pair in sums.items()})
                 if number < self.inner_steps:
                     with torch.enable_grad():
                         weights = self._step(models, weights, episode, number, second_order=False)[0]
@@ -135,50 +137,52 @@ class Maml(WrappedTask):
                 terms[name] = (terms[name][0] + total if name in terms else total, weight)
         return Loss(terms=terms, metrics=metrics)
 
-    def _adapted(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def _adapted_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
         own = {name: parameter for name, parameter in model.named_parameters() if self.is_trainable(name)}
-        moved = self.adapts(tuple(own))
-        return {name: parameter for name, parameter in own.items() if name in moved}
+        adapted = self.adapts(tuple(own))
+        return {name: parameter for name, parameter in own.items() if name in adapted}
 
     def _step(
         self, models: Models, weights: Weights, episode: Episode, number: int, *, second_order: bool
     ) -> tuple[Weights, Loss]:
-        """One step of plain descent on the mean loss of the support part."""
+        """Take one step of gradient descent on the mean loss of the support examples."""
         with sdpa_kernel(SDPBackend.MATH) if second_order else contextlib.nullcontext():
-            asked = _with(models, weights, twice=second_order)
-            out = self.inner.loss(asked, episode.support, episode.support_noise(number))
+            rebound = _with(models, weights, twice=second_order)
+            out = self.inner.loss(rebound, episode.support, episode.support_noise(number))
             parts = [t * (w / max(episode.support_counts[name], 1e-12)) for name, (t, w) in out.terms.items()]
-            slopes = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 torch.stack(parts).sum(), list(weights.values()), create_graph=second_order, allow_unused=True
             )
-        moved = {
-            name: weight if slope is None else weight - self.inner_rate * slope
-            for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+        stepped = {
+            name: weight if gradient is None else weight - self.inner_rate * gradient
+            for (name, weight), gradient in zip(weights.items(), gradients, strict=True)
         }
-        return moved, out
+        return stepped, out
 
 
 @dataclass(frozen=True)
 class Episode:
+    """Support and query examples of one episode, with their counts and noise."""
+
     support: Batch
     query: Batch
     support_counts: Mapping[str, float]
     query_counts: Mapping[str, float]
     rng: Noise
-    """Its positions are those of all examples, the support ones first."""
+    """Its positions are those of all examples, support first."""
 
     @property
     def query_noise(self) -> Noise:
-        """The same after any number of steps, so that these are compared on equal terms."""
+        """Noise of the query examples, the same after any number of inner steps, so that their losses are comparable."""
         return replace(self.rng, positions=self.rng.positions[-_length(self.query) :])
 
     def support_noise(self, number: int) -> Noise:
-        """Another for each inner step, as if it were a step of training."""
+        """Return the noise of the support examples in inner step `number`, different for each."""
         seed = derive_seed(self.rng.seed, "inner step", number)
         return replace(self.rng, seed=seed, positions=self.rng.positions[: _length(self.support)])
 
     def merge_support_and_query(self) -> Episode:
-        """Both parts as one, to adapt to and to measure; it still counts as much as its query part does."""
+        """Return an episode with support and query joined, both to adapt to and to evaluate."""
         both = {
             name: value if value.ndim == 0 else torch.cat([value, self.query[name]])
             for name, value in self.support.items()
@@ -187,23 +191,23 @@ class Episode:
         return replace(self, support=both, query=both, support_counts=counts)
 
     def rescale_to_query(self, terms: Terms) -> Terms:
-        """The sums of a joined episode as those of as many examples as the query part has."""
-        share = {name: self.query_counts[name] / max(self.support_counts[name], 1e-12) for name in terms}
-        return {name: (total * share[name], weight) for name, (total, weight) in terms.items()}
+        """Scale the sums of a joined episode to the count of its query examples."""
+        fraction = {name: self.query_counts[name] / max(self.support_counts[name], 1e-12) for name in terms}
+        return {name: (total * fraction[name], weight) for name, (total, weight) in terms.items()}
 
 
 def _episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch, rng: Noise) -> Iterator[Episode]:
-    """One by one: each has weights of its own."""
+    """Yield the episodes of a batch one by one, since each has its own weights."""
     parts = {name: dict(batch[name]) for name in ("support", "query")}
     sizes = {name: _some(part).shape[1] for name, part in parts.items()}
     if "weight" in batch:
         each = batch["weight"][:, None].expand(-1, sizes["query"])
         own = parts["query"].get("weight")
         parts["query"]["weight"] = each if own is None else own * each
-    # Counted on the host, as tasks do. On a GPU that waits for the device, once for the many small steps that follow.
+    # Counted on the host, as tasks do. On a GPU this waits for the device once per batch.
     host = {name: {key: value.cpu().numpy() for key, value in part.items()} for name, part in parts.items()}
     size = sizes["support"] + sizes["query"]
-    places = torch.arange(size, device=rng.positions.device)
+    offsets = torch.arange(size, device=rng.positions.device)
     for number in range(len(rng.positions)):
         support, query = (_at(parts[name], number) for name in ("support", "query"))
         yield Episode(
@@ -211,12 +215,12 @@ def _episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch, rng:
             query=query,
             support_counts=counts(_at(host["support"], number)),
             query_counts=counts(_at(host["query"], number)),
-            rng=replace(rng, positions=rng.positions[number] * size + places),
+            rng=replace(rng, positions=rng.positions[number] * size + offsets),
         )
 
 
 class ReboundModel:
-    """A model as it would be with other weights. `twice`: what it computes can be differentiated a second time."""
+    """A model called with other weights. With `twice`, its output can be differentiated twice."""
 
     def __init__(self, model: nn.Module, weights: Weights, *, twice: bool) -> None:
         self._model, self._weights, self._twice = model, {f"model.{n}": w for n, w in weights.items()}, twice
@@ -224,25 +228,25 @@ class ReboundModel:
     def __call__(self, *args: Any, **named: Any) -> Any:
         targets = args[1] if len(args) > 1 else named.get("targets")
         if not self._twice or not isinstance(self._model, Transformer) or targets is None:
-            return self._ask("__call__", *args, **named)
-        # Its own loss makes the gradients in the forward pass, and a second derivative would silently be 0.
+            return self._call("__call__", *args, **named)
+        # The fused loss computes its gradients in the forward pass, and a second derivative would silently be 0.
         named = {name: value for name, value in named.items() if name != "targets"}
-        found = self._ask("__call__", args[0], **named)
-        if isinstance(found, tuple):  # and how it went through its experts
-            return token_cross_entropy(found[0], targets), *found[1:]
-        return token_cross_entropy(found, targets)
+        output = self._call("__call__", args[0], **named)
+        if isinstance(output, tuple):  # with the routing of experts
+            return token_cross_entropy(output[0], targets), *output[1:]
+        return token_cross_entropy(output, targets)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._model, name)
-        assert not isinstance(found, nn.Module | Tensor), f"{name} would have its old weights"
-        return functools.partial(self._ask, name) if callable(found) else found
+        value = getattr(self._model, name)
+        assert not isinstance(value, nn.Module | Tensor), f"{name} would have its old weights"
+        return functools.partial(self._call, name) if callable(value) else value
 
-    def _ask(self, method: str, *args: Any, **named: Any) -> Any:
-        return functional_call(_Door(self._model), self._weights, (method, *args), named)
+    def _call(self, method: str, *args: Any, **named: Any) -> Any:
+        return functional_call(_MethodCaller(self._model), self._weights, (method, *args), named)
 
 
-class _Door(nn.Module):
-    """Lets any method be called with other weights; torch's own way does that for `forward` alone."""
+class _MethodCaller(nn.Module):
+    """Calls any method of a model from `forward`, since `functional_call` only replaces the weights of `forward`."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -254,6 +258,7 @@ class _Door(nn.Module):
 
 
 def _with(models: Models, weights: Weights, *, twice: bool = False) -> dict[str, Any]:
+    """Return the models with "model" called with other weights."""
     return {**models, "model": ReboundModel(models["model"], weights, twice=twice)}
 
 
@@ -264,7 +269,7 @@ def _add(total: Sums, more: Mapping[str, tuple[Array, Array]]) -> None:
 
 
 def _some(part: Mapping[str, Any]) -> Any:
-    """Any of its arrays [n, size, ...]."""
+    """Return any of the arrays `(n, size, ...)`."""
     return next(value for value in part.values() if value.ndim > 0)
 
 
@@ -273,7 +278,7 @@ def _length(part: Batch) -> int:
 
 
 def _flat(value: Any) -> Any:
-    """[n, size, ...] as [n * size, ...]"""
+    """Reshape `(n, size, ...)` to `(n * size, ...)`."""
     return value.reshape(value.shape[0] * value.shape[1], *value.shape[2:])
 
 

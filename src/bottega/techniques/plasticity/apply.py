@@ -1,4 +1,4 @@
-"""Plasticity in a recipe: which rule, for which layers of the model, and whether any of them may change."""
+"""Plasticity in a recipe: the STDP rule, the layers it applies to, and a check that one of them is trainable."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def apply(plan: TrainingPlan, options: PlasticityOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
-    _check_beside(recipe, options)
+    _check_conflicts(recipe, options)
     task = Plasticity(
         inner=plan.task,
         rule=build_rule(options),
@@ -32,17 +32,17 @@ def apply(plan: TrainingPlan, options: PlasticityOptions, recipe: Recipe, worklo
         normalise=options.normalise,
         targets=options.targets,
     )
-    return replace(plan, task=task).with_train_start_hook(partial(_check_learns, task=task))
+    return replace(plan, task=task).with_train_start_hook(partial(_check_trainable, task=task))
 
 
-def _check_beside(recipe: Recipe, options: PlasticityOptions) -> None:
-    """The recipe refuses what it lists; where the model or a stream asks for it, it is in no list."""
-    if any(one.name == SPEC.name for one in recipe.techniques):
+def _check_conflicts(recipe: Recipe, options: PlasticityOptions) -> None:
+    """Check conflicts if plasticity was added for the model or a stream; listed techniques are checked with the recipe."""
+    if any(technique.name == SPEC.name for technique in recipe.techniques):
         return
     own = Technique(name=SPEC.name, options=options)
     for key, _, text in find_technique_conflicts(recipe.model_copy(update={"techniques": (*recipe.techniques, own)})):
-        asked = getattr(recipe.model, "plasticity", False)
-        raise UsageError(f"{key}: {text}{'; model.plasticity: false leaves it out' if asked else ''}")
+        is_requested = getattr(recipe.model, "plasticity", False)
+        raise UsageError(f"{key}: {text}{'; or set model.plasticity: false' if is_requested else ''}")
 
 
 def build_rule(options: PlasticityOptions) -> STDPRule:
@@ -59,13 +59,13 @@ def build_rule(options: PlasticityOptions) -> STDPRule:
     )
 
 
-def _check_learns(engine: Engine, loader: Loader, *, resumed: bool, task: Plasticity) -> None:
-    """A layer that is frozen stays as it is; where all of them are, the technique would do nothing and not say so."""
+def _check_trainable(engine: Engine, loader: Loader, *, resumed: bool, task: Plasticity) -> None:
+    """Raise UsageError if all spiking layers are frozen, since plasticity would silently have no effect."""
     names = {id(parameter): name for name, parameter in engine.model.named_parameters()}
     weights = [names[id(layer.synapse.weight)] for layer in select_spiking_layers(engine.model, task.targets)]
     parameters = engine.parameters()
     if not any(parameters[name].is_trainable for name in weights):
         raise UsageError(
-            f"{KEY}: {weights[0]} is frozen, as is every spiking layer that it could change; free one in training.freeze or "
-            "training.groups (scale: 0 keeps the gradient away from it), or leave plasticity out"
+            f"{KEY}: {weights[0]} and every other spiking layer is frozen; unfreeze one in training.freeze or training.groups "
+            "(scale: 0 turns off only its gradient), or leave plasticity out"
         )

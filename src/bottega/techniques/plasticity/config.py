@@ -1,4 +1,4 @@
-"""Spike-timing-dependent plasticity: options and what it does not go with."""
+"""Spike-timing-dependent plasticity: options and conflicts."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpe
 
 
 class PlasticityOptions(Section):
-    """Weights of spiking layers also follow the timing of spikes (Bi & Poo, 1998; Pfister & Gerstner, 2006)."""
+    """STDP: weights of spiking layers also follow spike timing (Bi & Poo, 1998; Pfister & Gerstner, 2006)."""
 
-    rule: Literal["pair", "triplet"] = Field("pair", description="what counts: pairs of spikes, or triplets too")
-    rate: Number = Field(1e-4, ge=0, description="how far weights move in a step, times the mean change of an example")
-    a_plus: Number = Field(1.0, ge=0, description="gain of a pair whose input comes first")
-    a_minus: Number = Field(1.35, ge=0, description="loss of a pair whose output comes first")
-    tau_plus: Number = Field(4.0, gt=0, description="time steps in which that gain falls to a third (1/e)")
-    tau_minus: Number = Field(4.0, gt=0, description="time steps in which that loss falls to a third (1/e)")
-    a3_plus: Number = Field(0.05, ge=0, description="triplet: more gain after an earlier spike of the output")
-    a3_minus: Number = Field(0.0, ge=0, description="triplet: more loss after an earlier spike of the input")
-    tau_x: Number = Field(8.0, gt=0, description="triplet: time steps for which earlier input spikes count")
-    tau_y: Number = Field(8.0, gt=0, description="triplet: time steps for which earlier output spikes count")
+    rule: Literal["pair", "triplet"] = Field("pair", description="STDP rule: pairs of spikes, or triplets too")
+    rate: Number = Field(1e-4, ge=0, description="learning rate of the mean weight change per example")
+    a_plus: Number = Field(1.0, ge=0, description="potentiation of a pair whose input spike comes first")
+    a_minus: Number = Field(1.35, ge=0, description="depression of a pair whose output spike comes first")
+    tau_plus: Number = Field(4.0, gt=0, description="time constant of potentiation, in time steps")
+    tau_minus: Number = Field(4.0, gt=0, description="time constant of depression, in time steps")
+    a3_plus: Number = Field(0.05, ge=0, description="triplet: extra potentiation after an earlier output spike")
+    a3_minus: Number = Field(0.0, ge=0, description="triplet: extra depression after an earlier input spike")
+    tau_x: Number = Field(8.0, gt=0, description="triplet: time constant of earlier input spikes, in time steps")
+    tau_y: Number = Field(8.0, gt=0, description="triplet: time constant of earlier output spikes, in time steps")
     reward: Literal["none", "accuracy", "loss"] = Field(
-        "none", description="each example counts by how much better than usual it was told: right or not, or its loss"
+        "none", description="weight each example by its reward above the running mean: accuracy, or log likelihood"
     )
-    reward_decay: Probability = Field(0.99, lt=1, description="of the running mean that says what is usual")
-    bounds: Literal["hard", "soft"] = Field("hard", description="cut off at low and high, or slower towards them")
-    low: Number = Field(-1.0, description="plasticity takes no weight below it")
-    high: Number = Field(1.0, description="plasticity takes no weight above it")
-    normalise: bool = Field(True, description="keep sum and length of each unit's incoming weights as they were")
+    reward_decay: Probability = Field(0.99, lt=1, description="decay of the running mean of the reward")
+    bounds: Literal["hard", "soft"] = Field("hard", description="clip at low and high, or slow down towards them")
+    low: Number = Field(-1.0, description="lower bound of weights for plasticity")
+    high: Number = Field(1.0, description="upper bound of weights for plasticity")
+    normalise: bool = Field(True, description="preserve sum and norm of each unit's incoming weights")
     targets: tuple[str, ...] | None = Field(
-        None, description="spiking layers by name, by the part they are in, or patterns; null is all of them"
+        None, description="spiking layers by name, by enclosing module, or patterns; null is all of them"
     )
 
     @model_validator(mode="after")
     def _fits_together(self) -> PlasticityOptions:
         if self.low >= self.high:
-            raise ValueError(f"low: {self.low:g} must be below high, which is {self.high:g}")
+            raise ValueError(f"low: {self.low:g} must be below high ({self.high:g})")
         fields = type(self).model_fields
         for key in ("a3_plus", "a3_minus", "tau_x", "tau_y"):
             if self.rule == "pair" and getattr(self, key) != fields[key].default:
-                raise ValueError(f"{key}: {getattr(self, key):g} is of the triplet rule; set rule: triplet")
+                raise ValueError(f"{key}: {getattr(self, key):g} applies to the triplet rule only; set rule: triplet")
         return self
 
 

@@ -1,8 +1,8 @@
-"""Plasticity: the weights of spiking layers also follow the timing of spikes, beside what the gradient does to them.
+"""Spike-timing-dependent plasticity (STDP): weights of spiking layers also follow spike timing, beside the gradient.
 
-A forward changes nothing. What the spike trains of a batch call for is summed over its examples, and after the optimizer's
-step the weights move once by the mean of it. A reward, where one is asked for, counts each example by how much better it
-went than usual (Frémaux & Gerstner, 2016).
+A forward pass changes nothing. The weight changes of a batch's spike trains are summed over examples, and after the
+optimizer step the weights move once by their mean. An optional reward weights each example by its reward above the
+running mean (Frémaux & Gerstner, 2016).
 
 S time steps   B examples   I inputs   O outputs
 """
@@ -37,27 +37,27 @@ KEY = "techniques.plasticity"
 SUM, REWARDED, COUNT = "plasticity/sum/", "plasticity/rewarded/", "plasticity/count/"
 REWARD = "plasticity/reward"
 SMALLEST = 1e-7
-"""A probability that underflows would cost infinitely much, and the weights with it."""
+"""Smallest probability whose logarithm is taken; an underflow would give an infinite reward."""
 
 
 class SpikeTrains(NamedTuple):
-    """What went through a layer in one call; B are examples, or all their tokens."""
+    """Spikes into and out of a layer in one call; B are examples, or all their tokens."""
 
     pre: Tensor
-    """[S, B, I]"""
+    """`(S, B, I)`"""
     post: Tensor
-    """[S, B, O]"""
+    """`(S, B, O)`"""
     mask: Tensor | None = None
-    """[B]: 0 for padding, where the layer was told; else the rows of the batch tell."""
+    """`(B,)`: 0 for padding, if the layer was given a mask; otherwise the weights of the batch decide."""
     part: str | None = None
-    """Of several tasks, whose it was."""
+    """Name of the task, in a multitask model."""
 
 
 @final
 class Plasticity(WrappedTask):
-    """Any task whose model has spiking layers. It listens inside the model, which is therefore not compiled."""
+    """A task with STDP in the spiking layers of its model. It sets hooks in the model, which is therefore not compiled."""
 
-    overflows_by: ClassVar[str] = "techniques.plasticity.rate"
+    divergence_key: ClassVar[str] = "techniques.plasticity.rate"
     rule: STDPRule = STDPRule()
     rate: float
     reward: Literal["none", "accuracy", "loss"] = "none"
@@ -70,7 +70,7 @@ class Plasticity(WrappedTask):
 
     @property
     def needs_unwrapped_model(self) -> bool:  # type: ignore[override]
-        """Who listens between the layers has to find them as they are."""
+        """True: hooks in the layers need the plain modules."""
         return True
 
     def specs(self) -> dict[str, ModelSpec]:
@@ -78,10 +78,10 @@ class Plasticity(WrappedTask):
         return {**specs, "model": specs["model"].changed(self._check_layers)}
 
     def _check_layers(self, models: Models, seed: int) -> None:
-        select_spiking_layers(models["model"], self.targets)  # refuses, before anything is computed
+        select_spiking_layers(models["model"], self.targets)  # raises before anything is computed
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
-        """The mean reward so far as a sum and its weight, so that the first steps are not compared with 0."""
+        """Return the state with the running mean reward, as a sum and its weight, so that it is not biased to 0."""
         own = {REWARD: torch.zeros(2)} if self.reward != "none" else {}
         return {**self.inner.state(parameters), **own}
 
@@ -90,106 +90,108 @@ class Plasticity(WrappedTask):
         if not model.training:
             return self.inner.loss(models, batch, rng)
         layers = select_trainable_layers(model, self.targets)
-        with record_spikes(model, list(layers)) as heard:
-            found = self.inner.loss(models, batch, rng)
+        with record_spikes(model, list(layers)) as trains:
+            output = self.inner.loss(models, batch, rng)
         with torch.no_grad(), torch.autocast(rng.positions.device.type, enabled=False):
-            own = self._seen(layers, heard, found, batch)
-        return found._replace(stats={**found.stats, **own})
+            own = self._compute_stats(layers, trains, output, batch)
+        return output._replace(stats={**output.stats, **own})
 
-    def _seen(
-        self, layers: Mapping[SpikingLayer, str], heard: Mapping[int, list[SpikeTrains]], found: Loss, batch: Batch
+    def _compute_stats(
+        self, layers: Mapping[SpikingLayer, str], trains: Mapping[int, list[SpikeTrains]], output: Loss, batch: Batch
     ) -> dict[str, Tensor]:
-        """Sums over the examples. A layer that nothing came by sums to 0, and has to be there: ranks add up name by name."""
-        reward = compute_reward(found.rows, self.reward) if self.reward != "none" else None
+        """Return sums over examples. A layer that was not called has sums of 0: ranks are summed name by name."""
+        reward = compute_reward(output.rows, self.reward) if self.reward != "none" else None
         sums: dict[str, Tensor] = {}
         for number, (layer, name) in enumerate(layers.items()):
             zero = torch.zeros_like(layer.synapse.weight, dtype=torch.float32)
-            places = [kind + name for kind in (SUM, *((REWARDED,) if reward is not None else ()))]
-            one = {f"{place}{side}": zero for place in places for side in self._sides}
-            one[COUNT + name] = zero.new_zeros(())
-            for train in heard[number]:
-                counted = _counted(train, batch)
-                weight = counted if counted is not None else torch.ones(train.post.shape[1], device=zero.device)
-                new = self._called_for(train, counted, SUM + name)
+            keys = [kind + name for kind in (SUM, *((REWARDED,) if reward is not None else ()))]
+            layer_sums = {f"{key}{suffix}": zero for key in keys for suffix in self._suffixes}
+            layer_sums[COUNT + name] = zero.new_zeros(())
+            for train in trains[number]:
+                mask = _mask(train, batch)
+                weight = mask if mask is not None else torch.ones(train.post.shape[1], device=zero.device)
+                new = self._weight_changes(train, mask, SUM + name)
                 if reward is not None:
-                    new |= self._called_for(train, weight * _each(reward, train), REWARDED + name)
+                    new |= self._weight_changes(train, weight * _repeat_per_train(reward, train), REWARDED + name)
                 new[COUNT + name] = weight.sum()
-                one = {key: one[key] + value.float() for key, value in new.items()}
-            # Two layers may share their weights, each with its own trains.
-            sums |= {key: sums[key] + value if key in sums else value for key, value in one.items()}
+                layer_sums = {key: layer_sums[key] + value.float() for key, value in new.items()}
+            # Two layers may share their weights, each with its own spike trains.
+            sums |= {key: sums[key] + value if key in sums else value for key, value in layer_sums.items()}
         if reward is not None and layers:
-            rows = _rows_that_count(batch, None)
-            counts = torch.ones_like(reward) if rows is None else rows
+            row_mask = _row_mask(batch, None)
+            counts = torch.ones_like(reward) if row_mask is None else row_mask
             sums[REWARD] = torch.stack((torch.where(counts > 0, reward, 0.0).sum(), counts.sum()))
         return sums
 
     @property
-    def _sides(self) -> tuple[str, ...]:
-        """Soft bounds look at gain and loss by themselves, and hard ones at what is left of both: half the work."""
+    def _suffixes(self) -> tuple[str, ...]:
+        """Soft bounds need potentiation and depression separately; hard bounds only their difference, at half the cost."""
         return ("",) if self.bounds == "hard" else ("/gain", "/loss")
 
-    def _called_for(self, train: SpikeTrains, weight: Tensor | None, place: str) -> dict[str, Tensor]:
+    def _weight_changes(self, train: SpikeTrains, weight: Tensor | None, key: str) -> dict[str, Tensor]:
         if self.bounds == "hard":
-            return {place: weight_change(train.pre, train.post, self.rule, weight=weight)}
+            return {key: weight_change(train.pre, train.post, self.rule, weight=weight)}
         both = gain_and_loss(train.pre, train.post, self.rule, weight=weight)
-        return {f"{place}{side}": found for side, found in zip(self._sides, both, strict=True)}
+        return {f"{key}{suffix}": value for suffix, value in zip(self._suffixes, both, strict=True)}
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        found = dict(self.inner.update(tensors, seen, rng))
-        usual: Tensor | None = None
-        if REWARD in seen:
-            total, count = seen[REWARD]
+    def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        updated = dict(self.inner.update(tensors, batch_stats, rng))
+        mean_reward: Tensor | None = None
+        if REWARD in batch_stats:
+            total, count = batch_stats[REWARD]
             mean = torch.stack((total / count.clamp(min=1), torch.ones_like(total)))
-            found[REWARD] = self.reward_decay * tensors[REWARD] + (1 - self.reward_decay) * mean
-            usual = found[REWARD][0] / found[REWARD][1]
-        for key in seen:
+            updated[REWARD] = self.reward_decay * tensors[REWARD] + (1 - self.reward_decay) * mean
+            mean_reward = updated[REWARD][0] / updated[REWARD][1]
+        for key in batch_stats:
             if key.startswith(COUNT):
                 name = key.removeprefix(COUNT)
-                by_now = found if name in found else tensors
-                found[name] = self._moved(by_now[name].float(), name, seen, usual)
-        return found
+                current = updated if name in updated else tensors
+                updated[name] = self._move_weight(current[name].float(), name, batch_stats, mean_reward)
+        return updated
 
-    def _moved(self, weight: Tensor, name: str, seen: Mapping[str, Tensor], usual: Tensor | None) -> Tensor:
-        """A weight after its mean change; as it was, where that is no number."""
-        found = [seen[f"{SUM}{name}{side}"] for side in self._sides]
-        if usual is not None:
-            good = [seen[f"{REWARDED}{name}{side}"] for side in self._sides]
-            found = [better - usual * plain for better, plain in zip(good, found, strict=True)]
-        called_for = found[0]
+    def _move_weight(
+        self, weight: Tensor, name: str, batch_stats: Mapping[str, Tensor], mean_reward: Tensor | None
+    ) -> Tensor:
+        """Return a weight after its mean change; unchanged if that is not finite."""
+        deltas = [batch_stats[f"{SUM}{name}{suffix}"] for suffix in self._suffixes]
+        if mean_reward is not None:
+            rewarded = [batch_stats[f"{REWARDED}{name}{suffix}"] for suffix in self._suffixes]
+            deltas = [with_reward - mean_reward * plain for with_reward, plain in zip(rewarded, deltas, strict=True)]
+        delta = deltas[0]
         if self.bounds == "soft":
-            called_for = apply_soft_bounds(found[0], found[1], weight, low=self.low, high=self.high)
-        new = torch.addcmul(weight, called_for, self.rate / seen[COUNT + name].clamp(min=1))
+            delta = apply_soft_bounds(deltas[0], deltas[1], weight, low=self.low, high=self.high)
+        new = torch.addcmul(weight, delta, self.rate / batch_stats[COUNT + name].clamp(min=1))
         new = match_row_statistics(new, weight) if self.normalise else new
-        # Of an infinite change a bound would make a number.
-        return torch.where(
-            called_for.sum().isfinite(), clamp_to_bounds(new, weight, low=self.low, high=self.high), weight
-        )
+        # A bound would make an infinite change finite, so the change itself is checked.
+        return torch.where(delta.sum().isfinite(), clamp_to_bounds(new, weight, low=self.low, high=self.high), weight)
 
 
-# What is listened to
+# Layers and their spike trains
 
 
 def select_spiking_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[SpikingLayer, str]:
-    """The spiking layers that are meant, each with its name; refused in one line where there are none."""
-    there = {module: name for name, module in model.named_modules() if isinstance(module, SpikingLayer)}
-    if not there:
+    """Return the spiking layers that `targets` name, with their names; raise UsageError if there are none."""
+    layers = {module: name for name, module in model.named_modules() if isinstance(module, SpikingLayer)}
+    if not layers:
         raise UsageError(
-            f"techniques: plasticity changes spiking layers, and {type(model).__name__} has none; leave it out, or train a "
+            f"techniques: plasticity needs spiking layers, but {type(model).__name__} has none; leave it out, or train a "
             "spiking model such as classify/spiking"
         )
     if targets is None:
-        return there
-    found: dict[SpikingLayer, str] = {}
+        return layers
+    selected: dict[SpikingLayer, str] = {}
     for word in targets:
-        meant = {layer: name for layer, name in there.items() if _is_meant(word, name)}
-        if not meant:
-            raise UsageError(f"{KEY}.targets: {word!r} is no spiking layer; there is {', '.join(there.values())}")
-        found |= meant
-    return {layer: name for layer, name in there.items() if layer in found}  # in the order of the model
+        matches = {layer: name for layer, name in layers.items() if _matches(word, name)}
+        if not matches:
+            raise UsageError(
+                f"{KEY}.targets: {word!r} is not a spiking layer; the model has {', '.join(layers.values())}"
+            )
+        selected |= matches
+    return {layer: name for layer, name in layers.items() if layer in selected}  # in the order of the model
 
 
-def _is_meant(word: str, name: str) -> bool:
-    """By its name, by the part it is in, or by a pattern over its whole name."""
+def _matches(word: str, name: str) -> bool:
+    """Return whether a layer is, is inside, or matches as a pattern `word`."""
     if name == word or name.startswith(word + "."):
         return True
     try:
@@ -199,7 +201,7 @@ def _is_meant(word: str, name: str) -> bool:
 
 
 def select_trainable_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[SpikingLayer, str]:
-    """Those whose weights are not frozen, each with the name of its weights; the first name, where layers share them."""
+    """Return the selected layers that are not frozen, with the name of their weight (the first, if it is shared)."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     layers = select_spiking_layers(model, targets)
     return {layer: names[id(layer.synapse.weight)] for layer in layers if layer.synapse.weight.requires_grad}
@@ -207,93 +209,92 @@ def select_trainable_layers(model: nn.Module, targets: Sequence[str] | None) -> 
 
 @contextmanager
 def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[dict[int, list[SpikeTrains]]]:
-    """Number of the layer -> its trains, one for each time it was called; a router also says which of its tokens count.
+    """Context that yields the spike trains of each layer by its number, one for each call, with a router's token mask.
 
-    Only inside: what is computed again for the backward pass does not count twice. At the synapse and at the units, and not
-    at the layer around them: a router multiplies a constant current once, and calls its units for all steps.
+    The hooks are removed at its end, so activations recomputed in the backward pass are not counted twice. They are on the
+    synapse and the units, not on the layer: a router multiplies a constant current once, and calls its units for all steps.
     """
-    heard: dict[int, list[SpikeTrains]] = {number: [] for number in range(len(layers))}
-    arrived: dict[int, Tensor] = {}
-    counted: Tensor | None = None
+    recorded: dict[int, list[SpikeTrains]] = {number: [] for number in range(len(layers))}
+    inputs_by_layer: dict[int, Tensor] = {}
+    token_mask: Tensor | None = None
     part: str | None = None
 
-    def begin(several: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def set_part(several: nn.Module, inputs: tuple[Any, ...]) -> None:
         nonlocal part
         part = inputs[0]
 
-    def enter(gate: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        nonlocal counted
-        counted = inputs[1] if len(inputs) > 1 else named.get("counted")
+    def set_mask(gate: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        nonlocal token_mask
+        token_mask = inputs[1] if len(inputs) > 1 else named.get("counted")
 
-    def end(gate: nn.Module, inputs: Any, output: Any) -> None:
-        nonlocal counted
-        counted = None
+    def clear_mask(gate: nn.Module, inputs: Any, output: Any) -> None:
+        nonlocal token_mask
+        token_mask = None
 
-    def hooks_of(number: int, layer: SpikingLayer) -> list[Any]:
-        def arrive(synapse: nn.Module, inputs: Any, output: Any) -> None:
-            arrived[number] = inputs[0].detach()
+    def register_hooks(number: int, layer: SpikingLayer) -> list[Any]:
+        def record_input(synapse: nn.Module, inputs: Any, output: Any) -> None:
+            inputs_by_layer[number] = inputs[0].detach()
 
-        def leave(neuron: nn.Module, inputs: Any, output: Any) -> None:
-            post, pre = output.detach(), arrived.pop(number)
+        def record_output(neuron: nn.Module, inputs: Any, output: Any) -> None:
+            post, pre = output.detach(), inputs_by_layer.pop(number)
             pre = pre if len(pre) == len(post) else pre.expand(len(post), *pre.shape[1:])
-            # Several tokens of an example are as many trains.
-            tokens = counted if counted is None else (counted.detach() > 0).float().flatten()
-            heard[number].append(SpikeTrains(pre.flatten(1, -2), post.flatten(1, -2), tokens, part))
+            # Each token of an example is a spike train.
+            tokens = token_mask if token_mask is None else (token_mask.detach() > 0).float().flatten()
+            recorded[number].append(SpikeTrains(pre.flatten(1, -2), post.flatten(1, -2), tokens, part))
 
-        return [layer.synapse.register_forward_hook(arrive), layer.neuron.register_forward_hook(leave)]
+        return [layer.synapse.register_forward_hook(record_input), layer.neuron.register_forward_hook(record_output)]
 
-    hooks = [hook for number, layer in enumerate(layers) for hook in hooks_of(number, layer)]
+    hooks = [hook for number, layer in enumerate(layers) for hook in register_hooks(number, layer)]
     for module in model.modules():
         if isinstance(module, SpikingGate):
-            hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.append(module.register_forward_hook(end))
+            hooks.append(module.register_forward_pre_hook(set_mask, with_kwargs=True))
+            hooks.append(module.register_forward_hook(clear_mask))
         elif isinstance(module, Several):
-            hooks.append(module.register_forward_pre_hook(begin))
+            hooks.append(module.register_forward_pre_hook(set_part))
     try:
-        yield heard
+        yield recorded
     finally:
         for hook in hooks:
             hook.remove()
 
 
-# What it was worth
+# Reward and masks
 
 
 def compute_reward(rows: Mapping[str, Tensor], kind: Literal["accuracy", "loss"]) -> Tensor:
-    """[b]: 1 for an example that was told right and 0 for one that was not, or the log likelihood of what it is."""
+    """Return the reward of each example, `(batch,)`: 1 if it was classified correctly, else 0; or its log likelihood."""
     probability, label, labels = (rows.get(name) for name in ("probability", "label", "labels"))
     if probability is None or (label is None and labels is None):
         raise UsageError(
-            f"{KEY}.reward: {kind} needs to know of each example whether it was told right, and this task does not say; "
-            "set it to none"
+            f"{KEY}.reward: {kind} needs class probabilities and labels, which this task does not report; set it to none"
         )
-    chance = probability.detach().float()
+    probability = probability.detach().float()
     if label is not None:
-        is_right = (chance.argmax(1) == label).float()
-        told = chance.gather(1, label.long()[:, None])[:, 0]
-        return is_right if kind == "accuracy" else told.clamp(min=SMALLEST).log()
+        is_correct = (probability.argmax(1) == label).float()
+        likelihood = probability.gather(1, label.long()[:, None])[:, 0]
+        return is_correct if kind == "accuracy" else likelihood.clamp(min=SMALLEST).log()
     assert labels is not None
-    told = torch.where(labels > 0, chance, 1 - chance)
-    return (told >= 0.5).float().mean(1) if kind == "accuracy" else told.clamp(min=SMALLEST).log().mean(1)
+    likelihood = torch.where(labels > 0, probability, 1 - probability)
+    return (likelihood >= 0.5).float().mean(1) if kind == "accuracy" else likelihood.clamp(min=SMALLEST).log().mean(1)
 
 
-def _counted(train: SpikeTrains, batch: Batch) -> Tensor | None:
-    """[B]: 1 for what counts and 0 for what fills up; None where all of it does."""
+def _mask(train: SpikeTrains, batch: Batch) -> Tensor | None:
+    """Return `(B,)`: 1 for real examples or tokens, 0 for padding; None if there is no padding."""
     if train.mask is not None:
         return train.mask
-    rows = _rows_that_count(batch, train.part)
-    return None if rows is None else _each(rows, train)
+    rows = _row_mask(batch, train.part)
+    return None if rows is None else _repeat_per_train(rows, train)
 
 
-def _rows_that_count(batch: Batch, part: str | None) -> Tensor | None:
-    """[b], of a part of several tasks those of its own block."""
+def _row_mask(batch: Batch, part: str | None) -> Tensor | None:
+    """Return the mask of real examples, `(batch,)`, with that of the task `part` in a multitask batch."""
     blocks = (batch, batch[part]) if part is not None else (batch,)
-    said = [block["weight"] > 0 for block in blocks if "weight" in block]
-    return torch.stack(said).all(0).float() if said else None
+    masks = [block["weight"] > 0 for block in blocks if "weight" in block]
+    return torch.stack(masks).all(0).float() if masks else None
 
 
-def _each(values: Tensor, train: SpikeTrains) -> Tensor:
-    """Of each of the trains [B] what is said of its example."""
+def _repeat_per_train(values: Tensor, train: SpikeTrains) -> Tensor:
+    """Repeat the value of each example for each of its spike trains, `(B,)`."""
     number = train.post.shape[1]
     times, rest = divmod(number, len(values))
     assert not rest, f"{number} trains of {len(values)} examples"

@@ -1,4 +1,4 @@
-"""Replay over a sequence: a share of what is seen comes from the sources before."""
+"""Replay over a sequence: a fraction of each batch comes from earlier sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replay: options and what it does not go with."""
+"""Replay: options and conflicts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from bottega.config.technique_spec import Conflict, TechniqueSpec
 
 
 class ReplayOptions(Section):
-    """A part of each batch comes from earlier sources."""
+    """A fraction of each batch comes from earlier sources."""
 
-    share: Probability = Field(0.2, gt=0, lt=1, description="of each batch, once there is something earlier")
-    memory: Positive | None = Field(None, description="examples kept of each earlier source; null is all")
+    share: Probability = Field(0.2, gt=0, lt=1, description="fraction of each batch after the first source")
+    memory: Positive | None = Field(None, description="examples stored of each earlier source; null is all")
 
 
 def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
