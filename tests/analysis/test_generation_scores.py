@@ -215,7 +215,7 @@ def test_other_data_can_be_measured_when_ones_own_has_changed(tmp_path: Path, is
             np.savez(own, image=255 - fields["image"], label=fields["label"])
     with pytest.raises(DataError, match=str(own)) as caught:
         bottega.evaluate(path, count=4)
-    assert is_gone or "restore it, or measure other data with --data" in str(caught.value)
+    assert is_gone or "restore it, or evaluate other data with --data" in str(caught.value)
     found = bottega.evaluate(path, data=other, count=4)
     judged = {"conditional_accuracy"} if is_judged else set()
     assert set(found["real"]) == {"variance_ratio"} | judged

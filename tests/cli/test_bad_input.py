@@ -94,7 +94,7 @@ def test_several_mistakes_are_told_at_once(say: Any, tmp_path: Path) -> None:
     ("arguments", "parts"),
     [
         (["trian", "language"], ["'trian' is not a verb", "did you mean train?"]),
-        (["train"], ["say what to train"]),
+        (["train"], ["no recipe given"]),
         (["train", "langauge"], ["langauge", "did you mean language"]),
         (["train", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
         (["train", "language", "training.max_stepz=3"], ["training.max_stepz", "max_steps"]),
@@ -243,7 +243,7 @@ def bomb(tmp_path: Path) -> Path:
 def test_a_pickle_is_refused_wherever_it_is_offered(
     say: Any, train: Any, bomb: Path, tmp_path: Path, finished_run: Path
 ) -> None:
-    train(f"--resume_from={bomb}", name="x").refused(4, str(bomb), "pickles are never read")
+    train(f"--resume_from={bomb}", name="x").refused(4, str(bomb), "pickled checkpoints are never read")
     for verb in ("evaluate", "generate", "export"):
         say(verb, "--model_path", bomb).refused(4, str(bomb), "never read")
     run = copy(finished_run, tmp_path)
@@ -294,7 +294,7 @@ def test_when_no_checkpoint_is_left_the_run_does_not_quietly_start_over(
     run = copy(finished_run, tmp_path)
     for manifest in run.glob("checkpoints/step-*/MANIFEST.json"):
         manifest.write_bytes(b"{}")
-    train(name="finished").refused(4, "can be trusted", "--fresh")
+    train(name="finished").refused(4, "is damaged", "--fresh")
     said = train("--fresh", name="finished")
     assert said.code == 0
     assert (tmp_path / "runs" / "finished.1" / "metrics.jsonl").is_file(), "and --fresh keeps the old one"
@@ -306,7 +306,7 @@ def test_another_recipe_under_the_same_name(
 ) -> None:
     run = copy(finished_run, tmp_path)
     before = tensors(run)
-    train(name="finished", **change).refused(2, *change, "choose another name or say --fresh")
+    train(name="finished", **change).refused(2, *change, "choose another name, or use --fresh")
     assert different(before, tensors(run)) == []
 
 
@@ -321,7 +321,7 @@ def test_another_batch_size_goes_on_by_samples(train: Any, tmp_path: Path, finis
     said = train(name="finished", **{"training.batch_size": 8, "training.max_steps": 12})
     assert said.code == 0, said.err
     assert steps_logged(run) == [*range(1, 9), *range(5, 13)], "8 steps of 4 are 4 of 8"
-    assert "going on by samples" in (run / "log.txt").read_text()
+    assert "continuing by samples" in (run / "log.txt").read_text()
 
 
 # The real command

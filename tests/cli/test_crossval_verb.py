@@ -51,9 +51,9 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, 
             3,
             "leaves no row for validation (train 96, validation 0); lower --folds 97",
         ),
-        (["--folds", "2", "evaluation.metric=f2"], 2, "evaluation.metric: f2 is not measured; there is"),
+        (["--folds", "2", "evaluation.metric=f2"], 2, "evaluation.metric: f2 is not measured; choose one of"),
         (["--stratified", "data.multi_label=true"], 2, "use fraction"),
-        (["distributed.strategy=fsdp"], 2, "distributed.strategy: fsdp is understood but not built yet"),
+        (["distributed.strategy=fsdp"], 2, "distributed.strategy: fsdp is not implemented yet"),
     ],
 )
 def test_refused_in_one_line(
@@ -161,7 +161,7 @@ def test_a_broken_fold_stops_no_other(tmp_path: Path) -> None:
     done = bottega(words)
     assert done.returncode == 4, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert "t-crossval/fold-0: no checkpoint in" in last
+    assert "t-crossval/fold-0: every checkpoint in" in last
     assert last.endswith("; the other folds are kept")
     assert (tmp_path / "t-crossval" / "fold-1" / "checkpoints" / "last").exists()
     shutil.rmtree(broken)

@@ -90,7 +90,7 @@ def test_an_export_replaces_an_export_and_nothing_else(say: Any, run: Path, tmp_
         (mine / "config.json").write_text("mine")
         if content is not None:
             (mine / "README.md").write_text(content)
-        say("export", run, "--out", mine).refused(2, mine, "no export of ours", "choose another folder")
+        say("export", run, "--out", mine).refused(2, mine, "not an export of Bottega", "choose another folder")
         assert (mine / "config.json").read_text() == "mine"
     (tmp_path / "file").write_text("")
     say("export", run, "--out", tmp_path / "file").refused(2, "is a file")
@@ -239,9 +239,9 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_looked_for_again(run: Path, m
 @pytest.mark.parametrize("which", ["last", 4])
 def test_a_damaged_checkpoint_is_named_with_its_run_and_the_others(say: Any, run: Path, verb: str, which: Any) -> None:
     (run / "checkpoints" / checkpoint.step_folder_name(4) / "model.safetensors").write_bytes(b"")
-    say(verb, run, "--checkpoint", which).refused(4, f"{run}: checkpoint step-00000004", "the steps 2 are there")
+    say(verb, run, "--checkpoint", which).refused(4, f"{run}: checkpoint step-00000004", "choose one of the steps 2")
     shutil.rmtree(run / "checkpoints" / checkpoint.step_folder_name(2))
-    with pytest.raises(CheckpointError, match="no other is there"):
+    with pytest.raises(CheckpointError, match="there is no other checkpoint"):
         bottega.load(run, checkpoint=which)
 
 
@@ -252,7 +252,7 @@ def test_a_damaged_state_of_the_optimizer_concerns_only_training(say: Any, run: 
     (run / "checkpoints" / which / "optimizer.safetensors").write_bytes(b"")
     answer = say(verb, run, "--checkpoint", which, *(["--count", 0] if verb == "evaluate" else []))
     assert answer.code == 0, answer.err
-    assert "in place of the best" not in answer.err
+    assert "instead of the best" not in answer.err
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors"):
         checkpoint.verify(run / "checkpoints" / which)
 
@@ -278,7 +278,7 @@ def test_training_goes_on_where_a_sample_is_not_finite(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(GenerationWorkload, "draw", nothing)
     path = trained(tmp_path, **{"samples.every": 2})
-    assert "1 of 16 samples are not finite; training goes on" in (path / "log.txt").read_text()
+    assert "1 of 16 samples are not finite; training continues" in (path / "log.txt").read_text()
 
 
 def test_a_run_may_be_made_shorter_and_longer_again(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_run_may_be_made_shorter_and_longer_again(tmp_path: Path) -> None:
     shorter = small_media.train(tmp_path, **{**TINY, "name": "x", "training.max_steps": 2})
     assert shorter.step == 4, "it is past the new end"
     said = (path / "log.txt").read_text()
-    assert "training.max_steps: 4 -> 2; the run ends there, or now if it is past that" in said
+    assert "training.max_steps: 4 -> 2; the run ends there, or now if it is already past it" in said
     # A run of 90 steps that was stopped at step 4.
     recipe = path / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_steps: 2", "max_steps: 90"))

@@ -39,10 +39,10 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
     "missing GPU": (["device=mps"], 5, ["device: mps was asked for"]),
     "fp16 on a CPU": (["fp16=true"], 2, ["fp16 needs a GPU"]),
     "batch larger than the data": (["training.batch_size=100000"], 3, ["samples, fewer than one batch of 100000"]),
-    "processes not started": (["distributed.processes=4"], 2, ["4 asked for, 1 started"]),
-    "launcher not used": (["distributed.enabled=true"], 2, ["distributed.enabled: true"]),
+    "processes not started": (["distributed.processes=4"], 2, ["distributed.processes is 4, but 1 were started"]),
+    "launcher not used": (["distributed.enabled=true"], 2, ["distributed.enabled is true"]),
     "engine": (["engine=jax"], 2, ["engine: expected"]),
-    "strategy": (["distributed.strategy=fsdp"], 2, ["distributed.strategy: fsdp is understood but not built yet"]),
+    "strategy": (["distributed.strategy=fsdp"], 2, ["distributed.strategy: fsdp is not implemented yet"]),
     "backend of another device": (["distributed.backend=nccl"], 2, ["distributed.backend: nccl"]),
     "label smoothing": (["training.label_smoothing=0.1"], 2, ["training.label_smoothing"]),
     "unmeasured metric": (["evaluation.metric=bleu"], 2, ["evaluation.metric: bleu is not measured"]),
@@ -61,9 +61,9 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
         2,
         [
             "nowhere.txt",
-            "training.label_smoothing is understood but not built yet",
+            "training.label_smoothing is not implemented yet",
             "fsdp",
-            "4 asked for",
+            "distributed.processes is 4",
             "device: mps",
             "distributed.backend: nccl",
         ],
@@ -122,7 +122,7 @@ def test_a_folder_of_somebody_else_is_in_the_way_of_both(words: list[str], tmp_p
     for verb in (["plan"], ["train"]):
         code, err = call(capsys, *verb, *words, f"output_dir={tmp_path / 'runs'}", "name=mine")
         assert code == 2
-        assert "mine is there already and is not a run" in err
+        assert "mine exists and is not a run directory" in err
 
 
 def test_the_guide_of_routing_is_not_refused_three_times(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -88,7 +88,7 @@ def test_a_rank_that_never_joins(tmp_path: Path, text_file: Path) -> None:
     short = "from bottega.engines.torch import heartbeat; heartbeat.JOIN_HERE = 2.0"
     done = bottega(words(tmp_path, text_file, "--quiet", name="x"), env=alone, first=short)
     assert done.returncode == 8
-    assert "bottega: rank 0: rank 1 has not joined within 2 s" in done.stderr
+    assert "bottega: rank 0: rank 1 did not join within 2 s" in done.stderr
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def test_a_folder_that_is_not_a_run_is_refused(
     before = list_files(folder)
     code, err = answer(capsys, *words(tmp_path, text_file, *(["--fresh"] if fresh else []), name="mine"))
     assert (code, err.count("\n")) == (2, 1), err
-    assert f"{folder} is there already and is not a run" in err
+    assert f"{folder} exists and is not a run directory" in err
     assert "name=" in err
     assert list_files(folder) == before
     assert sorted(os.listdir(tmp_path)) == ["mine"]
@@ -282,7 +282,7 @@ def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
     for verb in (words(tmp_path, text_file, name="run"), ["generate", run], ["export", run]):
         code, err = answer(capsys, *verb)
         assert (code, err.count("\n")) == (5, 1), err
-        assert f"cannot read {run / 'checkpoints'}: Permission denied" in err
+        assert f"cannot read {run / 'checkpoints'}, which holds the checkpoints of the run: Permission denied" in err
     monkeypatch.undo()
     after = hash_files(run)
     assert {name for name in after if after[name] != before.get(name)} <= {"LOCK", "log.txt"}
@@ -338,7 +338,7 @@ def test_the_newest_good_checkpoint_stands_in_for_the_best(
         assert code == 0, err
         assert err.count("\n") == 1
         assert "step-00000008" in err
-        assert ("step 4, is gone" if is_gone else "step-00000004 damaged") in err
+        assert ("step 4, no longer exists" if is_gone else "step-00000004 damaged") in err
     code, err = answer(capsys, "export", two)
     assert code == 4, "an export is for others, so it is of the best or of one that was asked for"
     assert answer(capsys, "export", two, "--checkpoint", 8)[0] == 0
@@ -355,7 +355,7 @@ def test_weights_that_are_not_finite_are_refused(run: Path, capsys: pytest.Captu
     for verb in (["generate", run], ["evaluate", run], ["inspect", run], ["export", run]):
         code, err = answer(capsys, *verb)
         assert (code, err.count("\n")) == (4, 1), err
-        assert f"{name} holds values that are not finite" in err
+        assert f"{name} contains values that are not finite" in err
     with pytest.raises(CheckpointError, match="not finite"):
         bottega.load(run)
     assert not (run / "final").exists()
@@ -435,13 +435,13 @@ def test_files_beside_an_export_stay(run: Path, tmp_path: Path) -> None:
 def test_an_export_that_does_not_read_back_replaces_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = bottega.load(run)
     before = hash_files(saved.export())
-    share = bottega.run.saved._share
+    share = bottega.run.export._make_readable
 
     def tear(folder: Path) -> None:
         share(folder)
         os.truncate(folder / "model.safetensors", 1000)
 
-    monkeypatch.setattr(bottega.run.saved, "_share", tear)
+    monkeypatch.setattr(bottega.run.export, "_make_readable", tear)
     with pytest.raises(BottegaError, match=r"model\.safetensors"):
         saved.export()
     assert hash_files(run / "final") == before

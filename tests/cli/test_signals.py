@@ -58,7 +58,7 @@ def test_the_first_signal_saves_and_leaves(stopped: dict[str, tuple[int, str, Pa
     last = checkpoint.read_link(run / "checkpoints", "last")
     assert last is not None
     step = checkpoint.verify(last).step
-    assert err == f"bottega: stopped by {name} at step {step}; saved, and the same command goes on\n"
+    assert err == f"bottega: stopped by {name} at step {step}; the state is saved, run the same command to continue\n"
     assert steps_logged(run) == list(range(1, step + 1))
 
 

@@ -26,7 +26,7 @@ def test_prepare_writes_to_the_folder_it_is_given(tmp_path: Path, capsys: pytest
         assert cli.main([*words, flag, str(folder)]) == 0
         assert (folder / "meta.json").is_file()
     assert cli.main([*words, f"output_dir={tmp_path / 'p2'}"]) == 2
-    assert "output_dir: is the folder of runs" in capsys.readouterr().err
+    assert "output_dir is the folder of runs" in capsys.readouterr().err
     assert not (tmp_path / "p2").exists()
 
 
@@ -61,7 +61,7 @@ def test_a_warm_up_longer_than_the_run_is_said(tmp_path: Path) -> None:
     text = write_text(tmp_path / "t.txt")
     run = train(tmp_path, text, name="x", **{"training.max_steps": 4, "training.scheduler.warmup_steps": 500})
     log = (run.path / "log.txt").read_text()
-    assert "warmup_steps: 500 steps are longer than the run, and are shortened to its 4" in log
+    assert "warmup_steps: 500 is longer than the run and is shortened to its 4" in log
     run = train(tmp_path, text, name="y", **{"training.max_steps": 4, "training.scheduler.warmup_steps": 4})
     assert "are longer than the run" not in (run.path / "log.txt").read_text()
 
@@ -72,7 +72,7 @@ def test_muon_without_a_matrix_is_said(tmp_path: Path) -> None:
     frozen = [{"pattern": r".*_proj\..*", "scale": "none"}, {"pattern": ".*"}]
     muon = {"training.optimizer.name": "muon", "training.groups": frozen}
     run = train(tmp_path, text, name="x", **muon)
-    said = "muon is for matrices between hidden states, and this model trains none; all of it is trained by AdamW"
+    said = "muon is for matrices between hidden states, and this model trains none; AdamW trains all of its parameters"
     assert said in (run.path / "log.txt").read_text()
     run = train(tmp_path, text, name="y", **{"training.optimizer.name": "muon"})
     assert said not in (run.path / "log.txt").read_text()

@@ -151,14 +151,14 @@ def test_an_adapter_alone_is_no_model_to_start_from(home: Path) -> None:
 def test_how_much_learns_is_said_alike_at_the_start_and_in_the_card(home: Path) -> None:
     run = adapted(home)
     log = (run / "log.txt").read_text()
-    found = re.search(r"([\d,]+) of ([\d,]+) parameters learn", log)
+    found = re.search(r"([\d,]+) of ([\d,]+) parameters trainable", log)
     assert found is not None
     saved = bottega.load(run, device="cpu")
     sizes = {name: p.numel() for name, p in saved.model.named_parameters()}
     assert found[1] == f"{sum(size for name, size in sizes.items() if 'lora_' in name):,}"
     assert found[2] == f"{sum(sizes.values()):,}"
     card = (saved.export() / "README.md").read_text()
-    assert f"- {found[1]} of {found[2]} parameters learnt" in card
+    assert f"- {found[1]} of {found[2]} parameters trainable" in card
     assert re.findall(r"[\d,]+ parameters", card) == [f"{found[2]} parameters"]
     assert f"- data: path `{home.parent / 'other.txt'}`\n" in card
     assert "null" not in card
@@ -184,16 +184,16 @@ def test_an_export_is_as_readable_as_any_new_file(bases: Path, tmp_path: Path, m
     ("options", "more", "said"),
     [
         ({"targets": ["("]}, {}, r"^techniques\.lora\.targets: '\(' is not a regular expression"),
-        ({"train": ["nix"]}, {}, r"^techniques\.lora\.train: 'nix' is no part of the model"),
+        ({"train": ["nix"]}, {}, r"^techniques\.lora\.train: 'nix' is not a module"),
         ({"train": ["("]}, {}, r"^techniques\.lora\.train: '\(' is not a regular expression"),
-        ({"targets": ["lm_head"]}, {}, r"^techniques\.lora\.targets: .*its head is the matrix of the embedding"),
+        ({"targets": ["lm_head"]}, {}, r"^techniques\.lora\.targets: .*it is tied to the embedding"),
         (
             {},
             {"training.groups": [{"pattern": ".*embed.*", "scale": None}, {"pattern": ".*"}]},
-            r"^training\.groups: '\.\*embed\.\*' is model\.embed_tokens\.weight, of the base",
+            r"^training\.groups: '\.\*embed\.\*' matches model\.embed_tokens\.weight of the base model",
         ),
         ({}, {"training.freeze": ["model.embed_tokens"]}, r"^training\.freeze: .* of the base"),
-        ({}, {"training.freeze": ["backbone"]}, r"^training\.freeze: backbone: .* keeps the base as it is already"),
+        ({}, {"training.freeze": ["backbone"]}, r"^training\.freeze: backbone: .* already freezes the base model"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused_by_their_key(
@@ -205,7 +205,7 @@ def test_options_that_cannot_be_meant_are_refused_by_their_key(
 
 def test_a_rank_beyond_the_matrix_is_noted(home: Path) -> None:
     run = adapted(home, technique={"name": "lora", "options": {"rank": 17}}, **{"training.max_steps": 1})
-    assert "techniques.lora.rank: 17 is more than" in (run / "log.txt").read_text()
+    assert "techniques.lora.rank: 17 is above the full rank of" in (run / "log.txt").read_text()
     other = adapted(home, name="low", technique={"name": "lora", "options": {"rank": 16}}, **{"training.max_steps": 1})
     assert "techniques.lora.rank" not in (other / "log.txt").read_text()
 

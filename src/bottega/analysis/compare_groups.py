@@ -183,7 +183,7 @@ def metric_direction(metric: str, goal: BestMetric) -> str | None:
     """max or min, whichever is better; None where neither the runs nor the metric say it."""
     # The average over the sources of a sequence is one of the metric that was watched.
     if metric in (goal.metric, "average"):
-        return "max" if goal.is_maximised else "min"
+        return "max" if goal.maximise else "min"
     return infer_metric_mode(metric)
 
 

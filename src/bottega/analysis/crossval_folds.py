@@ -121,8 +121,7 @@ def prepare_fold(recipe: Recipe, report_progress: Any) -> PreparedData | None:
 
 def check_metric_available(recipe: Recipe, report_progress: Any) -> None:
     """What is watched must be measured: each fold would find that out for itself, one after the other."""
-    from bottega.run.compose import check_metrics
-    from bottega.run.training_plan import build_training_plan
+    from bottega.run.compose import build_training_plan, check_metrics
     from bottega.tasks import registry
 
     if dependencies.referenced_dependencies(recipe) or getattr(recipe.data, "latents", False):

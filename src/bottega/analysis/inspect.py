@@ -24,8 +24,7 @@ def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
         return saved.engine, saved.workload, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
     from bottega.run.checks import find_problems, raise_all
-    from bottega.run.compose import build_engine, prepare_workload
-    from bottega.run.training_plan import build_training_plan
+    from bottega.run.compose import build_engine, build_training_plan, prepare_workload
     from bottega.tasks.recipes import load_recipe, parse_overrides
     from bottega.tasks.registry import TASKS
 

@@ -8,9 +8,8 @@ from typing import Any
 from bottega.core.batch import batch_length
 from bottega.core.checkpoint import list_checkpoints
 from bottega.core.errors import UsageError
-from bottega.run.compose import build_plain_loader
+from bottega.run.compose import build_plain_loader, build_training_plan
 from bottega.run.saved import open_run
-from bottega.run.training_plan import build_training_plan
 from bottega.tasks import dependencies
 from bottega.tasks.data_paths import resolve_paths
 

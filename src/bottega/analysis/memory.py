@@ -16,9 +16,8 @@ from bottega.core.errors import OutOfMemory, UsageError
 from bottega.core.types import Batch
 from bottega.data.sources.source import Source
 from bottega.run.checks import find_problems, raise_all
-from bottega.run.compose import build_engine, prepare_workload
+from bottega.run.compose import build_engine, build_training_plan, prepare_workload
 from bottega.run.train import ensure_dependency
-from bottega.run.training_plan import build_training_plan
 from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe, parse_overrides
 from bottega.world import World

@@ -22,9 +22,8 @@ from bottega.run.checks import (
     parse_words,
     raise_all,
 )
-from bottega.run.compose import prepare_workload
+from bottega.run.compose import build_training_plan, prepare_workload
 from bottega.run.train import is_exported, prepare_data
-from bottega.run.training_plan import build_training_plan
 from bottega.tasks import dependencies
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.recipes import check_recipe

@@ -188,7 +188,8 @@ def _export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    from bottega.run.saved import list_export_notes, open_run
+    from bottega.run.export import list_export_notes
+    from bottega.run.saved import open_run
 
     reject_extra_words(rest)
     saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)

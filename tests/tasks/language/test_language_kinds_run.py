@@ -101,7 +101,7 @@ def test_export_says_what_no_class_of_transformers_computes(
     assert cli.main(["export", str(run.path), "--out", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out.splitlines()[1:]
     why = WHY.get(run.path.name)
-    own = "written in our own layout (bottega-decoder), which model.from reads; transformers has no class for it"
+    own = "written in Bottega's own layout (bottega-decoder), which model.from reads; transformers has no class for it"
     assert said == ([f"{own}, because {why}"] if why is not None else [])
 
 
@@ -116,7 +116,7 @@ def test_the_first_line_says_how_many_parameters_a_token_meets(run: Any) -> None
     log = (run.path / "log.txt").read_text()
     said = f"{shape.parameters():,} parameters"
     if shape.experts is not None:
-        said += f", {shape.num_active_parameters():,} of them active for a token"
+        said += f", {shape.num_active_parameters():,} active per token"
     assert f"{said}, cpu" in log
     assert (shape.parameters() > shape.num_active_parameters()) == (shape.experts is not None)
 

@@ -208,7 +208,7 @@ def test_other_keywords_of_the_same_data_are_refused(
     run, how = half
     (run / "processor" / "keywords.jsonl").unlink()
     monkeypatch.setattr(KeywordGenerator, "_decode", lambda self, wanted, *asked: dict.fromkeys(wanted, ("blue",)))
-    with pytest.raises(DataError, match="says something else of the same data"):
+    with pytest.raises(DataError, match="derives other keywords from the same data"):
         small_personal.train(run.parent, **how)
 
 

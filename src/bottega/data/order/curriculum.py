@@ -149,7 +149,7 @@ def plan_stages(
             first_step=first,
             batch_size=batch_size if stage.batch_size is None else stage.batch_size * batch_multiplier,
             num_samples=max(1, round(stage.share * size)),
-            replay_fraction=stage.replay_fraction,
+            replay_fraction=stage.replay,
         )
         if first >= total_steps:
             problems.append(

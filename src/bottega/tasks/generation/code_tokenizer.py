@@ -156,7 +156,9 @@ def reopen_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
 def resolve_tokenizer_folder(recipe: Any, name: str, *, beside: Path | None = None) -> Path:
     """Of a part of the recipe, of a run that was exported, or as it is."""
     absent, key = "holds no tokenizer; give a run or an exported folder", "model.tokenizer"
-    found = dependencies.resolve_model_reference(recipe, name, key=key, beside=beside, holds=None, missing=absent)
+    found = dependencies.resolve_model_reference(
+        recipe, name, key=key, beside=beside, holds=None, missing_message=absent
+    )
     if not (found.path / CONFIG).is_file():
         remedy = "give a run or an exported folder"
         if found.origin in ("part", "run"):

@@ -122,7 +122,7 @@ def resolve_vae_folder(recipe: Any) -> Path:
 def resolve_autoencoder_folder(recipe: Any, name: str, *, key: str) -> Path:
     """The folder with the autoencoder's own config.json, for one that a person would name."""
     absent = "is no folder; name a run, or one with an AutoencoderKL of diffusers"
-    folder = dependencies.resolve_model_reference(recipe, name, key=key, missing=absent).path
+    folder = dependencies.resolve_model_reference(recipe, name, key=key, missing_message=absent).path
     found = find_component_folder(folder, "vae")
     if not (found / CONFIG).is_file():
         raise UsageError(f"{key}: {folder} has no {CONFIG}; name a run, or a folder with an AutoencoderKL of diffusers")
