@@ -190,7 +190,7 @@ def test_a_gpu_that_is_not_there(train: Any) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    train(name="x", device="cuda").refused(5, "cuda was asked for", "device=cpu")
+    train(name="x", device="cuda").refused(5, "cuda is requested", "device=cpu")
 
 
 def test_a_batch_the_processes_cannot_share(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
