@@ -53,7 +53,7 @@ def test_dimensions_of_an_earlier_layer_give_way_to_weights(tmp_path: Path) -> N
 def test_dropout_is_that_of_the_recipe(tmp_path: Path) -> None:
     changes = {"model.dropout": 0.25, "model.attention_dropout": 0.125, "name": "x"}
     run = bottega.train("classify", pretrained(tmp_path, **changes))
-    config = bottega.load(run.path).workload.shape.values
+    config = bottega.load(run.path).workload.shape.config_dict
     assert (config["hidden_dropout_prob"], config["attention_probs_dropout_prob"]) == (0.25, 0.125)
 
 

@@ -114,11 +114,11 @@ def test_a_folder_to_export_to_may_be_text(run: Any, tmp_path: Path) -> None:
 def test_the_first_line_says_how_many_parameters_a_token_meets(run: Any) -> None:
     shape = bottega.load(run.path, device="cpu").workload.shape
     log = (run.path / "log.txt").read_text()
-    said = f"{shape.parameters():,} parameters"
+    said = f"{shape.num_parameters():,} parameters"
     if shape.experts is not None:
         said += f", {shape.num_active_parameters():,} active per token"
     assert f"{said}, cpu" in log
-    assert (shape.parameters() > shape.num_active_parameters()) == (shape.experts is not None)
+    assert (shape.num_parameters() > shape.num_active_parameters()) == (shape.experts is not None)
 
 
 @pytest.mark.parametrize("technique", ["lora", "adapter"])

@@ -57,7 +57,7 @@ def test_a_checkpoint_holds_the_soft_prompts_and_nothing_else(run: Path, saved: 
     assert folder is not None
     kept = load_file(folder / "model.safetensors")
     assert set(kept) == {"image_tokens", "prefix", "mapping.weight", "mapping.bias"}
-    assert sum(array.size for array in kept.values()) == saved.workload.task.shape.parameters == 720
+    assert sum(array.size for array in kept.values()) == saved.workload.task.shape.num_parameters == 720
     assert "720 parameters" in (run / "log.txt").read_text(), "and the count is said"
     frozen = checkpoint.verify(folder).fingerprint["frozen"]
     parts = ("unet", "vae", "text_encoder", "tokens and schedule")

@@ -230,7 +230,7 @@ def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     before = {name: tensor.clone() for name, tensor in now.items()}
     new = task.update(now, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
     assert all(torch.equal(before[name], now[name]) for name in before), "pure"
-    assert {f"memory.{name}" for name in memories.flatten_memory(model.memory.now())} == set(new)
+    assert {f"memory.{name}" for name in memories.flatten_memory(model.memory.state())} == set(new)
     memory = memories.unflatten_memory({name.removeprefix("memory."): tensor for name, tensor in new.items()})
     found = memories.search(memory, model.codes[torch.tensor([1, 2, 3])], 1, same=0.95)
     assert torch.equal(found.values[:2, 0], model.codes[torch.tensor([13, 12])]), "the last one counts"
@@ -318,8 +318,8 @@ def lasting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_keeps_its_memory_and_is_evaluated_with_it(lasting_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved = bottega.load(lasting_run, checkpoint="last")
-    assert len(memories.flatten_memory(saved.model.memory.now())) == 14
-    assert saved.model.memory.now().semantic.valid.sum() == 4
+    assert len(memories.flatten_memory(saved.model.memory.state())) == 14
+    assert saved.model.memory.state().semantic.valid.sum() == 4
     rows = [json.loads(line) for line in (lasting_run / "metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if row["kind"] == "eval"][-1]
     capsys.readouterr()
