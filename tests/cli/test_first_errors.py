@@ -57,9 +57,12 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["recall", "techniques=[maml]"], "techniques: maml does not go with recall, whose facts are made up"),
         (["recall/lasting", "techniques=[lora, ewc]"], "techniques: ewc does not go with recall"),
         (["recall", "techniques=[replay]"], "techniques: replay does not go with recall"),
-        (["recall", "data.path=x"], "the data of recall is made up as it is needed; leave out path and kind"),
-        (["recall", "data.train.path=x"], "the data of recall is made up as it is needed; leave out path and kind"),
-        (["recall", "data.num_pairs=16", "data.num_keys=9"], "num_pairs: 16 facts of 9 keys; raise num_keys to 16"),
+        (["recall", "data.path=x"], "the data of recall is generated; leave out path and kind"),
+        (["recall", "data.train.path=x"], "the data of recall is generated; leave out path and kind"),
+        (
+            ["recall", "data.num_pairs=16", "data.num_keys=9"],
+            "num_pairs: 16 facts need 16 distinct keys, but num_keys is 9; raise num_keys to 16",
+        ),
         (["recall/lasting", "model.memory.episodic_slots=4"], "cannot hold 288 facts; raise it to 224"),
         (["recall", "model.kind=hybrid", "model.attention_every=1"], "attention_every: 1, but then no layer has a"),
         (

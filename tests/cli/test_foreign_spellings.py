@@ -96,7 +96,7 @@ def test_the_activation_of_a_trunk_is_a_key(name: str | None, function: str, tmp
 
 
 def test_an_activation_where_there_is_none() -> None:
-    with pytest.raises(UsageError, match="of the perceptron trunk alone"):
+    with pytest.raises(UsageError, match="applies to a perceptron trunk"):
         check_recipe(["routing", {"model.activation": "gelu", "model.spike_threshold": 1.0}])
     with pytest.raises(UsageError, match=r"model\.activation: unknown key; the activation of this model is fixed"):
         check_recipe(["language", {"model.activation": "gelu"}])

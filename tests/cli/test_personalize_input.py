@@ -74,7 +74,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
     "blank caption": (setting("target", "caption", value=" \t"), ("of the target has no caption", "data.captions")),
     "no target": (without("target"), ("target is missing", '"user"')),
     "no image for the target": (without("target", "image"), ("the target", "has no image")),
-    "not a record": (lambda row: {"text": "a poem"}, ("is no record: user is missing",)),
+    "not a record": (lambda row: {"text": "a poem"}, ("is not a valid record: user is missing",)),
     "not an object": (lambda row: ["u1"], ("must be an object",)),
     "history of texts": (
         setting("history", value=["a star"]),
@@ -88,7 +88,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
     "a user without a name": (setting("user", value="  "), ("user is blank",)),
     "a misspelt key": (
         setting("whish", value="a star"),
-        ("whish is no key of it; there is user, history, target, wish",),
+        ("whish is not a known key; the keys are user, history, target, wish",),
     ),
     "a blank wish": (setting("wish", value=" "), ("the wish is blank",)),
     "the target liked already": (lambda row: {**row, "target": row["history"][0]}, ("is in the history too",)),
@@ -168,19 +168,19 @@ def test_what_leads_back_inside_is_inside(tmp_path: Path, capfd: pytest.CaptureF
 def test_a_user_in_two_splits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train, held_out = people(tmp_path, records()[:12], "a.jsonl"), people(tmp_path, records()[11:], "b.jsonl")
     said = prepare(capfd, train, f"data.validation.path={held_out}")
-    said.refused(3, f"{held_out}, line 1", "user 'u5' of validation is in train as well", f"{train}, line 11")
+    said.refused(3, f"{held_out}, line 1", "user 'u5' of validation is also in train", f"{train}, line 11")
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
         (["data.validation.path=no.jsonl"], (3, "data.validation.path: no.jsonl does not exist")),
-        (["data.validation.split=dev"], (3, "has no part validation")),
+        (["data.validation.split=dev"], (3, "has no split validation")),
         (["data.captions=no.csv"], (3, "data.captions: no.csv does not exist")),
-        (["data.split.by=stratified", "data.validation=0.2"], (2, "people are always split by user")),
-        (["data.train.kind=csv"], (2, "records of people are of kind embedded, json, jsonl; got csv")),
+        (["data.split.by=stratified", "data.validation=0.2"], (2, "records are always split by user")),
+        (["data.train.kind=csv"], (2, "expected embedded, json, jsonl for user records, got csv")),
         (["data.validation=0.9", "data.test=0.3"], (2, "leave nothing to train on")),
-        (["data.online=true"], (2, "data.online: records of people come from one source")),
+        (["data.online=true"], (2, "data.online: user records come from one source")),
     ],
 )
 def test_settings_that_cannot_be(
@@ -191,10 +191,10 @@ def test_settings_that_cannot_be(
 
 def test_places_without_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     people(tmp_path / "a")
-    prepare(capfd, tmp_path / "a").refused(3, "holds no train.jsonl", "data.collection=flickr, pog or ser")
+    prepare(capfd, tmp_path / "a").refused(3, "has no train.jsonl", "data.collection=flickr, pog or ser")
     prepare(capfd, tmp_path / "no").refused(3, "no does not exist")
     (tmp_path / "empty.jsonl").write_text("")
-    prepare(capfd, tmp_path / "empty.jsonl").refused(3, "holds no records")
+    prepare(capfd, tmp_path / "empty.jsonl").refused(3, "has no records")
     (tmp_path / "x.csv").write_text("user,history\n")
     prepare(capfd, tmp_path / "x.csv").refused(3, "is of kind csv")
     (tmp_path / "bad.jsonl").write_text("{\n")

@@ -190,7 +190,7 @@ def test_labels_that_differ_by_blanks_are_one_class(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in stray))
     found = prepared(path)
     assert found.classes.names == ("cook", "sail", "sing")
-    assert any(note.startswith("10 labels had blanks too many") for note in found.notes())
+    assert any(note.startswith("extra spaces were removed from 10 labels") for note in found.notes())
     assert rows_of(found) == expected(rows)
 
 

@@ -79,7 +79,7 @@ def test_words_are_the_usual_tokenizer_and_stay_it() -> None:
 
 def test_several_labels_have_no_class_to_split_by() -> None:
     assert checked(data__multi_label=True).data.label_separator == ","
-    with pytest.raises(UsageError, match="stratified goes by one class a text") as caught:
+    with pytest.raises(UsageError, match="stratified needs one class for each text") as caught:
         checked(data__multi_label=True, data__split__by="stratified")
     assert len(str(caught.value).splitlines()) == 1
 

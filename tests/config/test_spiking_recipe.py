@@ -62,9 +62,9 @@ def test_a_recipe_that_cannot_be_is_refused_in_one_line(key: str, value: Any, sa
     [
         (
             {"model.kind": "convnet", "model.firing_rate": None},
-            "is of spiking units, and kind is convnet; say model.kind",
+            "applies to spiking networks, but model.kind is convnet; set model.kind",
         ),
-        ({"model.firing_rate": None, "model.firing_rate_weight": 2.0}, "there is no model.firing_rate to keep to"),
+        ({"model.firing_rate": None, "model.firing_rate_weight": 2.0}, "2 has no effect without model.firing_rate"),
         ({"data.normalise": "standard", "model.coding": "rate"}, "use unit or symmetric"),
     ],
 )

@@ -217,7 +217,7 @@ def test_a_history_may_be_words_alone(tmp_path: Path) -> None:
     row["history"][0]["image"] = None
     rows = PersonalRows(prepared(people(tmp_path, [row])), "train")
     assert rows.table.row("history", 0).tolist()[0] == -1
-    with pytest.raises(DataError, match="has no picture"):
+    with pytest.raises(DataError, match="has no prepared image"):
         rows.image(rows.record(0).history[0])
 
 

@@ -63,9 +63,12 @@ def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path)
         (["a", None, "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
         (["a", "", "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
         (["a", ["b"], "b"], r"line 2: field 'label' is a list, and it is the label"),
-        ([1, 0, "one", 1], r"numbers and words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; give all"),
-        (["one", "1", 2], r"numbers and words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
-        ([True, 0], r"numbers and words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
+        (
+            [1, 0, "one", 1],
+            r"some labels are numbers and others words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; use one",
+        ),
+        (["one", "1", 2], r"some labels are numbers and others words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
+        ([True, 0], r"some labels are numbers and others words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
     ],
 )
 def test_a_wrong_label_is_told_with_its_place(tmp_path: Path, labels: list[Any], message: str) -> None:
@@ -120,7 +123,10 @@ def test_several_labels_of_numbers(tmp_path: Path) -> None:
     assert prepared(tmp_path, [[1], []], multi_label=True, num_classes=4).classes.names == ("0", "1", "2", "3")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: label 7 is out of range"):
         prepared(tmp_path, [[7], []], multi_label=True, num_classes=4)
-    with pytest.raises(DataError, match=r"numbers and words: \[\"1\"\] at rows\.jsonl:1, \[\"one\"\] at rows\.jsonl:2"):
+    with pytest.raises(
+        DataError,
+        match=r"some labels are numbers and others words: \[\"1\"\] at rows\.jsonl:1, \[\"one\"\] at rows\.jsonl:2",
+    ):
         prepared(tmp_path, [[1], ["one"]], multi_label=True)
     with pytest.raises(DataError, match=r"line 1: field 'label' has numbers and words"):
         prepared(tmp_path, [[1, "one"]], multi_label=True)
@@ -140,7 +146,7 @@ def test_several_labels_may_stand_in_a_field_of_that_name_and_be_divided_otherwi
 def test_what_is_prepared_says_how_many_classes_a_text_has(tmp_path: Path) -> None:
     ready = prepared(tmp_path, [["a"], ["b"]], multi_label=True)
     assert read(ready.folder, tmp_path, multi_label=True).fingerprint == ready.fingerprint
-    with pytest.raises(DataError, match=r"several classes a text, and data\.multi_label is false"):
+    with pytest.raises(DataError, match=r"several classes per text, but data\.multi_label is false"):
         read(ready.folder, tmp_path)
 
 
@@ -216,7 +222,7 @@ def test_a_pretrained_encoder_reads_what_transformers_would_give_it(bert: Path, 
 
 def test_a_length_that_a_pretrained_encoder_cannot_read(bert: Path, tmp_path: Path) -> None:
     spec = TokenizerSpec(kind="pretrained", path=str(bert))
-    with pytest.raises(UsageError, match=r"data\.sequence_length: 64 is more than the 12 tokens"):
+    with pytest.raises(UsageError, match=r"data\.sequence_length: 64 exceeds the 12 tokens"):
         prepared(tmp_path, ["a", "b"], spec, sequence_length=64)
     ready = prepared(tmp_path, ["a", "b"], spec)
     with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room beside 2 special tokens"):

@@ -230,13 +230,13 @@ def test_pictures_may_have_several_labels_and_weights_too() -> None:
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    with pytest.raises(UsageError, match="2 are given, and there are 3 classes"):
+    with pytest.raises(UsageError, match="2 weights for 3 classes"):
         task(class_weights=(1.0, 2.0))
     with pytest.raises(UsageError, match="must be 0 or more"):
         task(class_weights=(1.0, -1.0, 1.0))
-    with pytest.raises(UsageError, match="an unknown word"):
+    with pytest.raises(UsageError, match="an unknown token"):
         task(word_dropout=0.1)
-    with pytest.raises(UsageError, match="needs texts"):
+    with pytest.raises(UsageError, match="needs text"):
         task(key="image", shape=IMAGES, word_dropout=0.1, unknown=1)
     with pytest.raises(ValueError, match="does not read image"):
         task(key="image")

@@ -109,12 +109,14 @@ def test_weights_by_the_names_of_classes(tmp_path: Path) -> None:
     workload.save_processor(tmp_path / "processor")
     again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.fingerprint)
     assert again.task.class_weights == (2.0, 1.0, 3.0)  # type: ignore[attr-defined]
-    with pytest.raises(UsageError, match=r"loss.class_weights: 'sings' is none of the 3 classes; did you mean 'sing'"):
+    with pytest.raises(
+        UsageError, match=r"loss.class_weights: 'sings' is not one of the 3 classes; did you mean 'sing'"
+    ):
         prepared(tmp_path, {"loss.class_weights": {"sings": 3}})
 
 
 def test_what_would_have_no_effect_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="gamma 1 is of the focal loss"):
+    with pytest.raises(UsageError, match="gamma 1 applies to the focal loss"):
         load_recipe(["classify", {"loss.gamma": 1.0}])
     values: dict[str, Any] = dict.fromkeys(("model.hidden_size", "model.num_layers", "model.num_heads"))
     values |= {"model.kind": "pretrained", "model.from": str(small_texts.encoder(tmp_path / "encoder"))}

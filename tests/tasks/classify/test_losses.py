@@ -25,12 +25,12 @@ from bottega.tasks.classify.losses.base import ClassificationLoss
 class Brier(ClassificationLoss):
     """The squared distance of the probabilities from the truth."""
 
-    is_plain = False
+    is_cross_entropy = False
 
-    def single(self, logits, labels):
+    def per_example(self, logits, labels):
         return (logits.softmax(1) - F.one_hot(labels, logits.shape[1])).square().sum(1)
 
-    def several(self, logits, labels):
+    def per_label(self, logits, labels):
         return (logits.sigmoid() - labels).square()
 
 

@@ -197,8 +197,11 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
     ("changes", "message"),
     [
         ({"model.hidden_size": 30, "model.num_heads": 4}, "hidden_size 30 does not give each of 4 heads"),
-        ({"loss.class_weights": [1.0, 2.0]}, "class_weights: 2 are given, and there are 3 classes"),
-        ({"model.word_dropout": 0.1, "data.tokenizer.kind": "bytes"}, "word_dropout: 0.1 needs texts, and a token"),
+        ({"loss.class_weights": [1.0, 2.0]}, "class_weights: 2 weights for 3 classes"),
+        (
+            {"model.word_dropout": 0.1, "data.tokenizer.kind": "bytes"},
+            "word_dropout: 0.1 needs text and a tokenizer with an unknown token",
+        ),
         ({"model.vocab_size": 5, "data.tokenizer.kind": "bytes"}, "model.vocab_size: 5 is less than the tokenizer's"),
     ],
 )

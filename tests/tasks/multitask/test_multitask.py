@@ -163,7 +163,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"data.parts.topics.recipe": "multitask"}, "data.parts.topics: a part cannot be of task multitask; it can be"),
     ({"data.parts.topics.recipe": "personalize"}, "data.parts.topics: a part cannot be of task personalize; it can be"),
     ({"data.parts.weight": {"recipe": "classify"}}, "data.parts: 'weight' cannot name a part"),
-    ({"data.train.path": "x.txt"}, "data.train: is a part's own; say data.parts.NAME.settings.data.train"),
+    ({"data.train.path": "x.txt"}, "data.train: belongs to a part; set data.parts.NAME.settings.data.train"),
     ({"model.hidden_size": 15}, "model: hidden_size: 15 does not give each of 2 heads"),
     ({"techniques": ["ewc"]}, "techniques: ewc does not go with several tasks; leave it out"),
     ({"data.parts.topics.settings.techniques": ["lora"]}, "data.parts.topics: techniques does not go with"),
@@ -173,7 +173,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"data.parts.topics.settings.model.word_dropout": 0.5},
-        "data.parts.topics: model.word_dropout: 0.5 needs texts, and",
+        "data.parts.topics: model.word_dropout: 0.5 needs text and",
     ),
     ({"data.parts.topics.settings.data.train.path": "gone.jsonl"}, "data.parts.topics: "),
 ]

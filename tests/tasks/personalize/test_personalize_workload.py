@@ -145,7 +145,7 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
         ({"samples.steps": 5000}, UsageError, "samples.steps 5000"),
         ({"model.start_words": [""]}, UsageError, "model.start_words: '' is no token"),
         ({"model.num_image_tokens": 100_000}, UsageError, "num_image_tokens .* lower these"),
-        ({"data.min_score": 4}, UsageError, "data.min_score: points are given in the collection flickr"),
+        ({"data.min_score": 4}, UsageError, "data.min_score: applies to data.collection=flickr only"),
         ({"data.pictures": "nowhere"}, UsageError, "data.pictures: nowhere is not a folder"),
     ],
 )

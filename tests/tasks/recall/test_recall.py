@@ -260,31 +260,47 @@ def test_codes_are_a_function_of_the_seed_and_in_no_checkpoint(tmp_path: Path) -
     ("recipe", "settings", "message"),
     [
         ("recall", ["data.distance=0"], r"data\.distance: must be greater than 0, got 0"),
-        ("recall", ["data.segment_length=1"], "segment_length: 1 tokens cannot hold 4 facts of two; raise it to 8"),
-        ("recall", ["data.num_pairs=17"], "segment_length: 32 tokens cannot hold 17 facts of two; raise it to 34"),
-        ("recall", ["data.num_keys=3"], "num_pairs: 4 facts of 3 keys; raise num_keys"),
-        ("recall", ["data.num_questions=17"], "cannot hold the questions too; raise it to 34"),
-        ("recall", ["data.train.path=mine.txt"], "the data of recall is made up as it is needed"),
+        (
+            "recall",
+            ["data.segment_length=1"],
+            "segment_length: 1 tokens cannot hold 4 facts of two tokens; raise it to 8",
+        ),
+        (
+            "recall",
+            ["data.num_pairs=17"],
+            "segment_length: 32 tokens cannot hold 17 facts of two tokens; raise it to 34",
+        ),
+        ("recall", ["data.num_keys=3"], "num_pairs: 4 facts need 4 distinct keys, but num_keys is 3; raise num_keys"),
+        ("recall", ["data.num_questions=17"], "cannot hold the queries as well; raise it to 34"),
+        ("recall", ["data.train.path=mine.txt"], "the data of recall is generated"),
         ("recall", ["data.num_values=1"], "data.num_values"),
         ("recall", ["model.memory.working_slots=2"], "2 slots cannot hold the 4 facts of a stream; raise it to 4"),
         ("recall", ["model.memory.working_slots=0"], "model.memory.working_slots"),
         ("recall", ["model.memory.working_decay=1.5"], "model.memory.working_decay"),
         ("recall", ["model.hidden_size=30"], "30 does not give each of 4 heads an even number of channels"),
-        ("recall", ["model.attention_every=2"], "kind transformer does not alternate"),
-        ("recall/lasting", ["data.distance=8"], "8 segments lie in one batch of 16.*raise it to 16"),
+        ("recall", ["model.attention_every=2"], "attention_every applies to kind hybrid only"),
+        (
+            "recall/lasting",
+            ["data.distance=8"],
+            "a query 8 segments after its fact is in the same batch of 16.*raise it to 16",
+        ),
         (
             "recall/lasting",
             ["training.gradient_accumulation_steps=10"],
-            "128 segments lie in one batch of 160.*raise it to 160",
+            "a query 128 segments after its fact is in the same batch of 160.*raise it to 160",
         ),
         (
             "recall/lasting",
             ["training.gradient_accumulation_steps=5", "distributed.processes=2"],
-            "128 segments lie in one batch of 160.*raise it to 160",
+            "a query 128 segments after its fact is in the same batch of 160.*raise it to 160",
         ),
-        ("recall/lasting", ["data.num_keys=100"], "100 are stated anew before the last question for them"),
-        ("recall/lasting", ["model.memory.episodic_slots=100"], "100 and 64 semantic slots cannot hold 288 facts"),
-        ("recall/lasting", ["data.segment_length=5"], "cannot hold the questions too; raise it to 6"),
+        ("recall/lasting", ["data.num_keys=100"], "with 100 keys, a fact is restated before its last query"),
+        (
+            "recall/lasting",
+            ["model.memory.episodic_slots=100"],
+            "100 episodic and 64 semantic slots cannot hold 288 facts",
+        ),
+        ("recall/lasting", ["data.segment_length=5"], "cannot hold the queries as well; raise it to 6"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(
@@ -304,7 +320,9 @@ def test_every_process_may_bring_a_batch_of_its_own(tmp_path: Path, monkeypatch:
     for world, changes, is_refused in ((1, own, False), (2, plain, False), (2, own, True)):
         monkeypatch.setenv("WORLD_SIZE", str(world))
         if is_refused:
-            with pytest.raises(UsageError, match=r"data\.distance: 4 segments lie in one batch of 8"):
+            with pytest.raises(
+                UsageError, match=r"data\.distance: a query 4 segments after its fact is in the same batch of 8"
+            ):
                 facts_task(tmp_path, **changes)
         else:
             facts_task(tmp_path, **changes)
@@ -343,9 +361,9 @@ def test_an_export_has_everything_that_answers(lasting_run: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("verb", "message"),
     [
-        (["generate"], "a run of recall does not generate"),
+        (["generate"], "a recall model does not generate"),
         (["predict", "--data", "x.txt"], "is not a classifier"),
-        (["evaluate", "--data", "x.txt"], "--data x.txt: the data of recall is made up"),
+        (["evaluate", "--data", "x.txt"], "--data x.txt: the data of recall is generated"),
     ],
 )
 def test_verbs_that_make_no_sense_say_so(
@@ -359,7 +377,7 @@ def test_verbs_that_make_no_sense_say_so(
 
 def test_there_is_nothing_to_prepare(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["prepare", "recall"]) == 2
-    assert "made up as it is needed" in capsys.readouterr().err
+    assert "is generated during training" in capsys.readouterr().err
 
 
 # What it is for

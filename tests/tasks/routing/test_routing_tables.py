@@ -74,7 +74,7 @@ def test_other_columns_are_refused(run: Path, tmp_path: Path, columns: list[str]
 
 
 def test_numbers_without_names_are_refused_where_there_were_names(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="its numbers have no names, and this run has learnt from the columns 'c0'"):
+    with pytest.raises(DataError, match="has no column names; this run was trained on the columns 'c0'"):
         bottega.load(run).evaluate(small_routing.written(tmp_path))
 
 
@@ -128,7 +128,9 @@ def test_rows_are_told_by_the_command(run: Path, tmp_path: Path, capsys: pytest.
     assert [row["row"] for row in rows[:2]] == ["new.csv:2", "new.csv:3"]
     saved = bottega.load(run)
     with saved.engine.sampling() as models:
-        chances, chosen = saved.workload.answered(models, small_routing.rows(96)["x"], device=saved.engine.device)
+        chances, chosen = saved.workload.predict_with_experts(
+            models, small_routing.rows(96)["x"], device=saved.engine.device
+        )
     assert [row["predicted"] for row in rows] == [str(label) for label in chances.argmax(1)]
     np.testing.assert_allclose([row["probability"] for row in rows], chances.max(1), rtol=1e-5)
     assert [row["expert"] for row in rows] == chosen[:, 0].tolist()
@@ -190,9 +192,9 @@ def test_shares_of_a_picture_add_up_to_one() -> None:
         ),
         (
             {"model.num_experts": 3},
-            "model.num_experts: 3, and model.routing_loss_weight 0.5 needs an expert for each rule",
+            "model.num_experts: 3 experts, but model.routing_loss_weight 0.5 needs one for each",
         ),
-        ({"data.num_rules": 5}, "needs an expert for each rule: there are 5; set it to 5, or the weight to 0"),
+        ({"data.num_rules": 5}, "needs one for each of the 5 rules; set it to 5, or the weight to 0"),
         ({"model.spike_threshold": None}, "set spike_threshold: 1.0, or plasticity: false"),
         ({"online": True, "data.online": False}, "disagrees with online at settings: false and true for data.online"),
     ],

@@ -92,9 +92,9 @@ def test_an_export_is_a_start(run: Any, tmp_path: Path) -> None:
     x = torch.from_numpy(small_routing.rows(20)["x"])
     saved.model.eval()
     assert torch.equal(built(x).logits, saved.model(x).logits), "with the scale that its weights were learnt with"
-    with pytest.raises(UsageError, match=r"model.from: .* has hidden_size 32 \(here 16\); say model.hidden_size=32"):
+    with pytest.raises(UsageError, match=r"model.from: .* has hidden_size 32 \(here 16\); set model.hidden_size=32"):
         prepared(tmp_path, **{**sizes, "model.hidden_size": 16})
-    with pytest.raises(UsageError, match="is no exported model that routes"):
+    with pytest.raises(UsageError, match="is not an exported routing model"):
         prepared(tmp_path, **{**sizes, "model.from": str(run.path / "processor")})
 
 
@@ -114,18 +114,18 @@ def test_a_start_may_be_trained_in_another_way(run: Any, tmp_path: Path) -> None
     build_models(prepared(tmp_path, **{**sizes, "model.from": str(again)}).task, 0)
     biased = small_routing.train(tmp_path, **sizes, **{"model.balance": "bias", "training.max_steps": 2})
     again = bottega.load(biased.path).export(tmp_path / "biased")
-    with pytest.raises(UsageError, match=r"has balance \'bias\' \(here \'loss\'\); say model.balance=bias"):
+    with pytest.raises(UsageError, match=r"has balance \'bias\' \(here \'loss\'\); set model.balance=bias"):
         prepared(tmp_path, **{**sizes, "model.from": str(again)})
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"model.top_k": 2}, "has top_k 1 (here 2); say model.top_k=1"),
-        ({"model.shared_experts": 1}, "has shared_experts 0 (here 1); say model.shared_experts=0"),
-        ({"model.spike_threshold": 0.5}, "has spike_threshold 1.0 (here 0.5); say model.spike_threshold=1.0"),
-        ({"model.router": "spiking"}, "has router 'linear' (here 'spiking'); say model.router=linear"),
-        ({"model.num_layers": 1}, "has num_layers 2 (here 1); say model.num_layers=2"),
+        ({"model.top_k": 2}, "has top_k 1 (here 2); set model.top_k=1"),
+        ({"model.shared_experts": 1}, "has shared_experts 0 (here 1); set model.shared_experts=0"),
+        ({"model.spike_threshold": 0.5}, "has spike_threshold 1.0 (here 0.5); set model.spike_threshold=1.0"),
+        ({"model.router": "spiking"}, "has router 'linear' (here 'spiking'); set model.router=linear"),
+        ({"model.num_layers": 1}, "has num_layers 2 (here 1); set model.num_layers=2"),
     ],
 )
 def test_a_start_says_which_field_is_another(run: Any, changes: Any, said: str, tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_a_start_tells_the_same_labels(run: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "named.npz", **{**rows, "label": np.array(["cold", "warm"])[rows["label"]]})
     sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
     start = {"model.from": str(bottega.load(run.path).export(tmp_path / "out"))}
-    with pytest.raises(UsageError, match="tells label 0 where the data here has cold; give it the same"):
+    with pytest.raises(UsageError, match="has label 0 where the data here has cold; use data with the same labels"):
         prepared(tmp_path, **sizes, **start, **{"data.train.path": str(tmp_path / "named.npz")})
 
 
@@ -206,11 +206,11 @@ def test_a_text_model_of_state_spaces_shares_the_trunk(tmp_path: Path) -> None:
         ({"model.time_steps": 0}, "model.time_steps: must be greater than 0, got 0"),
         ({"model.spike_threshold": 0.0}, "model.spike_threshold: must be greater than 0, got 0"),
         ({"model.refractory": -1}, "model.refractory: must be at least 0, got -1"),
-        ({"model.plasticity": True}, "nothing spikes; set spike_threshold"),
+        ({"model.plasticity": True}, "plasticity needs spiking units; set spike_threshold"),
         ({"model.spike_threshold": 1.0, "model.num_layers": 0}, "num_layers 0 leaves no spiking units"),
-        ({"model.firing_rate": 0.2}, "firing_rate 0.2 is of spiking units"),
-        ({"model.trunk": "state_space", "model.num_layers": 0}, "state_space needs layers"),
-        ({"model.num_experts": 1}, "routing_loss_weight needs experts to choose from"),
+        ({"model.firing_rate": 0.2}, "firing_rate 0.2 needs spiking units"),
+        ({"model.trunk": "state_space", "model.num_layers": 0}, "state_space needs at least one layer"),
+        ({"model.num_experts": 1}, "routing_loss_weight needs several experts"),
     ],
 )
 def test_a_model_that_cannot_be(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_model_that_cannot_be(changes: dict[str, Any], said: str, tmp_path: Pa
         (
             (),
             {"model.num_experts": 5},
-            "model.num_experts: 5, and model.routing_loss_weight 0.5 needs an expert for each rule: there are 3",
+            "model.num_experts: 5 experts, but model.routing_loss_weight 0.5 needs one for each of the 3 rules",
             2,
         ),
         (("label",), {}, "rows.npz: has rows without a label", 3),

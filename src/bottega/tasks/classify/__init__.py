@@ -1,1 +1,1 @@
-"""Classification of text, images, sound and video."""
+"""Classification of text, images, audio and video."""

@@ -1,7 +1,7 @@
-"""The recipes of classifiers: of text by a transformer or Kim's network, of images, sound and video by a convolutional one,
-of images also by spiking units.
+"""Recipes of classifiers: text with a transformer or Kim's CNN, images, audio and video with a convolutional network, and
+images also with a spiking network.
 
-Which of the four a recipe is, `data.input` says; text where it does not.
+`data.input` selects one of the four; the default is text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from bottega.tasks.classify.losses import LossName
 
 class ClassifyModel(Model):
     kind: Literal["transformer", "cnn", "pretrained"] = Field(
-        "transformer", description="our own encoder, Kim's network, or the encoder of a transformers folder (from)"
+        "transformer",
+        description="an encoder trained from scratch, Kim's CNN, or the encoder of a transformers folder (from)",
     )
     name: str | None = Field(None, description="title of the exported model's card")
     from_: str | None = Field(
@@ -42,12 +43,14 @@ class ClassifyModel(Model):
     embed_size: Positive | None = Field(None, description="cnn: width of the embedding")
     num_filters: Positive | None = Field(None, description="cnn: filters of each width")
     filter_sizes: tuple[Positive, ...] | None = Field(None, min_length=1, description="cnn: widths in tokens")
-    word_dropout: Dropout = Field(0.0, description="share of the tokens that are unknown to the model while it trains")
+    word_dropout: Dropout = Field(
+        0.0, description="fraction of the tokens replaced by the unknown token during training"
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _weights_decide(cls, values: Any) -> Any:
-        """A transformer that starts from weights is the one they are of: guides print both keys."""
+    def _set_kind_of_weights(cls, values: Any) -> Any:
+        """Make a transformer that starts from weights `pretrained`; guides often print kind: transformer with from."""
         if isinstance(values, dict) and (values.get("from") or values.get("from_")) is not None:
             return {**values, "kind": "pretrained"} if values.get("kind", "transformer") == "transformer" else values
         return values
@@ -58,115 +61,123 @@ class ClassifyTokenizer(Tokenizer):
         "words", description="how text becomes numbers"
     )
     vocab_size: Positive | None = Field(
-        None, description="bpe, words: how many at most; null is 4096 (bpe) or all (words)"
+        None, description="bpe, words: maximum vocabulary size; null is 4096 (bpe) or all words (words)"
     )
-    min_frequency: Positive | None = Field(None, description="words: rarer ones are unknown; null is 2")
+    min_frequency: Positive | None = Field(
+        None, description="words: words that occur less often become the unknown token; null is 2"
+    )
 
 
 Weight = Annotated[Number, Field(gt=0)]
 
 
 class LossOptions(Section):
-    name: LossName = Field("cross_entropy", description="what is minimised")
+    name: LossName = Field("cross_entropy", description="the loss to minimise")
     gamma: Number = Field(
-        2.0, ge=0, description="focal: how much less a text counts that is told well; 0 is cross-entropy"
+        2.0, ge=0, description="focal: how strongly well-classified examples are down-weighted; 0 is cross-entropy"
     )
     class_weights: Literal["balanced"] | dict[str, Weight] | tuple[Weight, ...] | None = Field(
         None,
-        description="balanced: rare classes count as much; or {class: weight}, or a list in order of the classes",
+        description="balanced: inversely proportional to class frequency; or {class: weight}, or a list in class order",
     )
 
     @model_validator(mode="after")
-    def _gamma_has_a_use(self) -> LossOptions:
-        # 2 is what the recipe of every run says, whatever its loss.
+    def _check_gamma(self) -> LossOptions:
+        # 2, the default, is written into the saved recipe of every run, whatever its loss.
         if self.name == "cross_entropy" and self.gamma != 2.0:
-            raise ValueError(f"gamma {self.gamma:g} is of the focal loss, and name is {self.name}; set name: focal")
+            raise ValueError(
+                f"gamma {self.gamma:g} applies to the focal loss only; set name: focal, or leave gamma out"
+            )
         return self
 
 
-_LOSS = "what is minimised; null is plain cross-entropy"
+_LOSS = "the loss to minimise; null is cross-entropy"
 
 
 _INPUT = "what is classified: text, image, audio or video"
-_VALIDATION = "what measures progress: {split: 0.1} or a source"
+_VALIDATION = "validation data: {split: 0.1} or a source"
 
 
 class ClassifyData(TextData):
-    # All four, though only text fits here, so that a mistyped one is told what there is.
+    # All four inputs are listed, though only text is valid here, so that the error for a typo names them all.
     input: Literal["text", "image", "audio", "video"] = Field(
         "text", description=_INPUT, json_schema_extra={"enum": ["text"]}
     )
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
-    label_field: str = Field("label", description="which field of a row is the class")
+    label_field: str = Field("label", description="field of a row that holds the class")
     class_names: tuple[str, ...] | dict[str, str] | None = Field(
-        None, description="names of numbered classes: a list for 0, 1, 2 and so on, or {1: world, 2: sports}"
+        None, description="names of numbered classes: a list for 0, 1, 2, ..., or {1: world, 2: sports}"
     )
-    multi_label: bool = Field(False, description="a text has any number of classes: a list, or names in one text")
-    label_separator: str = Field(",", min_length=1, description="multi_label: what divides names in one text")
+    multi_label: bool = Field(False, description="a text has any number of classes: a list, or names in one string")
+    label_separator: str = Field(",", min_length=1, description="multi_label: separator of names in one string")
     tokenizer: ClassifyTokenizer = Field(default_factory=ClassifyTokenizer, description="how text becomes numbers")
-    sequence_length: Positive | None = Field(None, description="texts are cut at so many tokens; null is the model's")
-    augmentation: TextAugmentation | None = Field(None, description="changed copies of the training texts")
+    sequence_length: Positive | None = Field(
+        None, description="maximum tokens of a text, which is truncated beyond; null is the model's maximum"
+    )
+    augmentation: TextAugmentation | None = Field(None, description="augmented copies of the training texts")
 
     @property
     def class_name_by_number(self) -> dict[str, str]:
-        """Number of a class -> its name."""
+        """Class number, as text -> class name."""
         if isinstance(self.class_names, dict):
             return dict(self.class_names)
         return {str(number): name for number, name in enumerate(self.class_names or ())}
 
     @model_validator(mode="after")
-    def _is_text(self) -> ClassifyData:
+    def _check_text(self) -> ClassifyData:
         if self.input != "text":
-            raise ValueError(f"input: {self.input} has a schema of its own")
+            raise ValueError(f"input: {self.input} is validated by another schema")
         if self.multi_label and self.split is not None and self.split.by == "stratified":
             raise ValueError(
-                "split.by: stratified goes by one class a text, and multi_label gives several; use fraction"
+                "split.by: stratified needs one class for each text, and multi_label allows several; use fraction"
             )
         return self
 
 
-def _asks(block: Any, key: str, value: Any = True) -> bool:
-    return isinstance(block, dict) and block.get(key) == value
+def _has_value(section: Any, key: str, value: Any = True) -> bool:
+    return isinstance(section, dict) and section.get(key) == value
 
 
 class ClassifyRecipe(Recipe):
-    task: Literal["classify"] = Field("classify", description="a class for each text")
+    task: Literal["classify"] = Field("classify", description="assign a class to each text")
     model: ClassifyModel = Field(default_factory=ClassifyModel, description="the model")
     data: ClassifyData = Field(default_factory=ClassifyData, description="the data")
     loss: LossOptions | None = Field(None, description=_LOSS)
-    samples: Samples = Field(default_factory=lambda: Samples(every=None), description="a classifier draws none")
+    samples: Samples = Field(
+        default_factory=lambda: Samples(every=None), description="unused: a classifier generates nothing"
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _accuracy_of_several(cls, values: Any) -> Any:
-        """All labels of a text right: what accuracy is of one class, with several is exact_match."""
-        if not isinstance(values, dict) or not _asks(values.get("data"), "multi_label"):
+    def _use_exact_match(cls, values: Any) -> Any:
+        """Replace the metric accuracy by exact_match (all labels of a text right), its counterpart for several labels."""
+        if not isinstance(values, dict) or not _has_value(values.get("data"), "multi_label"):
             return values
         changed = dict(values)
-        if _asks(values.get("evaluation"), "metric", "accuracy"):
+        if _has_value(values.get("evaluation"), "metric", "accuracy"):
             changed["evaluation"] = {**values["evaluation"], "metric": "exact_match"}
         training = values.get("training")
-        if isinstance(training, dict) and _asks(training.get("early_stopping"), "metric", "accuracy"):
+        if isinstance(training, dict) and _has_value(training.get("early_stopping"), "metric", "accuracy"):
             stopping = {**training["early_stopping"], "metric": "exact_match"}
             changed["training"] = {**training, "early_stopping": stopping}
         return changed
 
     def find_missing_keys(self) -> list[tuple[str, str]]:
-        found = super().find_missing_keys() + find_path_problems(self.data) + find_held_out_problems(self.data)
+        problems = super().find_missing_keys() + find_path_problems(self.data) + find_held_out_problems(self.data)
         if self.model.kind == "pretrained" and self.model.from_ is None:
-            found.append(("model.from", "missing; kind pretrained needs a folder or a hub name"))
-        return found + find_tokenizer_problems(self.data.tokenizer)
+            problems.append(("model.from", "missing; kind pretrained needs a folder or a hub name"))
+        return problems + find_tokenizer_problems(self.data.tokenizer)
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
-        found, model = super().find_conflicts(), self.model
-        given = {key: value for key in ("hidden_size", "num_heads") if (value := getattr(model, key)) is not None}
+        conflicts, model = super().find_conflicts(), self.model
+        sizes = {key: value for key in ("hidden_size", "num_heads") if (value := getattr(model, key)) is not None}
         try:
             if model.kind == "transformer":
-                EncoderShape(vocab_size=2, num_labels=2, **given)
+                EncoderShape(vocab_size=2, num_labels=2, **sizes)
         except ValidationError as error:
             text = error.errors()[0]["msg"].removeprefix("Value error, ")
-            found.append(("model.hidden_size", "model.num_heads", text))
-        return found
+            conflicts.append(("model.hidden_size", "model.num_heads", text))
+        return conflicts
 
 
 class MediaClassifier(Model):
@@ -178,11 +189,12 @@ class MediaClassifier(Model):
 
     @property
     def condition(self) -> Literal["class"]:
-        """As of a generator that is asked for classes: each sample has one, and the same data serves both."""
+        """The same as for a class-conditional generator, so that the same prepared data serves both."""
         return "class"
 
     @property
     def num_classes(self) -> int | None:
+        """`num_labels` under the name that generators give it."""
         return self.num_labels
 
 
@@ -190,57 +202,61 @@ class ImageClassifier(MediaClassifier):
     kind: Literal["convnet", "spiking"] = Field("convnet", description="the architecture")  # type: ignore[assignment]
     hidden_size: Positive = Field(
         32,
-        description="convnet: channels of the first stage, the last has up to 4 times as many; spiking: units of a layer",
+        description="convnet: channels of the first stage, the last has up to 4 times as many; spiking: units per layer",
     )
     num_layers: Positive = Field(1, description="convnet: residual blocks of each stage; spiking: layers of units")
-    time_steps: Positive | None = Field(None, description="spiking: steps simulated for each image; null is 8")
-    spike_threshold: Number | None = Field(None, gt=0, description="spiking: charge at which a unit fires; null is 1")
-    leak: Probability | None = Field(None, description="spiking: share of the charge that a step leaves; null is 0.9")
+    time_steps: Positive | None = Field(None, description="spiking: simulated time steps for each image; null is 8")
+    spike_threshold: Number | None = Field(
+        None, gt=0, description="spiking: membrane potential at which a unit fires; null is 1"
+    )
+    leak: Probability | None = Field(
+        None, description="spiking: factor by which the membrane potential decays each step; null is 0.9"
+    )
     refractory: Whole | None = Field(
-        None, ge=0, description="spiking: steps after a spike in which a unit is deaf; null is 0"
+        None, ge=0, description="spiking: steps after a spike in which a unit cannot fire; null is 0"
     )
     reset: Reset | None = Field(
-        None, description="spiking: a spike takes the threshold off the charge, or all of it; null is subtract"
+        None, description="spiking: after a spike, subtract the threshold or reset to zero; null is subtract"
     )
     adaptation: Number | None = Field(
-        None, ge=0, description="spiking: by how much a spike raises the unit's threshold; null is 0"
+        None, ge=0, description="spiking: increase of a unit's threshold after a spike; null is 0"
     )
     adaptation_leak: Probability | None = Field(
-        None, description="spiking: share of that raise that a step leaves; null is 0.9"
+        None, description="spiking: factor by which that increase decays each step; null is 0.9"
     )
-    surrogate: Surrogate | None = Field(
-        None, description="spiking: the smooth step whose slope gradients go by; null is arctan"
-    )
-    sharpness: Number | None = Field(None, gt=0, description="spiking: how steep that step is; null is 2")
+    surrogate: Surrogate | None = Field(None, description="spiking: surrogate gradient of the spike; null is arctan")
+    sharpness: Number | None = Field(None, gt=0, description="spiking: slope of the surrogate gradient; null is 2")
     coding: Coding | None = Field(
         None,
-        description="spiking: a pixel is a constant current, a rate of spikes or the time of one; null is constant",
+        description="spiking: a pixel becomes a constant current, a spike rate or a spike time; null is constant",
     )
     firing_rate: Probability | None = Field(
-        None, description="spiking: share of the steps in which units are to fire; null is as they like"
+        None, description="spiking: target fraction of time steps in which a unit fires; null is no target"
     )
     firing_rate_weight: Number | None = Field(
         None, ge=0, description="spiking: weight of the squared distance from firing_rate; null is 1"
     )
 
-    def contradictions(self, normalise: str) -> list[tuple[str, str, str]]:
-        """(key, other key, message), where `normalise` is that of the data."""
-        said = [key for key in SPIKING_KEYS if getattr(self, key) is not None]
+    def find_conflicts(self, normalise: str) -> list[tuple[str, str, str]]:
+        """Return (key, other key, message) for each conflict; `normalise` is data.normalise."""
         if self.kind != "spiking":
-            of = "is of spiking units, and kind is {}; say model.kind: spiking, or leave it out"
-            return [(f"model.{key}", "model.kind", of.format(self.kind)) for key in said]
-        found = []
+            text = (
+                f"applies to spiking networks, but model.kind is {self.kind}; set model.kind: spiking, or leave it out"
+            )
+            keys = [key for key in SPIKING_KEYS if getattr(self, key) is not None]
+            return [(f"model.{key}", "model.kind", text) for key in keys]
+        conflicts = []
         if self.firing_rate_weight is not None and self.firing_rate is None:
-            text = f"{self.firing_rate_weight:g}, and there is no model.firing_rate to keep to; say it, such as 0.1"
-            found.append(("model.firing_rate_weight", "model.firing_rate", text))
+            text = f"{self.firing_rate_weight:g} has no effect without model.firing_rate; set that too, such as 0.1"
+            conflicts.append(("model.firing_rate_weight", "model.firing_rate", text))
         if self.coding in ("rate", "latency") and normalise == "standard":
-            text = f"standard has no lowest and highest value, and {self.coding} needs them; use unit or symmetric"
-            found.append(("data.normalise", "model.coding", text))
-        return found
+            text = f"standard has no fixed range, which model.coding {self.coding} needs; use unit or symmetric"
+            conflicts.append(("data.normalise", "model.coding", text))
+        return conflicts
 
 
 SPIKING_KEYS = tuple(name for name in ImageClassifier.model_fields if name not in MediaClassifier.model_fields)
-"""The keys that a convolutional network has no use for."""
+"""Keys that apply to a spiking network only."""
 
 
 class ImageClassifyData(ImageData):
@@ -259,12 +275,17 @@ class VideoClassifyData(VideoData):
 
 
 class MediaClassifyRecipe(MediaRecipe):
-    """What the three have in common. Nothing is drawn from a classifier, so it has no samples to look at, but spikes."""
+    """What the recipes of image, audio and video classifiers have in common.
 
-    task: Literal["classify"] = Field("classify", description="a class for each image, sound or video")
+    `samples` is off by default; a spiking network writes a plot of its spikes.
+    """
+
+    task: Literal["classify"] = Field("classify", description="assign a class to each image, audio clip or video")
     model: MediaClassifier = Field(default_factory=MediaClassifier, description="the model")
     loss: LossOptions | None = Field(None, description=_LOSS)
-    samples: Samples = Field(default_factory=lambda: Samples(every=None), description="a classifier draws none")
+    samples: Samples = Field(
+        default_factory=lambda: Samples(every=None), description="spiking: plots of the spikes; else unused"
+    )
 
 
 class ImageClassifyRecipe(MediaClassifyRecipe):
@@ -272,7 +293,7 @@ class ImageClassifyRecipe(MediaClassifyRecipe):
     data: ImageClassifyData = Field(default_factory=ImageClassifyData, description="the data")
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
-        return super().find_conflicts() + self.model.contradictions(self.data.normalise)
+        return super().find_conflicts() + self.model.find_conflicts(self.data.normalise)
 
 
 class AudioClassifyRecipe(MediaClassifyRecipe):

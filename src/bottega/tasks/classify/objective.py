@@ -1,4 +1,4 @@
-"""What a classifier minimises, as its recipe says, with the weights of its classes as they were in training."""
+"""The loss of a classifier as its recipe describes it, with class weights computed from the training data."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ CLASS_WEIGHTS_FILE = "weights.json"
 
 
 def includes_unseen_classes(recipe: Recipe) -> bool:
-    """Whether classes that no training sample has are classes: where the recipe says how many there are, in a fold, whose
-    classes are those of all folds, and where the point is to tell classes that were never seen (maml)."""
+    """Return whether classes without a training sample are part of the model.
+
+    They are if the recipe sets the number of classes, in cross-validation (the folds share their classes), and in
+    meta-learning (maml), which evaluates on classes not seen in training.
+    """
     split = recipe.data.split
     is_fold = split is not None and split.folds is not None
     is_declared = getattr(recipe.model, "num_labels", None) is not None
-    return is_declared or is_fold or any(one.name == "maml" for one in recipe.techniques)
+    return is_declared or is_fold or any(technique.name == "maml" for technique in recipe.techniques)
 
 
 @final
 class Objective(BaseModel):
-    """The fields of a `Classification` of the same names."""
+    """The loss-related fields of a `Classification`, under the same names."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -43,38 +46,40 @@ class Objective(BaseModel):
     def from_options(
         cls, loss: LossOptions | None, labels: Callable[[], np.ndarray], classes: tuple[str, ...]
     ) -> Objective:
-        """`labels` are those of all training samples, asked for where classes are to be balanced."""
+        """Build the objective; `labels` returns the labels of all training samples and is called for balanced weights."""
         if loss is None:
             return cls()
-        asked = loss.class_weights
-        if asked == "balanced":
-            asked = compute_balanced_weights(labels(), len(classes))
-        elif isinstance(asked, dict):
-            asked = _by_name(asked, classes)
-        return cls(objective=loss.name, gamma=loss.gamma, class_weights=asked)
+        weights = loss.class_weights
+        if weights == "balanced":
+            weights = compute_balanced_weights(labels(), len(classes))
+        elif isinstance(weights, dict):
+            weights = _order_by_class(weights, classes)
+        return cls(objective=loss.name, gamma=loss.gamma, class_weights=weights)
 
     @classmethod
     def load(cls, loss: LossOptions | None, processor: Path) -> Objective:
-        """As it was when the codec was written: the data may have other shares by now, or be gone."""
+        """Read the objective of a finished run: its data may have changed or be gone."""
         if loss is None or loss.class_weights is None:
             return cls.from_options(loss, lambda: np.zeros(0), ())
         weights = read_metadata(processor / CLASS_WEIGHTS_FILE, lambda raw: tuple(map(float, json.loads(raw))))
         return cls(objective=loss.name, gamma=loss.gamma, class_weights=weights)
 
     def save(self, folder: Path) -> None:
+        """Write the class weights, if there are any, into the processor folder."""
         if self.class_weights is not None:
             (folder / CLASS_WEIGHTS_FILE).write_text(json.dumps(self.class_weights) + "\n")
 
     @property
     def task_fields(self) -> dict[str, Any]:
+        """Keyword arguments for `Classification`."""
         return self.model_dump()
 
 
-def _by_name(asked: dict[str, float], classes: tuple[str, ...]) -> tuple[float, ...]:
-    """In the order of the classes; one that is not named weighs 1."""
-    for name in asked:
+def _order_by_class(weights: dict[str, float], classes: tuple[str, ...]) -> tuple[float, ...]:
+    """Return one weight for each class; a class without one has weight 1."""
+    for name in weights:
         if name not in classes:
-            near = find_similar_names(name, classes)
-            hint = f"did you mean {near[0]!r}?" if near else f"there is {', '.join(classes[:5])}"
-            raise UsageError(f"loss.class_weights: {name!r} is none of the {len(classes)} classes; {hint}")
-    return tuple(asked.get(name, 1.0) for name in classes)
+            similar = find_similar_names(name, classes)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"the classes are {', '.join(classes[:5])}"
+            raise UsageError(f"loss.class_weights: {name!r} is not one of the {len(classes)} classes; {hint}")
+    return tuple(weights.get(name, 1.0) for name in classes)

@@ -1,4 +1,4 @@
-"""Classes of new texts, images, sounds and clips."""
+"""Predictions of a classifier for new texts, images, audio and video."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from bottega.tasks.classify.text_workload import TextClassifyWorkload
 
 THRESHOLD = 0.5
-"""Where a text may have several classes: those that are more likely than not."""
+"""Multi-label: the probability from which a label is predicted."""
 KINDS = {"image": "images", "audio": "audio", "video": "video"}
 
 

@@ -1,4 +1,4 @@
-"""Texts with a class each, or several: cleaned, copied with changes where asked for, tokenised."""
+"""Preparation of labelled texts: cleaning, augmentation, tokenisation and checks of the labels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from bottega.tasks.language.prepare import (
     tokenizer_cache_key,
 )
 
-# Raised when the same texts would give other tables.
+# Raise it when the same texts would give other tables.
 FORMAT = 3
 
 
@@ -53,9 +53,10 @@ def prepare_classify(
     num_classes: int | None = None,
     cache: Path | None = None,
 ) -> PreparedData:
-    """Tables of input_ids, text, label, form and key. `num_classes` are the recipe's; None counts them in the data.
+    """Prepare tables with the columns input_ids, text, label, form and key, from the cache if they are there.
 
-    Where a text has several classes, `label` is a JSON list of their names.
+    `num_classes` is that of the recipe, None to count the classes in the data. With data.multi_label, `label` is a JSON list
+    of class names.
     """
     ready = open_if_prepared(data, task="classify")
     if ready is not None:
@@ -67,10 +68,10 @@ def prepare_classify(
     inputs, notes = _as_lines(inputs)
     if data.multi_label and any(input.found.source.labels is not None for input in inputs):
         raise UsageError(
-            "labels: texts of several classes cannot be chosen by class; leave it out, or give files apart"
+            "labels: texts with several classes cannot be filtered by class; leave it out, or give separate files"
         )
     changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
-    # Another thesaurus gives other copies.
+    # The copies depend on the thesaurus, so it is part of the cache key.
     thesaurus = synonyms.synonym_source() if changes and "synonym_replacement" in changes.techniques else None
     reader = LabelReader(data.label_field, data.label_separator if data.multi_label else None)
     given = load_pretrained_tokenizer(spec)
@@ -83,7 +84,7 @@ def prepare_classify(
         return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, changes, seed, checks, notes)
 
     learned = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
-    # What the model of a tokenizer can read is said beside it, and not by it.
+    # The maximum length belongs to the model, so the tokenizer's fingerprint does not cover it.
     longest = given.model_max_length if given is not None else None
     options = (*tokenizer_cache_key(spec, given), changes, thesaurus, seed if changes else None)
     plan = PreparationPlan(
@@ -95,7 +96,7 @@ def prepare_classify(
         encoder=encoder,
         options=(*options, FORMAT, reader, learned, longest),
         label_field=data.label_field,
-        # A list is no class: which there are is then said by the encoder.
+        # A label is then a list, so the encoder finds the classes.
         needs_classes=not data.multi_label,
         num_classes=None if data.multi_label else num_classes,
         deduplicate=data.deduplicate,
@@ -104,7 +105,7 @@ def prepare_classify(
 
 
 def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
-    """Text files as lines of a label and a text, since a whole file has no label; with a note that says so."""
+    """Read text files line by line, each a label and a text, and return notes that say so."""
     from bottega.data.formats.lines import detect_line_layout
 
     changed, notes = [], []
@@ -117,7 +118,7 @@ def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, 
         if found.kind == "text" or source.delimiter is None:
             form = detect_line_layout(found.files)
             source = source.model_copy(update={"delimiter": form.delimiter, "columns": form.columns})
-            signs = {"\t": "a tab", " ": "a blank"}
+            signs = {"\t": "a tab", " ": "a space"}
             order = "a label, then a text" if form.label_first else "a text, then a label"
             notes.append(
                 f"{found.root}: each line is read as {order}, divided by {signs.get(form.delimiter, form.delimiter)}"
@@ -130,19 +131,20 @@ def _check_ready(ready: PreparedData, data: ClassifyData, spec: TokenizerSpec) -
     if ready.metadata.get("multi_label", False) != data.multi_label:
         has = "one class" if data.multi_label else "several classes"
         raise DataError(
-            f"{ready.folder} was prepared with {has} a text, and data.multi_label is {str(data.multi_label).lower()}; "
+            f"{ready.folder} was prepared with {has} per text, but data.multi_label is {str(data.multi_label).lower()}; "
             "prepare it again"
         )
     if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.metadata["tokenizer"]:
-        raise DataError(f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it with that")
+        raise DataError(
+            f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it again with {spec.path}"
+        )
 
 
 def _check_length(data: ClassifyData, spec: TokenizerSpec, given: Tokenizer | None) -> None:
     longest = given.model_max_length if given is not None else None
     if longest is not None and data.sequence_length is not None and data.sequence_length > longest:
         raise UsageError(
-            f"data.sequence_length: {data.sequence_length} is more than the {longest} tokens that {spec.path} can read; "
-            "lower it"
+            f"data.sequence_length: {data.sequence_length} exceeds the {longest} tokens that {spec.path} can read; lower it"
         )
 
 
@@ -152,15 +154,15 @@ def _stratified_folds(split: Splitting | None) -> int | None:
 
 @dataclass(frozen=True)
 class LabelChecks:
-    """What only the labels of all texts together can show."""
+    """Checks that need the labels of all texts."""
 
     tables: tuple[str, ...]
     folds: int | None
-    """Of a split by class."""
+    """Number of folds of a stratified split."""
     num_classes: int | None
 
     def check_label_types(self, folder: Path) -> None:
-        """Numbers beside words are the numbers of other words, or a column that was meant to be another."""
+        """Raise a DataError if some labels are numbers and others words, which usually means a wrong column."""
         first: dict[int, str] = {}
         for table in (Table(folder / name) for name in self.tables):
             for form in {NUMBER, WORD} - first.keys():
@@ -168,10 +170,12 @@ class LabelChecks:
                 if len(rows):
                     first[form] = f"{table.row('label', int(rows[0]))} at {table.row('key', int(rows[0]))}"
         if len(first) == 2:
-            raise DataError(f"labels are numbers and words: {first[NUMBER]}, {first[WORD]}; give all of them one form")
+            raise DataError(
+                f"some labels are numbers and others words: {first[NUMBER]}, {first[WORD]}; use one form for all labels"
+            )
 
     def whitespace_notes(self, folder: Path) -> list[str]:
-        """A note where labels differed by blanks alone."""
+        """Return a note if labels were stripped of extra spaces."""
         count, first = 0, None
         for table in (Table(folder / name) for name in self.tables):
             forms = table.values("form")
@@ -179,13 +183,15 @@ class LabelChecks:
             count += len(rows)
             if len(rows) and first is None:
                 first = f"that of {table.row('key', int(rows[0]))}, now {table.row('label', int(rows[0]))!r}"
-        said = (
-            f"{count:,} label{'s' if count > 1 else ''} had blanks too many, which were taken off (the first: {first})"
-        )
-        return [f"{said}; labels that differ by blanks alone are one class"] if count else []
+        if not count:
+            return []
+        labels = "1 label" if count == 1 else f"{count:,} labels"
+        return [
+            f"extra spaces were removed from {labels} (first: {first}); labels that differ only by spaces are one class"
+        ]
 
     def check_fold_sizes(self, folder: Path) -> None:
-        """Each fold must have its share of each class."""
+        """Raise a DataError if a class has fewer texts than a stratified split has folds."""
         if self.folds is None:
             return
         counts: Counter[str] = Counter()
@@ -204,7 +210,7 @@ class LabelChecks:
             )
 
     def find_label_names(self, folder: Path) -> list[str]:
-        """Of texts that have several."""
+        """Return the class names of multi-label texts."""
         first_of: dict[str, str] = {}
         for name in self.tables:
             table = Table(folder / name)
@@ -218,7 +224,7 @@ class LabelChecks:
 
 @dataclass(frozen=True)
 class LabelledEncoder(Encoder):
-    """The text itself is kept beside its tokens, for those who look at what was predicted."""
+    """Encodes a labelled text, and augmented copies of a training text, as rows; the text is stored beside its tokens."""
 
     folder: Path
     dtype: str
@@ -227,7 +233,7 @@ class LabelledEncoder(Encoder):
     seed: int
     checks: LabelChecks
     notes: tuple[str, ...] = ()
-    """How the data was read, where that is not what its files say."""
+    """Notes on how the files were read."""
 
     @property
     def columns(self) -> dict[str, Column]:
@@ -236,7 +242,7 @@ class LabelledEncoder(Encoder):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Asked for when the tables are written, so that what they show together is found before they are used."""
+        """Metadata of the prepared data; computing it, after the tables are written, runs the checks of all labels."""
         tables, tokenizer = self.folder.parent, open_tokenizer(self.folder)
         self.checks.check_label_types(tables)
         self.checks.check_fold_sizes(tables)

@@ -1,4 +1,4 @@
-"""Rows of texts with labels, for people."""
+"""Preview of prepared texts and their labels."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from bottega.data.prepare.preview import Preview
 
 
 class LabelledTextPreview(Preview):
+    """Shows each text with its label, or its list of labels."""
+
     column, unit = "input_ids", "tokens"
 
     def describe(self, row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The task `classify`: of text, images, sound or video."""
+"""The task `classify`: classification of text, images, audio or video."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classification: which class, or which of several, a text, a picture, a sound or a video is of."""
+"""Classification of texts, images, audio or video into one class or several."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from bottega.tasks.classify.losses import LossName, find_loss
 from bottega.tasks.classify.losses.base import ClassificationLoss
 from bottega.tasks.measures import classification
 
-DRAWN_AT_ONCE = 64
-"""Draws of a text are asked for in multiples of this: on a GPU each number of them is compiled anew, and the first of
-them are the same however many there are."""
+DRAWS_MULTIPLE = 64
+"""Random numbers for a text are drawn in multiples of this: on a GPU each size is compiled anew, and the first numbers are
+the same whatever the size."""
 
 NETWORKS: dict[type, tuple[str, str]] = {
     ConvNetShape: ("bottega.models.convnet.torch:ConvNet", "bottega.models.convnet.torch:initialise_convnet"),
@@ -41,15 +41,15 @@ NETWORKS: dict[type, tuple[str, str]] = {
         "bottega.models.text_classifier.encoder:initialise_encoder",
     ),
 }
-"""Shape -> its network and the rule of its initial values."""
+"""Shape -> network and the function that initialises it."""
 
 
 class Classification(Task):
-    """A batch of texts holds `input_ids` and `attention_mask` [b, T], where 0 fills up a row at its end; any other holds
-    the samples under `key`, [b, *grid, C]. With them comes `label` [b], the number of the class; or, where an example may
-    be of several, `labels` [b, K] of 0 and 1.
+    """Classification with one class for each example, or several (`multi_label`).
 
-    Optional: `weight` [b], where 0 marks a padding row that counts nowhere.
+    A batch of texts has `input_ids` and `attention_mask`, both (batch, length), with 0 for padding at the end; any other
+    batch has its samples under `key`, (batch, *grid, channels). Labels are `label` (batch,), the class number, or with
+    `multi_label` `labels` (batch, classes) of 0 and 1. Optional: `weight` (batch,), 0 for a padding row.
     """
 
     key: Literal["image", "mel", "video", "text"]
@@ -57,46 +57,48 @@ class Classification(Task):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     objective: LossName = "cross_entropy"
     gamma: float = Field(2.0, ge=0)
-    """Of the focal loss: by how much examples that are told already count less (Lin et al., 2017)."""
+    """Focusing parameter of the focal loss (Lin et al., 2017)."""
     class_weights: tuple[float, ...] | None = None
-    """How much an example of each class counts; with several labels, how much the question for each class does."""
+    """Weight of the examples of each class; with `multi_label`, weight of each label."""
     multi_label: bool = False
     word_dropout: float = Field(0.0, ge=0, lt=1)
-    """The share of a text's tokens that training replaces by `unknown`."""
+    """Fraction of a text's tokens that training replaces by `unknown`."""
     unknown: int | None = None
+    """Id of the unknown token."""
     firing_rate: float | None = Field(None, ge=0, le=1)
-    """Of a spiking network: the share of the steps in which its units are to fire."""
+    """Target fraction of time steps in which a unit of a spiking network fires."""
     firing_rate_weight: float = Field(1.0, ge=0)
     pretrained: str | None = None
-    """A folder, or for an encoder of transformers a hub name, whose weights the training starts from."""
+    """Folder of the weights to start from; for an encoder of transformers, also a hub name."""
 
     @model_validator(mode="after")
-    def _fits_together(self) -> Classification:
+    def _check_fields(self) -> Classification:
         is_text = not isinstance(self.shape, ConvNetShape | SpikingNetShape)
         assert is_text == (self.key == "text"), f"{type(self.shape).__name__} does not read {self.key}"
         weights, count = self.class_weights, self.shape.num_labels
         if weights is not None and len(weights) != count:
-            raise UsageError(f"loss.class_weights: {len(weights)} are given, and there are {count} classes")
+            raise UsageError(f"loss.class_weights: {len(weights)} weights for {count} classes; give one for each class")
         if weights is not None and not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
-            raise UsageError(f"loss.class_weights: {list(weights)} must be 0 or more, and not all of them 0")
+            raise UsageError(f"loss.class_weights: {list(weights)} must be 0 or more, and not all 0")
         if self.word_dropout and (not is_text or self.unknown is None):
             raise UsageError(
-                f"model.word_dropout: {self.word_dropout} needs texts, and a token that stands for an unknown word"
+                f"model.word_dropout: {self.word_dropout} needs text and a tokenizer with an unknown token; set it to 0"
             )
         return self
 
     def specs(self) -> dict[str, ModelSpec]:
         if isinstance(self.shape, PretrainedShape):
-            whole = "bottega.models.text_classifier.pretrained:build_pretrained"
+            build = "bottega.models.text_classifier.pretrained:build_pretrained"
             return {
-                "model": ModelSpec(whole, self.shape, pretrained=self.pretrained, load=None, is_seeded=True),
+                "model": ModelSpec(build, self.shape, pretrained=self.pretrained, load=None, is_seeded=True),
             }
         network, rule = NETWORKS[type(self.shape)]
         model = ModelSpec(network, self.shape, initial=Initial(rule), pretrained=self.pretrained, is_filled=True)
         return {"model": model}
 
     def new_modules(self) -> tuple[str, ...]:
-        """The head. An encoder that was trained to fill in words has nothing before it either."""
+        """Return the prefixes of parameters that are not pretrained: the head, and the pooler if the encoder was pretrained
+        with a masked-language-model head only."""
         from bottega.models.text_classifier.pretrained import lacks_pooler
 
         is_bare = self.pretrained is not None and lacks_pooler(self.pretrained)
@@ -112,30 +114,30 @@ class Classification(Task):
         return {"loss": float(each.sum()), **({"firing": float(len(each))} if self.has_firing_rate_target else {})}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        logits, spikes = self._told(models, batch, rng if models["model"].training else None)
+        logits, spikes = self._forward(models, batch, rng if models["model"].training else None)
         logits = logits.float()
         labels = batch["labels"].float() if self.multi_label else batch["label"].long()
-        each = self._several(logits, labels) if self.multi_label else self._single(logits, labels)
-        counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(each, dtype=torch.bool)
-        # Selected rather than multiplied: what fills up a batch may be of any value, and 0 times infinity is none.
-        total = torch.where(counted, each, 0.0).sum()
-        found = logits.detach()
+        losses = self._multi_label_loss(logits, labels) if self.multi_label else self._single_label_loss(logits, labels)
+        counted = batch["weight"] > 0 if "weight" in batch else torch.ones_like(losses, dtype=torch.bool)
+        # Select instead of multiplying: padding rows may have any value, and 0 times infinity is not a number.
+        total = torch.where(counted, losses, 0.0).sum()
+        outputs = logits.detach()
         if self.multi_label:
-            is_right = (found >= 0) == (labels > 0)
-            right = {"exact_match": is_right.all(1), "label_accuracy": is_right.float().mean(1)}
-            rows = {"probability": found.sigmoid(), "labels": labels}
+            is_correct = (outputs >= 0) == (labels > 0)
+            correct = {"exact_match": is_correct.all(1), "label_accuracy": is_correct.float().mean(1)}
+            rows = {"probability": outputs.sigmoid(), "labels": labels}
         else:
-            right = {"accuracy": found.argmax(dim=1) == labels}
-            rows = {"probability": found.softmax(dim=1), "label": labels}
+            correct = {"accuracy": outputs.argmax(dim=1) == labels}
+            rows = {"probability": outputs.softmax(dim=1), "label": labels}
         if self.has_modified_loss and not models["model"].training:
-            metrics = self._measured(found, labels, counted, right, total)
+            metrics = self._evaluation_metrics(outputs, labels, counted, correct, total)
         else:
-            metrics = _means(right, counted)
+            metrics = _means(correct, counted)
         out = Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=rows)
-        return self._with_firing(out, spikes, counted) if spikes else out
+        return self._add_firing(out, spikes, counted) if spikes else out
 
-    def _with_firing(self, out: Loss, spikes: tuple[Tensor, ...], counted: Tensor) -> Loss:
-        """Also how often units fire, what it costs, and which of them do so never or always."""
+    def _add_firing(self, out: Loss, spikes: tuple[Tensor, ...], counted: Tensor) -> Loss:
+        """Add the firing rate, its loss term, and for each unit whether it is dead or saturated."""
         assert isinstance(self.shape, SpikingNetShape)
         trains = torch.cat(spikes, dim=2)
         terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": activity_sums(trains, counted)["firing_rate"]}
@@ -147,23 +149,26 @@ class Classification(Task):
 
     @property
     def has_firing_rate_target(self) -> bool:
-        """Whether units are held to a rate."""
+        """Whether a loss term pulls the firing rate towards `firing_rate`."""
         return self.firing_rate is not None and self.firing_rate_weight > 0
 
     @property
     def has_modified_loss(self) -> bool:
-        """Whether what is minimised is another number than the cross-entropy."""
-        return not self._rule.is_cross_entropy or self.class_weights is not None
+        """Whether the minimised loss differs from plain cross-entropy."""
+        return not self._loss.is_cross_entropy or self.class_weights is not None
 
     @property
-    def _rule(self) -> ClassificationLoss:
+    def _loss(self) -> ClassificationLoss:
         return find_loss(self.objective)(gamma=self.gamma, label_smoothing=self.label_smoothing)
 
-    def _measured(
-        self, logits: Tensor, labels: Tensor, counted: Tensor, right: Mapping[str, Tensor], total: Tensor
+    def _evaluation_metrics(
+        self, logits: Tensor, labels: Tensor, counted: Tensor, correct: Mapping[str, Tensor], total: Tensor
     ) -> Sums:
-        """An evaluation calls `loss` what it is in every run, so that runs can be compared: nats. A metric stands before
-        the term of the same name, which is called `objective`."""
+        """Return the metrics of an evaluation if the loss is modified.
+
+        `loss` is plain cross-entropy in nats, so that runs can be compared; the minimised value is `objective`. (A metric
+        takes precedence over the loss term of the same name.)
+        """
         if self.multi_label:
             plain = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").mean(1)
         else:
@@ -171,11 +176,11 @@ class Classification(Task):
         weights = counted.float()
         if self.class_weights is not None and not self.multi_label:
             weights = weights * _weights(self.class_weights, logits.device)[labels]
-        return {**_means({**right, "loss": plain}, counted), "objective": (total.detach(), weights.sum())}
+        return {**_means({**correct, "loss": plain}, counted), "objective": (total.detach(), weights.sum())}
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
-        """Logits [b, K]."""
-        return self._told(models, batch, None)[0]
+        """Return logits, (batch, classes)."""
+        return self._forward(models, batch, None)[0]
 
     def score(self, rows: Rows) -> dict[str, float]:
         found = classification.classification_metrics(
@@ -183,9 +188,11 @@ class Classification(Task):
         )
         return found | unit_activity_metrics(rows["units"]) if "units" in rows else found
 
-    def _told(self, models: Models, batch: Batch, rng: Noise | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Logits, and of a spiking network the spikes of each layer. `rng` where training is to be noisy: words are dropped,
-        and pixels become spikes by chance. An answer is the same every time."""
+    def _forward(self, models: Models, batch: Batch, rng: Noise | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Return the logits, and for a spiking network the spikes of each layer.
+
+        With `rng`, in training, words are dropped and pixels become spikes at random; without, the result is deterministic.
+        """
         model = models["model"]
         if isinstance(self.shape, SpikingNetShape):
             drawn: dict[str, Tensor] = {}
@@ -202,22 +209,22 @@ class Classification(Task):
         if self.word_dropout and rng is not None:
             assert self.unknown is not None
             length = ids.shape[1]
-            drawn = rng.uniform("word_dropout", (-(-length // DRAWN_AT_ONCE) * DRAWN_AT_ONCE,))[:, :length]
+            drawn = rng.uniform("word_dropout", (-(-length // DRAWS_MULTIPLE) * DRAWS_MULTIPLE,))[:, :length]
             ids = torch.where((drawn < self.word_dropout) & mask, self.unknown, ids)
         return model(ids, mask)
 
-    def _single(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[b]: of each example, with the weight of its class."""
-        each = self._rule.per_example(logits, labels)
-        return each if self.class_weights is None else each * _weights(self.class_weights, logits.device)[labels]
+    def _single_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the loss of each example times the weight of its class, (batch,)."""
+        losses = self._loss.per_example(logits, labels)
+        return losses if self.class_weights is None else losses * _weights(self.class_weights, logits.device)[labels]
 
-    def _several(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """[b]: of each example the mean over its K questions, by the weights of their classes."""
-        each = self._rule.per_label(logits, labels)
+    def _multi_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Return the weighted mean of each example's losses over the classes, (batch,)."""
+        losses = self._loss.per_label(logits, labels)
         if self.class_weights is None:
-            return each.mean(1)
+            return losses.mean(1)
         weights = _weights(self.class_weights, logits.device)
-        return (each * weights).sum(1) / weights.sum()
+        return (losses * weights).sum(1) / weights.sum()
 
 
 def _means(values: Mapping[str, Tensor], counted: Tensor) -> Sums:
@@ -227,5 +234,5 @@ def _means(values: Mapping[str, Tensor], counted: Tensor) -> Sums:
 
 @lru_cache(maxsize=16)
 def _weights(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Once for each device: the host would wait for the copy."""
+    """Class weights on `device`, cached because copying them makes the host wait."""
     return torch.tensor(values, device=device)

@@ -1,4 +1,4 @@
-"""Text to tokens, for a language model: every document in order, each followed by the token that ends a text."""
+"""Preparation of text for a language model: the tokens of every document in order, each with an end-of-text token."""
 
 from __future__ import annotations
 
@@ -26,32 +26,33 @@ from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.tokens import BYTE_LENGTHS
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
-# Characters encoded in one call.
+# Characters that the tokenizer encodes in one call.
 CHARACTERS_PER_CALL = 4_000_000
 
 
 def prepare_language(
     data: TextData, spec: TokenizerSpec, *, progress: ProgressCallback, cache: Path | None = None
 ) -> PreparedData:
-    """The tokens of a recipe's texts, from the cache or made now; or from shards that were prepared elsewhere."""
+    """Return the tokens of a recipe's texts: from shards that were prepared elsewhere, from the cache, or computed now."""
     ready = open_if_prepared(data, task="language")
     if ready is not None:
         if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.metadata["tokenizer"]:
             raise DataError(
-                f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it with that"
+                f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it again with {spec.path}"
             )
         return ready
     return prepare(plan_language_data(data, spec), cache=cache or default_cache(), progress=progress)
 
 
 def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
+    """Describe the preparation of a recipe's texts: its inputs, rules and tokenizer."""
     rules = Rules.for_text(data)
     inputs, shares = collect_inputs(data)
     check_medium(inputs, "text")
 
     given = load_pretrained_tokenizer(spec)
     if (given or spec).kind == "words":
-        raise UsageError("data.tokenizer: words cannot be turned back into text, as a language model must; use bpe")
+        raise UsageError("data.tokenizer: words cannot be decoded to text, which a language model needs; use bpe")
 
     def encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> TokenEncoder:
         tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
@@ -72,25 +73,28 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
 
 
 def load_pretrained_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
-    """The one that needs no texts to be made; a large vocabulary takes a tenth of a second to open, so once."""
+    """Return the tokenizer of `spec` if it is pretrained, else None: the others are trained on the texts."""
     return build_tokenizer(spec, ()) if spec.kind == "pretrained" else None
 
 
 def tokenizer_cache_key(spec: TokenizerSpec, given: Tokenizer | None) -> tuple[Any, ...]:
-    """What of a tokenizer's description changes the tokens."""
+    """Return what of a tokenizer's description changes the tokens, for the key of the prepared data."""
     fingerprint = given.fingerprint if given is not None else None
     return (spec.kind, spec.vocab_size if spec.kind == "bpe" else None, fingerprint)
 
 
 def _is_one_text(inputs: tuple[Input, ...]) -> bool:
-    """One text by characters has no end within: its loss can then be compared with that of other character models."""
+    """Return whether the training data is a single text file.
+
+    A character model of one text gets no end-of-text token, so that its loss can be compared with published ones.
+    """
     train = [input.found for input in inputs if input.table.startswith("train")]
     return len(train) == 1 and train[0].kind == "text" and len(train[0].files) == 1
 
 
 @dataclass(frozen=True)
 class TokenEncoder(Encoder):
-    """Rows of tokens. The tokenizer stays on disk, where each process opens it for itself."""
+    """Encodes records as rows of tokens. Each process loads the tokenizer from `folder`."""
 
     folder: Path
     dtype: str

@@ -1,4 +1,4 @@
-"""Rows of tokens, for people."""
+"""Preview of prepared text."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from bottega.data.prepare.preview import Preview
 
 
 class TextPreview(Preview):
+    """Shows rows of tokens as text."""
+
     column = unit = "tokens"
 
     def describe(self, row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Text from a language model, token by token, as a function of the seed."""
+"""Token-by-token generation with a language model, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bottega.models.decoder.torch import DecoderCache, Transformer
 
 @dataclass
 class _Row:
-    """One text that grows. `window` is the part the model still sees, `read` whether the cache holds its beginning."""
+    """One text being generated. `window` holds the tokens in the context; `read` says whether the cache has them."""
 
     tokens: list[int]
     window: list[int]
@@ -36,20 +36,20 @@ def generate_tokens(
     stop_token: int | None = None,
     device: torch.device | str = "cpu",
 ) -> Iterator[list[int | None]]:
-    """Yield one token for each prompt as it comes; None for a prompt that has met `stop_token` (which is yielded).
+    """Yield the next token of each prompt until all have ended; None for a prompt that has produced `stop_token` before.
 
-    Prompts may differ in length, and no row sees another. The noise is f(seed, index of the new token, row), added to
-    the logits (Gumbel-max), so a seed gives the same text on any device up to rounding; temperature 0 takes the most
-    likely token. When a text fills the context, its last half is read again from position 0 and the rest forgotten; a
-    model without attention has no such limit, and reads on.
+    Prompts may differ in length and do not influence each other. Tokens are sampled with the Gumbel-max trick, with noise
+    that depends on the seed, the index of the new token and the row, so a seed gives the same text on any device up to
+    rounding; temperature 0 is greedy. When a text exceeds the context, its last half is read again from position 0 and the
+    rest is dropped; a model without attention has no such limit.
     """
     if max_new_tokens < 1:
-        raise UsageError(f"max_tokens {max_new_tokens}: at least one token is asked for")
+        raise UsageError(f"max_tokens must be at least 1, not {max_new_tokens}")
     _check(
         prompts, model.shape.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, penalty=repetition_penalty
     )
-    seen = slice(-model.shape.context, None) if model.shape.has_attention else slice(None)
-    rows = [_Row(list(prompt), list(prompt)[seen]) for prompt in prompts]
+    in_context = slice(-model.shape.context, None) if model.shape.has_attention else slice(None)
+    rows = [_Row(list(prompt), list(prompt)[in_context]) for prompt in prompts]
 
     def pick(logits: Tensor, index: int) -> list[int]:
         logits = apply_repetition_penalty(logits, [row.tokens for row in rows], penalty=repetition_penalty)
@@ -79,14 +79,14 @@ def _stream(
         for index in range(max_new_tokens):
             with torch.no_grad():
                 chosen = pick(_next_logits(model, rows, cache, device=device), index)
-            yield [_grow(row, token, stop_token) for row, token in zip(rows, chosen, strict=True)]
+            yield [_append(row, token, stop_token) for row, token in zip(rows, chosen, strict=True)]
             if all(row.stopped for row in rows):
                 return
     finally:
         model.train(training)
 
 
-def _grow(row: _Row, token: int, stop_token: int | None) -> int | None:
+def _append(row: _Row, token: int, stop_token: int | None) -> int | None:
     if row.stopped:
         return None
     row.tokens.append(token)
@@ -96,23 +96,23 @@ def _grow(row: _Row, token: int, stop_token: int | None) -> int | None:
 
 
 def _next_logits(model: Transformer, rows: list[_Row], cache: DecoderCache, *, device: torch.device | str) -> Tensor:
-    """Float32 logits [rows, V] of the token after each row; the cache then holds all that was read."""
+    """Return the float32 logits of the token after each row, (rows, vocabulary), and extend the cache."""
     context = model.shape.context
     for row in rows:
         if model.shape.has_attention and len(row.window) > context:
             row.window, row.read = row.window[-max(1, context // 2) :], False
     last = torch.empty(len(rows), model.shape.hidden_size, device=device)
-    fresh = [i for i, row in enumerate(rows) if not row.read]
-    if len(fresh) < len(rows):
-        # All rows step together. Those that stopped read their last token once more, which nobody asks for; so do those
-        # that are to be read anew, and that comes after, because a state cannot take a token back.
+    unread = [i for i, row in enumerate(rows) if not row.read]
+    if len(unread) < len(rows):
+        # All rows take the step together. For stopped rows and for those to be prefilled the result is not used; the
+        # prefill comes after, because the state of a state-space model cannot forget a token.
         steps = torch.tensor([[row.window[-1]] for row in rows], device=device)
-        places = [len(row.window) - 1 for row in rows]
-        hidden = model.hidden(steps, cache=cache, position=places)[:, 0].float()
-        others = [i for i in range(len(rows)) if i not in set(fresh)]
+        positions = [len(row.window) - 1 for row in rows]
+        hidden = model.hidden(steps, cache=cache, position=positions)[:, 0].float()
+        others = [i for i in range(len(rows)) if i not in set(unread)]
         last[others] = hidden[others]
-    if fresh:
-        last[fresh] = _prefill(model, rows, fresh, cache, device=device)
+    if unread:
+        last[unread] = _prefill(model, rows, unread, cache, device=device)
     for row in rows:
         row.read = True
     return model.logits(last.to(model.head_weight.dtype)).float()
@@ -121,10 +121,10 @@ def _next_logits(model: Transformer, rows: list[_Row], cache: DecoderCache, *, d
 def _prefill(
     model: Transformer, rows: list[_Row], chosen: list[int], cache: DecoderCache, *, device: torch.device | str
 ) -> Tensor:
-    """Read whole windows from position 0; the hidden state of each one's last token.
+    """Read the windows of the rows `chosen` from position 0 and return the hidden state of each one's last token.
 
-    Short rows are filled up on the right: what stands there is later than every real token, so none of them sees it. Of
-    keys and values it is overwritten in the cache before a later token could; into a state it never enters.
+    Short rows are padded on the right, where causal attention does not look. The keys and values of padding are overwritten
+    in the cache before a later token sees them, and padding does not enter the state of a state-space model.
     """
     windows = [rows[i].window for i in chosen]
     length = max(map(len, windows))
@@ -142,20 +142,20 @@ def _prefill(
     return hidden[torch.arange(len(chosen), device=device), ends].float()
 
 
-def apply_repetition_penalty(logits: Tensor, seen: list[list[int]], *, penalty: float) -> Tensor:
-    """Make what was already said less likely (Keskar et al., 2019); the prompt counts as said."""
+def apply_repetition_penalty(logits: Tensor, previous: list[list[int]], *, penalty: float) -> Tensor:
+    """Lower the logits of the tokens that each row already has, prompt included (Keskar et al., 2019)."""
     if penalty == 1.0:
         return logits
-    said = torch.zeros_like(logits, dtype=torch.bool)
-    for mark, tokens in zip(said, seen, strict=True):
-        mark[torch.tensor(sorted(set(tokens)), device=logits.device)] = True
-    return torch.where(said, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    is_repeated = torch.zeros_like(logits, dtype=torch.bool)
+    for row, tokens in zip(is_repeated, previous, strict=True):
+        row[torch.tensor(sorted(set(tokens)), device=logits.device)] = True
+    return torch.where(is_repeated, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def sample_tokens(
     logits: Tensor, noise: Noise, *, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """One token for each row of logits [rows, V]."""
+    """Sample one token for each row of logits, (rows, vocabulary) -> (rows,)."""
     if temperature == 0.0:
         return logits.argmax(dim=-1)
     logits = logits / temperature
@@ -164,9 +164,9 @@ def sample_tokens(
         logits = logits.masked_fill(logits < least, -torch.inf)
     if top_p is not None and top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
-        chances = ordered.softmax(dim=-1)
-        # A token stays while those before it hold less than top_p together, so the first one always stays.
-        dropped = chances.cumsum(dim=-1) - chances >= top_p
+        probabilities = ordered.softmax(dim=-1)
+        # A token stays while the tokens before it sum to less than top_p, so the first one always stays.
+        dropped = probabilities.cumsum(dim=-1) - probabilities >= top_p
         logits = logits.masked_fill(torch.zeros_like(dropped).scatter(1, order, dropped), -torch.inf)
     gumbel = -torch.log(-torch.log(noise.uniform("gumbel", (logits.shape[-1],))))
     return (logits + gumbel).argmax(dim=-1)
@@ -181,21 +181,21 @@ def _check(
     top_p: float | None,
     penalty: float,
 ) -> None:
-    """The first wrong setting, by name, before anything is computed."""
+    """Raise a UsageError for the first invalid option or prompt."""
     for i, prompt in enumerate(prompts):
         if not prompt:
-            raise UsageError(f"prompt {i} is empty: a text starts from at least one token, such as the start token")
+            raise UsageError(f"prompt {i} is empty; give at least one token, such as the end-of-text token")
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             raise UsageError(
-                f"prompt {i} holds a token outside 0..{vocab_size - 1}: it was made with another tokenizer"
+                f"prompt {i} has a token outside 0..{vocab_size - 1}; encode it with the tokenizer of this run"
             )
     if not prompts:
-        raise UsageError("no prompts: give at least one")
+        raise UsageError("no prompts; give at least one")
     if temperature < 0:
-        raise UsageError(f"temperature {temperature} is negative: 0 is greedy, 1 the model's own distribution")
+        raise UsageError(f"temperature {temperature} is negative; use 0 for greedy, 1 for the model's own distribution")
     if top_k is not None and top_k < 1:
-        raise UsageError(f"top_k {top_k} keeps nothing: use 1 or more, or leave it out")
+        raise UsageError(f"top_k must be at least 1, not {top_k}; leave it out to sample from all tokens")
     if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"top_p {top_p} is not in (0, 1]")
+        raise UsageError(f"top_p must be above 0 and at most 1, not {top_p}")
     if penalty <= 0:
-        raise UsageError(f"repetition_penalty {penalty} is not positive: 1 is none, 1.1 is mild")
+        raise UsageError(f"repetition_penalty must be positive, not {penalty}; 1 is none, 1.1 is mild")

@@ -1,4 +1,4 @@
-"""The task `language`."""
+"""The task `language`: causal language modelling."""
 
 from __future__ import annotations
 

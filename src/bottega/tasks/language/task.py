@@ -1,4 +1,4 @@
-"""Language modelling: predict the next token of a text."""
+"""Causal language modelling: predict the next token of a text."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from bottega.models.losses.token_loss import IGNORE_INDEX
 from bottega.models.spiking.units import activity_sums, unit_activity, unit_activity_metrics
 
 MAX_EXPERTS_REPORTED = 16
-"""Experts whose loads are told one by one; of more, only the largest and the smallest are."""
+"""Up to this number of experts, the load of each is a metric; above, only the largest and the smallest."""
 
 
 class Language(Task):
-    """A batch holds `input_ids` [b, T+1]: all but the last are read, all but the first are predicted.
+    """Next-token prediction with a decoder, with the auxiliary losses of its experts.
 
-    Optional: `attention_mask` [b, T+1], where 0 fills up a row at its end: nothing real sees it, because attention is
-    causal, and it is never predicted; `weight` [b], where 0 marks a padding row that counts nowhere; `documents`
-    [b, T+1], ids between which nothing is seen; `bytes` [b], the length of the text that the row's targets stand for.
+    A batch has `input_ids` (batch, length + 1): all but the last are inputs, all but the first are targets. Optional:
+    `attention_mask` (batch, length + 1), 0 for padding at the end, which is not predicted; `weight` (batch,), 0 for a padding
+    row; `documents` (batch, length + 1), document ids between which attention does not cross; `bytes` (batch,), the number of
+    bytes that the targets of a row encode.
     """
 
     shape: TransformerShape
     pretrained: str | None = None
-    """A local folder or a hub name whose weights the training starts from."""
+    """Local folder or hub name of the weights to start from."""
     balance_weight: float = 0.01
-    """Of the loss that keeps experts equally busy, where they are balanced by one."""
+    """Weight of the load-balancing loss, if experts are balanced by a loss."""
     z_weight: float = 0.001
-    """Of the loss that keeps the router's logits small (ST-MoE, Zoph et al., 2022)."""
+    """Weight of the router's z-loss (ST-MoE, Zoph et al., 2022)."""
 
     def specs(self) -> dict[str, ModelSpec]:
         model = ModelSpec(
@@ -57,8 +58,8 @@ class Language(Task):
         predicted = np.asarray(mask)[:, 1:] > 0
         if "weight" in batch:
             predicted = predicted & (np.asarray(batch["weight"]) > 0)[:, None]
-        # What experts cost is a mean over the tokens that are predicted, too.
-        return dict.fromkeys(("loss", *self._costs()), float(predicted.sum()))
+        # The auxiliary losses are means over the predicted tokens, too.
+        return dict.fromkeys(("loss", *self._auxiliary_weights()), float(predicted.sum()))
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         inputs, documents = _inputs(batch)
@@ -73,10 +74,10 @@ class Language(Task):
         else:
             counted = targets != IGNORE_INDEX
             total, routed = models["model"](inputs, targets, documents=documents, token_mask=counted)
-            out = self._with_experts(total, routed, metrics)
-            metrics |= self._only_some(routed, counted, training=models["model"].training)
+            out = self._add_expert_losses(total, routed, metrics)
+            metrics |= self._routing_metrics(routed, counted, training=models["model"].training)
             if not models["model"].training:
-                out.rows.update(self._found(routed, counted))
+                out.rows.update(self._routing_rows(routed, counted))
         if "bytes" in batch:
             size = batch["bytes"].float()
             if "weight" in batch:
@@ -86,92 +87,97 @@ class Language(Task):
 
     # Experts
 
-    def _costs(self) -> dict[str, float]:
-        """Term -> weight of what experts cost beside the tokens."""
+    def _auxiliary_weights(self) -> dict[str, float]:
+        """Auxiliary loss of the experts -> weight, for those that are used."""
         shape = self.shape.experts
         if shape is None:
             return {}
         balance = self.balance_weight if shape.balance == "loss" else 0.0
         return {name: weight for name, weight in (("balance", balance), ("router_z", self.z_weight)) if weight}
 
-    def _with_experts(self, total: Tensor, routed: LayerRoutings, metrics: Sums) -> Loss:
+    def _add_expert_losses(self, total: Tensor, routed: LayerRoutings, metrics: Sums) -> Loss:
         shape = self.shape.experts
-        assert shape is not None, "or nothing was routed"
-        costs = {"balance": [one.balance for one in routed], "router_z": [one.z for one in routed]}
-        terms = {name: (torch.stack(costs[name]).sum(), weight) for name, weight in self._costs().items()}
-        tokens = torch.stack([one.tokens for one in routed]).sum()
-        # What is minimised is more than this; a report stays the surprise of the text alone.
+        assert shape is not None, "a model with routed layers has experts"
+        losses = {"balance": [routing.balance for routing in routed], "router_z": [routing.z for routing in routed]}
+        weights = self._auxiliary_weights()
+        terms = {name: (torch.stack(losses[name]).sum(), weight) for name, weight in weights.items()}
+        tokens = torch.stack([routing.tokens for routing in routed]).sum()
+        # The reported loss is the cross-entropy alone, without the auxiliary losses that are minimised with it.
         metrics["loss"] = (total.detach(), routed[0].tokens)
-        most = math.log(max(2, shape.num_experts))
-        metrics["gate_entropy"] = (torch.stack([one.entropy for one in routed]).sum() / most, tokens)
+        max_entropy = math.log(max(2, shape.num_experts))
+        metrics["gate_entropy"] = (torch.stack([routing.entropy for routing in routed]).sum() / max_entropy, tokens)
         stats: dict[str, Tensor] = {}
         for name, routing in zip(self._expert_layers(), routed, strict=True):
             stats |= experts.routing_stats(routing, name)
         return Loss({"loss": (total, 1.0), **terms}, metrics, {}, stats)
 
-    def _only_some(self, routed: LayerRoutings, counted: Tensor, *, training: bool) -> Sums:
-        """Measures that only some models have: who found no room, which training alone limits, and how often units fire."""
-        found: Sums = {}
+    def _routing_metrics(self, routed: LayerRoutings, counted: Tensor, *, training: bool) -> Sums:
+        """Return the drop rate, if experts have a capacity (in training only), and the firing rate of spiking routers."""
+        metrics: Sums = {}
         shape = self.shape.experts
-        assert shape is not None, "or nothing was routed"
+        assert shape is not None, "a model with routed layers has experts"
         if training and shape.has_capacity_limit:
-            dropped, tokens = (torch.stack([getattr(one, n) for one in routed]).sum() for n in ("dropped", "tokens"))
-            found["drop_rate"] = (dropped, tokens * shape.top_k)
-        rates = _rates(routed)
+            dropped, tokens = (
+                torch.stack([getattr(routing, name) for routing in routed]).sum() for name in ("dropped", "tokens")
+            )
+            metrics["drop_rate"] = (dropped, tokens * shape.top_k)
+        rates = _firing_rates(routed)
         if rates is not None:
-            found["firing_rate"] = activity_sums(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
-        return found
+            metrics["firing_rate"] = activity_sums(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
+        return metrics
 
-    def _found(self, routed: LayerRoutings, counted: Tensor) -> dict[str, Tensor]:
-        """Of each example, in an evaluation."""
+    def _routing_rows(self, routed: LayerRoutings, counted: Tensor) -> dict[str, Tensor]:
+        """Return the expert load and the unit activity of each example, for `score` in an evaluation."""
         shape = self.shape.experts
-        assert shape is not None, "or nothing was routed"
-        rows, rates = {"load": _loads(routed, counted, shape.num_experts)}, _rates(routed)
+        assert shape is not None, "a model with routed layers has experts"
+        rows, rates = {"load": _expert_loads(routed, counted, shape.num_experts)}, _firing_rates(routed)
         if rates is not None and shape.spiking_units is not None:
             each = unit_activity(rates.flatten(0, 1)[None], shape.spiking_units.highest_rate).view(rates.shape)
-            # Of all its tokens: silent in each, or as often as it could be in each; what fills up is no reason against.
+            # Over all tokens of an example, without padding: dead (0) if silent at each, saturated (2) if so at each.
             real = counted[..., None]
             least, most = each.masked_fill(~real, 2).amin(1), each.masked_fill(~real, 0).amax(1)
             rows["units"] = torch.where(most == 0, most, torch.where(least == 2, least, 1))
         return rows
 
     def _expert_layers(self) -> list[str]:
-        """Where the model has them."""
+        """Return the names of the model's expert layers."""
         return [f"model.layers.{layer}.mlp" for layer in self.shape.expert_layers]
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        """The running load of each router, and its bias where that is what balances."""
-        new: dict[str, Tensor] = {}
+    def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        """Return the new running load of each router, and its new bias if that balances the experts."""
+        updated: dict[str, Tensor] = {}
         for name in self._expert_layers():
-            assert self.shape.experts is not None, "or there were no such layers"
-            new |= experts.update_router_state(tensors, seen, name=name, shape=self.shape.experts, rng=rng)
-        return new
+            assert self.shape.experts is not None, "a model with expert layers has experts"
+            updated |= experts.update_router_state(tensors, batch_stats, name=name, shape=self.shape.experts, rng=rng)
+        return updated
 
-    def batch_metrics(self, seen: Mapping[str, Array]) -> dict[str, Array]:
-        """How evenly the whole batch asked the experts of each layer, as a mean over layers."""
-        loads = [seen[f"{name}.load"] for name in self._expert_layers() if f"{name}.load" in seen]
+    def batch_metrics(self, batch_stats: Mapping[str, Array]) -> dict[str, Array]:
+        """Return the entropy of the expert load in the whole batch, averaged over layers."""
+        loads = [batch_stats[f"{name}.load"] for name in self._expert_layers() if f"{name}.load" in batch_stats]
         return {"load_entropy": experts.load_entropy(torch.stack(loads))} if loads else {}
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """How evenly the experts were asked over the whole data set; each layer by itself, since the third expert of one
-        has nothing to do with the third of another."""
+        """Return the distribution of the expert load over the whole data set.
+
+        The entropy is computed for each layer, since experts of different layers with the same number are unrelated.
+        """
         load = rows["load"].sum(axis=0)
-        shares = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
-        surprise = -(shares * np.log(np.maximum(shares, 1e-30))).sum(axis=-1)
-        number = shares.shape[-1]
-        found = {
-            "load_entropy": float(surprise.mean() / math.log(max(2, number))),
-            "load_max": float(shares.max()),
-            "load_min": float(shares.min()),
+        fractions = load / np.maximum(load.sum(axis=-1, keepdims=True), 1)
+        entropy = -(fractions * np.log(np.maximum(fractions, 1e-30))).sum(axis=-1)
+        num_experts = fractions.shape[-1]
+        metrics = {
+            "load_entropy": float(entropy.mean() / math.log(max(2, num_experts))),
+            "load_max": float(fractions.max()),
+            "load_min": float(fractions.min()),
         }
-        each = {f"load/{expert}": float(share) for expert, share in enumerate(shares.mean(axis=0))}
-        # An example without a token that counts says nothing about units.
+        per_expert = {f"load/{expert}": float(fraction) for expert, fraction in enumerate(fractions.mean(axis=0))}
+        # Examples without a predicted token have no unit activity.
         units = unit_activity_metrics(rows["units"][rows["load"].any(axis=(1, 2))]) if "units" in rows else {}
-        return found | (each if number <= MAX_EXPERTS_REPORTED else {}) | units
+        return metrics | (per_expert if num_experts <= MAX_EXPERTS_REPORTED else {}) | units
 
     @property
     def evaluation_metrics(self) -> tuple[str, ...]:
-        """What an evaluation knows of experts."""
+        """Names of the metrics of an evaluation that concern experts."""
         shape = self.shape.experts
         if shape is None:
             return ()
@@ -181,18 +187,18 @@ class Language(Task):
             else []
         )
         units = ("firing_rate", "dead", "saturated") if shape.spiking_units is not None else ()
-        return (*self._costs(), "gate_entropy", "load_entropy", "load_max", "load_min", *loads, *units)
+        return (*self._auxiliary_weights(), "gate_entropy", "load_entropy", "load_max", "load_min", *loads, *units)
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
-        """All logits [b, T, V]: for small batches."""
+        """Return all logits, (batch, length, vocabulary); for small batches only."""
         inputs, documents = _inputs(batch)
         return models["model"](inputs, documents=documents)
 
     def add_perplexity(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What people read off the means: the perplexity of a loss in nats."""
+        """Return the metrics with the perplexity, exp(loss)."""
         if "loss" not in metrics:
             return dict(metrics)
-        # Beyond e ** 700 a float is infinite, and so is the surprise.
+        # exp(x) overflows a float above about 709.
         return {**metrics, "perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
 
 
@@ -201,17 +207,17 @@ def _inputs(batch: Batch) -> tuple[Tensor, Tensor | None]:
     return batch["input_ids"][:, :-1], documents
 
 
-def _loads(routed: LayerRoutings, counted: Tensor, num_experts: int) -> Tensor:
-    """[b, L, E]: how often the tokens of each example asked each expert."""
-    found = []
+def _expert_loads(routed: LayerRoutings, counted: Tensor, num_experts: int) -> Tensor:
+    """Count the tokens of each example that were routed to each expert, (batch, layers, experts)."""
+    loads = []
     for routing in routed:
-        asked = torch.zeros(len(counted), num_experts, device=counted.device)
-        once = counted[..., None].expand_as(routing.chosen).float()
-        found.append(asked.scatter_add_(1, routing.chosen.flatten(1), once.flatten(1)))
-    return torch.stack(found, dim=1)
+        load = torch.zeros(len(counted), num_experts, device=counted.device)
+        ones = counted[..., None].expand_as(routing.chosen).float()
+        loads.append(load.scatter_add_(1, routing.chosen.flatten(1), ones.flatten(1)))
+    return torch.stack(loads, dim=1)
 
 
-def _rates(routed: LayerRoutings) -> Tensor | None:
-    """[b, T, units]: how often the units of all spiking routers fired at each token."""
-    found = [one.rates.detach() for one in routed if one.rates is not None]
-    return torch.cat(found, dim=-1) if found else None
+def _firing_rates(routed: LayerRoutings) -> Tensor | None:
+    """Return the firing rates of the units of all spiking routers at each token, (batch, length, units)."""
+    rates = [routing.rates.detach() for routing in routed if routing.rates is not None]
+    return torch.cat(rates, dim=-1) if rates else None

@@ -1,1 +1,1 @@
-"""Several tasks with one model."""
+"""Multitask learning: several tasks with one model."""

@@ -1,4 +1,4 @@
-"""The task `multitask`."""
+"""The task `multitask`: one model trained on several tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The recipe of personalised images: soft prompts between a frozen language model and a frozen image generator.
 
-PMG (Shen et al., 2024): the language model reads what a person liked and says it in keywords and in a few hidden states;
-a trained mapping makes those a condition for the generator, beside the words of the wish.
+PMG (Shen et al., 2024): the language model reads what a user liked and summarises it in keywords and in a few hidden states,
+which a trained mapping turns into a condition of the generator, beside the keywords of the wish.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from bottega.tasks.generation.config import GeneratorSamples
 
 
 class Keywords(Section):
-    """What the language model is asked, and how its answer is read. {history} and {wish} are filled in."""
+    """Prompts that ask the language model for keywords, and how its answer is decoded."""
 
     preference_prompt: str = Field(
         "A person liked these pictures:\n{history}\n\n"
         "Name up to {count} keywords for what they have in common: subjects, colours, style, mood. "
         "Answer with the keywords alone, separated by commas.\nKeywords:",
-        description="asks for what a person likes; {history} is the captions",
+        description="prompt for what a user likes; {history} is replaced by the captions",
     )
     target_prompt: str = Field(
         "A person wishes for this picture: {wish}\n\n"
         "Name up to {count} keywords for what it must show. "
         "Answer with the keywords alone, separated by commas.\nKeywords:",
-        description="asks for what the picture must show; {wish} is the wish",
+        description="prompt for what the image must show; {wish} is replaced by the wish",
     )
-    item: str = Field("- {caption}\n", description="one liked picture, in a history")
-    count: Positive = Field(6, description="at most so many keywords")
-    max_tokens: Positive = Field(48, description="the answer is cut at so many tokens")
+    item: str = Field("- {caption}\n", description="template of one liked image in the history")
+    count: Positive = Field(6, description="maximum number of keywords")
+    max_tokens: Positive = Field(48, description="maximum tokens of an answer")
     allowed: tuple[str, ...] | None = Field(
-        None, min_length=1, description="the only words that may be answered; null reads whatever is said"
+        None, min_length=1, description="the only words an answer may contain; null parses free answers"
     )
 
     @field_validator("preference_prompt", "target_prompt", "item")
     @classmethod
-    def _has_its_field(cls, value: str, info: object) -> str:
+    def _check_placeholder(cls, value: str, info: object) -> str:
         name = {"preference_prompt": "{history}", "target_prompt": "{wish}", "item": "{caption}"}[info.field_name]  # type: ignore[attr-defined]
         if name not in value:
-            raise ValueError(f"has no {name}, which is where it is filled in")
+            raise ValueError(f"has no {name}; put it where the text is to be inserted")
         return value
 
 
 class ConditionWeights(Section):
     """Each part of the condition is multiplied by its weight; 0 leaves it out."""
 
-    soft: Number = Field(1.0, ge=0, description="the trained tokens")
-    keywords: Number = Field(1.0, ge=0, description="the keywords of what a person likes")
-    target: Number = Field(1.0, ge=0, description="the keywords of the wish")
+    soft: Number = Field(1.0, ge=0, description="weight of the trained tokens")
+    keywords: Number = Field(1.0, ge=0, description="weight of the keywords of what a user likes")
+    target: Number = Field(1.0, ge=0, description="weight of the keywords of the wish")
 
     @model_validator(mode="after")
-    def _is_something(self) -> Self:
+    def _check_any(self) -> Self:
         if not (self.soft or self.keywords or self.target):
             raise ValueError("all weights are 0, which leaves no condition; raise one")
         return self
@@ -72,60 +72,67 @@ class PersonalizeModel(Model):
         None, description="frozen causal language model of transformers: a folder or hub name, or needs.<part>"
     )
     clip: str | None = Field(
-        None, description="CLIP that picks among candidates and judges: a folder or hub name, or needs.<part>"
+        None, description="CLIP that picks the best candidate and evaluates: a folder or hub name, or needs.<part>"
     )
-    num_image_tokens: Positive = Field(2, description="learned tokens that ask for an image")
+    num_image_tokens: Positive = Field(
+        2, description="trained tokens after the prompt, whose hidden states become the condition"
+    )
     start_words: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description="image tokens begin as the tokens of these, in turn, such as [':', ',']; null draws them at random",
+        description="words whose tokens initialise the image tokens, in turn, such as [':', ',']; null is random",
     )
-    num_prefix_tokens: Whole = Field(2, ge=0, description="learned keys and values before each layer's own; 0 is none")
+    num_prefix_tokens: Whole = Field(
+        2, ge=0, description="trained keys and values before those of each layer; 0 is none"
+    )
     prefix_projection: Positive | None = Field(
-        None, description="prefixes come out of two layers of this width (P-tuning v2); null trains them themselves"
+        None,
+        description="width of the two layers that produce the prefixes (P-tuning v2); null trains the prefixes directly",
     )
     frozen_precision: FrozenPrecision = Field(
-        "auto", description="of the frozen parts; auto is bf16 on a GPU and fp32 elsewhere; 8bit and 4bit: bitsandbytes"
+        "auto",
+        description="precision of the frozen models; auto is bf16 on a GPU, else fp32; 8bit and 4bit need bitsandbytes",
     )
-    keywords: Keywords = Field(default_factory=Keywords, description="what the language model is asked in words")
+    keywords: Keywords = Field(default_factory=Keywords, description="how the language model is asked for keywords")
     weights: ConditionWeights = Field(
-        default_factory=ConditionWeights, description="parts of the condition in training"
+        default_factory=ConditionWeights, description="weights of the parts of the condition in training"
     )
     keyword_dropout: Probability = Field(
-        0.0, description="share trained without the keywords of preference, so that the soft tokens must know it too"
+        0.0,
+        description="fraction of examples trained without preference keywords, so that the soft tokens learn them too",
     )
-    min_snr: Number | None = Field(None, gt=0, description="cap on the weight of clean times, such as 5; null is none")
+    min_snr: Number | None = Field(None, gt=0, description="min-SNR cap of the loss weight, such as 5; null is none")
 
     @field_validator("weights")
     @classmethod
-    def _learns(cls, value: ConditionWeights) -> ConditionWeights:
+    def _check_soft(cls, value: ConditionWeights) -> ConditionWeights:
         if not value.soft:
-            raise ValueError("soft is 0, so that nothing would learn; raise it")
+            raise ValueError("soft is 0, so nothing would be trained; raise it")
         return value
 
 
 class PersonalizeData(Data):
     collection: Collection | None = Field(
-        None, description="whose layout is read: flickr, pog or ser as published; null is our own records"
+        None, description="published data set to read: flickr, pog or ser; null is record files"
     )
-    sequence_length: Positive = Field(600, description="history and target are cut at so many tokens")
-    history_length: Positive | None = Field(None, description="only the last so many liked items; null is all")
+    sequence_length: Positive = Field(600, description="maximum tokens of a prompt with history and target")
+    history_length: Positive | None = Field(None, description="number of most recent liked items to use; null is all")
     image_size: Positive = Field(512, le=8192, description="side in pixels")
     captions: str | None = Field(
-        None, description="file of captions by item, or the folder of a captioning model; null is as in the records"
+        None, description="file of captions by item, or folder of a captioning model; null is those of the records"
     )
     pictures: str | None = Field(
-        None, description="folder that the names of pictures are relative to; null is that of the records"
+        None, description="folder that image names are relative to; null is that of the records"
     )
-    min_score: Number | None = Field(None, description="flickr: what has so many points or more is liked; null is 4")
+    min_score: Number | None = Field(None, description="flickr: minimum score of a liked image; null is 4")
 
 
 class PersonalizeSamples(GeneratorSamples):
-    count: Positive = Field(8, description="how many people the sheet shows")
-    guidance: Number = Field(7.5, ge=0, description="how strongly the condition is followed; 1 is plain")
-    negative_prompt: str = Field("", description="what pictures should not show; guidance leads away from it")
+    count: Positive = Field(8, description="number of users on the contact sheet")
+    guidance: Number = Field(7.5, ge=0, description="classifier-free guidance scale; 1 is none")
+    negative_prompt: str = Field("", description="what images should not show; guidance leads away from it")
     preference_weight: Probability = Field(
-        2 / 3, description="preference against target when the best of the weightings is picked"
+        2 / 3, description="weight of preference against target when the best weighting is picked"
     )
     weightings: tuple[ConditionWeights, ...] = Field(
         (
@@ -134,12 +141,12 @@ class PersonalizeSamples(GeneratorSamples):
             ConditionWeights(soft=0.75, keywords=0.75),
         ),
         min_length=1,
-        description="of soft tokens, keywords and target; one candidate is drawn for each",
+        description="weights of soft tokens, keywords and target; one candidate is generated for each",
     )
 
 
 class PersonalizeScheduler(Scheduler):
-    """As published: a linear warm-up and a linear decay."""
+    """Linear warm-up and linear decay, as published."""
 
     name: SchedulerName = Field("linear", description="shape of the learning rate over the run")
     warmup_steps: Duration = Field(
@@ -154,18 +161,18 @@ class PersonalizeTraining(Training):
 
 
 class PersonalizeRecipe(Recipe):
-    task: Literal["personalize"] = Field("personalize", description="images of a target as one user would like it")
+    task: Literal["personalize"] = Field("personalize", description="generate images adapted to a user's taste")
     model: PersonalizeModel = Field(default_factory=PersonalizeModel, description="the model")
     data: PersonalizeData = Field(default_factory=PersonalizeData, description="the data")
     training: PersonalizeTraining = Field(default_factory=PersonalizeTraining, description="how it is learned")
     samples: PersonalizeSamples = Field(
-        default_factory=PersonalizeSamples, description="what the model draws while it learns"
+        default_factory=PersonalizeSamples, description="images generated during training"
     )
 
     def find_missing_keys(self) -> list[tuple[str, str]]:
-        parts = [
-            (f"model.{part}", "missing; give a folder or a hub name")
-            for part in ("diffusion", "language_model")
-            if getattr(self.model, part) is None
+        missing = [
+            (f"model.{key}", "missing; give a folder or a hub name")
+            for key in ("diffusion", "language_model")
+            if getattr(self.model, key) is None
         ]
-        return super().find_missing_keys() + find_path_problems(self.data) + parts
+        return super().find_missing_keys() + find_path_problems(self.data) + missing

@@ -1,4 +1,4 @@
-"""Sheets of personalised pictures: what each person liked, what they wished for, and what was drawn."""
+"""Contact sheets of personalised images: each user's history, wish and generated images."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from bottega.storage.durable import replacing_file
 
 MARGIN, GAP = 24.0, 6.0
 THUMB, PICTURE = 48.0, 80.0
-"""Sides of what was liked and of what is drawn. At twice the size, 32 pixels become 96 and 160: each is a whole square."""
+"""Sides of liked and of generated images. At twice the size, 32 pixels become 96 and 160, whole multiples."""
 MAX_HISTORY_SHOWN = 6
-"""Of a longer history the last ones, which say most of a person now."""
+"""Images of a history that are shown; of a longer one the last."""
 WISH = 96.0
 HEAD, TEXT, LINE = 13.0, 11.0, 15.0
 TITLE = 34.0
 PAGE, COLUMNS = 1900.0, 12
-"""How high a column of blocks may be, which is nearly 4,000 pixels, and how many there are: more is not looked at."""
+"""Maximum height of a column, nearly 4,000 pixels, and maximum number of columns."""
 ACROSS = 6
-"""Pictures beside each other for one wish; of very many, as many as make a square."""
+"""Images in a row for one wish; of very many, as many as make a square."""
 LEGEND = "below each: weights of soft tokens / keywords / wish"
 
 
 @dataclass(frozen=True)
 class UserSummary:
-    """Whom a picture is for, and what is known of them."""
+    """What a contact sheet shows of a user."""
 
     user: str
     history: Sequence[np.ndarray]
-    """The last pictures that were liked, uint8 [h, w, 3]."""
+    """The last liked images, uint8 (height, width, 3)."""
     earlier: int
-    """Items of the history that are not shown."""
+    """Number of further items of the history."""
     likes: str
     wish: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The same wish drawn without and with what is known."""
+    """The same wish generated without and with personalisation."""
 
     summary: UserSummary
     without: np.ndarray
@@ -52,140 +52,143 @@ class Comparison:
 
 @dataclass(frozen=True)
 class GeneratedRow:
-    """All pictures that were drawn for one wish, and what stands below each."""
+    """All images for one wish, with a caption for each."""
 
     summary: UserSummary
     images: Sequence[np.ndarray]
     captions: Sequence[str]
 
 
-def write_comparison_sheet(people: Sequence[Comparison], path: Path) -> None:
-    """A row for each person: history, wish, without and with personalisation."""
+def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Write a contact sheet with a row for each user: history, wish, image without and with personalisation."""
     left = MARGIN
-    wish = left + _history_width([one.summary for one in people]) + 4 * GAP
+    wish = left + _history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
     without = wish + WISH + 2 * GAP
     personal = without + PICTURE + 4 * GAP
     row = PICTURE + 3 * GAP
-    sheet = Canvas(personal + PICTURE + MARGIN, MARGIN + TITLE + len(people) * row + MARGIN / 2)
+    sheet = Canvas(personal + PICTURE + MARGIN, MARGIN + TITLE + len(comparisons) * row + MARGIN / 2)
     heads = [("history", left, "lm"), ("wish", wish + WISH / 2, "mm")]
     heads += [("without", without + PICTURE / 2, "mm"), ("with", personal + PICTURE / 2, "mm")]
     for words, x, anchor in heads:
         sheet.draw_text(x, MARGIN + HEAD / 2, words, anchor=anchor, size=HEAD, fill=FAINT)
-    for number, one in enumerate(people):
+    for number, comparison in enumerate(comparisons):
         top = MARGIN + TITLE + number * row
         sheet.draw_line(left, top - 1.5 * GAP, personal + PICTURE, top - 1.5 * GAP, fill=GRID)
-        _history(sheet, left, top, one.summary.history, one.summary.earlier)
-        known = wish - left - 4 * GAP
-        _lines(
+        _draw_history(sheet, left, top, comparison.summary.history, comparison.summary.earlier)
+        width = wish - left - 4 * GAP
+        _draw_lines(
             sheet,
             left,
             top + THUMB + LINE - 2,
-            f"user {one.summary.user} likes {one.summary.likes or '(no keywords)'}",
-            width=known,
+            f"user {comparison.summary.user} likes {comparison.summary.likes or '(no keywords)'}",
+            width=width,
         )
-        _centred(sheet, wish + WISH / 2, top + PICTURE / 2, one.summary.wish, width=WISH)
-        sheet.paste_image(without, top, one.without, PICTURE)
-        sheet.paste_image(personal, top, one.personal, PICTURE)
+        _draw_centred(sheet, wish + WISH / 2, top + PICTURE / 2, comparison.summary.wish, width=WISH)
+        sheet.paste_image(without, top, comparison.without, PICTURE)
+        sheet.paste_image(personal, top, comparison.personal, PICTURE)
     _save(sheet, path)
 
 
-def write_contact_sheet(answers: Sequence[GeneratedRow], path: Path) -> None:
-    """A block for each person and wish: what is known, what was liked, and below it what was drawn. Blocks stand below each
-    other as far as a page goes, and then beside each other."""
-    num_pictures = max(len(one.images) for one in answers)
-    across = min(num_pictures, max(ACROSS, math.ceil(math.sqrt(num_pictures))))
-    width = max(across * (PICTURE + GAP) - GAP, _history_width([one.summary for one in answers]), 4 * PICTURE)
-    blocks = [_block(one, across=across, width=width) for one in answers]
-    columns = _columns([block.height for block in blocks])
-    shown, high = sum(map(len, columns)), max(sum(blocks[i].height for i in column) for column in columns)
-    sheet = Canvas(MARGIN + len(columns) * (width + MARGIN), MARGIN + high + MARGIN)
+def write_contact_sheet(rows: Sequence[GeneratedRow], path: Path) -> None:
+    """Write a contact sheet with a block for each user and wish: keywords, history, and the generated images below.
+
+    Blocks fill one column after the other.
+    """
+    num_images = max(len(row.images) for row in rows)
+    across = min(num_images, max(ACROSS, math.ceil(math.sqrt(num_images))))
+    width = max(across * (PICTURE + GAP) - GAP, _history_width([row.summary for row in rows]), 4 * PICTURE)
+    blocks = [_lay_out(row, across=across, width=width) for row in rows]
+    columns = _split_columns([block.height for block in blocks])
+    num_shown, height = sum(map(len, columns)), max(sum(blocks[i].height for i in column) for column in columns)
+    sheet = Canvas(MARGIN + len(columns) * (width + MARGIN), MARGIN + height + MARGIN)
     for number, column in enumerate(columns):
         x, top = MARGIN + number * (width + MARGIN), MARGIN
-        for place in column:
-            if place != column[0]:
+        for index in column:
+            if index != column[0]:
                 sheet.draw_line(x, top - 2 * GAP, x + width, top - 2 * GAP, fill=GRID)
-            _draw_block(sheet, blocks[place], x, top, across=across)
-            top += blocks[place].height
-    legend = f"{LEGEND}; {len(answers) - shown:,} more are not shown" if shown < len(answers) else LEGEND
-    sheet.draw_text(MARGIN, MARGIN + high, legend, anchor="lm", size=TEXT - 2, fill=FAINT)
+            _draw_block(sheet, blocks[index], x, top, across=across)
+            top += blocks[index].height
+    legend = f"{LEGEND}; {len(rows) - num_shown:,} more are not shown" if num_shown < len(rows) else LEGEND
+    sheet.draw_text(MARGIN, MARGIN + height, legend, anchor="lm", size=TEXT - 2, fill=FAINT)
     _save(sheet, path)
 
 
 @dataclass(frozen=True)
 class _Block:
-    answer: GeneratedRow
+    row: GeneratedRow
     wish: list[str]
-    known: list[str]
-    """What is said of the person, line by line."""
+    """Lines of the wish."""
+    user: list[str]
+    """Lines about the user."""
     head: float
     height: float
-    """With the room below it."""
+    """Height with the gap below."""
 
 
-def _block(one: GeneratedRow, *, across: int, width: float) -> _Block:
-    likes = f", who likes {one.summary.likes}" if one.summary.likes else " (no keywords)"
-    wish = _broken(one.summary.wish, width, HEAD)
-    known = _broken(f"for user {one.summary.user}{likes}", width, TEXT)
-    head = (len(wish) + len(known)) * LINE + 2 * GAP + (THUMB + 2 * GAP if one.summary.history else 0)
-    rows = math.ceil(len(one.images) / across)
-    return _Block(one, wish, known, head, head + rows * (PICTURE + LINE + GAP) + 3 * GAP)
+def _lay_out(row: GeneratedRow, *, across: int, width: float) -> _Block:
+    likes = f", who likes {row.summary.likes}" if row.summary.likes else " (no keywords)"
+    wish = _wrap(row.summary.wish, width, HEAD)
+    user = _wrap(f"for user {row.summary.user}{likes}", width, TEXT)
+    head = (len(wish) + len(user)) * LINE + 2 * GAP + (THUMB + 2 * GAP if row.summary.history else 0)
+    num_lines = math.ceil(len(row.images) / across)
+    return _Block(row, wish, user, head, head + num_lines * (PICTURE + LINE + GAP) + 3 * GAP)
 
 
 def _draw_block(sheet: Canvas, block: _Block, x: float, top: float, *, across: int) -> None:
-    one, y = block.answer, top + HEAD / 2
-    for line in block.wish:
-        sheet.draw_text(x, y, line, anchor="lm", size=HEAD)
+    row, y = block.row, top + HEAD / 2
+    for text in block.wish:
+        sheet.draw_text(x, y, text, anchor="lm", size=HEAD)
         y += LINE
-    for line in block.known:
-        sheet.draw_text(x, y, line, anchor="lm", size=TEXT, fill=FAINT)
+    for text in block.user:
+        sheet.draw_text(x, y, text, anchor="lm", size=TEXT, fill=FAINT)
         y += LINE
-    _history(sheet, x, y - HEAD / 2 + GAP, one.summary.history, one.summary.earlier)
-    for number, (picture, caption) in enumerate(zip(one.images, one.captions, strict=True)):
-        row, column = divmod(number, across)
-        left, y = x + column * (PICTURE + GAP), top + block.head + row * (PICTURE + LINE + GAP)
-        sheet.paste_image(left, y, picture, PICTURE)
+    _draw_history(sheet, x, y - HEAD / 2 + GAP, row.summary.history, row.summary.earlier)
+    for number, (image, caption) in enumerate(zip(row.images, row.captions, strict=True)):
+        line, column = divmod(number, across)
+        left, y = x + column * (PICTURE + GAP), top + block.head + line * (PICTURE + LINE + GAP)
+        sheet.paste_image(left, y, image, PICTURE)
         sheet.draw_text(left + PICTURE / 2, y + PICTURE + LINE / 2, caption, size=TEXT - 2, fill=FAINT)
 
 
-def _columns(heights: Sequence[float]) -> list[list[int]]:
-    """The places of the blocks, column by column; those beyond `COLUMNS` are left out."""
+def _split_columns(heights: Sequence[float]) -> list[list[int]]:
+    """Return the indices of the blocks by column; those that do not fit into COLUMNS columns are left out."""
     columns: list[list[int]] = [[]]
     used = 0.0
-    for place, height in enumerate(heights):
+    for index, height in enumerate(heights):
         if columns[-1] and used + height > PAGE:
             if len(columns) == COLUMNS:
                 break
             columns.append([])
             used = 0.0
-        columns[-1].append(place)
+        columns[-1].append(index)
         used += height
     return columns
 
 
-def _history_width(people: Sequence[UserSummary]) -> float:
-    return max(max(len(one.history) for one in people) * (THUMB + GAP) - GAP, 4 * THUMB)
+def _history_width(users: Sequence[UserSummary]) -> float:
+    return max(max(len(user.history) for user in users) * (THUMB + GAP) - GAP, 4 * THUMB)
 
 
-def _history(sheet: Canvas, x: float, y: float, pictures: Sequence[np.ndarray], earlier: int) -> None:
-    for number, picture in enumerate(pictures):
-        sheet.paste_image(x + number * (THUMB + GAP), y, picture, THUMB)
+def _draw_history(sheet: Canvas, x: float, y: float, images: Sequence[np.ndarray], earlier: int) -> None:
+    for number, image in enumerate(images):
+        sheet.paste_image(x + number * (THUMB + GAP), y, image, THUMB)
     if earlier:
-        end = x + len(pictures) * (THUMB + GAP)
+        end = x + len(images) * (THUMB + GAP)
         sheet.draw_text(end, y + THUMB / 2, f"+{earlier}", anchor="lm", size=TEXT - 2, fill=FAINT)
 
 
-def _lines(sheet: Canvas, x: float, y: float, words: str, *, width: float) -> None:
-    for number, line in enumerate(_broken(words, width, TEXT)):
+def _draw_lines(sheet: Canvas, x: float, y: float, text: str, *, width: float) -> None:
+    for number, line in enumerate(_wrap(text, width, TEXT)):
         sheet.draw_text(x, y + number * LINE, line, anchor="lm", size=TEXT, fill=FAINT)
 
 
-def _broken(words: str, width: float, size: float) -> list[str]:
-    page = Canvas(1, 1)  # to measure with: how large the real one is depends on the lines
-    return fit_captions([words], width, lambda text: page.measure_text(text, size))[0]
+def _wrap(text: str, width: float, size: float) -> list[str]:
+    page = Canvas(1, 1)  # only to measure text: the size of the sheet depends on the lines
+    return fit_captions([text], width, lambda line: page.measure_text(line, size))[0]
 
 
-def _centred(sheet: Canvas, x: float, y: float, words: str, *, width: float) -> None:
-    lines = _broken(words, width, HEAD)
+def _draw_centred(sheet: Canvas, x: float, y: float, text: str, *, width: float) -> None:
+    lines = _wrap(text, width, HEAD)
     for number, line in enumerate(lines):
         sheet.draw_text(x, y + (number - (len(lines) - 1) / 2) * (LINE + 2), line, size=HEAD, fill=BLUE)
 

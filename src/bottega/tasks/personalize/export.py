@@ -1,11 +1,11 @@
-"""A personalised generator for others: the trained part as safetensors, and beside it what it was trained between.
+"""Export of a personalised generator: the trained soft prompts as safetensors, and a configuration beside them.
 
     model.safetensors   image_tokens [L, H]; prefix [layers, 2 (keys, values), S, kv heads * head size], or where a projection
                         makes it: prefix_embedding [S, H], prefix_inner and prefix_outer; mapping [W, H] with its bias
-    config.json         the shape, the frozen models by name and hash, the prompts, how much each condition weighs, and how
-                        pictures are drawn
+    config.json         the shape, the frozen models by name and hash, the prompts, the weights of the condition, and the
+                        sampling options
 
-The frozen models are not copied: they are large, and most come with a licence of their own.
+The frozen models are not copied: they are large, and most have a licence of their own.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ KIND = "bottega-soft-prompts"
 
 
 class PublishedModel(BaseModel):
-    """A model that it was trained between."""
+    """A frozen model that the soft prompts need."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     named: str
-    """A name of the hub, or the last part of a path: where things lie on a computer is nobody else's business."""
+    """Hub name, or the last component of a path, so that an export does not reveal local folders."""
     contents: dict[str, str]
-    """Hashes of all that decides what it computes, by part."""
+    """Component -> hash of all that decides what it computes."""
 
     @classmethod
-    def from_model(cls, base: FrozenModel) -> PublishedModel:
-        is_hub = not Path(base.named).expanduser().exists() and not base.named.startswith(
-            (dependencies.PREFIX, "/", ".", "~")
+    def from_model(cls, model: FrozenModel) -> PublishedModel:
+        is_local = (
+            model.named.startswith((dependencies.PREFIX, "/", ".", "~")) or Path(model.named).expanduser().exists()
         )
-        return cls(named=base.named if is_hub else Path(base.named).name, contents=base.contents)
+        return cls(named=Path(model.named).name if is_local else model.named, contents=model.contents)
 
 
 class ExportConfig(BaseModel):
-    """config.json."""
+    """The contents of config.json."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,11 +60,11 @@ class ExportConfig(BaseModel):
     image_size: int
     sequence_length: int
     samples: PersonalizeSamples
-    """How it draws: weightings, which of them is picked, guidance, steps, sampler, what to avoid."""
+    """Sampling options: weightings, guidance, steps, sampler and negative prompt."""
 
 
 def export_personalize(workload: PersonalizeWorkload, models: Models, folder: Path) -> dict[str, Any]:
-    """Writes it; gives what the card says."""
+    """Write the export into `folder` and return the fields of its model card."""
     from safetensors.torch import save_file
 
     recipe, facts = workload.recipe, workload.metadata

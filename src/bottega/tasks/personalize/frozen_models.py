@@ -1,5 +1,4 @@
-"""The frozen models that a personalised generator stands between: where they lie, what they are, and whether they are still
-the same."""
+"""The frozen models of a personalised generator: their folders, dimensions and content hashes."""
 
 from __future__ import annotations
 
@@ -34,28 +33,29 @@ from bottega.tasks.personalize.keywords import hash_prompt_files
 
 METADATA_FILE = "personal.json"
 LANGUAGE, GENERATOR, JUDGE = "language_model", "diffusion", "clip"
-"""Keys of the recipe's model."""
+"""Keys of the recipe's model section."""
 DESCRIPTIONS = {LANGUAGE: "language model", GENERATOR: "image generator", JUDGE: "CLIP"}
 
 
 class FrozenModel(BaseModel):
-    """One frozen model, as a run remembers it."""
+    """One frozen model in the metadata of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     named: str
-    """As the recipe has it: a folder, a hub name, or a part."""
+    """The value in the recipe: a folder, a hub name, or needs.<part>."""
     folder: str
     contents: dict[str, str]
-    """Hashes of all that decides what it computes, by part."""
+    """Component -> hash of all that decides what it computes."""
 
     @property
     def content(self) -> str:
+        """One hash of all components."""
         return hashlib.sha256(repr(sorted(self.contents.items())).encode()).hexdigest()
 
 
 class PersonalizeMetadata(BaseModel):
-    """What a run keeps beside its weights: enough to draw again where its data are not."""
+    """Metadata in the processor folder: what is needed to generate images without the data of the run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,14 +66,14 @@ class PersonalizeMetadata(BaseModel):
 
     @property
     def frozen(self) -> dict[str, str]:
-        """Name -> hash of what the trained tokens stand between, and of who judges them."""
+        """Component -> hash, over all frozen models."""
         return {**self.language_model.contents, **self.diffusion.contents, **(self.clip.contents if self.clip else {})}
 
     def check_same_models(self, before: PersonalizeMetadata) -> bool:
-        """A run goes on between the models it began with, or not at all."""
+        """Raise a CheckpointError if a model differs from that of `before`; return whether the shapes are equal."""
         for key in (LANGUAGE, GENERATOR, JUDGE):
             now, then = getattr(self, key), getattr(before, key)
-            if now is None or then is None:  # a run may have no judge, or lose it
+            if now is None or then is None:  # the CLIP is optional
                 continue
             for name in sorted({*now.contents, *then.contents}):
                 contents = now.contents.get(name), then.contents.get(name)
@@ -81,32 +81,35 @@ class PersonalizeMetadata(BaseModel):
         return self.shape == before.shape
 
     def relocate(self, recipe: PersonalizeRecipe, processor: Path) -> PersonalizeMetadata:
-        """Of a finished run: each may lie where the recipe says, where it was, or beside a run that was moved."""
-        changes: dict[str, FrozenModel | None] = {
-            key: _again(getattr(self, key), key, recipe, processor) for key in (LANGUAGE, GENERATOR)
+        """Return the metadata of a finished run with the present folders of its models.
+
+        A model may be where it was, where the recipe says, or beside a run that was moved.
+        """
+        models: dict[str, FrozenModel | None] = {
+            key: _relocate(getattr(self, key), key, recipe, processor) for key in (LANGUAGE, GENERATOR)
         }
         if self.clip is not None:
-            changes[JUDGE] = _judge_again(self.clip, recipe, processor)
-        return self.model_copy(update=changes)
+            models[JUDGE] = _relocate_judge(self.clip, recipe, processor)
+        return self.model_copy(update=models)
 
 
 def find_frozen_models(recipe: PersonalizeRecipe) -> PersonalizeMetadata:
-    """Of a run that begins. All are read from their configurations alone, so that what does not fit costs no loading."""
-    language, generator = (_base(recipe, key) for key in (LANGUAGE, GENERATOR))
-    clip = _base(recipe, JUDGE) if recipe.model.clip is not None else None
+    """Find the frozen models of a new run; only their configurations are read, so that a mismatch is found early."""
+    language, generator = (_find_model(recipe, key) for key in (LANGUAGE, GENERATOR))
+    clip = _find_model(recipe, JUDGE) if recipe.model.clip is not None else None
     shape = _shape(recipe, Path(language.folder), read_pipeline_metadata(generator.folder))
     return PersonalizeMetadata(shape=shape, language_model=language, diffusion=generator, clip=clip)
 
 
 def _shape(recipe: PersonalizeRecipe, folder: Path, image: PipelineMetadata) -> SoftPromptShape:
-    model, facts = recipe.model, read_language_model_metadata(folder)
-    facts.require_prefixes(model.num_prefix_tokens)
+    model, language = recipe.model, read_language_model_metadata(folder)
+    language.require_prefixes(model.num_prefix_tokens)
     image.check_side(recipe.data.image_size)
     return SoftPromptShape(
-        hidden_size=facts.hidden_size,
-        num_layers=facts.num_layers,
-        num_kv_heads=facts.num_kv_heads,
-        head_size=facts.head_size,
+        hidden_size=language.hidden_size,
+        num_layers=language.num_layers,
+        num_kv_heads=language.num_kv_heads,
+        head_size=language.head_size,
         text_size=image.text_size,
         num_image_tokens=model.num_image_tokens,
         num_prefix_tokens=model.num_prefix_tokens,
@@ -114,78 +117,79 @@ def _shape(recipe: PersonalizeRecipe, folder: Path, image: PipelineMetadata) -> 
     )
 
 
-def _base(recipe: PersonalizeRecipe, key: str) -> FrozenModel:
+def _find_model(recipe: PersonalizeRecipe, key: str) -> FrozenModel:
     name: str = getattr(recipe.model, key)
     folder = resolve_model_folder(recipe, key)
-    CHECKS[key](folder)  # what it is, before its gigabytes are hashed
-    return FrozenModel(named=name, folder=str(folder), contents=CONTENTS[key](folder))
+    CHECKS[key](folder)  # before gigabytes are hashed
+    return FrozenModel(named=name, folder=str(folder), contents=HASHES[key](folder))
 
 
 def resolve_model_folder(recipe: PersonalizeRecipe, key: str, *, beside: Path | None = None) -> Path:
-    """Where a frozen model lies: a part of the recipe, a run's export, a folder, or what the hub has."""
+    """Return the folder of a frozen model: the export of a dependency or of a run, a local folder, or one from the hub."""
     name: str = getattr(recipe.model, key)
     kind: dict[str, Any] = {"holds": INDEX, "find": resolve_pipeline} if key == GENERATOR else {}
     return dependencies.resolve_model_reference(recipe, name, key=f"model.{key}", beside=beside, **kind).path.absolute()
 
 
-def _places(base: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path) -> list[Callable[[], Path]]:
+def _candidate_folders(
+    model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path
+) -> list[Callable[[], Path]]:
     runs = processor.absolute().parent.parent
-    # Where it was comes before what the recipe says: of a name of the hub that would ask the network.
+    # The recorded folder first: resolving a hub name would use the network.
     return [
-        lambda: _still_there(base),
+        lambda: _recorded_folder(model),
         lambda: resolve_model_folder(recipe, key),
         lambda: resolve_model_folder(recipe, key, beside=runs),
     ]
 
 
-def _still_there(base: FrozenModel) -> Path:
-    folder = Path(base.folder)
+def _recorded_folder(model: FrozenModel) -> Path:
+    folder = Path(model.folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is not there any more")
+        raise CheckpointError(f"{folder}: the folder does not exist any more")
     return folder
 
 
-def _again(base: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel:
-    part_of = processor.parent if getattr(recipe.model, key).startswith(dependencies.PREFIX) else None
-    found = find_frozen_model(
+def _relocate(model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel:
+    is_dependency = getattr(recipe.model, key).startswith(dependencies.PREFIX)
+    folder = find_frozen_model(
         DESCRIPTIONS[key],
-        base.content,
-        _places(base, key, recipe, processor),
-        recorded=base.folder,
-        owner=part_of,
-        hash_folder=lambda folder: base.model_copy(update={"contents": CONTENTS[key](folder)}).content,
+        model.content,
+        _candidate_folders(model, key, recipe, processor),
+        recorded=model.folder,
+        owner=processor.parent if is_dependency else None,
+        hash_folder=lambda folder: model.model_copy(update={"contents": HASHES[key](folder)}).content,
     )
-    return base.model_copy(update={"folder": str(found)})
+    return model.model_copy(update={"folder": str(folder)})
 
 
-def _judge_again(base: FrozenModel, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel | None:
-    """Another one would pick and measure otherwise, without a word; without any, nothing is picked, and that is said."""
+def _relocate_judge(model: FrozenModel, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel | None:
+    """Return None if the CLIP is missing: then no candidate is picked, with a note. Another CLIP is an error."""
     try:
-        return _again(base, JUDGE, recipe, processor)
+        return _relocate(model, JUDGE, recipe, processor)
     except FrozenModelMissing:
         return None
 
 
-# What decides what a model computes
+# Hashes of all files that decide what a model computes, by component
 
 
-def _language_contents(folder: Path) -> dict[str, str]:
+def _hash_language_model(folder: Path) -> dict[str, str]:
     return {"language model": hash_model_folder(folder), "language model's tokenizer": hash_prompt_files(folder)}
 
 
-def _generator_contents(folder: Path) -> dict[str, str]:
-    """Each part by itself, so that a person is told which one changed. The tokenizers by their files."""
-    facts = read_pipeline_metadata(folder)
-    parts = [facts.denoiser, facts.vae, *facts.encoders]
-    found = {Path(part).name: hash_model_folder(Path(part)) for part in parts}
-    folders = [*map(Path, facts.tokenizers), folder / "scheduler"]
-    files = [[file for file in sorted(one.glob("*")) if file.is_file()] for one in folders]
-    hashes = [hash_named_files(several) for several in files]
-    found["tokens and schedule"] = hashlib.sha256(repr(hashes).encode()).hexdigest()
-    return {f"image generator's {name}": content for name, content in found.items()}
+def _hash_generator(folder: Path) -> dict[str, str]:
+    """Hash each component by itself, so that a message can name the one that changed."""
+    pipeline = read_pipeline_metadata(folder)
+    components = [pipeline.denoiser, pipeline.vae, *pipeline.encoders]
+    hashes = {Path(component).name: hash_model_folder(Path(component)) for component in components}
+    folders = [*map(Path, pipeline.tokenizers), folder / "scheduler"]
+    files = [[file for file in sorted(path.glob("*")) if file.is_file()] for path in folders]
+    hashes["tokens and schedule"] = hashlib.sha256(repr(list(map(hash_named_files, files))).encode()).hexdigest()
+    return {f"image generator's {name}": content for name, content in hashes.items()}
 
 
-def _judge_contents(folder: Path) -> dict[str, str]:
+def _hash_judge(folder: Path) -> dict[str, str]:
     return {"CLIP": hash_model_folder(folder)}
 
 
@@ -194,29 +198,31 @@ CHECKS: dict[str, Callable[[Path], object]] = {
     GENERATOR: read_pipeline_metadata,
     JUDGE: check_clip,
 }
-CONTENTS: dict[str, Callable[[Path], dict[str, str]]] = {
-    LANGUAGE: _language_contents,
-    GENERATOR: _generator_contents,
-    JUDGE: _judge_contents,
+HASHES: dict[str, Callable[[Path], dict[str, str]]] = {
+    LANGUAGE: _hash_language_model,
+    GENERATOR: _hash_generator,
+    JUDGE: _hash_judge,
 }
 
 
 @final
 @dataclass(frozen=True)
 class GeneratorTokenizer:
-    """Texts as a generator's own pipeline cuts and fills them up, for each of its text encoders."""
+    """Tokenizes texts as the generator's pipeline does, for each of its text encoders."""
 
     facts: PipelineMetadata
     fingerprint: str
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return token ids, int64 (texts, length), for each encoder; texts are truncated and padded."""
         return tokenize(self.facts, texts)
 
     @cached_property
     def empty(self) -> tuple[tuple[int, ...], ...]:
+        """Token ids of the empty text, for each encoder."""
         return tuple(tuple(rows[0].tolist()) for rows in self.encode([""]))
 
 
-def load_generator_tokenizer(base: FrozenModel) -> GeneratorTokenizer:
-    facts: Any = read_pipeline_metadata(base.folder)
-    return GeneratorTokenizer(facts, base.content)
+def load_generator_tokenizer(model: FrozenModel) -> GeneratorTokenizer:
+    """Return the tokenizer of a frozen image generator."""
+    return GeneratorTokenizer(read_pipeline_metadata(model.folder), model.content)

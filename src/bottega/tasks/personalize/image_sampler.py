@@ -225,7 +225,7 @@ class PersonalSampler:
         rows |= self.teller.sayings.encode_texts(NEGATIVE, [negative] * len(records))
         how = {"weights": weights, "steps": steps, "method": sampler, "guidance": guidance}
         how |= {"drop_keywords": drop_keywords}
-        how["without_text"] = not negative and self.teller.texts.facts.zero_unconditional
+        how["zero_negative"] = not negative and self.teller.texts.facts.zero_unconditional
         size = max(1, min(MOST, AT_ONCE // self.task.image_size**2))
         made = []
         for start in range(0, len(records), size):

@@ -1,4 +1,4 @@
-"""The task `personalize`."""
+"""The task `personalize`: image generation adapted to a user's taste."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Personalised pictures: a few trained tokens between a frozen language model and a frozen image generator.
+"""Personalised image generation: trained soft prompts between a frozen language model and a frozen image generator.
 
-B examples, L image tokens, W width of a text token of the generator, T tokens of a condition.
+Shapes: `width` is that of a text token of the generator, `length` the number of tokens of a condition.
 """
 
 from __future__ import annotations
@@ -26,53 +26,55 @@ from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.personalize.config import ConditionWeights
 
 PREFERENCE, TARGET, NEGATIVE = "preference", "target", "negative"
-"""Fields of a batch are these with the number of the text encoder: int64 [b, K]."""
+"""Fields of a batch are these names with the number of the text encoder, such as target_0: int64 (batch, length)."""
 
 
 class Personalize(Task):
-    """A batch holds `image` [b, h, w, 3], `prompt` and `prompt_mask` [b, t] of the language model, `preference_0`, ... and
-    `target_0`, ... of each text encoder of the generator. Optional: `weight` [b], where 0 marks a row that counts nowhere.
+    """The denoising loss of the generator, with soft prompts that read a user's history through the language model.
 
-    Only the soft prompts learn; the frozen models are read from their folders and never saved."""
+    A batch has `image` (batch, height, width, 3), `prompt` and `prompt_mask` (batch, length) of the language model, and
+    `preference_0`, ... and `target_0`, ... for each text encoder of the generator. Optional: `weight` (batch,), 0 for a padding
+    row. Only the soft prompts are trained; the frozen models are read from their folders and never saved.
+    """
 
     shape: SoftPromptShape
     path: NoisePath
-    """The generator's own: what it predicts, and at which levels of noise."""
+    """The noise schedule and prediction type of the generator."""
     language_model: str
     image_model: str
-    """Folders."""
+    """Folders of the frozen models."""
     precision: FrozenPrecision = "fp32"
     checkpointing: bool = False
-    """Whether the frozen models, which gradients pass through, recompute what they would keep."""
+    """Whether the frozen models use gradient checkpointing, since gradients pass through them."""
     image_size: int
     latent: tuple[int, int, int]
-    """Height, width and channels of what the generator works in."""
+    """Height, width and channels of the generator's latents."""
     weights: ConditionWeights = ConditionWeights()
     keyword_dropout: float = 0.0
     start_tokens: tuple[int, ...] = ()
-    """Of the language model, which the image tokens begin as, in turn; none are drawn at random. What a model has learnt to
-    do at a colon, asking for the first keyword, it does not do at a token that it never met."""
+    """Tokens of the language model whose embeddings initialise the image tokens, in turn; () initialises at random. A known
+    token, such as the colon before the first keyword, makes the model continue as it was trained to."""
     empty: tuple[tuple[int, ...], ...]
-    """The row of tokens of the empty text, for each text encoder."""
+    """Token ids of the empty text, for each text encoder."""
 
     def specs(self) -> dict[str, ModelSpec]:
         how = {"precision": self.precision, "checkpointing": self.checkpointing}
         language, image = Folder(self.language_model), Folder(self.image_model)
         soft = ModelSpec("bottega.models.frozen.soft_prompts:SoftPrompts", self.shape)
         return {
-            "model": soft.changed(self._start_prompts),
+            "model": soft.changed(self._initialise_prompts),
             "language_model": ModelSpec("bottega.models.frozen.language:load_language_model", language, how),
             "image_model": ModelSpec("bottega.models.frozen.image:load_image_model", image, how),
         }
 
-    def _start_prompts(self, models: Models, seed: int) -> None:
-        """Their initial values are of the size of the language model's embeddings, or some of those themselves."""
+    def _initialise_prompts(self, models: Models, seed: int) -> None:
+        """Initialise the soft prompts at the scale of the language model's embeddings, or with some of these."""
         soft, language = models["model"], models["language_model"]
         initialise_soft_prompts(soft, seed, token_scale=language.token_scale)
         if self.start_tokens:
             numbers = [self.start_tokens[i % len(self.start_tokens)] for i in range(self.shape.num_image_tokens)]
             words = language.model.get_input_embeddings()
-            with torch.no_grad():  # quantised weights are where they will be used
+            with torch.no_grad():  # quantised weights are already on their device
                 soft.image_tokens.copy_(words(torch.tensor(numbers, device=words.weight.device)))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
@@ -87,8 +89,8 @@ class Personalize(Task):
         t = self.path.draw_times(rng)
         alpha, sigma = (level.float().view(-1, 1, 1, 1) for level in self.path.levels(t))
         drop = rng.uniform("drop") < self.keyword_dropout
-        asked = self.build_condition(models, batch, self.weights, drop=drop)
-        predicted = self._predicted(image, alpha * clean + sigma * noise, self.path.model_time(t), asked)
+        condition = self.build_condition(models, batch, self.weights, drop=drop)
+        predicted = self._predict(image, alpha * clean + sigma * noise, self.path.model_time(t), condition)
         error = self.path.error(predicted, clean, noise, alpha, sigma)
         if "weight" in batch:
             error = error * (batch["weight"] > 0)
@@ -97,8 +99,8 @@ class Personalize(Task):
     def build_condition(
         self, models: Models, batch: Batch, weights: ConditionWeights, *, drop: Tensor | None = None
     ) -> TextEmbeddings:
-        """What the generator is asked for, [B, T, W]: soft tokens, keywords of preference and keywords of the target, each
-        times its weight. Rows of `drop` [B] have the empty text in place of the keywords of preference."""
+        """Return the condition, (batch, length, width): soft tokens, preference keywords and target keywords, each times its
+        weight. Rows of `drop` (batch,) have the empty text in place of the preference keywords."""
         target = self.encode_text(models, batch, TARGET)
         parts = []
         if weights.soft:
@@ -107,12 +109,15 @@ class Personalize(Task):
             parts.append(weights.keywords * self.encode_text(models, batch, PREFERENCE, drop=drop).tokens)
         if weights.target:
             parts.append(weights.target * target.tokens)
-        # One vector beside the tokens, where a generator wants it, says what the picture is of.
+        # The pooled embedding, for generators that use one, is that of the target.
         return TextEmbeddings(torch.cat([part.to(target.tokens.dtype) for part in parts], dim=1), target.pooled)
 
     def soft_tokens(self, models: Models, batch: Batch) -> Tensor:
-        """[B, L, W]. The language model runs inside the call of the trained model, which may be wrapped: gradients are
-        then joined over ranks for all that was used in it."""
+        """Return the trained tokens, (batch, image tokens, width).
+
+        The language model runs inside the call of the trained model, so that DDP, which may wrap that, reduces the gradients
+        of all parameters used in it.
+        """
         language, ids, mask = models["language_model"], batch["prompt"].long(), batch["prompt_mask"]
 
         def read(soft: SoftPrompts) -> Tensor:
@@ -121,12 +126,12 @@ class Personalize(Task):
         return models["model"](read)
 
     @torch.no_grad()
-    def encode_text(self, models: Models, batch: Batch, what: str, *, drop: Tensor | None = None) -> TextEmbeddings:
-        """Words as the generator's own text encoders see them."""
+    def encode_text(self, models: Models, batch: Batch, name: str, *, drop: Tensor | None = None) -> TextEmbeddings:
+        """Return the embeddings of the texts `NAME_0`, ... by the generator's text encoders."""
         rows = []
         for number, empty in enumerate(self.empty):
-            ids = batch[f"{what}_{number}"].long()
-            rows.append(ids if drop is None else torch.where(drop[:, None], _row(empty, ids.device), ids))
+            ids = batch[f"{name}_{number}"].long()
+            rows.append(ids if drop is None else torch.where(drop[:, None], _to_device(empty, ids.device), ids))
         return models["image_model"].encode_text(rows)
 
     def sample(
@@ -140,37 +145,40 @@ class Personalize(Task):
         method: samplers.Method = "heun",
         guidance: float = 1.0,
         drop_keywords: bool = False,
-        without_text: bool = False,
+        zero_negative: bool = False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Tensor:
-        """A picture for each row, [B, h, w, 3] from -1 to 1. Guidance leads away from what `negative_0`, ... say; 1 is the
-        generator as it is, without a second look. `drop_keywords` has the empty text in place of those of preference;
-        `without_text` leads away from zeros, which some generators learnt in place of an empty text."""
+        """Return an image for each row, (batch, height, width, 3) from -1 to 1.
+
+        Classifier-free guidance leads away from the texts `negative_0`, ...; 1 uses the condition alone, with one forward
+        instead of two. `drop_keywords` replaces the preference keywords by the empty text. `zero_negative` leads away from
+        zeros, with which some generators were trained in place of an empty text.
+        """
         image = models["image_model"]
         start = rng.normal("start", self.latent)
         drop = torch.full((len(start),), drop_keywords, device=start.device)
-        asked = self.build_condition(models, batch, weights, drop=drop)
-        # By itself and not in one batch with the other: it may have another number of tokens.
-        against = self.encode_text(models, batch, NEGATIVE) if guidance != 1 else None
-        if against is not None and without_text:
-            pooled = torch.zeros_like(against.pooled) if against.pooled is not None else None
-            against = TextEmbeddings(torch.zeros_like(against.tokens), pooled)
+        condition = self.build_condition(models, batch, weights, drop=drop)
+        # Not in one batch with the condition: it may have another number of tokens.
+        negative = self.encode_text(models, batch, NEGATIVE) if guidance != 1 else None
+        if negative is not None and zero_negative:
+            pooled = torch.zeros_like(negative.pooled) if negative.pooled is not None else None
+            negative = TextEmbeddings(torch.zeros_like(negative.tokens), pooled)
 
         def predict(x: Tensor, time: Tensor) -> Tensor:
-            if against is None:
-                return self._predicted(image, x, time, asked)
-            plain = self._predicted(image, x, time, against)
-            return plain + guidance * (self._predicted(image, x, time, asked) - plain) if guidance else plain
+            if negative is None:
+                return self._predict(image, x, time, condition)
+            plain = self._predict(image, x, time, negative)
+            return plain + guidance * (self._predict(image, x, time, condition) - plain) if guidance else plain
 
         x = samplers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
         return image.decode(x).float()
 
-    def _predicted(self, image: Any, x: Tensor, time: Tensor, asked: TextEmbeddings) -> Tensor:
-        found = image.predict(x, time, asked.tokens, pooled=asked.pooled, image_size=self.image_size)
-        return found.float()
+    def _predict(self, image: Any, x: Tensor, time: Tensor, condition: TextEmbeddings) -> Tensor:
+        output = image.predict(x, time, condition.tokens, pooled=condition.pooled, image_size=self.image_size)
+        return output.float()
 
 
 @lru_cache(maxsize=16)
-def _row(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Once for each device: the host would wait for the copy."""
+def _to_device(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Token ids on `device`, cached because copying them makes the host wait."""
     return torch.tensor(tokens, device=device)

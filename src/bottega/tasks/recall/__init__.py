@@ -1,1 +1,1 @@
-"""Associative recall with memory."""
+"""Associative recall with a memory beyond the context."""

@@ -1,11 +1,11 @@
-"""The task `recall`."""
+"""The task `recall`: answer queries for facts that are outside the context."""
 
 from __future__ import annotations
 
 from bottega.config.task_spec import TaskSpec
 from bottega.tasks.recall.config import LastingRecipe, RecallRecipe
 
-MADE_UP = "task: the data of recall is made up as it is needed, so there is nothing to prepare or look at"
+NO_FILES = "task: the data of recall is generated during training, so there is nothing to prepare or to preview"
 
 SPEC = TaskSpec(
     name="recall",
@@ -14,8 +14,8 @@ SPEC = TaskSpec(
     open="bottega.tasks.recall.workload:prepare",
     reopen="bottega.tasks.recall.workload:reopen",
     refuses={
-        "prepare": MADE_UP,
-        "generate": "a run of recall does not generate; bottega evaluate says how well it remembers",
+        "prepare": NO_FILES,
+        "generate": "a recall model does not generate; use bottega evaluate to measure its retrieval accuracy",
     },
     init_values={},
 )

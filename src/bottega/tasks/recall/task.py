@@ -1,4 +1,4 @@
-"""Recall: tell the value of a key that was stated when it was still in sight."""
+"""Associative recall: predict the value of a key that was stated outside the current context."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from bottega.models.memory.config import MemoryShape, WorkingMemory
 ACCURACY = "retrieval_accuracy"
 ACCURACY_WITHOUT_MEMORY = f"{ACCURACY}_without_memory"
 MEMORY_PREFIX = "memory."
-"""What the buffers of a lasting memory begin with."""
+"""Prefix of the buffer names of a lasting memory."""
 
 
 class Recall(Task):
-    """A batch holds `tokens` and `answers`, [b, ...] alike: the number of the value that is to be told, -100 elsewhere.
+    """Cross-entropy over the values at each query.
 
-    Optional: `weight` [b], where 0 marks a row that counts nowhere; `measured` [b], with which the same weights are also asked
-    without their memory.
+    A batch has `tokens` and `answers` of the same shape, (batch, ...): the number of the correct value at a query, -100
+    elsewhere. Optional: `weight` (batch,), 0 for a padding row; `measured` (batch,), whose presence adds metrics of an
+    evaluation, among them the accuracy without memory.
     """
 
     shape: TransformerShape
@@ -46,14 +47,14 @@ class Recall(Task):
 
     @abstractmethod
     def predict_scores(self, models: Models, tokens: Tensor, *, with_memory: bool = True) -> Tensor:
-        """Scores of the values at every token."""
+        """Return the logits of the values at every token, (..., values)."""
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
-        asked = np.asarray(batch["answers"]) != IGNORE_INDEX
+        is_query = np.asarray(batch["answers"]) != IGNORE_INDEX
         if "weight" in batch:
             weight = np.asarray(batch["weight"]) > 0
-            asked = asked & weight.reshape(-1, *[1] * (asked.ndim - 1))
-        return {"loss": float(asked.sum())}
+            is_query = is_query & weight.reshape(-1, *[1] * (is_query.ndim - 1))
+        return {"loss": float(is_query.sum())}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         answers = batch["answers"]
@@ -62,28 +63,28 @@ class Recall(Task):
             answers = answers.masked_fill(~counted, IGNORE_INDEX)
         scores = self.predict_scores(models, batch["tokens"]).float()
         total = F.cross_entropy(scores.flatten(0, -2), answers.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-        asked = answers != IGNORE_INDEX
-        right = (scores.argmax(-1) == answers) & asked
-        metrics: Sums = {ACCURACY: (right.sum(), asked.sum())}
+        is_query = answers != IGNORE_INDEX
+        is_correct = (scores.argmax(-1) == answers) & is_query
+        metrics: Sums = {ACCURACY: (is_correct.sum(), is_query.sum())}
         if "measured" in batch:
-            metrics |= self.evaluation_sums(right, asked)
+            metrics |= self.evaluation_sums(is_correct, is_query)
             if self.has_memory:
                 with torch.no_grad():
-                    alone = self.predict_scores(models, batch["tokens"], with_memory=False).argmax(-1)
-                metrics[ACCURACY_WITHOUT_MEMORY] = (((alone == answers) & asked).sum(), asked.sum())
+                    predicted = self.predict_scores(models, batch["tokens"], with_memory=False).argmax(-1)
+                metrics[ACCURACY_WITHOUT_MEMORY] = (((predicted == answers) & is_query).sum(), is_query.sum())
         return Loss(terms={"loss": (total, 1.0)}, metrics=metrics, rows=self.update_rows(batch))
 
-    def evaluation_sums(self, right: Tensor, asked: Tensor) -> Sums:
-        """What an evaluation says besides."""
+    def evaluation_sums(self, is_correct: Tensor, is_query: Tensor) -> Sums:
+        """Return further metrics of an evaluation."""
         return {}
 
     def update_rows(self, batch: Batch) -> dict[str, Tensor]:
-        """What the update learns from each example."""
+        """Return the rows of each example that `update` needs."""
         return {}
 
 
 class RecallStreams(Recall):
-    """Tokens [b, segments, T]; a memory goes from segment to segment and from nowhere else."""
+    """Recall within a stream: tokens (batch, segments, length), with a memory carried from segment to segment."""
 
     memory: WorkingMemory | None
 
@@ -100,15 +101,18 @@ class RecallStreams(Recall):
         scores: Tensor = models["model"](tokens, with_memory=with_memory)[0]
         return scores
 
-    def evaluation_sums(self, right: Tensor, asked: Tensor) -> Sums:
-        """By how many segments lie between a fact and the question for it."""
-        right, asked = right.sum((0, 2)), asked.sum((0, 2))
-        return {f"distance_{d}/{ACCURACY}": (right[d], asked[d]) for d in range(1, len(asked))}
+    def evaluation_sums(self, is_correct: Tensor, is_query: Tensor) -> Sums:
+        """Return the accuracy by the number of segments between a fact and its query."""
+        correct, total = is_correct.sum((0, 2)), is_query.sum((0, 2))
+        return {f"distance_{d}/{ACCURACY}": (correct[d], total[d]) for d in range(1, len(total))}
 
 
 class RecallFacts(Recall):
-    """Tokens [b, T], one segment each, in order; with `stated` [b, p, 2], the tokens of keys and values that are to be
-    remembered, and `asked` [b, q], those of the keys that were asked for. The memory is part of the model's buffers."""
+    """Recall across samples: tokens (batch, length), one segment each, in order.
+
+    A batch also has `stated` (batch, pairs, 2), the key and value tokens to store, and `asked` (batch, queries), the key tokens
+    that are queried. The memory is part of the model's buffers and changes in `update`.
+    """
 
     update_inputs: ClassVar[tuple[str, ...]] = ("stated", "asked")
 
@@ -133,17 +137,17 @@ class RecallFacts(Recall):
             return {}
         return {"stated": batch["stated"], "asked": batch["asked"]}
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        """What was asked for was of use; then what was stated is stored, and what is ripe becomes a prototype."""
+    def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        """Return the memory after a step: record the uses of queried entries, store stated facts, then consolidate."""
         if self.memory is None:
             return {}
         codes, shape, step = tensors["codes"], self.memory, rng.step
         memory = memories.unflatten_memory(
             {name.removeprefix(MEMORY_PREFIX): t for name, t in tensors.items() if name.startswith(MEMORY_PREFIX)}
         )
-        found = memories.search(memory, codes[seen["asked"].flatten()], 1, same=shape.same)
+        found = memories.search(memory, codes[batch_stats["asked"].flatten()], 1, same=shape.same)
         memory = memories.record_use(memory, found, step, same=shape.same)
-        stated = codes[seen["stated"].flatten(0, 1)]
+        stated = codes[batch_stats["stated"].flatten(0, 1)]
         importance = torch.ones(len(stated), device=codes.device)
         memory = memories.store(memory, stated[:, 0], stated[:, 1], importance, step, shape=shape)
         memory = memories.consolidate(memory, step, shape=shape)

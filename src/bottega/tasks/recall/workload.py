@@ -162,7 +162,7 @@ class RecallWorkload(Workload):
 
     def read_given(self, given: ExternalData) -> NoReturn:
         raise UsageError(
-            f"--data {given.path}: the data of recall is made up; leave it out, and change data.* in a recipe"
+            f"--data {given.path}: the data of recall is generated; leave --data out, and change data.* in the recipe"
         )
 
     # Codec and export

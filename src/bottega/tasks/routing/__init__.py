@@ -1,1 +1,1 @@
-"""Routing of samples between experts."""
+"""Classification of number rows by a mixture of experts."""

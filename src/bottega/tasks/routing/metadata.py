@@ -1,4 +1,4 @@
-"""What a model that routes must know of its data, and whether weights from elsewhere fit what is asked for here."""
+"""Metadata of a routing run, and the check that pretrained weights match its recipe."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ NAMES: dict[type[BaseModel], dict[str, str]] = {
     SSMShape: {"head_size": "ssm_head_size"},
     SpikingShape: {"threshold": "spike_threshold"},
 }
-"""Fields of shapes -> keys of a recipe, where they are called otherwise."""
+"""Field of a shape -> recipe key, where the names differ."""
 WHILE_TRAINING = (
     *("dropout", "expert_dropout", "capacity", "capacity_factor", "balance", "bias_rate", "load_decay"),
     "chunk_size",
 )
-"""Fields of shapes that may be other than in the folder a model starts from: no weight depends on them."""
-OF_DATA = {"num_inputs": "inputs", "num_labels": "labels"}
-"""Fields that follow from the data, in words."""
+"""Fields of shapes that may differ from those of the pretrained weights, since no weight depends on them."""
+DATA_FIELDS = {"num_inputs": "inputs", "num_labels": "labels"}
+"""Field of a shape that follows from the data -> its name in messages."""
 
 
 @final
 class RoutingMetadata(BaseModel):
-    """All of the data that a model of it must know to be used where the data is not."""
+    """What a trained model needs to know of its data: routing.json in the processor folder, config.json in an export."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,81 +45,87 @@ class RoutingMetadata(BaseModel):
     mean: tuple[float, ...]
     scale: tuple[float, ...]
     has_bayes: bool
-    """Whether it is known how well the samples can be told."""
+    """Whether the Bayes-optimal accuracy of the samples is known."""
     columns: tuple[str, ...] | None = None
-    """The inputs by name, in their order; None where they came in one field."""
+    """Names of the input columns in order; None if the inputs come from one field."""
 
     def matches(self, other: RoutingMetadata) -> bool:
-        """Sums may be added up in another order on another processor."""
+        """Return whether `other` is the same, up to rounding of mean and scale on another machine."""
         same = {"mean": self.mean, "scale": self.scale}
-        near = all(
+        is_close = all(
             len(mine) == len(theirs) and np.allclose(mine, theirs, rtol=1e-4, atol=1e-6)
             for mine, theirs in ((self.mean, other.mean), (self.scale, other.scale))
         )
-        return near and other.model_copy(update=same) == self
+        return is_close and other.model_copy(update=same) == self
 
-    def check_columns(self, found: tuple[str, ...] | None, where: str) -> None:
-        """Inputs are ordered by name: under other names, each would be taken for another one."""
+    def check_columns(self, columns: tuple[str, ...] | None, where: str) -> None:
+        """Raise a DataError if other data has other columns; inputs are ordered by column name."""
         if self.columns is None:
             return
-        if found is None:
-            named = ", ".join(map(repr, self.columns[:8])) + (", ..." if len(self.columns) > 8 else "")
-            raise DataError(f"{where}: its numbers have no names, and this run has learnt from the columns {named}")
-        problem = describe_column_mismatch(found, self.columns)
+        if columns is None:
+            names = ", ".join(map(repr, self.columns[:8])) + (", ..." if len(self.columns) > 8 else "")
+            raise DataError(f"{where}: has no column names; this run was trained on the columns {names}")
+        problem = describe_column_mismatch(columns, self.columns)
         if problem is not None:
             raise DataError(f"{where}: {problem}")
 
 
-def apply_start_scale(folder: Path, known: RoutingMetadata) -> RoutingMetadata:
-    """With the scale that the weights of the start were learnt with; refused by name where its network is another one."""
+def apply_start_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMetadata:
+    """Return `metadata` with the input scale that the pretrained weights in `folder` were trained with.
+
+    Raises a UsageError that names all differences if the network or its labels differ.
+    """
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         del config["model_type"]
-        found = RoutingMetadata.model_validate(config)
+        start = RoutingMetadata.model_validate(config)
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"model.from: {folder} is no exported model that routes") from None
-    different = _different(found.shape, known.shape)
-    if different:
-        told = ", ".join(
-            f"{OF_DATA.get(key, key)} {format_value(has)} (here {format_value(is_)})"
-            for key, (has, is_) in different.items()
+        raise UsageError(f"model.from: {folder} is not an exported routing model; name one, or leave it out") from None
+    differences = _find_differences(start.shape, metadata.shape)
+    if differences:
+        listed = ", ".join(
+            f"{DATA_FIELDS.get(key, key)} {format_value(theirs)} (here {format_value(ours)})"
+            for key, (theirs, ours) in differences.items()
         )
-        said = " ".join(f"model.{key}={_written(has)}" for key, (has, _) in different.items() if key not in OF_DATA)
-        data = "give it data as it has learnt from" if different.keys() & OF_DATA.keys() else ""
-        remedy = "; ".join(filter(None, (data, f"say {said}" if said else "")))
-        raise UsageError(f"model.from: {folder} has {told}; {remedy}")
-    for has, asked in zip(found.classes, known.classes, strict=True):
-        if has != asked:
+        changes = [
+            f"model.{key}={_to_yaml(theirs)}" for key, (theirs, _) in differences.items() if key not in DATA_FIELDS
+        ]
+        data = "give it data like those it was trained on" if differences.keys() & DATA_FIELDS.keys() else ""
+        remedy = "; ".join(filter(None, (data, f"set {' '.join(changes)}" if changes else "")))
+        raise UsageError(f"model.from: {folder} has {listed}; {remedy}")
+    for theirs, ours in zip(start.classes, metadata.classes, strict=True):
+        if theirs != ours:
             raise UsageError(
-                f"model.from: {folder} tells label {has} where the data here has {asked}; give it the same"
+                f"model.from: {folder} has label {theirs} where the data here has {ours}; use data with the same labels"
             )
-    return known.model_copy(update={"mean": found.mean, "scale": found.scale})
+    return metadata.model_copy(update={"mean": start.mean, "scale": start.scale})
 
 
-def _different(has: BaseModel, asked: BaseModel) -> dict[str, tuple[Any, Any]]:
-    """Key of a recipe -> (value there, value here) of all that weights depend on and that is another one."""
-    found: dict[str, tuple[Any, Any]] = {}
+def _find_differences(theirs: BaseModel, ours: BaseModel) -> dict[str, tuple[Any, Any]]:
+    """Return recipe key -> (their value, our value) for every field that weights depend on and that differs."""
+    differences: dict[str, tuple[Any, Any]] = {}
     inner: list[tuple[BaseModel, BaseModel]] = []
-    for field, there in has:
-        here = getattr(asked, field)
-        if isinstance(there, BaseModel) or isinstance(here, BaseModel):
-            # Where one of them has no such part, another field says so.
-            inner += [(there, here)] if isinstance(there, BaseModel) and isinstance(here, BaseModel) else []
-        elif field == "trunk" and "spiking" in (there, here) and there != here:
-            found["spike_threshold"] = (_threshold(has), _threshold(asked))
-            if there == "state_space":
-                found["trunk"] = (there, here)
-        # A bias decides which experts are asked, so weights that learnt with one keep it.
-        elif there != here and (field not in WHILE_TRAINING or there == "bias"):
-            found[NAMES.get(type(has), {}).get(field, field)] = (there, here)
+    for field, their_value in theirs:
+        our_value = getattr(ours, field)
+        if isinstance(their_value, BaseModel) or isinstance(our_value, BaseModel):
+            # If one of them has no such inner shape, another field differs as well.
+            if isinstance(their_value, BaseModel) and isinstance(our_value, BaseModel):
+                inner.append((their_value, our_value))
+        elif field == "trunk" and "spiking" in (their_value, our_value) and their_value != our_value:
+            differences["spike_threshold"] = (_threshold(theirs), _threshold(ours))
+            if their_value == "state_space":
+                differences["trunk"] = (their_value, our_value)
+        # A bias takes part in the choice of experts, so weights that were trained with one keep it.
+        elif their_value != our_value and (field not in WHILE_TRAINING or their_value == "bias"):
+            differences[NAMES.get(type(theirs), {}).get(field, field)] = (their_value, our_value)
     for pair in inner:
-        found = {**_different(*pair), **found}  # an inner width follows from the width of all
-    return found
+        differences = {**_find_differences(*pair), **differences}  # an inner width follows from the outer one
+    return differences
 
 
 def _threshold(shape: Any) -> float | None:
     return shape.spiking.threshold if shape.spiking is not None else None
 
 
-def _written(value: Any) -> str:
+def _to_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""What a router does, for people: a few lines of text, a picture of who gets which rule, and one of spikes over time."""
+"""Reports of a routing run: a summary in text, a plot of the expert load by rule, and a raster plot of spikes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The task `routing`."""
+"""The task `routing`: classification of number rows by a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Losses of classification: every file of this folder but base.py is one, named like its file, and sets `LOSS`.
+"""Classification losses: each file of this folder except base.py defines one, named after the file, as `LOSS`.
 
-To add one, add a file. Listing the names imports none of them, so that recipes are read without a framework.
+To add a loss, add a file. The names are listed without importing the files, so that recipes are read without torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from bottega.tasks.classify.losses.base import ClassificationLoss
 
 FIRST = ("cross_entropy", "focal")
-"""The order in which they are listed to people; others follow by name."""
+"""Losses listed first; the others follow in alphabetical order."""
 
 
 def loss_names() -> tuple[str, ...]:
-    """Return the name of every loss, by the files there are."""
+    """Return the name of every loss, from the files in this folder."""
     files = {file.stem for file in Path(__file__).parent.glob("*.py")} - {"__init__", "base"}
     return (*FIRST, *sorted(files - {*FIRST}))
 
 
 def find_loss(name: str) -> type[ClassificationLoss]:
-    """Import the loss of this name."""
+    """Import and return the loss of this name."""
     kind: type[ClassificationLoss] = import_module(f"{__name__}.{name}").LOSS
     return kind
 

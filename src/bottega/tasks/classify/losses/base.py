@@ -1,4 +1,4 @@
-"""What a loss of classification decides: what each example costs, with one class and with any number of them."""
+"""The interface of a classification loss, for single-label and multi-label examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class ClassificationLoss(ABC):
-    """Weights of classes come on top, and are the task's."""
+    """A loss without class weights, which the task applies on top."""
 
     gamma: float
     label_smoothing: float
@@ -18,12 +18,12 @@ class ClassificationLoss(ABC):
     @property
     @abstractmethod
     def is_cross_entropy(self) -> bool:
-        """Whether it is the same number as the cross-entropy."""
+        """Whether the loss equals plain cross-entropy."""
 
     @abstractmethod
     def per_example(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cost of each example [b], from logits [b, K] and numbers of classes [b]."""
+        """Return the loss of each example, (batch,), from logits (batch, classes) and class numbers (batch,)."""
 
     @abstractmethod
     def per_label(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Cost of each question [b, K], from logits [b, K] and labels of 0 and 1 [b, K]."""
+        """Return the loss of each label, (batch, classes), from logits and 0/1 labels, both (batch, classes)."""

@@ -1,4 +1,4 @@
-"""Cross-entropy: over the classes, or of each of them by itself where an example may have several."""
+"""Cross-entropy over the classes, or binary cross-entropy of each class for multi-label examples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The focal loss (Lin et al., 2017): cross-entropy in which examples that are classified well already count less."""
+"""The focal loss (Lin et al., 2017): cross-entropy that down-weights examples which are already classified well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.tasks.classify.losses.base import ClassificationLoss
 from bottega.tasks.classify.losses.cross_entropy import CrossEntropy
 
 SMALLEST_MISS = 1e-7
-"""For an example classified with certainty, a power below 1 would have an infinite slope."""
+"""Lower bound of 1 - p: at 0, a gamma below 1 would have an infinite gradient."""
 
 
 @final

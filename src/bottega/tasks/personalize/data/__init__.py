@@ -1,1 +1,1 @@
-"""Records of people: read, checked, divided by person, and prepared with their pictures."""
+"""Records of users: read, checked, split by user, and prepared with their images."""

@@ -1,4 +1,4 @@
-"""The pictures that records name: files of their own folder, told apart by content, each decoded once on all cores."""
+"""The image files of records: located in their folder, identified by content hash, and each decoded once in parallel."""
 
 from __future__ import annotations
 
@@ -25,41 +25,44 @@ ROWS = "rows"
 
 @dataclass
 class ImageFiles:
-    """Where the pictures of records are, and what they are by content."""
+    """Paths and content hashes of the images that records name."""
 
     paths: dict[tuple[Path, str], Path | BadRecord] = field(default_factory=dict)
     hashes: dict[Path, str] = field(default_factory=dict)
 
     def path(self, person: LocatedRecord, item: Item) -> Path | None:
+        """Return the image file of an item, None without one; `find_problem` has checked it."""
         if item.image is None:
             return None
         path = self.paths[person.root, item.image]
-        assert isinstance(path, Path), "those that are not there were told before"
+        assert isinstance(path, Path), "records with a missing image were dropped before"
         return path
 
     def hash(self, person: LocatedRecord, item: Item) -> str | None:
+        """Return the content hash of an item's image, None without one."""
         path = self.path(person, item)
         return None if path is None else self.hashes[path]
 
     def find_problem(self, person: LocatedRecord) -> BadRecord | None:
-        """What is wrong with the names of a record's pictures."""
+        """Return what is wrong with the image names of a record, None if they are valid."""
         record = person.record
         if record.target.image is None:
             return _bad(person, f"the target {record.target.id!r} has no image to learn from")
         for item in record.items:
             if item.image is not None:
-                found = self._located(person.root, item.image)
-                if isinstance(found, BadRecord):
-                    return _bad(person, f"item {item.id!r}: {found.reason}", is_refused=found.is_unsafe)
+                path = self._locate(person.root, item.image)
+                if isinstance(path, BadRecord):
+                    return _bad(person, f"item {item.id!r}: {path.reason}", is_unsafe=path.is_unsafe)
         return None
 
-    def _located(self, root: Path, name: str) -> Path | BadRecord:
-        known = self.paths.get((root, name))
-        if known is None:
-            known = self.paths[root, name] = locate_image(root, name)
-        return known
+    def _locate(self, root: Path, name: str) -> Path | BadRecord:
+        path = self.paths.get((root, name))
+        if path is None:
+            path = self.paths[root, name] = locate_image(root, name)
+        return path
 
     def hash_all(self, people: Iterable[LocatedRecord], progress: ProgressCallback) -> None:
+        """Compute the content hashes of all images."""
         paths = sorted({path for person in people for item in person.record.items if (path := self.path(person, item))})
         progress("hash", 0, len(paths))
         for start in range(0, len(paths), HASHED_AT_ONCE):
@@ -68,12 +71,15 @@ class ImageFiles:
             progress("hash", start + len(some), len(paths))
 
 
-def _bad(person: LocatedRecord, reason: str, *, is_refused: bool = False) -> BadRecord:
-    return BadRecord(person.key, person.where, f"{reason}; {SKIP_HINT}" if not is_refused else reason, is_refused)
+def _bad(person: LocatedRecord, reason: str, *, is_unsafe: bool = False) -> BadRecord:
+    return BadRecord(person.key, person.where, f"{reason}; {SKIP_HINT}" if not is_unsafe else reason, is_unsafe)
 
 
 def locate_image(root: Path, name: str) -> Path | BadRecord:
-    """The file, links followed. A record may come from anywhere, and must not have files of this machine read out."""
+    """Return the file of an image name, with links resolved.
+
+    A file outside `root` is refused: records may come from anywhere and must not make other files of this machine readable.
+    """
     try:
         base = root.resolve()
         path = (base / name).resolve()
@@ -82,7 +88,7 @@ def locate_image(root: Path, name: str) -> Path | BadRecord:
             return BadRecord(name, name, reason, is_unsafe=True)
         if path.is_file():
             return path
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, with a NUL in it, or links in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or contains NUL, or a link cycle
         return BadRecord(name, name, f"the picture {name!r} cannot be looked for: {error}")
     what = "is a folder" if path.is_dir() else "does not exist"
     return BadRecord(
@@ -92,17 +98,17 @@ def locate_image(root: Path, name: str) -> Path | BadRecord:
 
 @dataclass(frozen=True)
 class DecodeJobs(Jobs):
-    """Sent to worker processes: each decodes some of the files."""
+    """Decodes ranges of the files in worker processes."""
 
     paths: tuple[Path, ...]
     named_by: tuple[str, ...]
-    """A record that names each file."""
+    """For each file, a record that names it."""
     ranges: tuple[tuple[int, int], ...]
     folder: Path
     sizes: tuple[int, ...]
     encoder: ImageEncoder
     stop: bool
-    """Whether one that is damaged ends it all."""
+    """Whether a damaged file raises an error."""
     stage: str = "decode"
 
     def run_job(self, number: int, out: Path) -> dict[str, Any]:
@@ -115,7 +121,7 @@ class DecodeJobs(Jobs):
                     for row in self.encoder.rows(Row(path.name, str(path), {"image": path})):
                         writer.add(row)
                 except Unreadable as error:
-                    reason = f"the picture {path} is damaged or no picture: {error}"
+                    reason = f"the image {path} is damaged or not an image: {error}"
                     if self.stop:
                         raise DataError(f"{self.named_by[at]}: {reason}; {SKIP_HINT}") from error
                     bad[str(at)] = reason
@@ -132,21 +138,22 @@ def decode_images(
     stop: bool,
     progress: ProgressCallback,
 ) -> dict[int, str]:
-    """The pictures as one table `folder`/pictures, in order; why some of them are not among its rows."""
+    """Decode the images into one table, `folder`/pictures, in order; return index -> reason for those left out."""
     sizes = [path.stat().st_size for path in paths]
-    ranges = list(_cut(sizes))
+    ranges = list(_split_ranges(sizes))
     totals = tuple(sum(sizes[start:end]) for start, end in ranges)
     jobs = DecodeJobs(tuple(paths), tuple(named_by), tuple(ranges), folder / "parts", totals, encoder, stop)
     bad = {int(at): reason for summary in run_jobs(jobs, progress) for at, reason in summary["bad"].items()}
     if hash_files(paths) != hashes:
-        raise DataError("pictures changed while they were read; prepare them again when they are complete")
+        raise DataError("images changed while they were read; prepare the data again when they are complete")
     merge_tables(
         [jobs.job_folder(number) / ROWS for number in range(len(ranges))], folder / "pictures", encoder.columns
     )
     return bad
 
 
-def _cut(sizes: list[int]) -> Iterable[tuple[int, int]]:
+def _split_ranges(sizes: list[int]) -> Iterable[tuple[int, int]]:
+    """Yield index ranges of about JOB_BYTES each."""
     start = total = 0
     for at, size in enumerate(sizes):
         total += size

@@ -1,6 +1,6 @@
-"""Captions for items that have none: from a file by item, or by a model that looks at their pictures.
+"""Captions for items that have none: from a file, or from a captioning model.
 
-What a model said is remembered by the hash of the picture and that of the model, so that it is asked once.
+Captions of a model are cached by the hashes of the image and of the model.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
@@ -26,11 +26,10 @@ from bottega.data.tables.cache import default_cache, open_database
 from bottega.tasks.personalize.data.records import Item
 
 Captioner = Callable[[Sequence[np.ndarray]], list[str]]
-"""Pictures, uint8 [h, w, 3] of any size, to what they show in words."""
+"""From images, uint8 (height, width, 3) of any size, to captions."""
 CaptionerLoader = Callable[[Path], Captioner]
-"""Loads the model of a folder, and with it a framework."""
-# One look of the model at so many pictures at a time.
-AT_ONCE = 16
+"""Loads the captioning model of a folder, and with it torch."""
+BATCH_SIZE = 16
 WEIGHTS = "*.safetensors"
 _DECIDING = (WEIGHTS, "*.json", "*.txt", "*.model")
 _LARGEST = 256 << 20
@@ -45,19 +44,19 @@ def is_captioning_model(path: Path) -> bool:
 
 
 class FileCaptions:
-    """A table of captions: what it says of an item, by its id or by the name of its picture."""
+    """Captions in a file, looked up by the id of an item or by the name of its image."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise DataError(
-                f"data.captions: {path} does not exist; name a file of captions or the folder of a captioning model"
+                f"data.captions: {path} does not exist; name a caption file or the folder of a captioning model"
             )
         self.path = path
         self.plain = _object_of_texts(path)
         self.table = Metadata(path) if self.plain is not None else _table(path)
 
     def caption_for(self, item: Item) -> str:
-        """Blank where it says nothing."""
+        """Return the caption of an item, empty if the file has none."""
         if self.plain is not None:
             names = [item.id, *(self.table.candidate_names(item.image) if item.image is not None else ())]
             return next((self.plain[name] for name in names if name in self.plain), "")
@@ -71,15 +70,15 @@ class FileCaptions:
 
 
 def _table(path: Path) -> Metadata:
-    found = load_metadata(path, path.parent, Source(metadata=str(path.absolute())))
-    assert found is not None, "it was named, so it is taken"
-    if found.bad:
-        raise DataError(str(found.bad[0]))
-    if not found.rows:
+    table = load_metadata(path, path.parent, Source(metadata=str(path.absolute())))
+    assert table is not None, "a named file is always loaded"
+    if table.bad:
+        raise DataError(str(table.bad[0]))
+    if not table.rows:
         raise DataError(f"data.captions: {path} is empty; give a table with the columns id and caption")
-    if all(not _caption(rows[0]) for rows in found.rows.values()):
+    if all(not _caption(rows[0]) for rows in table.rows.values()):
         raise DataError(f"data.captions: {path} has no column caption; give a table with the columns id and caption")
-    return found
+    return table
 
 
 def _caption(row: dict[str, object]) -> str:
@@ -90,90 +89,86 @@ def _caption(row: dict[str, object]) -> str:
 
 
 def _object_of_texts(path: Path) -> dict[str, str] | None:
-    """{"a.jpg": "a red star"}, which is how captioning programs often write them; None where it is something else."""
+    """Read {"a.jpg": "a red star"}, as captioning programs often write it; None if the file has another layout."""
     if path.suffix.lower() != ".json" or path.stat().st_size > _LARGEST:
         return None
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         if path.read_bytes().lstrip()[:1] == b"{" and b"\n{" in path.read_bytes():
-            return None  # lines of objects, by another name
-        raise DataError(f"data.captions: {path} is no JSON ({error}); correct it") from None
-    if not isinstance(found, dict) or "data" in found:
+            return None  # JSON lines in a file named .json
+        raise DataError(f"data.captions: {path} is not valid JSON ({error}); correct it") from None
+    if not isinstance(content, dict) or "data" in content:
         return None
-    wrong = next((name for name, text in found.items() if not isinstance(text, str)), None)
+    wrong = next((name for name, text in content.items() if not isinstance(text, str)), None)
     if wrong is not None:
         raise DataError(
-            f'data.captions: {path}: {wrong!r} has {found[wrong]!r} where a caption was expected, as in {{"a.jpg": "a star"}}'
+            f'data.captions: {path}: {wrong!r} has {content[wrong]!r} where a caption was expected, as in {{"a.jpg": "a star"}}'
         )
-    return {PurePosixPath(name).as_posix(): text for name, text in found.items()}
+    return {PurePosixPath(name).as_posix(): text for name, text in content.items()}
 
 
 def hash_captioning_model(folder: Path) -> str:
-    """Of all that decides what the model says."""
+    """Return a hash of all files that decide the captions of a model."""
     files = sorted({path for pattern in _DECIDING for path in folder.glob(pattern) if path.is_file()})
     if not (folder / "config.json").is_file() or not any(path.match(WEIGHTS) for path in files):
         raise UsageError(
-            f"data.captions: {folder} is no folder of a captioning model: config.json and *.safetensors are expected"
+            f"data.captions: {folder} is not the folder of a captioning model, with config.json and *.safetensors"
         )
     named = zip((path.name for path in files), hash_files(files), strict=True)
     return hashlib.sha256(repr(list(named)).encode()).hexdigest()
 
 
 def caption_images(
-    pictures: dict[str, Path], folder: Path, captioner: CaptionerLoader, *, progress: ProgressCallback
+    images: dict[str, Path], folder: Path, captioner: CaptionerLoader, *, progress: ProgressCallback
 ) -> dict[str, str]:
-    """What the model of `folder` says of each picture, by its hash. Those that cannot be decoded are left out."""
+    """Return the captions of images by hash, from the cache or by the model of `folder`; undecodable images are left out."""
     model = hash_captioning_model(folder)
     try:
-        with closing(_database()) as kept:
-            return _described(pictures, folder, captioner, progress=progress, model=model, kept=kept)
+        with closing(_open_cache()) as cache:
+            return _caption_missing(images, folder, captioner, progress=progress, model=model, cache=cache)
     except (sqlite3.Error, OSError) as error:
         raise EnvironmentProblem(
-            f"captions cannot be kept in {default_cache()}: {error}; free some space, or set XDG_CACHE_HOME to a folder that "
+            f"cannot write captions to {default_cache()}: {error}; free some space, or set XDG_CACHE_HOME to a folder that "
             "can be written"
         ) from error
 
 
-def _described(
-    pictures: dict[str, Path],
+def _caption_missing(
+    images: dict[str, Path],
     folder: Path,
     captioner: CaptionerLoader,
     *,
     progress: ProgressCallback,
     model: str,
-    kept: sqlite3.Connection,
+    cache: sqlite3.Connection,
 ) -> dict[str, str]:
-    known = {}
-    for picture in pictures:
-        asked = (model, picture)
-        row = kept.execute("SELECT caption FROM captions WHERE model = ? AND picture = ?", asked).fetchone()
+    captions = {}
+    for image in images:
+        query = "SELECT caption FROM captions WHERE model = ? AND picture = ?"
+        row = cache.execute(query, (model, image)).fetchone()
         if row is not None:
-            known[picture] = row[0]
-    left = [picture for picture in pictures if picture not in known]
-    if not left:
-        return known
-    describe = captioner(folder)
-    done = len(known)
-    progress("captions", done, len(pictures))
-    for some in _groups(left):
-        readable = {picture: pixels for picture in some if (pixels := _pixels(pictures[picture])) is not None}
-        said = describe(list(readable.values())) if readable else []
-        for picture, caption in zip(readable, said, strict=True):
-            if not caption.strip():
-                raise DataError(f"data.captions: the model of {folder} says nothing about {pictures[picture]}")
-            known[picture] = " ".join(caption.split())
-        with kept:
-            rows = [(model, picture, known[picture]) for picture in readable]
-            kept.executemany("INSERT OR REPLACE INTO captions VALUES (?, ?, ?)", rows)
-        done += len(some)
-        progress("captions", done, len(pictures))
-    return known
-
-
-def _groups(names: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(names), AT_ONCE):
-        yield names[start : start + AT_ONCE]
+            captions[image] = row[0]
+    missing = [image for image in images if image not in captions]
+    if not missing:
+        return captions
+    caption_batch = captioner(folder)
+    done = len(captions)
+    progress("captions", done, len(images))
+    for start in range(0, len(missing), BATCH_SIZE):
+        batch = missing[start : start + BATCH_SIZE]
+        readable = {image: pixels for image in batch if (pixels := _pixels(images[image])) is not None}
+        texts = caption_batch(list(readable.values())) if readable else []
+        for image, text in zip(readable, texts, strict=True):
+            if not text.strip():
+                raise DataError(f"data.captions: the model of {folder} gives an empty caption for {images[image]}")
+            captions[image] = " ".join(text.split())
+        with cache:
+            rows = [(model, image, captions[image]) for image in readable]
+            cache.executemany("INSERT OR REPLACE INTO captions VALUES (?, ?, ?)", rows)
+        done += len(batch)
+        progress("captions", done, len(images))
+    return captions
 
 
 def _pixels(path: Path) -> np.ndarray | None:
@@ -182,8 +177,8 @@ def _pixels(path: Path) -> np.ndarray | None:
     try:
         return decode_image(path, channels=3)
     except Unreadable:
-        return None  # damage is told where pictures are prepared, with the record
+        return None  # reported when images are prepared, with the record
 
 
-def _database() -> sqlite3.Connection:
+def _open_cache() -> sqlite3.Connection:
     return open_database("captions.sqlite", _TABLE, timeout=30)

@@ -1,4 +1,4 @@
-"""The data of a personal recipe. Captions that are missing are made by a model; only then is a framework loaded."""
+"""Preparation of user records with a captioning model for missing captions, which is loaded only if there are some."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from bottega.tasks.personalize.data.tables import prepare_personal
 def prepare_people(
     data: PersonalizeData, *, progress: ProgressCallback = lambda stage, done, total: None, cache: Path | None = None
 ) -> PreparedData:
-    """Records and pictures, from the cache or made now."""
-    return prepare_personal(data, progress=progress, cache=cache, captioner=_captioner)
+    """Return the prepared records and images, from the cache or prepared now."""
+    return prepare_personal(data, progress=progress, cache=cache, captioner=_load_captioner)
 
 
-def _captioner(folder: Path) -> Captioner:
+def _load_captioner(folder: Path) -> Captioner:
     from bottega.models.frozen.captioner import load_captioner
 
     return load_captioner(folder)

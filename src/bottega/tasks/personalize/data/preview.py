@@ -1,4 +1,4 @@
-"""Records of people, for people."""
+"""Preview of prepared user records."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from bottega.data.prepare.preview import Preview, evenly_spaced_rows, image_path
 from bottega.data.tables.shards import Table
 
 LIKED = 6
-"""Items of each history that are drawn, so that the target beside them can still be seen."""
+"""Images of each history on the contact sheet, beside the target."""
 
 
 class PeoplePreview(Preview):
+    """Shows each user's liked items and wish."""
+
     column, unit = "history", "liked items"
 
     def describe(self, row: dict[str, Any]) -> str:
@@ -26,12 +28,12 @@ class PeoplePreview(Preview):
         return f"user {person.user} liked: {liked}\nwish: {person.wish_or_caption}"
 
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A record as it can be read again; its pictures stay where they are."""
+        """Return the record as it can be read again; images are referenced by name."""
         record: dict[str, Any] = json.loads(row["record"])
         return record
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
-        """Each row a person: the last things they liked, then what they took. Where no picture is known, the words stand."""
+        """Write a contact sheet with a row for each user: the last liked items, then the target; white without an image."""
         from bottega.data.image.contact_sheet import write_contact_sheet
         from bottega.tasks.personalize.data.records import PersonalRows
 

@@ -1,4 +1,4 @@
-"""Records of people, from files or a published collection: read, checked, and divided by person."""
+"""Records of users from files or a published collection: read, checked, and split by user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.collections import read_collection
 from bottega.tasks.personalize.data.records import Item, Record
 
-PART = re.compile(
+SPLIT_FILE = re.compile(
     r"(train|training|val|valid|validation|dev|eval|test)(?:[-_]\d+)?\.(?:jsonl|ndjson|json)(?:\.(?:gz|zst|bz2|xz))?",
     re.IGNORECASE,
 )
@@ -40,33 +40,35 @@ EXPECTED: defaultdict[str, str] = defaultdict(
         "dict_type": "an object of texts",
     },
 )
-# Of two names for one of ours, the later wins.
-THEIRS = (("user", "worker_id"), ("user", "user_id"), ("style", "worker_style"), ("style", "user_style"))
-THEIR_ITEM = (("id", "item_id"), ("caption", "caption"), ("image", "image_path"))
+# Our name -> name in files of the published programs; of two for one of ours, the later wins.
+FOREIGN_KEYS = (("user", "worker_id"), ("user", "user_id"), ("style", "worker_style"), ("style", "user_style"))
+FOREIGN_ITEM_KEYS = (("id", "item_id"), ("caption", "caption"), ("image", "image_path"))
 SKIP_HINT = "data.bad_records=skip leaves such records out"
 
 
 class LocatedRecord(NamedTuple):
-    """A record with the places it has: where it stands, and what the names of its pictures are relative to."""
+    """A record with its location, for messages, and the folder of its images."""
 
     record: Record
     key: str
-    """Its name wherever the files lie."""
+    """Name that does not depend on where the files are."""
     where: str
+    """File and line, for messages."""
     root: Path
+    """Folder that the names of its images are relative to."""
 
 
 @dataclass
 class RecordTables:
-    """Everybody, by table. What was left out is counted."""
+    """All records by table, with counts of those that were left out."""
 
     tables: dict[str, list[LocatedRecord]]
     tally: Tally = field(default_factory=Tally)
     notes: list[str] = field(default_factory=list)
 
 
-class _Place(NamedTuple):
-    """Where the records of a table are: in record files, or in the folder of a collection where there are none."""
+class _Location(NamedTuple):
+    """Where the records of a table are: in record files, or without any, in the folder of a collection."""
 
     path: Path
     files: tuple[Path, ...]
@@ -78,83 +80,87 @@ class _Place(NamedTuple):
 
 
 def read_records(data: PersonalizeData) -> RecordTables:
-    """Each record checked as far as it can be without its captions and pictures."""
+    """Read and check all records; captions and images are checked later."""
     _check_options(data)
-    found = _places(data)
-    people = RecordTables({})
+    locations = _find_tables(data)
+    records = RecordTables({})
     stop = data.bad_records != "skip"
-    for table, place in found.items():
-        people.tables[table] = list(_persons(place, data, people.tally, stop=stop))
-    shares = {name: _share(getattr(data, name)) if name not in found else None for name in ("validation", "test")}
-    people.notes += [
-        f"{name} is {place.path}, which is there already, and no share of train"
-        for name, place in found.items()
-        if name != "train" and _share(getattr(data, name)) is not None
+    for table, location in locations.items():
+        records.tables[table] = list(_read_table(location, data, records.tally, stop=stop))
+    fractions = {
+        name: _fraction(getattr(data, name)) if name not in locations else None for name in ("validation", "test")
+    }
+    records.notes += [
+        f"{name} is read from {location.path}, so data.{name}.split is not used"
+        for name, location in locations.items()
+        if name != "train" and _fraction(getattr(data, name)) is not None
     ]
-    if any(shares.values()) or (data.split is not None and data.split.folds and "validation" not in found):
-        people.tables = {**_divided(people.tables.pop("train"), data.split, **shares), **people.tables}
-    people.tables = {name: people.tables[name] for name in NAMES if name in people.tables}
-    _check_apart(people.tables)
-    return people
+    if any(fractions.values()) or (data.split is not None and data.split.folds and "validation" not in locations):
+        records.tables = {**_split_by_user(records.tables.pop("train"), data.split, **fractions), **records.tables}
+    records.tables = {name: records.tables[name] for name in NAMES if name in records.tables}
+    _check_disjoint_users(records.tables)
+    return records
 
 
 def _check_options(data: PersonalizeData) -> None:
     for key in ("sources", "replay", "online", "curriculum"):
         if getattr(data, key) is not None:
-            raise UsageError(f"data.{key}: records of people come from one source (data.train); leave it out")
+            raise UsageError(f"data.{key}: user records come from one source (data.train); leave it out")
     if data.split is not None and data.split.by not in ("fraction", "hash", "group"):
-        raise UsageError(f"data.split.by={data.split.by}: people are always split by user; say fraction or hash")
+        raise UsageError(f"data.split.by={data.split.by}: records are always split by user; use fraction or hash")
     if data.train.kind == "embedded":
         for key in ("collection", "pictures", "captions", "min_score"):
             if getattr(data, key) is not None:
                 raise UsageError(
-                    f"data.{key}: is of data that is given with --data, and this is embedded; leave it out"
+                    f"data.{key}: does not apply to the embedded data; leave it out, or give your own data with --data"
                 )
     if data.min_score is not None and data.collection != "flickr":
-        raise UsageError("data.min_score: points are given in the collection flickr alone; leave it out")
+        raise UsageError("data.min_score: applies to data.collection=flickr only; leave it out")
     if data.pictures is not None and not Path(data.pictures).expanduser().is_dir():
-        raise UsageError(f"data.pictures: {data.pictures} is not a folder here; correct it")
+        raise UsageError(f"data.pictures: {data.pictures} is not a folder; correct it")
     for name in ("train", "validation", "test"):
-        part = getattr(data, name)
-        if part is not None and part.kind not in KINDS:
-            raise UsageError(f"data.{name}.kind: records of people are of kind {', '.join(KINDS[1:])}; got {part.kind}")
+        source = getattr(data, name)
+        if source is not None and source.kind not in KINDS:
+            raise UsageError(f"data.{name}.kind: expected {', '.join(KINDS[1:])} for user records, got {source.kind}")
 
 
-def _share(part: HeldOut | None) -> float | None:
-    return part.split if part is not None and isinstance(part.split, float) else None
+def _fraction(held_out: HeldOut | None) -> float | None:
+    return held_out.split if held_out is not None and isinstance(held_out.split, float) else None
 
 
-def _places(data: PersonalizeData) -> dict[str, _Place]:
-    """Where each table is read from; those that are shares of train are not there."""
-    train = _path(data.train, "train")
-    parts = _parts(train) if train.is_dir() else {}
-    if train.is_dir() and not parts and data.collection is None:
+def _find_tables(data: PersonalizeData) -> dict[str, _Location]:
+    """Return the location of each table that is not split off from train."""
+    train = _resolve_path(data.train, "train")
+    splits = _find_split_files(train) if train.is_dir() else {}
+    if train.is_dir() and not splits and data.collection is None:
         raise DataError(
-            f"{train} holds no train.jsonl or train.json; name a record file, or say whose layout it has with "
+            f"{train} has no train.jsonl or train.json; name a record file, or the layout of the folder with "
             "data.collection=flickr, pog or ser"
         )
-    # A folder brings its own parts, as prepared shards do.
-    found = {name: _Place(train, files, data.train) for name, files in parts.items()}
-    found.setdefault("train", _Place(train, () if train.is_dir() else (train,), data.train))
+    # A folder brings its own splits, as prepared shards do.
+    locations = {name: _Location(train, files, data.train) for name, files in splits.items()}
+    locations.setdefault("train", _Location(train, () if train.is_dir() else (train,), data.train))
     for name in ("validation", "test"):
-        part: HeldOut | None = getattr(data, name)
-        if part is None or isinstance(part.split, float):
+        held_out: HeldOut | None = getattr(data, name)
+        if held_out is None or isinstance(held_out.split, float):
             continue
-        if part.path is None and part.kind != "embedded":
-            wanted = normalize_split_name(part.split) if part.split is not None else name
-            if wanted not in parts:
-                raise DataError(f"data.{name}: {train} has no part {wanted}; give a path, or a share such as split=0.1")
-            found[name] = found[wanted]._replace(source=part)
+        if held_out.path is None and held_out.kind != "embedded":
+            split = normalize_split_name(held_out.split) if held_out.split is not None else name
+            if split not in splits:
+                raise DataError(
+                    f"data.{name}: {train} has no split {split}; give a path, or a fraction such as split=0.1"
+                )
+            locations[name] = locations[split]._replace(source=held_out)
             continue
-        path = _path(part, name)
-        inside = _parts(path) if path.is_dir() else {}
-        if path.is_dir() and name not in inside and data.collection is None:
-            raise DataError(f"data.{name}.path: {path} holds no {name}.jsonl; name a record file")
-        found[name] = _Place(path, inside.get(name, () if path.is_dir() else (path,)), part)
-    return found
+        path = _resolve_path(held_out, name)
+        own_splits = _find_split_files(path) if path.is_dir() else {}
+        if path.is_dir() and name not in own_splits and data.collection is None:
+            raise DataError(f"data.{name}.path: {path} has no {name}.jsonl; name a record file")
+        locations[name] = _Location(path, own_splits.get(name, () if path.is_dir() else (path,)), held_out)
+    return locations
 
 
-def _path(source: Source, name: str) -> Path:
+def _resolve_path(source: Source, name: str) -> Path:
     if source.kind == "embedded":
         from bottega.data.embedded.sticker_people import materialise_people
 
@@ -172,90 +178,94 @@ def _path(source: Source, name: str) -> Path:
     return path
 
 
-def _parts(folder: Path) -> dict[str, tuple[Path, ...]]:
-    """The record files of a folder by part: train.jsonl or train-000000.jsonl, val.json, test.jsonl.gz."""
-    found: dict[str, tuple[Path, ...]] = {}
+def _find_split_files(folder: Path) -> dict[str, tuple[Path, ...]]:
+    """Return the record files of a folder by split: train.jsonl or train-000000.jsonl, val.json, test.jsonl.gz."""
+    splits: dict[str, tuple[Path, ...]] = {}
     for path in sorted(folder.iterdir()):
-        match = PART.fullmatch(path.name)
+        match = SPLIT_FILE.fullmatch(path.name)
         if match is not None and path.is_file():
-            part = normalize_split_name(match[1])
-            found[part] = (*found.get(part, ()), path)
-    return found if "train" in found else {}
+            split = normalize_split_name(match[1])
+            splits[split] = (*splits.get(split, ()), path)
+    return splits if "train" in splits else {}
 
 
-def _persons(place: _Place, data: PersonalizeData, tally: Tally, *, stop: bool) -> Iterator[LocatedRecord]:
-    """The good ones of a place, histories cut to their ends."""
-    seen: dict[bytes, str] = {}
-    records = _of_files(place.files) if place.files else _of_collection(place, data, tally)
-    root = place.root
-    if data.pictures is not None and place.source.kind != "embedded":
+def _read_table(location: _Location, data: PersonalizeData, tally: Tally, *, stop: bool) -> Iterator[LocatedRecord]:
+    """Yield the valid records of a table, with their histories cut to data.history_length."""
+    first_seen: dict[bytes, str] = {}
+    records = _read_files(location.files) if location.files else _read_collection_folder(location, data, tally)
+    root = location.root
+    if data.pictures is not None and location.source.kind != "embedded":
         root = Path(data.pictures).expanduser()
-    given = 0
+    count = 0
     for record, key, where in records:
         tally.records += 1
         if isinstance(record, BadRecord):
             tally.count_bad(record, stop=stop)
             continue
-        reason = _problem(record, where, seen)
+        reason = _find_problem(record, where, first_seen)
         if reason is not None:
             tally.count_bad(BadRecord(key, where, reason), stop=stop)
             continue
-        given += 1
-        yield LocatedRecord(_shortened(record, data.history_length), key, where, root)
-        if given == place.source.limit:
+        count += 1
+        yield LocatedRecord(_truncate_history(record, data.history_length), key, where, root)
+        if count == location.source.limit:
             break
-    if not given:
-        raise DataError(f"{place.path} holds no records; one is such as {EXAMPLE}")
+    if not count:
+        raise DataError(f"{location.path} has no records; a record is such as {EXAMPLE}")
 
 
-def _shortened(record: Record, length: int | None) -> Record:
+def _truncate_history(record: Record, length: int | None) -> Record:
     if length is None or len(record.history) <= length:
         return record
     return record.model_copy(update={"history": record.history[-length:]})
 
 
-def _of_collection(place: _Place, data: PersonalizeData, tally: Tally) -> Iterator[tuple[Record | BadRecord, str, str]]:
-    found = read_collection(place.path, data, limit=place.source.limit)
-    for reason, count in found.left_out.items():
+def _read_collection_folder(
+    location: _Location, data: PersonalizeData, tally: Tally
+) -> Iterator[tuple[Record | BadRecord, str, str]]:
+    collection = read_collection(location.path, data, limit=location.source.limit)
+    for reason, count in collection.left_out.items():
         tally.dropped[reason] = tally.dropped.get(reason, 0) + count
-    yield from ((record, key, f"{place.path}, {key}") for key, record in found.records)
+    yield from ((record, key, f"{location.path}, {key}") for key, record in collection.records)
 
 
-def _of_files(files: tuple[Path, ...]) -> Iterator[tuple[Record | BadRecord, str, str]]:
+def _read_files(files: tuple[Path, ...]) -> Iterator[tuple[Record | BadRecord, str, str]]:
     for file in files:
-        found = find_files(Source(path=str(file)))
-        if found.kind not in ("json", "jsonl"):
-            raise DataError(f"{file} is of kind {found.kind}; records of people are JSON lines or a JSON list")
-        for piece in found.list_pieces(64 << 20):
-            for row in found.read(piece):
-                yield (row if isinstance(row, BadRecord) else _record(row.fields, row.where)), row.key, row.where
+        listing = find_files(Source(path=str(file)))
+        if listing.kind not in ("json", "jsonl"):
+            raise DataError(f"{file} is of kind {listing.kind}; user records must be JSON lines or a JSON list")
+        for piece in listing.list_pieces(64 << 20):
+            for row in listing.read(piece):
+                yield (row if isinstance(row, BadRecord) else _parse_record(row.fields, row.where)), row.key, row.where
 
 
-def _record(fields: dict[str, object], where: str) -> Record | BadRecord:
+def _parse_record(fields: dict[str, object], where: str) -> Record | BadRecord:
     try:
-        return Record.model_validate(_respelt(fields))
+        return Record.model_validate(_translate_keys(fields))
     except ValidationError as error:
         first = error.errors()[0]
-        return BadRecord(where, where, f"is no record: {describe_validation_error(first)}")
+        return BadRecord(where, where, f"is not a valid record: {describe_validation_error(first)}")
 
 
-def _respelt(fields: dict[str, object]) -> dict[str, object]:
-    """Under our names, where the record is spelt as the published programs for these collections write it."""
+def _translate_keys(fields: dict[str, object]) -> dict[str, object]:
+    """Return a record of the published programs for these collections under our names."""
     if "history_items_info" not in fields:
         return fields
 
     def item(value: object) -> object:
-        return {ours: value[key] for ours, key in THEIR_ITEM if key in value} if isinstance(value, dict) else value
+        if not isinstance(value, dict):
+            return value
+        return {ours: value[key] for ours, key in FOREIGN_ITEM_KEYS if key in value}
 
-    history, record = fields["history_items_info"], {ours: fields[key] for ours, key in THEIRS if key in fields}
-    record["history"] = [item(one) for one in history] if isinstance(history, list) else history
+    history, record = fields["history_items_info"], {ours: fields[key] for ours, key in FOREIGN_KEYS if key in fields}
+    record["history"] = [item(value) for value in history] if isinstance(history, list) else history
     if "target_item_info" in fields:
         record["target"] = item(fields["target_item_info"])
     return record
 
 
 def describe_validation_error(error: object) -> str:
-    """One problem that pydantic found, as we say it."""
+    """Return one validation error of pydantic as a message."""
     assert isinstance(error, dict)
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
@@ -263,15 +273,15 @@ def describe_validation_error(error: object) -> str:
         return f"{what}; one is such as {EXAMPLE}"
     if error["type"] == "extra_forbidden":
         known = KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
-        return f"{key} is no key of it; there is {known}"
+        return f"{key} is not a known key; the keys are {known}"
     if error["type"] == "string_too_short":
         return f"{key} is blank"
     shown = repr(error["input"])
     return f"{key} must be {EXPECTED[error['type']]}, not {shown if len(shown) <= 40 else shown[:40] + '...'}"
 
 
-def _problem(record: Record, where: str, seen: dict[bytes, str]) -> str | None:
-    """What is wrong with a record by itself, or among the others."""
+def _find_problem(record: Record, where: str, first_seen: dict[bytes, str]) -> str | None:
+    """Return what is wrong with a record by itself, or that it repeats another; None if it is valid."""
     if not record.history:
         return f"user {record.user!r} has an empty history; a record needs something that was liked; {SKIP_HINT}"
     if record.target.id in {item.id for item in record.history}:
@@ -279,16 +289,16 @@ def _problem(record: Record, where: str, seen: dict[bytes, str]) -> str | None:
     if record.wish is not None and not record.wish.strip():
         return f"the wish is blank; leave it out, or say what is wished; {SKIP_HINT}"
     digest = hashlib.blake2b(record.model_dump_json().encode("utf-8", "surrogatepass"), digest_size=16).digest()
-    if digest in seen:
-        return f"is the same record as {seen[digest]}; {SKIP_HINT}"
-    seen[digest] = where
+    if digest in first_seen:
+        return f"is the same record as {first_seen[digest]}; {SKIP_HINT}"
+    first_seen[digest] = where
     return None
 
 
-def _divided(
+def _split_by_user(
     people: list[LocatedRecord], options: Splitting | None, *, validation: float | None, test: float | None
 ) -> dict[str, list[LocatedRecord]]:
-    """By user: whose record is learnt from is not measured with."""
+    """Split records so that all records of a user are in the same table."""
     users = sorted({person.record.user for person in people})
     keys = np.array([hash_key(user) for user in users], dtype=np.uint64)
     options = options or Splitting()
@@ -306,13 +316,13 @@ def _divided(
     return tables
 
 
-def _check_apart(tables: Mapping[str, Iterable[LocatedRecord]]) -> None:
+def _check_disjoint_users(tables: Mapping[str, Iterable[LocatedRecord]]) -> None:
     first: dict[str, tuple[str, str]] = {}
     for table, people in tables.items():
         for person in people:
             known, where = first.setdefault(person.record.user, (table, person.where))
             if known != table:
                 raise DataError(
-                    f"{person.where}: user {person.record.user!r} of {table} is in {known} as well ({where}); a person "
-                    "belongs to one of them, or what is measured was learnt"
+                    f"{person.where}: user {person.record.user!r} of {table} is also in {known} ({where}); keep each user "
+                    "in one split, or the evaluation would be on users seen in training"
                 )

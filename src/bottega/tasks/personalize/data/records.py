@@ -1,6 +1,6 @@
-"""What a person liked and then took: the record that every collection becomes, and prepared records as samples.
+"""The record of a user, what they liked and then chose, and prepared records as samples.
 
-A record file is JSON lines or a JSON list of records. Names of pictures are relative to its folder.
+A record file is JSON lines or a JSON list of records. Image names are relative to its folder.
 """
 
 from __future__ import annotations
@@ -20,57 +20,63 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 
 IMAGES_TABLE, NAMES_TABLE = "pictures", "names"
-"""Folders beside the tables: every distinct picture once, and which picture each name of the records means."""
-# Records of a table that stay parsed: a batch and its sheet ask for the same ones several times.
+"""Tables beside the records: every distinct image once, and the number of the image behind each name."""
+# Parsed records that stay in memory: a batch and a contact sheet read the same ones several times.
 CACHED_RECORDS = 4096
 
 Name = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 
 
-class _Part(BaseModel):
-    # Closed, because a misspelt key would otherwise be a wish that nobody hears. People and items are often numbers.
+class _Model(BaseModel):
+    # No extra keys, so that a misspelt one is an error. Ids of users and items are often numbers.
     model_config = ConfigDict(frozen=True, extra="forbid", coerce_numbers_to_str=True)
 
 
-class Item(_Part):
+class Item(_Model):
+    """An image that a user liked or chose, with its caption."""
+
     id: Name
     caption: str = ""
-    """Never blank in prepared records; before that, a file of captions or a model may have it."""
+    """Never empty in prepared records; before, a caption file or a model may supply it."""
     image: str | None = None
-    """A file, relative to the folder of the records; None where nothing but the caption is known."""
+    """File name, relative to the folder of the records; None if only the caption is known."""
 
 
-class Record(_Part):
+class Record(_Model):
+    """One choice of a user, with the items they liked before."""
+
     user: Name
     history: tuple[Item, ...]
-    """What the person liked before, oldest first."""
+    """Items liked before, oldest first."""
     target: Item
-    """What the person took then, never one of the history."""
+    """The item chosen next, which is not in the history."""
     wish: str | None = None
-    """What is asked for in words; None is the caption of the target."""
+    """The request in words; None is the caption of the target."""
     style: str | None = None
     truth: dict[str, str] = Field(default_factory=dict)
-    """What is known of the person where the data is made, such as the favourite colour."""
+    """Ground truth of synthetic users, such as the favourite colour."""
 
     @property
     def wish_or_caption(self) -> str:
+        """The wish, or the caption of the target without one."""
         return self.wish or self.target.caption
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """The history, then the target."""
+        """The items of the history, then the target."""
         return (*self.history, self.target)
 
 
 def evenly_spaced(total: int, count: int) -> list[int]:
-    """So many numbers below `total`, evenly apart: neighbours in a sorted file are often alike."""
+    """Return `count` evenly spaced indices below `total`, since neighbours in a sorted file are often similar."""
     count = min(total, count)
     return [number * total // count for number in range(count)]
 
 
 @final
 class PersonalRows(Source):
-    """image [b, h, w, 3], float32 from -1 to 1: the target; and person [b], int64: the number of the record."""
+    """Samples with `image`, the target, float32 (batch, height, width, 3) from -1 to 1, and `person`, the number of the
+    record, int64 (batch,)."""
 
     def __init__(self, prepared: PreparedData, table: str) -> None:
         self.table = prepared.table(table)
@@ -91,21 +97,21 @@ class PersonalRows(Source):
         return self._record(index)
 
     def image(self, item: Item) -> np.ndarray:
-        """What an item of these records shows: uint8 [h, w, 3]."""
+        """Return the image of an item, uint8 (height, width, 3)."""
         number = self._numbers.get(item.image) if item.image is not None else None
         if number is None:
-            raise DataError(f"item {item.id!r} has no picture among those prepared; only its caption is known")
+            raise DataError(f"item {item.id!r} has no prepared image, only a caption")
         return self.pixels(np.array([number]))[0]
 
     def pixels(self, numbers: np.ndarray) -> np.ndarray:
-        """The pictures `numbers` [n]: uint8 [n, h, w, 3], a copy."""
+        """Return a copy of the images with these numbers, uint8 (images, height, width, 3)."""
         if self.encoder.store == "decoded":
             return self.images.gather("image", numbers)
         return np.stack([self.encoder.decode_row(self.images.row("image", number), 0) for number in numbers.tolist()])
 
     @cached_property
     def users(self) -> list[str]:
-        """Whose each record is."""
+        """The user of each record."""
         return [self.table.row("user", number) for number in range(len(self))]
 
     @property

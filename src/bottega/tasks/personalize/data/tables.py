@@ -1,4 +1,4 @@
-"""Records of people to tables, and every distinct picture of theirs decoded once."""
+"""Preparation of user records: tables of records, and every distinct image decoded once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from bottega.tasks.personalize.data.record_files import SKIP_HINT, LocatedRecord
 from bottega.tasks.personalize.data.records import NAMES_TABLE, Item, Record
 
 TASK = "personalize"
-# Raised when the same records would give other tables.
+# Raise it when the same records would give other tables.
 VERSION = 2
 COLUMNS = {
     "key": TEXT,
@@ -41,8 +41,14 @@ COLUMNS = {
     "target": Column("<i8"),
     "history": Column("<i8", varying=True),
 }
-"""Target and history are numbers of pictures; -1 where an item has none."""
+"""Target and history are numbers of images, -1 for an item without one."""
 NAME_COLUMNS = {"name": TEXT, "picture": Column("<i8")}
+FIRST_WORDINGS = (
+    ("is not a valid record: ", "is no record: "),
+    ("is not a known key; the keys are ", "is no key of it; there is "),
+    ("is not a number", "is no number"),
+)
+"""Reasons of bad records -> their first wording, which cache keys contain."""
 
 
 def prepare_personal(
@@ -52,16 +58,16 @@ def prepare_personal(
     cache: Path | None = None,
     captioner: CaptionerLoader | None = None,
 ) -> PreparedData:
-    """Tables of records with the number of each target's picture, and the pictures beside them.
+    """Return tables of records and images, from the cache or prepared now.
 
-    `captioner` loads a model of captions, where data.captions names the folder of one.
+    `captioner` loads the captioning model, if data.captions names the folder of one.
     """
     ready = open_if_prepared(data, task=TASK)
     if ready is not None:
-        made = ready.metadata["image_size"]
-        if made != data.image_size:
+        size = ready.metadata["image_size"]
+        if size != data.image_size:
             raise UsageError(
-                f"data.image_size: {data.image_size}, and {ready.folder} was prepared at {made}; say that, or prepare again"
+                f"data.image_size: {ready.folder} was prepared at {size}, not {data.image_size}; set {size}, or prepare again"
             )
         return ready
     plan = _plan(data, captioner, progress)
@@ -71,7 +77,7 @@ def prepare_personal(
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """Records that are good as far as can be said before a picture is decoded."""
+    """Records that passed all checks that need no decoded image."""
 
     people: RecordTables
     pictures: ImageFiles
@@ -86,28 +92,30 @@ class PreparationPlan:
         return [person for table in self.people.tables.values() for person in table]
 
     @property
-    def _named(self) -> list[str]:
-        """What is said of bad records, without the folders they lie in."""
+    def _bad_reasons(self) -> list[str]:
+        """Reasons of bad records without their folders, for the cache key, in the wording of the first version."""
         parts = (self.data.train, self.data.validation, self.data.test)
         places = [part.path for part in parts if part is not None and part.path is not None]
         roots = sorted(
             {str(Path(place).expanduser()) for place in (*places, self.data.pictures or "")} - {"."}, key=len
         )
         named = list(self.people.tally.named)
-        for root in reversed(roots):  # the longest first: one may lie in another
+        for root in reversed(roots):  # the longest first: one may contain another
             named = [text.replace(root, "") for text in named]
+        for wording, first_wording in FIRST_WORDINGS:
+            named = [text.replace(wording, first_wording) for text in named]
         return named
 
     @cached_property
     def key(self) -> str:
-        """Of what the records say and their pictures show, wherever they lie."""
+        """Cache key: a hash of the records and the contents of their images, wherever the files are."""
         tally = self.people.tally
         policy = (
             (FORMAT, VERSION, TASK, len(self.people.notes)),
             self.data.image_size,
             self.stop_on_bad,
             self.data.max_bad,
-            (tally.bad, self._named, sorted(tally.dropped.items())),
+            (tally.bad, self._bad_reasons, sorted(tally.dropped.items())),
         )
         digest = hashlib.sha256(repr(policy).encode())
         for name, people in self.people.tables.items():
@@ -122,38 +130,38 @@ class PreparationPlan:
 
 def _plan(data: PersonalizeData, captioner: CaptionerLoader | None, progress: ProgressCallback) -> PreparationPlan:
     plan = PreparationPlan(read_records(data), ImageFiles(), data)
-    _keep(plan, plan.pictures.find_problem)
+    _drop_bad(plan, plan.pictures.find_problem)
     plan.pictures.hash_all((person for table in plan.people.tables.values() for person in table), progress)
-    _caption(plan, captioner, progress)
+    _add_captions(plan, captioner, progress)
     plan.people.tally.check(data.max_bad)
     return plan
 
 
-def _keep(plan: PreparationPlan, problem: Callable[[LocatedRecord], BadRecord | None]) -> None:
-    """Only those without a problem stay; with data.bad_records=stop the first one ends it."""
+def _drop_bad(plan: PreparationPlan, problem: Callable[[LocatedRecord], BadRecord | None]) -> None:
+    """Drop the records with a problem; with data.bad_records=stop, raise an error for the first."""
     for name, people in plan.people.tables.items():
-        kept = []
+        valid = []
         for person in people:
             bad = problem(person)
             if bad is None:
-                kept.append(person)
+                valid.append(person)
             else:
                 plan.people.tally.count_bad(bad, stop=plan.stop_on_bad)
-        plan.people.tables[name] = kept
+        plan.people.tables[name] = valid
 
 
-def _caption(plan: PreparationPlan, captioner: CaptionerLoader | None, progress: ProgressCallback) -> None:
-    """Every item has something said about it afterwards."""
-    said = plan.data.captions
-    if said is not None:
-        path = Path(said).expanduser()
+def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, progress: ProgressCallback) -> None:
+    """Add missing captions from data.captions, and drop the records that still lack one."""
+    captions = plan.data.captions
+    if captions is not None:
+        path = Path(captions).expanduser()
         of = _by_model(plan, path, captioner, progress) if is_captioning_model(path) else _by_file(path)
-        made: dict[tuple[Path, str, str | None, str], Item] = {}
+        captioned: dict[tuple[Path, str, str | None, str], Item] = {}
         for name, people in plan.people.tables.items():
-            plan.people.tables[name] = [_captioned(person, of, made) for person in people]
+            plan.people.tables[name] = [_add_caption(person, of, captioned) for person in people]
     remedy = (
-        f"data.captions={said} says nothing about it"
-        if said is not None
+        f"data.captions={captions} says nothing about it"
+        if captions is not None
         else "add one, or name a file of captions or the folder of a captioning model with data.captions"
     )
 
@@ -166,7 +174,7 @@ def _caption(plan: PreparationPlan, captioner: CaptionerLoader | None, progress:
             person.key, person.where, f"item {item.id!r} of the {what} has no caption: {remedy}; {SKIP_HINT}"
         )
 
-    _keep(plan, problem)
+    _drop_bad(plan, problem)
 
 
 def _by_file(path: Path) -> Callable[[LocatedRecord, Item], str]:
@@ -177,7 +185,7 @@ def _by_file(path: Path) -> Callable[[LocatedRecord, Item], str]:
 def _by_model(
     plan: PreparationPlan, folder: Path, captioner: CaptionerLoader | None, progress: ProgressCallback
 ) -> Callable[[LocatedRecord, Item], str]:
-    """Only what nobody has said anything about is looked at."""
+    """Return a lookup that captions the items without a caption by the model of `folder`."""
     wanted = {
         plan.pictures.hashes[path]: path
         for table in plan.people.tables.values()
@@ -187,28 +195,30 @@ def _by_model(
     }
     if captioner is None:
         raise UsageError(
-            f"data.captions: {folder} is a folder, and no model can be asked here; name a file of captions"
+            f"data.captions: {folder} is a folder, but captioning models are not available here; name a caption file"
         )
     known = caption_images(wanted, folder, captioner, progress=progress) if wanted else {}
     return lambda person, item: item.caption.strip() or known.get(plan.pictures.hash(person, item) or "", "")
 
 
-def _captioned(
-    person: LocatedRecord, of: Callable[[LocatedRecord, Item], str], made: dict[tuple[Path, str, str | None, str], Item]
+def _add_caption(
+    person: LocatedRecord,
+    of: Callable[[LocatedRecord, Item], str],
+    captioned: dict[tuple[Path, str, str | None, str], Item],
 ) -> LocatedRecord:
-    """`made` is what was there before: an item is in many histories, and is asked about once."""
+    """Return the record with captions; `captioned` caches items, since one is in many histories."""
     items = []
     for item in person.record.items:
         key = (person.root, item.id, item.image, item.caption)
-        if key not in made:
-            made[key] = item.model_copy(update={"caption": of(person, item)})
-        items.append(made[key])
+        if key not in captioned:
+            captioned[key] = item.model_copy(update={"caption": of(person, item)})
+        items.append(captioned[key])
     update = {"history": tuple(items[:-1]), "target": items[-1]}
     return person._replace(record=person.record.model_copy(update=update))
 
 
 def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
-    """What is decoded stays for the next time where this is interrupted; see `cached`."""
+    """Write tables and metadata; decoded parts of an interrupted preparation are reused, see `get_or_build`."""
     if (folder / META).is_file():
         shutil.rmtree(folder / "parts", ignore_errors=True)
         return
@@ -251,7 +261,7 @@ def _encoder(size: int, count: int) -> ImageEncoder:
 def _write(
     plan: PreparationPlan, folder: Path, numbers: dict[str, int], damaged: dict[str, str]
 ) -> tuple[Tally, dict[str, dict[str, int]]]:
-    """The tables of records, and the table of names."""
+    """Write the tables of records and the table of image names."""
     tally = Tally(**{**vars(plan.people.tally), "named": list(plan.people.tally.named)})
     names: dict[str, str] = {}
     tables = {}
@@ -264,7 +274,7 @@ def _write(
                 if reason is not None:
                     tally.count_bad(BadRecord(person.key, person.where, reason), stop=plan.stop_on_bad)
                     continue
-                record = _named(person.record, hashes, names)
+                record = _with_unique_names(person.record, hashes, names)
                 users.add(record.user)
                 row = {"key": person.key, "user": record.user, "record": record.model_dump_json()}
                 shown = [-1 if picture is None else numbers[picture] for picture in hashes]
@@ -273,15 +283,15 @@ def _write(
     tally.check(plan.data.max_bad)
     for table, counts in tables.items():
         if not counts["rows"]:
-            raise DataError(f"data.{table}: no record is left; the first that is bad: {tally.named[0]}")
+            raise DataError(f"data.{table}: all records are bad; the first: {tally.named[0]}")
     with ShardWriter(folder / NAMES_TABLE, NAME_COLUMNS) as writer:
         for name, picture in names.items():
             writer.add({"name": name, "picture": numbers[picture]})
     return tally, tables
 
 
-def _named(record: Record, hashes: list[str | None], names: dict[str, str]) -> Record:
-    """The record with a name for each picture that means it alone: two folders may have an a.png each."""
+def _with_unique_names(record: Record, hashes: list[str | None], names: dict[str, str]) -> Record:
+    """Return the record with unique image names: two folders may have an a.png each."""
     items = []
     for item, picture in zip(record.items, hashes, strict=True):
         if item.image is not None and picture is not None and names.setdefault(item.image, picture) != picture:

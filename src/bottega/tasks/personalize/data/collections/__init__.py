@@ -1,4 +1,4 @@
-"""Published collections, each from its own layout to records: who liked what, and what they took then."""
+"""Published data sets of users and liked images, each converted from its own layout to records."""
 
 from __future__ import annotations
 
@@ -14,49 +14,48 @@ from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.records import Record
 
 DEFAULT_HISTORY_LENGTH = 10
-"""How long histories are where the recipe does not say."""
+"""Length of histories if the recipe has no data.history_length."""
 
 
 @dataclass(frozen=True)
 class CollectionRecords:
-    """What a collection comes to. The order of the rows in its files decides nothing but the order of the records."""
+    """The records of a collection; the order of rows in its files affects only their order."""
 
     records: list[tuple[str, Record | BadRecord]]
-    """Each with its key, which says where in the folder it is from."""
+    """Each with its key, its location in the folder."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """How many rows came to no record, by reason."""
+    """Number of rows without a record, by reason."""
 
 
 def read_collection(folder: Path, data: PersonalizeData, *, limit: int | None = None) -> CollectionRecords:
-    """The records of the folder as `data.collection` publishes it; with `limit` no more than that are needed."""
-    assert data.collection is not None, "somebody's own records are read as they are"
+    """Return the records of a folder in the layout of `data.collection`; at most `limit` are needed."""
+    assert data.collection is not None, "without a collection, record files are read"
     read: Callable[..., CollectionRecords] = import_module(f"{__name__}.{data.collection}").read
-    found = read(folder, data, limit)
-    if not found.records:
-        reasons = "; ".join(f"{count:,} {reason}" for reason, count in found.left_out.items())
-        raise DataError(
-            f"{folder}: no record comes of it as data.collection={data.collection}: {reasons or 'it is empty'}"
-        )
-    return found
+    collection = read(folder, data, limit)
+    if not collection.records:
+        reasons = "; ".join(f"{count:,} {reason}" for reason, count in collection.left_out.items())
+        raise DataError(f"{folder}: has no records for data.collection={data.collection}: {reasons or 'it is empty'}")
+    return collection
 
 
 def image_root(folder: Path, data: PersonalizeData) -> Path:
-    """What the names of pictures are relative to."""
+    """Return the folder that image names are relative to."""
     return folder if data.pictures is None else Path(data.pictures).expanduser()
 
 
 def find_subfolder(base: Path, *names: str) -> Path:
-    """The sub-folder of one of these names, whatever its case; `base` itself where there is none."""
+    """Return the subfolder with one of these names, ignoring case, or `base` itself if there is none."""
     folders = {path.name.lower(): path for path in sorted(base.iterdir()) if path.is_dir()} if base.is_dir() else {}
     return next((folders[name.lower()] for name in names if name.lower() in folders), base)
 
 
 def find_file(folder: Path, name: str) -> Path:
-    """A file of the published layout, in the folder or one level below."""
-    found = next((path for path in (folder / name, *sorted(folder.glob(f"*/{name}"))) if path.is_file()), None)
-    if found is None:
+    """Return a file of the published layout, in the folder or one level below."""
+    candidates = (folder / name, *sorted(folder.glob(f"*/{name}")))
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
         raise DataError(f"{folder} has no {name}; give the folder as it is published, or a record file")
-    return found
+    return file
 
 
 def shuffle_by_hash(names: Iterable[str], *of: str) -> list[str]:

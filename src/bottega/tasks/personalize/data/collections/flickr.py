@@ -1,8 +1,8 @@
-"""FLICKR-AES (Ren et al., 2017): who gave how many of five points to which of 40,000 photographs.
+"""FLICKR-AES (Ren et al., 2017): scores from 1 to 5 that workers gave to 40,000 photographs.
 
-The table `FLICKR-AES_image_labeled_by_each_worker.csv` has the columns worker, imagePair and score; the pictures lie in
-`40K/`. There are no times in it, so that "before" has no meaning of its own: what a worker liked is put in an order by
-hash, and each picture after the first few is once the target, with those right before it as the history.
+The table `FLICKR-AES_image_labeled_by_each_worker.csv` has the columns worker, imagePair and score; the images are in `40K/`.
+Scores have no time, so the images that a worker liked are ordered by hash, and each after the first few is the target once,
+with those right before it as the history.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRe
     records = list(bad)
     too_few, their = 0, 0
     for worker in sorted(scores):
-        # Some were asked twice about the same picture.
+        # Some workers rated the same image twice.
         liked = [name for name, given in scores[worker].items() if math.fsum(given) / len(given) >= least]
         if len(liked) <= length:
             too_few, their = too_few + 1, their + len(liked)
@@ -72,7 +72,7 @@ def _item(name: str, pictures: Path) -> Item:
 
 
 def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | BadRecord]]:
-    """(line, (worker, picture, score)). Names of columns and values come with spaces before them, now and then."""
+    """Yield (line, (worker, image, score)); column names and values may have leading spaces."""
     with open_decompressed(table) as stream:
         try:
             text = stream.read().decode("utf-8-sig")
@@ -113,5 +113,5 @@ def _row(values: dict[str, str], where: str) -> tuple[str, str, float] | BadReco
     except ValueError:
         score = math.nan
     if not math.isfinite(score):
-        return BadRecord(where, where, f"the score {values['score']!r} is no number")
+        return BadRecord(where, where, f"the score {values['score']!r} is not a number")
     return values["worker"], values["picture"], score

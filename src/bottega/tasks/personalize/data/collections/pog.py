@@ -1,8 +1,8 @@
 """POG (Chen et al., 2019, Alibaba iFashion): what people clicked on, and the outfit they then chose.
 
 `user_data.txt` has lines `user,item;item;...,outfit`, `outfit_data.txt` has `outfit,item;item;...`, and `item_data.txt`
-has `item,category,address of its picture,title`. The pictures are not published with it: whoever fetched some has them
-in a folder by the id of the item. The history is what was clicked on, the target one item of the outfit.
+has `item,category,image address,title`. The images are not published with it; downloaded ones are expected in a folder,
+named by the id of the item. The history is what was clicked on, the target one item of the outfit.
 """
 
 from __future__ import annotations
@@ -39,16 +39,14 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRe
     base = image_root(folder, data)
     pictures = _pictures(base)
     if not pictures:
-        raise DataError(
-            f"{base} holds no pictures; keep them in {base / PICTURES[0]}, each named by the id of its item"
-        )
+        raise DataError(f"{base} has no images; put them into {base / PICTURES[0]}, each named by the id of its item")
     left_out: Counter[str] = Counter()
     bad: list[tuple[str, Record | BadRecord]] = []
     clicks = list(_clicks(folder, pictures, data.history_length or DEFAULT_HISTORY_LENGTH, limit, left_out, bad))
     titles = _titles(folder, {item for _, _, history, target in clicks for item in (*history, target)})
     records: list[tuple[str, Record | BadRecord]] = list(bad)
     for line, user, history, target in clicks:
-        # An item without a title says nothing, unless captions come from elsewhere.
+        # An item without a title has no caption, unless data.captions supplies one.
         known = [item for item in history if item in titles or data.captions is not None]
         if not known or (target not in titles and data.captions is None):
             left_out["of which nothing has a title"] += 1
@@ -79,7 +77,7 @@ def _clicks(
             bad.append((f"{USERS}, line {line}", BadRecord(where, where, "expected user,item;item;...,outfit")))
             continue
         user, outfit = fields[0].strip(), fields[2].strip()
-        # Clicked on twice is liked once, when it was last.
+        # An item clicked twice counts once, at its last position.
         clicked = list(dict.fromkeys(reversed([item.strip() for item in fields[1].split(";") if item.strip()])))[::-1]
         digest = hash_key(f"{user},{';'.join(clicked)},{outfit}")
         if outfit not in outfits:
@@ -99,43 +97,43 @@ def _clicks(
 
 
 def _pictures(base: Path) -> dict[str, str]:
-    """The picture of each item, relative to `base`."""
-    found: dict[str, str] = {}
+    """Return item -> image, relative to `base`."""
+    images: dict[str, str] = {}
     for folder, folders, files in os.walk(find_subfolder(base, *PICTURES)):
         folders.sort()
         for name in sorted(files):
             path = Path(folder, name)
             if path.suffix.lower() in IMAGE_SUFFIXES:
-                found.setdefault(path.stem, path.relative_to(base).as_posix())
-    return found
+                images.setdefault(path.stem, path.relative_to(base).as_posix())
+    return images
 
 
 def _outfits(folder: Path, pictures: dict[str, str]) -> dict[str, tuple[str, ...]]:
-    """The items with a picture of each outfit that has some."""
+    """Return outfit -> its items with an image, for outfits that have any."""
     file = find_file(folder, OUTFITS)
-    found = {}
+    outfits = {}
     for line, text in _lines(file):
         outfit, comma, items = text.partition(",")
         if not comma or not outfit.strip():
             raise DataError(f"{file}, line {line}: expected outfit,item;item;..., got {text[:60]!r}")
         shown = tuple(dict.fromkeys(item.strip() for item in items.split(";") if item.strip() in pictures))
         if shown:
-            found[outfit.strip()] = shown
-    return found
+            outfits[outfit.strip()] = shown
+    return outfits
 
 
 def _titles(folder: Path, wanted: set[str]) -> dict[str, str]:
-    """Of those wanted that have one. Only the title, which is last, may have commas in it."""
+    """Return item -> title for those of `wanted` that have one. Only the title, the last field, may contain commas."""
     file = find_file(folder, ITEMS)
-    found = {}
+    titles = {}
     for line, text in _lines(file):
         fields = text.split(",", 3)
         if len(fields) < 3:
             raise DataError(f"{file}, line {line}: expected item,category,address,title, got {text[:60]!r}")
         title = fields[3].strip() if len(fields) == 4 else ""
         if fields[0].strip() in wanted and title:
-            found[fields[0].strip()] = title
-    return found
+            titles[fields[0].strip()] = title
+    return titles
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str]]:

@@ -1,10 +1,10 @@
 """SER30K (Liu et al., 2022): 1,887 packs of stickers, each a folder of `Images/`, with an emotion for each sticker.
 
-A pack stands for a person who likes stickers like those. Each sticker is once the target, with others of the same pack
-as the history. (The rule that was published with the benchmark on this collection draws the target from another pack, at
-random. Such a target has nothing to do with the history: a model cannot learn a preference from it, nor be measured.)
+A pack stands for a user who likes such stickers. Each sticker is the target once, with others of the same pack as the history.
+(The benchmark published with this collection draws the target from a random other pack. Such a target is unrelated to the
+history, so a model can neither learn a preference from it nor be evaluated on it.)
 
-The style is the emotion of the target where `Annotations/` tells it.
+The style is the emotion of the target, if `Annotations/` has it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bottega.tasks.personalize.data.collections import (
 from bottega.tasks.personalize.data.records import Item, Record
 
 LEAST = 3
-"""A pack with fewer other stickers than this shows no taste."""
+"""Minimum number of other stickers in a pack, below which it shows no taste."""
 EMOTIONS = ("emotion", "anno", "label", "sentiment")
 
 
@@ -47,7 +47,7 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRe
             continue
         items = [_item(topic.relative_to(base), name) for name in shuffle_by_hash(names, topic.name)]
         for at, target in enumerate(items):
-            # In a circle: stickers of a pack have no order, so that all of them may be targets.
+            # Cyclic, since stickers of a pack have no order: each can be the target with the same history length.
             history = (items + items)[at + len(items) - min(length, len(items) - 1) : at + len(items)]
             style = emotions.get(target.id) or emotions.get(Path(target.id).with_suffix("").as_posix())
             records.append((target.image, Record(user=topic.name, history=tuple(history), target=target, style=style)))
@@ -60,25 +60,25 @@ def _item(topic: Path, name: str) -> Item:
 
 
 def _emotions(folder: Path) -> dict[str, str]:
-    """By topic/file. Splits of the annotations lie beside all of them and say the same."""
-    found: dict[str, str] = {}
+    """Return topic/file -> emotion. Files with splits of the annotations repeat those of the complete file."""
+    emotions: dict[str, str] = {}
     for file in sorted(folder.rglob("*.json")):
         try:
             content = json.loads(file.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{file}: no valid JSON: {error}") from error
+            raise DataError(f"{file}: not valid JSON: {error}") from error
         for key, emotion in _annotations(content):
-            found.setdefault(key, emotion)
-    return found
+            emotions.setdefault(key, emotion)
+    return emotions
 
 
 def _annotations(content: Any) -> Iterator[tuple[str, str]]:
-    """Of a list of rows, or of {annotations: rows, categories: names of the numbers in them}."""
+    """Yield (file, emotion) from a list of rows, or from {annotations: rows, categories: names of their numbers}."""
     names: dict[str, str] = {}
     if isinstance(content, dict):
         categories = content.get("categories")
         if isinstance(categories, dict):
-            # Either way round.
+            # Number -> name or name -> number.
             pairs = [(str(key), str(value)) for key, value in categories.items()]
             names = {number: name for pair in pairs for number, name in (pair, pair[::-1]) if number.isdigit()}
         content = content.get("annotations")
