@@ -833,9 +833,9 @@ def test_keywords_come_from_the_weights(run: Path, tmp_path: Path) -> None:
     from bottega.models.frozen.language import read_language_model_metadata
 
     workload: Any = bottega.load(run, device="cpu").workload
-    people = workload.people("validation")
+    people = workload.personal_rows("validation")
     records = [people.record(number) for number in range(len(people))]
-    folder = Path(workload.facts.language_model.folder)
+    folder = Path(workload.metadata.language_model.folder)
     one, two, three = (write_random_model(folder, tmp_path / str(i), seed=seed) for i, seed in enumerate((0, 0, 1)))
     assert read_language_model_metadata(one) == read_language_model_metadata(folder)
     files = [(place / "model.safetensors").read_bytes() for place in (folder, one, two, three)]

@@ -28,7 +28,9 @@ def opened(folder: Any) -> tuple[Personalize, Models, dict[str, Tensor]]:
     workload: Any = registry.open_workload(recipe, progress=lambda stage, done, total: None)
     batch = next(iter_eval_batches(workload.validation(), COUNT))
     rows = {name: torch.from_numpy(value) for name, value in batch.items() if name != "index"}
-    rows |= {name: torch.from_numpy(v) for name, v in workload.teller.sayings.said("negative", [""] * COUNT).items()}
+    rows |= {
+        name: torch.from_numpy(v) for name, v in workload.teller.sayings.encode_texts("negative", [""] * COUNT).items()
+    }
     return workload.task, build_models(workload.task, 0), rows
 
 

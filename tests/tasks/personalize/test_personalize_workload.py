@@ -110,7 +110,7 @@ def test_a_judge_may_be_gone_but_not_another_and_a_base_may_move(tmp_path: Path,
     with pytest.raises(CheckpointError, match=r"the language model of this run is gone: .*; put it back"):
         open_run(first.path)
     (tmp_path / "elsewhere").rename(bases["language_model"])
-    facts: Any = open_run(first.path).workload.facts  # type: ignore[attr-defined]
+    facts: Any = open_run(first.path).workload.metadata  # type: ignore[attr-defined]
     assert facts.clip is not None
     shaken(bases["clip"] / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"is another CLIP than this run was trained with"):
@@ -118,7 +118,7 @@ def test_a_judge_may_be_gone_but_not_another_and_a_base_may_move(tmp_path: Path,
     with pytest.raises(CheckpointError, match=r"model\.clip: is another CLIP than this run began with"):
         small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
     shutil.rmtree(bases["clip"])
-    facts = open_run(first.path).workload.facts  # type: ignore[attr-defined]
+    facts = open_run(first.path).workload.metadata  # type: ignore[attr-defined]
     assert facts.clip is None
 
 
@@ -140,7 +140,7 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
         ),
         ({"data.image_size": 30}, UsageError, "data.image_size: 30 is not a multiple"),
         ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens do not hold"),
-        ({"model.weights.soft": 0.0}, UsageError, "model.weights.*nothing would learn"),
+        ({"model.weights.soft": 0.0}, UsageError, "model.weights.*nothing would be trained"),
         ({"samples.weightings": [{"soft": 0, "keywords": 0, "target": 0}]}, UsageError, "all weights are 0"),
         ({"samples.steps": 5000}, UsageError, "samples.steps 5000"),
         ({"model.start_words": [""]}, UsageError, "model.start_words: '' is no token"),
@@ -198,7 +198,7 @@ def test_what_the_run_began_with_counts_more_than_the_cache(
     monkeypatch.setattr(KeywordGenerator, "_decode", lambda *asked: pytest.fail("all answers are the run's own"))
     assert small_personal.train(run.parent, **how).step == 8
     workload: Any = open_run(run).workload
-    records = [workload.people("train").record(number) for number in range(24)]
+    records = [workload.personal_rows("train").record(number) for number in range(24)]
     assert {said.preference for said in workload.keywords(records)} != {("blue", "moon")}
 
 
@@ -252,7 +252,7 @@ def test_an_export_is_small_and_opens_again(run: Path, saved: SavedRun, tmp_path
     for name, tensor in saved.model.state_dict().items():
         assert np.array_equal(published[name], tensor.numpy()), name
     recipe: Any = saved.recipe
-    assert config.frozen["language_model"].contents == saved.workload.facts.language_model.contents  # type: ignore[attr-defined]
+    assert config.frozen["language_model"].contents == saved.workload.metadata.language_model.contents  # type: ignore[attr-defined]
     assert config.keywords == recipe.model.keywords
     assert config.samples == recipe.samples
     card = (folder / "README.md").read_text()
@@ -385,17 +385,19 @@ def test_the_best_candidate_has_the_best_of_both() -> None:
 
 def test_candidates_are_judged_and_the_best_is_taken(saved: SavedRun) -> None:
     workload: Any = saved.workload
-    records = [workload.people("validation").record(number) for number in range(4)]
+    records = [workload.personal_rows("validation").record(number) for number in range(4)]
     with saved.engine.sampling() as models:
         said = workload.keywords(records, models)
         how: dict[str, Any] = {"device": "cpu", "seed": 0, "say": lambda stage, done, total: None}
         pictures, chosen, scores = workload.image_sampler.sample_best(models, records, said, **how)
         weightings = saved.recipe.samples.weightings
-        every = [workload.image_sampler.pictures(models, records, said, weights=one, **how) for one in weightings]
+        every = [workload.image_sampler.sample_images(models, records, said, weights=one, **how) for one in weightings]
     for number, (weights, score) in enumerate(zip(chosen, scores, strict=True)):
         assert np.array_equal(pictures[number], every[weightings.index(weights)][number])
-        asked_of = {"likes": [said[number].texts[0]], "wishes": [records[number].asked]}
-        seen = workload.image_sampler.judge("cpu").scores([one[number : number + 1] for one in every], **asked_of)
+        asked_of = {"likes": [said[number].texts[0]], "wishes": [records[number].wish_or_caption]}
+        seen = workload.image_sampler.load_judge("cpu").score_candidates(
+            [one[number : number + 1] for one in every], **asked_of
+        )
         totals = [one.total(2 / 3) for (one,) in seen]
         assert score.total(2 / 3) == pytest.approx(max(totals), abs=1e-5)
 
@@ -414,7 +416,7 @@ def test_without_a_judge_the_first_weighting_is_drawn_and_that_is_said(tmp_path:
 
 def test_arms_differ_in_what_they_know_and_in_nothing_else(saved: SavedRun) -> None:
     workload: Any = saved.workload
-    records = [workload.people("validation").record(number) for number in range(4)]
+    records = [workload.personal_rows("validation").record(number) for number in range(4)]
     others = [record.model_copy(update={"history": records[(n + 1) % 4].history}) for n, record in enumerate(records)]
     with saved.engine.sampling() as models:
         how: dict[str, Any] = {"device": "cpu", "seed": 0}

@@ -68,6 +68,11 @@ class PersonalImages:
     images_per_request: int
     notes: tuple[str, ...] = ()
 
+    @property
+    def pictures(self) -> np.ndarray:
+        """The same as `images`, under its earlier name."""
+        return self.images
+
     def __repr__(self) -> str:
         height, width = self.images.shape[1:3]
         num_people = len({known.user for known in self.summaries})
