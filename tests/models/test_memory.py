@@ -426,7 +426,7 @@ def test_more_than_there_is_is_filled_up_and_marked() -> None:
 
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_a_search_for_nothing_is_refused(top_k: int) -> None:
-    with pytest.raises(UsageError, match=f"top_k {top_k} finds nothing; ask for 1 or more"):
+    with pytest.raises(UsageError, match=f"top_k must be 1 or more, got {top_k}"):
         HierarchicalMemory(SHAPE).search(draw(1, K), top_k)
 
 

@@ -1,14 +1,14 @@
-"""Episodic memory: what was said, when, how much it mattered, and how often it was of use.
+"""Episodic memory: stored items with their time, importance and number of uses.
 
-Bounded: when there is no room, the entry of least retention leaves, be it old or new:
+When all slots are full, the item of least retention is dropped, old or new:
 
-    retention = importance * decay^(ticks since it was said) + uses * decay^(ticks since it was last used)
+    retention = importance * decay^(ticks since stored) + uses * decay^(ticks since last use)
 
-A key that is there already is not stored twice. With the same value it is reinforced: said once more, as important as the
-more important of the two, its uses kept. With another value it is replaced, and its history begins anew.
+A key is stored once. Storing it with the same value reinforces it: its count grows, the larger importance is kept, and so
+are its uses. With another value it is replaced, and its history starts anew.
 
-As long as there is room, storing many at once is storing one after the other. Where there is none, what is said again at one
-tick does not go and come back: all of it is weighed once, as it stands at the end.
+While there are free slots, storing many items at once equals storing them one after the other. Otherwise items of one tick
+are compared once, in their final state.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from bottega.models.memory.slots import (
 
 
 class EpisodicSlots(NamedTuple):
-    """A slot that was said 0 times is empty."""
+    """Slots of episodic memory; a slot with `said` 0 is empty. Field names are names of saved buffers."""
 
     keys: Tensor
     """[..., S, k], of length 1."""
@@ -43,13 +43,13 @@ class EpisodicSlots(NamedTuple):
     importance: Tensor
     """[..., S]"""
     written: Tensor
-    """[..., S]: the tick at which it was last said."""
+    """(..., S): the tick at which it was last stored."""
     used: Tensor
-    """[..., S]: the tick at which it was last found."""
+    """(..., S): the tick at which it was last retrieved."""
     uses: Tensor
-    """[..., S]: how often it was found."""
+    """(..., S): how often it was retrieved."""
     said: Tensor
-    """[..., S]: how often it was said."""
+    """(..., S): how often it was stored."""
 
     @property
     def valid(self) -> Tensor:
@@ -66,7 +66,7 @@ def empty_episodic(
 
 
 def retention(memory: EpisodicSlots, clock: int, *, decay: float) -> Tensor:
-    """How much each slot is worth keeping; that of an empty one is less than that of any other."""
+    """Return the retention of each slot (..., S); empty slots have the least."""
     since_written, since_used = ((clock - time).clamp(min=0) for time in (memory.written, memory.used))
     worth = memory.importance * decay**since_written + memory.uses * decay**since_used
     return torch.where(memory.valid, worth, torch.full_like(worth, -1.0))
@@ -75,7 +75,7 @@ def retention(memory: EpisodicSlots, clock: int, *, decay: float) -> Tensor:
 def store(
     memory: EpisodicSlots, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, decay: float, same: float
 ) -> EpisodicSlots:
-    """Add items [..., N], all said at one tick, one after the other; of those with one key the last counts."""
+    """Add items (..., N) of one tick, in order; of items with the same key the last is kept."""
     keys, values, valid = normalize_keys(keys), values.float(), importance > 0
     now, none = torch.full_like(importance, float(clock)), torch.zeros_like(importance)
     new = mask_slots(EpisodicSlots(keys, values, importance, now, none, none, torch.ones_like(none)), valid)
@@ -86,7 +86,7 @@ def store(
 
 
 def record_use(memory: EpisodicSlots, slots: Tensor, clock: int, found: Tensor | None = None) -> EpisodicSlots:
-    """The memory after `slots` [..., P] were of use; where `found` is false, nothing was."""
+    """Return the memory after `slots` (..., P) were retrieved; entries where `found` is false are ignored."""
     hits = torch.ones_like(slots, dtype=torch.float32) if found is None else found.float()
     times = torch.zeros_like(memory.uses).scatter_add(-1, slots, hits)
     used = torch.where((times > 0) & memory.valid, torch.full_like(memory.used, clock), memory.used)
@@ -94,15 +94,17 @@ def record_use(memory: EpisodicSlots, slots: Tensor, clock: int, found: Tensor |
 
 
 def _reinforced(new: EpisodicSlots, old: EpisodicSlots, same: float) -> EpisodicSlots:
-    """The new items, each with the history of the entry that it is stored over, if that says the same: of an old slot, or of
-    an item before it, whose own history goes with it."""
+    """Return the new items with the history of the entry that each replaces, where the values are the same.
+
+    The replaced entry is an old slot, or an earlier new item together with its own history.
+    """
     count, valid = new.said.shape[-1], new.valid
     if not count:
-        return new  # and torch finds no first of none
+        return new  # argmax needs at least one item
     pair = (match_keys(new.keys, new.keys, same) & valid[..., None, :] & valid[..., :, None]).float()
     over = (match_keys(old.keys, new.keys, same) & valid[..., None, :]).float()
     later = torch.ones(count, count, device=pair.device).triu(1)
-    # [..., item, entry]: whether an entry is still there when the item comes, with nothing stored over it in between.
+    # (..., item, entry): whether an entry still exists when the item is stored, not replaced in between.
     untouched = (pair * later) @ later == 0
     is_there = untouched.transpose(-1, -2) & (later.transpose(-1, -2) > 0) & valid[..., None, :]
     was_there = ((over @ later) == 0).transpose(-1, -2) & old.valid[..., None, :]
@@ -112,7 +114,7 @@ def _reinforced(new: EpisodicSlots, old: EpisodicSlots, same: float) -> Episodic
     agrees = match_values(new.values[..., None, :], before.values[..., None, :], same)[..., 0, 0]
     agrees = agrees & (nearest >= same - ROUNDING) & valid
     chain = _chains(torch.where(agrees & (where < count), where, torch.full_like(where, count)))
-    first = chain.long().argmax(-1)  # where the history begins, and may go on from an old slot
+    first = chain.long().argmax(-1)  # where the history begins; it may continue that of an old slot
     goes_on = (agrees & (where >= count)).gather(-1, first)
     slot = gather_slots(old, (where.gather(-1, first) - count).clamp(min=0))
     own = (new.importance[..., None, :] * chain).amax(-1)
@@ -125,7 +127,7 @@ def _reinforced(new: EpisodicSlots, old: EpisodicSlots, same: float) -> Episodic
 
 
 def _chains(before: Tensor) -> Tensor:
-    """[..., N, N]: each item with all that it goes on from. `before` [..., N] is the one right before it; N is none."""
+    """Return (..., N, N): each item with all its predecessors. `before` (..., N) is the direct one; N is none."""
     count = before.shape[-1]
     reached = torch.eye(count, device=before.device).expand(*before.shape, count)
     jump = torch.nn.functional.one_hot(before, count + 1)[..., :count].float()

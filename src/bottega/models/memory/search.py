@@ -1,6 +1,6 @@
-"""The nearest of many keys: one product of matrices, or FAISS where it is installed and the keys are many.
+"""Nearest-neighbour search over keys, by one matrix product or by FAISS for many keys.
 
-Both are exact and give the same answers: FAISS is asked for its flat index of inner products, which leaves nothing out.
+Both are exact and give the same results: FAISS uses a flat inner-product index.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ NOTHING = float("-inf")
 
 
 class SearchResult(NamedTuple):
-    """The best first. A place that nothing fills has score -inf, a value of zeros and where -1."""
+    """Results of a search, best first. A missing result has score -inf, a value of zeros and `where` -1."""
 
     scores: Tensor
     """[..., Q, top_k]: cosines."""
     values: Tensor
     """[..., Q, top_k, v]"""
     where: Tensor
-    """[..., Q, top_k]: the slot, counted over all levels."""
+    """(..., Q, top_k): index of the slot, counted over all levels."""
 
     @property
     def valid(self) -> Tensor:
@@ -33,16 +33,16 @@ class SearchResult(NamedTuple):
 
 
 def search_exact(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
-    """Of slots [..., S] those whose keys point most where each query points; of equals, the one that stands first."""
+    """Return the slots of (..., S) whose keys have the largest cosine with each query; ties keep their order."""
     _check(top_k)
     scores = similarity(normalize_keys(queries), keys).masked_fill(~valid[..., None, :], NOTHING)
     ranked = torch.sort(scores, dim=-1, descending=True, stable=True)
     number = min(top_k, scores.shape[-1])
-    return _filled(ranked.values[..., :number], ranked.indices[..., :number], values, top_k)
+    return _pad_results(ranked.values[..., :number], ranked.indices[..., :number], values, top_k)
 
 
 def search_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
-    """The same of one memory on the host: keys [S, k], queries [Q, k]."""
+    """Return the same as `search_exact` with FAISS, for one memory on the CPU: keys (S, k), queries (Q, k)."""
     _check(top_k)
     faiss = _faiss()
     places = valid.nonzero().squeeze(-1)
@@ -53,11 +53,11 @@ def search_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, t
     number = min(top_k, len(places))
     asked = np.ascontiguousarray(normalize_keys(queries).detach().numpy(), np.float32)
     scores, rows = index.search(asked, number)
-    return _filled(torch.from_numpy(scores), places[torch.from_numpy(rows)], values, top_k)
+    return _pad_results(torch.from_numpy(scores), places[torch.from_numpy(rows)], values, top_k)
 
 
-def _filled(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> SearchResult:
-    """As wide as was asked for."""
+def _pad_results(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> SearchResult:
+    """Pad the results to `top_k`."""
     missing = top_k - scores.shape[-1]
     scores = torch.nn.functional.pad(scores, (0, missing), value=NOTHING)
     where = torch.nn.functional.pad(where, (0, missing))
@@ -68,7 +68,7 @@ def _filled(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> Search
 
 def _check(top_k: int) -> None:
     if top_k < 1:
-        raise UsageError(f"memory: top_k {top_k} finds nothing; ask for 1 or more")
+        raise UsageError(f"memory: top_k must be 1 or more, got {top_k}")
 
 
 def _faiss() -> Any:

@@ -1,8 +1,7 @@
-"""Semantic memory: prototypes of what was said or used often enough, without when and where.
+"""Semantic memory: prototypes of items that were stored or retrieved often enough, without their time.
 
-A prototype is the mean of the episodes that agree with it. What has its key and not its value contradicts it, and it goes.
-Bounded: where there is no room, a new one takes the place of the prototype that rests on least, if it rests on more itself;
-else it stays an episode.
+A prototype is the mean of the episodes that agree with it; an item with its key and another value removes it. When all
+slots are full, a new prototype replaces the one with the least evidence if it has more; otherwise it stays an episode.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from bottega.models.memory.slots import (
 
 
 class SemanticSlots(NamedTuple):
-    """A slot of count 0 is empty."""
+    """Slots of semantic memory; count 0 is an empty slot. Field names are names of saved buffers."""
 
     keys: Tensor
     """[..., S, k], of length 1."""
     values: Tensor
     """[..., S, v]"""
     counts: Tensor
-    """[..., S]: how much it rests on."""
+    """(..., S): evidence of each prototype."""
 
     @property
     def valid(self) -> Tensor:
@@ -52,13 +51,13 @@ def empty_semantic(
 def consolidate(
     episodic: EpisodicSlots, semantic: SemanticSlots, *, promote_after: float, same: float
 ) -> tuple[EpisodicSlots, SemanticSlots]:
-    """What was said and used `promote_after` times together moves from the episodes into the prototypes."""
+    """Move episodes stored and retrieved `promote_after` times in total into the prototypes."""
     evidence = episodic.said + episodic.uses
     ripe = episodic.valid & (evidence >= promote_after)
     new = mask_slots(SemanticSlots(episodic.keys, episodic.values, evidence), ripe)
-    kept = drop_contradicted(semantic, new.keys, new.values, new.valid, same=same)
-    met, joins = _met(kept, new, same)
-    both = concat_slots(met, mask_slots(new, ~joins))
+    consistent = drop_contradicted(semantic, new.keys, new.values, new.valid, same=same)
+    merged, joins = _merge(consistent, new, same)
+    both = concat_slots(merged, mask_slots(new, ~joins))
     number = semantic.counts.shape[-1]
     order = torch.sort(both.counts, dim=-1, descending=True, stable=True).indices[..., :number]
     stays = torch.zeros_like(both.valid).scatter(-1, order, True)[..., number:]
@@ -68,13 +67,13 @@ def consolidate(
 def drop_contradicted(
     memory: SemanticSlots, keys: Tensor, values: Tensor, valid: Tensor, *, same: float
 ) -> SemanticSlots:
-    """Without the prototypes whose key was given another value; keys [..., N, k] are of length 1."""
+    """Remove the prototypes whose key was stored with another value; keys (..., N, k) are of length 1."""
     other = match_keys(memory.keys, keys, same) & ~match_values(memory.values, values, same)
     return mask_slots(memory, ~(other & valid[..., None, :]).any(-1))
 
 
-def _met(old: SemanticSlots, new: SemanticSlots, same: float) -> tuple[SemanticSlots, Tensor]:
-    """The prototypes after those new ones joined them whose keys they have, and which these are."""
+def _merge(old: SemanticSlots, new: SemanticSlots, same: float) -> tuple[SemanticSlots, Tensor]:
+    """Return the prototypes after merging new ones with the same keys, and which new ones were merged."""
     near = similarity(new.keys, old.keys).masked_fill(~old.valid[..., None, :], -2.0)
     nearest, where = near.max(-1)
     joins = (nearest >= same - ROUNDING) & new.valid
@@ -84,5 +83,5 @@ def _met(old: SemanticSlots, new: SemanticSlots, same: float) -> tuple[SemanticS
     fresh = [share.transpose(-1, -2) @ one / added.clamp(min=1e-12)[..., None] for one in (new.keys, new.values)]
     keys = normalize_keys(old.keys + weight * (fresh[0] - old.keys))
     values = old.values + weight * (fresh[1] - old.values)
-    keys = torch.where(weight > 0, keys, old.keys)  # to bring it to length 1 again would move what nobody touched
+    keys = torch.where(weight > 0, keys, old.keys)  # normalising again would change unchanged keys
     return SemanticSlots(keys, values, old.counts + added), joins

@@ -1,10 +1,10 @@
-"""Working memory: the little that is at hand, fading with every tick.
+"""Working memory: a few slots whose strength decays with every tick.
 
-Strength begins as importance and is multiplied by `decay` at each tick; what is below `floor` is forgotten. When there is
-no room, the weakest leaves, be it old or new.
+Strength starts as importance and is multiplied by `decay` at each tick; slots below `floor` are forgotten. When all slots
+are full, the weakest item is dropped, old or new.
 
-So storing many at once is storing one after the other; with `same`, as long as there is room for all. Where there is none,
-what is said again at one tick does not go and come back: all of it is weighed once, as it stands at the end.
+Storing many items at once equals storing them one after the other; with `same`, as long as there are free slots. Otherwise
+items of one tick are compared once, in their final state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bottega.models.memory.slots import (
 
 
 class WorkingSlots(NamedTuple):
-    """A slot of strength 0 is empty."""
+    """Slots of working memory; strength 0 is an empty slot. Field names are names of saved buffers."""
 
     keys: Tensor
     """[..., S, k], of length 1."""
@@ -35,7 +35,7 @@ class WorkingSlots(NamedTuple):
     strength: Tensor
     """[..., S]"""
     time: Tensor
-    """[..., S]: the tick that the strength is of. A float holds ticks up to 2**24 exactly."""
+    """(..., S): the tick at which the strength was computed. A float holds ticks up to 2**24 exactly."""
 
     @property
     def valid(self) -> Tensor:
@@ -52,7 +52,7 @@ def empty_working(
 
 
 def decay_working(memory: WorkingSlots, clock: int, *, decay: float, floor: float) -> WorkingSlots:
-    """As it is at `clock`: fainter, and without what is too faint. A clock that goes back changes nothing."""
+    """Return the memory at `clock`, with decayed strengths and without slots below `floor`; an earlier clock is ignored."""
     passed = (clock - memory.time).clamp(min=0)
     strength = memory.strength * decay**passed
     time = torch.where(memory.valid, memory.time.clamp(min=clock), memory.time)
@@ -71,7 +71,7 @@ def store(
     floor: float,
     same: float | None = None,
 ) -> WorkingSlots:
-    """Add items [..., N]. With `same`, a key that is there already (or comes again) is replaced by the newer one."""
+    """Add items (..., N). With `same`, an item replaces older ones with the same key."""
     keys = normalize_keys(keys)
     new = WorkingSlots(keys, values.float(), importance.clamp(min=0), torch.full_like(importance, clock))
     new = mask_slots(new, new.valid)
@@ -80,6 +80,6 @@ def store(
         again = match_keys(old.keys, new.keys, same) & new.valid[..., None, :]
         old = mask_slots(old, ~again.any(-1))
         new = mask_slots(new, ~find_superseded(keys, new.valid, same))
-    new = mask_slots(new, new.strength.detach() >= floor)  # after it has replaced what it says anew
+    new = mask_slots(new, new.strength.detach() >= floor)  # only after it has replaced older items
     both = concat_slots(reverse_slots(new), old)
     return keep_strongest(both, both.strength, memory.strength.shape[-1])

@@ -1,6 +1,6 @@
-"""Two models that remember what is out of sight: one within a stream, one across the steps of a training.
+"""Two models with an external memory: one within a stream, one across the steps of a training.
 
-Both read a segment with the trunk of a language model, ask a memory, and tell a value from what both say.
+Both encode a segment with the layers of a language model, query a memory, and predict a value from both.
 
 B batch   S segments   T tokens of a segment   D hidden size   k width of a key   V values
 """
@@ -27,7 +27,7 @@ from bottega.models.memory.working import WorkingSlots
 
 @final
 class Temperature(nn.Module):
-    """How soft a read is, learnt as a logarithm so that it stays above 0."""
+    """The learned temperature of memory reads, stored as a logarithm so that it stays above 0."""
 
     def __init__(self, start: float) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Temperature(nn.Module):
 
 @final
 class QueryProjection(nn.Module):
-    """A map of codes that begins as no change at all: a question is then the code of what it asks for."""
+    """Linear map of token codes to queries, initialised as the identity."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -58,8 +58,7 @@ class QueryProjection(nn.Module):
 
 @final
 class StreamRecall(Transformer):
-    """Reads a stream segment by segment. Of what it read, only a working memory goes on to the next one; what is written
-    there, and how strongly, is learnt."""
+    """Encodes a stream segment by segment; only a working memory passes to the next segment, with learned writes."""
 
     def __init__(self, shape: TransformerShape, *, num_values: int, memory: WorkingMemory | None) -> None:
         super().__init__(shape)
@@ -77,9 +76,9 @@ class StreamRecall(Transformer):
     def forward(  # type: ignore[override]
         self, tokens: Tensor, memory: WorkingSlots | None = None, *, clock: int = 0, with_memory: bool = True
     ) -> tuple[Tensor, WorkingSlots | None]:
-        """Tokens [B, S, T] to scores of the values [B, S, T, V], and the memory after the last segment.
+        """Return scores of the values (B, S, T, V) for tokens (B, S, T), and the memory after the last segment.
 
-        `memory` is what was carried so far, None is nothing; `clock` counts the segments before these.
+        `memory` is that of earlier segments, None is empty; `clock` is the number of earlier segments.
         """
         batch, segments = tokens.shape[:2]
         # No segment sees another, so all of them go through the trunk at once.
@@ -96,29 +95,29 @@ class StreamRecall(Transformer):
             sizes = {"slots": self.options.working_slots, "key_size": width, "value_size": width}
             memory = memory_working.empty_working(len(hidden), **sizes, device=hidden.device)
         queries, values = self.memory_query(hidden), self.memory_value(hidden)
-        # What a thing is found by is often what stood before it; a trunk alone is slow to learn to look there.
+        # The key of a value is often the token before it, which the layers alone are slow to learn.
         before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :, :-1]
         keys = self.memory_key(torch.cat((hidden, before), dim=-1))
         importance = torch.sigmoid(self.memory_importance(hidden)).squeeze(-1)
         fading = {"decay": self.options.working_decay, "floor": self.options.working_floor}
-        told = []
+        recalled = []
         for segment in range(hidden.shape[1]):
-            told.append(read_working(memory, queries[:, segment], self.memory_temperature()))
+            recalled.append(read_working(memory, queries[:, segment], self.memory_temperature()))
             memory = memory_working.store(
                 memory, keys[:, segment], values[:, segment], importance[:, segment], clock + segment, **fading
             )
-        return self.head(hidden + self.memory_output(torch.stack(told, dim=1))), memory
+        return self.head(hidden + self.memory_output(torch.stack(recalled, dim=1))), memory
 
 
 def read_working(memory: WorkingSlots, queries: Tensor, temperature: Tensor) -> Tensor:
-    """What a working memory says to queries [B, T, k]; what is stronger speaks louder, by which strength is learnt."""
-    loudness = torch.log(torch.where(memory.valid, memory.strength, torch.ones_like(memory.strength)))
-    return memories.read_memory(memory.keys, memory.values, memory.valid, queries, temperature, bias=loudness)
+    """Read a working memory with queries (B, T, k); weights grow with strength, which gives strength a gradient."""
+    bias = torch.log(torch.where(memory.valid, memory.strength, torch.ones_like(memory.strength)))
+    return memories.read_memory(memory.keys, memory.values, memory.valid, queries, temperature, bias=bias)
 
 
 @final
 class MemoryBuffers(nn.Module):
-    """A memory as buffers, which are saved with the weights; the state rule renews them, a forward only reads."""
+    """A memory as buffers, saved with the weights; the task's state update writes them, a forward only reads."""
 
     def __init__(self, shape: MemoryShape) -> None:
         super().__init__()
@@ -131,14 +130,13 @@ class MemoryBuffers(nn.Module):
 
 @final
 class LastingRecall(Transformer):
-    """Reads one segment, and asks a memory that outlives it.
+    """Encodes one segment and queries a memory that persists across steps.
 
-    Keys and values are fixed random codes of the tokens: a learnt code would move under what was stored with it long ago,
-    and that could then not be found again.
+    Keys and values are fixed random codes of tokens: learned codes would drift away from what was stored with them earlier.
     """
 
     codes: Tensor
-    """[tokens, k]: a function of the seed, and so in no state dict."""
+    """(tokens, k): a function of the seed, and therefore in no state dict."""
 
     def __init__(
         self, shape: TransformerShape, *, num_values: int, memory: MemoryShape | None, temperature: float, seed: int
@@ -158,7 +156,7 @@ class LastingRecall(Transformer):
         self.head = nn.Linear(shape.hidden_size, num_values, bias=False)
 
     def forward(self, tokens: Tensor, *, with_memory: bool = True) -> Tensor:  # type: ignore[override]
-        """Tokens [B, T] to scores of the values [B, T, V]."""
+        """Return scores of the values (B, T, V) for tokens (B, T)."""
         hidden = self.hidden(tokens)
         if self.memory_shape is None or not with_memory:
             return self.head(hidden)
@@ -166,11 +164,11 @@ class LastingRecall(Transformer):
             memory = self.memory.state()
             seen = memories.visible_slots(memory, same=self.memory_shape.same)
             queries = self.memory_query(self.codes[tokens]).flatten(0, 1)
-            told = memories.read_memory(memory.keys, memory.values, seen, queries, self.memory_temperature())
-            return self.head(hidden.float() + self.memory_output(told.unflatten(0, tokens.shape)))
+            recalled = memories.read_memory(memory.keys, memory.values, seen, queries, self.memory_temperature())
+            return self.head(hidden.float() + self.memory_output(recalled.unflatten(0, tokens.shape)))
 
 
 def _in_float32(x: Tensor) -> Any:
-    """Half precision would blur keys that are near each other."""
+    """Disable autocast: half precision would confuse keys that are close to each other."""
     is_lowered = torch.is_autocast_enabled(x.device.type)
     return torch.autocast(x.device.type, enabled=False) if is_lowered else contextlib.nullcontext()
