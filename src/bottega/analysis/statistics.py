@@ -1,6 +1,7 @@
 """Tests of whether two groups of numbers differ, each a plain function: t, Wilcoxon, McNemar, bootstrap, Holm, effect sizes.
 
-All are two-sided. Where there are two groups, the difference is the first minus the second.
+All tests are two-sided. Where there are two groups, the difference is the first minus the second. Distributions come from scipy.stats,
+imported where they are used because that takes a second; what scipy does not have stands here as a formula.
 """
 
 from __future__ import annotations
@@ -13,19 +14,21 @@ from typing import Literal
 
 import numpy as np
 
-from bottega.analysis.tails import binomial_tail, chi_square_tail, normal_two_sided, t_quantile, t_two_sided
 from bottega.core import noise
 
 MAX_EXACT_PAIRS = 50
-"""Pairs up to which Wilcoxon's distribution is counted out."""
+"""Pairs up to which the distribution of Wilcoxon's statistic is enumerated."""
 MIN_CHI_SQUARE_DISCORDANT = 25
+"""Discordant samples from which on McNemar's test uses the chi-square distribution."""
 ROUNDING = 1e-12
-"""Share of the values themselves below which a difference is rounding: 0.9 - 0.8 and 0.8 - 0.7 are no two numbers."""
+"""Relative to the values, the difference below which two numbers are equal: 0.9 - 0.8 and 0.8 - 0.7 differ by rounding alone."""
 NUM_RESAMPLES = 10_000
 
 
 @dataclass(frozen=True)
 class Interval:
+    """A confidence interval and its level, such as 0.95."""
+
     low: float
     high: float
     level: float
@@ -33,7 +36,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class TTestResult:
-    """`difference` over its standard `error`. Without any spread the statistic is infinite, or 0 where all is equal."""
+    """Result of a t-test: `difference` over its `standard_error`, with `df` degrees of freedom.
+
+    Without any spread the statistic is infinite, or 0 where all values are equal.
+    """
 
     statistic: float
     p: float
@@ -43,13 +49,13 @@ class TTestResult:
     standard_error: float
 
     def confidence_interval(self, level: float = 0.95) -> Interval:
-        """Where the true difference may lie; leaves 0 out exactly when p is below 1 - level."""
-        return _around(self.difference, self.standard_error, df=self.df, level=level)
+        """Return the interval of the true difference; it excludes 0 exactly when p is below 1 - level."""
+        return _t_interval(self.difference, self.standard_error, df=self.df, level=level)
 
 
 @dataclass(frozen=True)
 class WilcoxonResult:
-    """`statistic` is the smaller of the two sums of ranks; n counts the differences that are not 0."""
+    """Result of Wilcoxon's signed-rank test. `statistic` is the smaller sum of ranks; `n` counts the differences other than 0."""
 
     statistic: float
     p: float
@@ -61,7 +67,7 @@ class WilcoxonResult:
 
 @dataclass(frozen=True)
 class McNemarResult:
-    """`statistic` is chi-square, or for the exact test the smaller of the two counts; n is the discordant samples."""
+    """Result of McNemar's test. `statistic` is chi-square, or for the exact test the smaller count; `n` is the discordant samples."""
 
     statistic: float
     p: float
@@ -71,7 +77,7 @@ class McNemarResult:
 
 @dataclass(frozen=True)
 class EffectSize:
-    """`d` in standard deviations, and `g`, the same without the bias that few numbers bring (Hedges, 1981)."""
+    """Cohen's `d` in standard deviations, and Hedges' `g`, which corrects it for small samples (Hedges, 1981)."""
 
     name: Literal["d_z", "d_s"]
     d: float
@@ -80,7 +86,7 @@ class EffectSize:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two groups by the test that fits them. `effect` is (name, size, size without bias or None)."""
+    """Two groups compared by the test that fits them. `effect` is (name, size, corrected size or None)."""
 
     test: str
     n: int
@@ -92,32 +98,35 @@ class Comparison:
     effect: tuple[str, float, float | None]
     bootstrap: dict[str, Interval]
     ranks: WilcoxonResult | None = None
-    """A second opinion that needs no normal differences, where there are independent pairs."""
+    """Where pairs are independent, a second test that does not assume normal differences."""
 
 
 def compare_paired(a: np.ndarray, b: np.ndarray, *, level: float, test_train_ratio: float | None = None) -> Comparison:
-    """By t, which finds most with few pairs; `ratio` is n_test / n_train where the pairs are folds."""
+    """Compare paired values by a t-test, which has most power with few pairs.
+
+    `test_train_ratio` is n_test / n_train where the pairs are folds of a cross-validation.
+    """
     t, effect = corrected_resampled_t_test(a, b, test_train_ratio=test_train_ratio or 0.0), paired_effect_size(a, b)
     ranks = wilcoxon_test(a, b, method="exact" if len(a) <= MAX_EXACT_PAIRS else "auto")
     name = "paired t-test" if test_train_ratio is None else "corrected resampled t-test"
-    found: tuple[str, float, float | None, float] = (name, t.statistic, t.df, t.p)
+    result: tuple[str, float, float | None, float] = (name, t.statistic, t.df, t.p)
     if math.isinf(t.statistic):
         # The same difference in all pairs, as of an accuracy over few samples: t would call two of them certainty.
-        found = ("Wilcoxon signed-rank test", ranks.statistic, None, ranks.p)
+        result = ("Wilcoxon signed-rank test", ranks.statistic, None, ranks.p)
     return Comparison(
-        found[0],
+        result[0],
         len(a),
-        *found[1:],
+        *result[1:],
         difference=t.difference,
         interval=t.confidence_interval(level),
         effect=(effect.name, effect.d, effect.g),
-        bootstrap=_bootstraps(_differences(a, b), level=level),
+        bootstrap=_bootstrap_intervals(_differences(a, b), level=level),
         ranks=ranks if test_train_ratio is None else None,
     )
 
 
 def compare_unpaired(a: np.ndarray, b: np.ndarray, *, level: float) -> Comparison:
-    """By Welch's t."""
+    """Compare two independent groups by Welch's t-test."""
     t, effect = welch_t_test(a, b), unpaired_effect_size(a, b)
     return Comparison(
         "Welch's t-test",
@@ -128,15 +137,15 @@ def compare_unpaired(a: np.ndarray, b: np.ndarray, *, level: float) -> Compariso
         difference=t.difference,
         interval=t.confidence_interval(level),
         effect=(effect.name, effect.d, effect.g),
-        bootstrap=_bootstraps(a, b, level=level),
+        bootstrap=_bootstrap_intervals(a, b, level=level),
     )
 
 
 def compare_classifiers(a: np.ndarray, b: np.ndarray, *, level: float) -> Comparison:
-    """Of two classifiers by McNemar; a and b are whether they were right, sample by sample."""
+    """Compare two classifiers by McNemar's test; `a` and `b` say of each sample whether it was classified correctly."""
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
     test = mcnemar_test(only_a, only_b)
-    bootstrap = _bootstraps(a.astype(float) - b.astype(float), level=level)
+    bootstrap = _bootstrap_intervals(a.astype(float) - b.astype(float), level=level)
     odds = only_a / only_b if only_b else math.inf if only_a else 1.0
     return Comparison(
         f"McNemar's test ({test.method})",
@@ -152,30 +161,30 @@ def compare_classifiers(a: np.ndarray, b: np.ndarray, *, level: float) -> Compar
 
 
 def paired_t_test(a: np.ndarray, b: np.ndarray) -> TTestResult:
-    """Student's t of the differences, which stand in pairs."""
+    """Student's t-test of paired differences."""
     return corrected_resampled_t_test(a, b, test_train_ratio=0.0)
 
 
 def corrected_resampled_t_test(a: np.ndarray, b: np.ndarray, *, test_train_ratio: float) -> TTestResult:
-    """The corrected resampled t-test of Nadeau and Bengio (2003); `ratio` is n_test / n_train.
+    """The corrected resampled t-test of Nadeau and Bengio (2003); `test_train_ratio` is n_test / n_train.
 
     Folds share most of their training data, so their differences vary less than those of independent runs would. The
     variance of the mean is taken as 1/k + n_test/n_train of theirs, not 1/k.
     """
     differences = _differences(a, b)
     n = len(differences)
-    error = _spread(differences, a, b) * math.sqrt(1 / n + test_train_ratio)
+    error = _standard_deviation(differences, a, b) * math.sqrt(1 / n + test_train_ratio)
     return _t_test(float(differences.mean()), error, df=n - 1, n=n, scale=_scale(a, b))
 
 
 def welch_t_test(a: np.ndarray, b: np.ndarray) -> TTestResult:
-    """Welch's t of two groups without pairs, which may vary by different amounts."""
+    """Welch's t-test of two independent groups, whose variances may differ."""
     assert len(a) > 1, "one number has no spread"
     assert len(b) > 1, "one number has no spread"
-    parts = [_spread(values, a, b) ** 2 / len(values) for values in (a, b)]
-    error = math.sqrt(sum(parts))
+    variances = [_standard_deviation(values, a, b) ** 2 / len(values) for values in (a, b)]
+    error = math.sqrt(sum(variances))
     if error > 0:
-        df = sum(parts) ** 2 / sum(part**2 / (len(v) - 1) for part, v in zip(parts, (a, b), strict=True))
+        df = sum(variances) ** 2 / sum(v**2 / (len(x) - 1) for v, x in zip(variances, (a, b), strict=True))
     else:
         df = len(a) + len(b) - 2
     return _t_test(float(a.mean() - b.mean()), error, df=df, n=len(a) + len(b), scale=_scale(a, b))
@@ -184,29 +193,28 @@ def welch_t_test(a: np.ndarray, b: np.ndarray) -> TTestResult:
 def wilcoxon_test(
     a: np.ndarray, b: np.ndarray, *, method: Literal["auto", "exact", "normal"] = "auto"
 ) -> WilcoxonResult:
-    """Wilcoxon's signed ranks. Differences of 0 are left out, as he did.
+    """Wilcoxon's signed-rank test of paired values; differences of 0 are left out.
 
-    auto counts all signs out for small n without ties, and else takes the normal approximation with corrections for
-    continuity and ties. exact also counts out tied ranks: all 2^n signs of the ranks as they are.
+    "exact" enumerates all 2^n signs of the ranks, tied ones included, which scipy does only without ties. "normal" is the
+    approximation with corrections for continuity and ties. "auto" is exact for at most `MAX_EXACT_PAIRS` without ties.
     """
+    from scipy import stats
+
     differences = np.round(_differences(a, b) / _scale(a, b) / ROUNDING)
     differences = differences[differences != 0]
     n = len(differences)
-    sizes, places, ties = np.unique(np.abs(differences), return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(ties) - (ties - 1) / 2)[places]
+    ranks = stats.rankdata(np.abs(differences))
     positive, negative = float(ranks[differences > 0].sum()), float(ranks[differences < 0].sum())
     smaller = min(positive, negative)
-    if method == "exact" or (method == "auto" and n <= MAX_EXACT_PAIRS and len(sizes) == n):
-        assert n <= MAX_EXACT_PAIRS, f"{n} pairs are too many to count out"
-        return WilcoxonResult(smaller, _signed_ranks_p(ranks, smaller), n, positive, negative, "exact")
-    variance = float(n * (n + 1) * (2 * n + 1) / 24 - (ties.astype(float) ** 3 - ties).sum() / 48)
-    distance = max(0.0, n * (n + 1) / 4 - smaller - 0.5)
-    p = normal_two_sided(distance / math.sqrt(variance)) if variance > 0 else 1.0
+    if method == "exact" or (method == "auto" and n <= MAX_EXACT_PAIRS and len(np.unique(ranks)) == n):
+        assert n <= MAX_EXACT_PAIRS, f"{n} pairs are too many to enumerate"
+        return WilcoxonResult(smaller, _signed_rank_p(ranks, smaller), n, positive, negative, "exact")
+    p = float(stats.wilcoxon(differences, correction=True, method="asymptotic").pvalue) if n else 1.0
     return WilcoxonResult(smaller, p, n, positive, negative, "normal")
 
 
-def _signed_ranks_p(ranks: np.ndarray, smaller: float) -> float:
-    """Twice the share of the 2^n signs whose positive ranks sum to `smaller` or less."""
+def _signed_rank_p(ranks: np.ndarray, smaller: float) -> float:
+    """Return twice the fraction of the 2^n signs whose positive ranks sum to `smaller` or less."""
     doubled = np.round(2 * ranks).astype(int)  # middle ranks of ties end in a half
     ways = np.zeros(int(doubled.sum()) + 1)
     ways[0] = 1
@@ -216,36 +224,39 @@ def _signed_ranks_p(ranks: np.ndarray, smaller: float) -> float:
 
 
 def mcnemar_test(only_first: int, only_second: int) -> McNemarResult:
-    """Of samples that just one of two classifiers has right: are they shared out evenly?"""
+    """McNemar's test: whether the samples that just one of two classifiers has right are shared out evenly."""
+    from scipy import stats
+
     n = only_first + only_second
     if n < MIN_CHI_SQUARE_DISCORDANT:
         smaller = min(only_first, only_second)
-        return McNemarResult(smaller, min(1.0, 2 * binomial_tail(smaller, n)), n, "exact binomial")
+        return McNemarResult(smaller, float(min(1.0, 2 * stats.binom.cdf(smaller, n, 0.5))), n, "exact binomial")
     statistic = max(0, abs(only_first - only_second) - 1) ** 2 / n  # less 1 for continuity
-    return McNemarResult(statistic, chi_square_tail(statistic, 1), n, "chi-square")
+    return McNemarResult(statistic, float(stats.chi2.sf(statistic, 1)), n, "chi-square")
 
 
 def holm_correction(ps: Sequence[float]) -> list[float]:
-    """Holm's step-down: below alpha each, and the chance of a single false one among them is below alpha."""
+    """Return p-values adjusted by Holm's step-down method: where those below alpha are called significant, the probability of
+    any false one among them is below alpha."""
     adjusted, least = [0.0] * len(ps), 0.0
-    for place, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        least = max(least, min(1.0, (len(ps) - place) * ps[i]))
+    for position, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
+        least = max(least, min(1.0, (len(ps) - position) * ps[i]))
         adjusted[i] = least
     return adjusted
 
 
 def mean_confidence_interval(values: np.ndarray, *, level: float = 0.95, test_train_ratio: float = 0.0) -> Interval:
-    """Of a mean, by t. `ratio` is n_test / n_train where the values are folds; see `resampled_t`."""
-    error = _spread(values, values) * math.sqrt(1 / len(values) + test_train_ratio)
-    return _around(float(values.mean()), error, df=len(values) - 1, level=level)
+    """Return the t interval of a mean; for `test_train_ratio` of folds see `corrected_resampled_t_test`."""
+    error = _standard_deviation(values, values) * math.sqrt(1 / len(values) + test_train_ratio)
+    return _t_interval(float(values.mean()), error, df=len(values) - 1, level=level)
 
 
 def wilson_interval(num_correct: int, n: int, *, level: float = 0.95) -> Interval:
-    """Of a share such as an accuracy (Wilson, 1927): it stays between 0 and 1 and is right near both."""
-    z, share = _normal_quantile((1 + level) / 2), num_correct / n
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return Interval(max(0.0, centre - half), min(1.0, centre + half), level)
+    """Return Wilson's interval of a proportion such as an accuracy: it stays between 0 and 1 and holds near both."""
+    from scipy import stats
+
+    interval = stats.binomtest(num_correct, n).proportion_ci(level, method="wilson")
+    return Interval(float(interval.low), float(interval.high), level)
 
 
 def bootstrap_interval(
@@ -257,106 +268,107 @@ def bootstrap_interval(
     num_resamples: int = NUM_RESAMPLES,
     method: Literal["percentile", "bca"] = "bca",
 ) -> Interval:
-    """Of a mean of differences `a`, or of mean(a) - mean(b) without pairs, by drawing again from what was seen.
+    """Return the bootstrap interval of mean(a), or of mean(a) - mean(b) for independent groups.
 
-    bca corrects the percentiles for bias and for a spread that grows with the mean (Efron, 1987). With a handful of
-    numbers both are too narrow, since what was not seen cannot be drawn.
+    "bca" corrects the percentiles for bias and for a variance that grows with the mean (Efron, 1987). With a handful of
+    values both are too narrow, since only observed values can be drawn.
     """
     samples = [a] if b is None else [a, b]
     signs = (1, -1)
-    drawn = np.zeros(num_resamples)
+    means = np.zeros(num_resamples)
     for number, values in enumerate(samples):
-        # How often each value is drawn is all a mean needs; a hundred thousand right and wrong answers are 3 values.
+        # How often each value is drawn is all a mean needs: a hundred thousand right and wrong predictions are 3 values.
         distinct, counts = np.unique(values, return_counts=True)
         rng = noise.numpy_generator(seed, "bootstrap", number)
-        often = rng.multinomial(len(values), counts / len(values), size=num_resamples)
-        drawn += signs[number] * (often @ distinct) / len(values)
-    shares = ((1 - level) / 2, (1 + level) / 2)
+        drawn = rng.multinomial(len(values), counts / len(values), size=num_resamples)
+        means += signs[number] * (drawn @ distinct) / len(values)
+    quantiles = ((1 - level) / 2, (1 + level) / 2)
     if method == "bca":
-        shares = bca_quantiles(drawn, samples, level=level)
-    low, high = np.quantile(drawn, shares)
+        quantiles = bca_quantiles(means, samples, level=level)
+    low, high = np.quantile(means, quantiles)
     return Interval(float(low), float(high), level)
 
 
-def _bootstraps(a: np.ndarray, b: np.ndarray | None = None, *, level: float) -> dict[str, Interval]:
+def _bootstrap_intervals(a: np.ndarray, b: np.ndarray | None = None, *, level: float) -> dict[str, Interval]:
     return {
         "percentile": bootstrap_interval(a, b, level=level, method="percentile"),
         "bca": bootstrap_interval(a, b, level=level, method="bca"),
     }
 
 
-def bca_quantiles(drawn: np.ndarray, samples: Sequence[np.ndarray], *, level: float) -> tuple[float, float]:
-    """Which percentiles of the means `drawn` to read: the two of the level, corrected for bias and acceleration."""
-    means = [float(values.mean()) for values in samples]
-    estimate = means[0] - (means[1] if len(means) > 1 else 0.0)
-    below = (float((drawn < estimate).mean()) + float((drawn <= estimate).mean())) / 2
-    bias = _normal_quantile(min(max(below, 0.5 / len(drawn)), 1 - 0.5 / len(drawn)))
-    # What each value does to a mean is its distance from it, so nothing has to be left out in turn.
-    away = [(sign * (v - v.mean()) / len(v)) for sign, v in zip((1, -1), samples, strict=False)]
-    cubes = sum(float((part**3).sum()) for part in away)
-    squares = sum(float((part**2).sum()) for part in away)
+def bca_quantiles(means: np.ndarray, samples: Sequence[np.ndarray], *, level: float) -> tuple[float, float]:
+    """Return which quantiles of the resampled `means` bound the interval, corrected for bias and acceleration."""
+    observed = [float(values.mean()) for values in samples]
+    estimate = observed[0] - (observed[1] if len(observed) > 1 else 0.0)
+    below = (float((means < estimate).mean()) + float((means <= estimate).mean())) / 2
+    normal = NormalDist()
+    bias = normal.inv_cdf(min(max(below, 0.5 / len(means)), 1 - 0.5 / len(means)))
+    # The influence of a value on a mean is its distance from it, so that no jackknife is needed.
+    influence = [(sign * (v - v.mean()) / len(v)) for sign, v in zip((1, -1), samples, strict=False)]
+    cubes = sum(float((values**3).sum()) for values in influence)
+    squares = sum(float((values**2).sum()) for values in influence)
     acceleration = cubes / (6 * squares**1.5) if squares > 0 else 0.0
 
-    def corrected(share: float) -> float:
-        z = bias + _normal_quantile(share)
-        return NormalDist().cdf(bias + z / (1 - acceleration * z))
+    def correct(quantile: float) -> float:
+        z = bias + normal.inv_cdf(quantile)
+        return normal.cdf(bias + z / (1 - acceleration * z))
 
-    return corrected((1 - level) / 2), corrected((1 + level) / 2)
+    return correct((1 - level) / 2), correct((1 + level) / 2)
 
 
 def paired_effect_size(a: np.ndarray, b: np.ndarray) -> EffectSize:
-    """Cohen's d_z: the mean difference in deviations of the differences."""
+    """Cohen's d_z: the mean difference in standard deviations of the differences."""
     differences = _differences(a, b)
-    d = _over(float(differences.mean()), _spread(differences, a, b), scale=_scale(a, b))
+    d = _ratio(float(differences.mean()), _standard_deviation(differences, a, b), scale=_scale(a, b))
     return EffectSize("d_z", d, d * hedges_correction(len(differences) - 1))
 
 
 def unpaired_effect_size(a: np.ndarray, b: np.ndarray) -> EffectSize:
-    """Cohen's d_s: the difference of means in deviations within the groups, pooled."""
+    """Cohen's d_s: the difference of means in pooled standard deviations of the groups."""
     df = len(a) + len(b) - 2
-    squares = sum((len(values) - 1) * _spread(values, a, b) ** 2 for values in (a, b))
-    d = _over(float(a.mean() - b.mean()), math.sqrt(squares / df), scale=_scale(a, b))
+    squares = sum((len(values) - 1) * _standard_deviation(values, a, b) ** 2 for values in (a, b))
+    d = _ratio(float(a.mean() - b.mean()), math.sqrt(squares / df), scale=_scale(a, b))
     return EffectSize("d_s", d, d * hedges_correction(df))
 
 
 def hedges_correction(df: int) -> float:
-    """What takes the bias out of d: 0.564 of two degrees of freedom, 0.923 of ten. Of one it has no mean at all."""
+    """Return the factor that removes the bias of d: 0.564 for 2 degrees of freedom, 0.923 for 10; NaN for 1, where d has no mean."""
     if df < 2:
         return math.nan
     return math.exp(math.lgamma(df / 2) - math.lgamma((df - 1) / 2)) / math.sqrt(df / 2)
 
 
 def _t_test(difference: float, error: float, *, df: float, n: int, scale: float) -> TTestResult:
-    statistic = _over(difference, error, scale=scale)
-    return TTestResult(statistic, t_two_sided(statistic, df), df, n, difference, error)
+    from scipy import stats
+
+    statistic = _ratio(difference, error, scale=scale)
+    return TTestResult(statistic, float(2 * stats.t.sf(abs(statistic), df)), df, n, difference, error)
 
 
-def _over(difference: float, spread: float, *, scale: float) -> float:
-    if spread > 0:
-        return difference / spread
+def _ratio(difference: float, deviation: float, *, scale: float) -> float:
+    if deviation > 0:
+        return difference / deviation
     return 0.0 if abs(difference) <= ROUNDING * scale else math.copysign(math.inf, difference)
 
 
 def _differences(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    assert len(a) == len(b), f"{len(a)} and {len(b)} numbers are no pairs"
+    assert len(a) == len(b), f"{len(a)} and {len(b)} numbers are not pairs"
     assert len(a) > 1, "one pair has no spread"
     return np.asarray(a, np.float64) - np.asarray(b, np.float64)
 
 
-def _spread(values: np.ndarray, *measured: np.ndarray) -> float:
-    """The standard deviation; 0 where it is no more than the rounding of what was measured."""
-    spread = float(np.std(values, ddof=1))
-    return spread if spread > ROUNDING * _scale(*measured) else 0.0
+def _standard_deviation(values: np.ndarray, *measured: np.ndarray) -> float:
+    """Return the standard deviation of `values`; 0 where it is no more than rounding of the values `measured`."""
+    deviation = float(np.std(values, ddof=1))
+    return deviation if deviation > ROUNDING * _scale(*measured) else 0.0
 
 
 def _scale(*measured: np.ndarray) -> float:
     return max(float(np.abs(values).max()) for values in measured) or 1.0
 
 
-def _around(centre: float, error: float, *, df: float, level: float) -> Interval:
-    half = t_quantile(1 - level, df) * error
+def _t_interval(centre: float, error: float, *, df: float, level: float) -> Interval:
+    from scipy import stats
+
+    half = float(stats.t.isf((1 - level) / 2, df)) * error
     return Interval(centre - half, centre + half, level)
-
-
-def _normal_quantile(p: float) -> float:
-    return NormalDist().inv_cdf(p)
