@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 from sklearn.metrics import precision_recall_fscore_support
 
 import bottega
@@ -56,16 +55,6 @@ def test_a_line_is_what_was_answered_for_the_example_of_its_name() -> None:
     several = answers(several=True).to_rows()[0]
     assert several["probability"].keys() == set(NAMES)
     assert several["predicted"] == [name for name in NAMES if several["probability"][name] >= 0.5]
-
-
-@pytest.mark.parametrize("count", [2, 11, 60, 400])
-def test_pictures_fit_any_number_of_classes(count: int, tmp_path: Path) -> None:
-    from bottega.analysis.answer_pictures import plot_confusion_matrix
-
-    names = tuple(f"a class of a rather long name, {n} über" for n in range(count))
-    plot_confusion_matrix(np.diag(np.arange(count)) + 1, names, tmp_path / "c.png")
-    with Image.open(tmp_path / "c.png") as picture:
-        assert max(picture.size) < 2400
 
 
 def test_evaluate_writes_them_beside_its_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import scipy.stats
 from bottega.analysis.compare import compare, format_report, plot_comparison
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, UsageError
+from recorded_figures import record_figures, texts_of
 
 CLASSIFY: dict[str, Any] = {
     "task": "classify",
@@ -564,21 +565,16 @@ def test_the_table_never_judges_without_test_n_and_p(seeds: Callable[..., str]) 
         assert f"{name}: paired t-test, because both have 5 seeds in common" in text
 
 
-def test_the_picture_shows_every_run(seeds: Callable[..., str], tmp_path: Path) -> None:
-    image = pytest.importorskip("PIL.Image", reason="plots need Pillow")
+def test_plot_of_a_comparison(seeds: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = record_figures(monkeypatch)
     report = compare([seeds("a", (0.8, 0.8, 0.8, 0.7)), seeds("b", BETTER[:4])])
     plot_comparison(report, tmp_path / "deep" / "p.png")
-    with image.open(tmp_path / "deep" / "p.png") as picture:
-        pixels = np.asarray(picture.convert("RGB")).astype(int)
-    from bottega.analysis.compare import COLOURS
-
-    # Dots are the only filled things of a colour that are nine points wide: three equal values stand beside each other.
-    blue = np.abs(pixels - [int(COLOURS[0][i : i + 2], 16) for i in (1, 3, 5)]).sum(2) < 30
-    blue[:, blue.any(0).nonzero()[0].max() - 60 :] = False  # the mean and its interval, at the right
-    blue[int(len(blue) * 0.8) :] = False  # letters
-    solid = blue.sum(0)
-    assert blue.sum() == pytest.approx(4 * np.pi * 8**2, rel=0.2)
-    assert (solid > 0).sum() > 3 * 14
+    assert (tmp_path / "deep" / "p.png").read_bytes().startswith(b"\x89PNG")
+    dots = [line for line in figures[0].axes[0].lines if line.get_marker() == "o"]
+    assert sorted(float(dot.get_ydata()[0]) for dot in dots) == sorted([0.8, 0.8, 0.8, 0.7, *BETTER[:4]])
+    texts = "\n".join(texts_of(figures[0]))
+    assert report["pairs"][0]["verdict"] in texts
+    assert "lines join runs of one seed or fold" in texts
 
 
 def test_an_interval_ends_where_the_metric_does() -> None:

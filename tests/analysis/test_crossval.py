@@ -193,8 +193,8 @@ def test_the_report_holds_the_numbers_of_the_folds(report: dict[str, Any]) -> No
     assert "(1/3 + 1/2), not 1/3" in text
 
 
-@pytest.mark.parametrize("error", [EnvironmentProblem("plots need Pillow"), OSError("no space left")])
-def test_without_pictures_the_numbers_are_there(
+@pytest.mark.parametrize("error", [EnvironmentProblem("plots need matplotlib"), OSError("no space left")])
+def test_a_plot_that_fails_costs_no_numbers(
     report: dict[str, Any], folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
@@ -204,7 +204,7 @@ def test_without_pictures_the_numbers_are_there(
 
     (Path(report["folder"]) / "crossval.json").unlink()
     monkeypatch.setattr("bottega.analysis.compare.plot_comparison", fail)
-    monkeypatch.setattr("bottega.analysis.answer_pictures.plot_confusion_matrix", fail)
+    monkeypatch.setattr("bottega.plots.classification.plot_confusion_matrix", fail)
     found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
     assert found["metrics"] == report["metrics"]
     assert list(found["files"]) == ["predictions"]
@@ -214,11 +214,11 @@ def test_without_pictures_the_numbers_are_there(
     assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == report  # as the others expect it
 
 
-def test_pictures_of_a_fold_that_cannot_be_drawn_are_a_note(
+def test_a_plot_of_a_fold_that_fails_is_a_note(
     report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise EnvironmentProblem("plots need Pillow")
+        raise EnvironmentProblem("plots need matplotlib")
 
     results = Path(report["folder"]) / "fold-1" / "results"
     shutil.copytree(results, folder / "before")
@@ -227,7 +227,7 @@ def test_pictures_of_a_fold_that_cannot_be_drawn_are_a_note(
     found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
     assert found["metrics"] == report["metrics"]
     assert found["pooled"] == report["pooled"]
-    assert "no pictures of single folds: plots need Pillow" in found["notes"]
+    assert "no plots of single folds: plots need matplotlib" in found["notes"]
     assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == found
     monkeypatch.undo()
     shutil.rmtree(results)

@@ -41,6 +41,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import numpy_generator
 from bottega.tasks.measures.clip_scores import classify_zero_shot, cosine_similarity, similarity_to_history
 from bottega.tasks.personalize.data.records import Item, Record
+from recorded_figures import record_figures, texts_of
 
 WORDS = {
     "colour": ("amber", "jade", "plum", "teal"),
@@ -273,6 +274,7 @@ def test_pictures_name_the_arms_as_the_table_does(
 ) -> None:
     from bottega.data.image.canvas import Canvas
 
+    figures = record_figures(monkeypatch)
     said: list[str] = []
     plain = Canvas.draw_text
 
@@ -284,10 +286,11 @@ def test_pictures_name_the_arms_as_the_table_does(
 
     monkeypatch.setattr(Canvas, "draw_text", noted)
     found = world.evaluated(tmp_path, judge=Oracle(), count=6)
+    legend = texts_of(figures[-1])
     for arm in found["arms"]:
-        assert said.count(arm) == 2, "one head on the sheet, one bar in the chart"
-    explained = [words for words in said if "shuffled: with a stranger's history" in words]
-    assert len(explained) == 2
+        assert said.count(arm) == 1, "one head on the sheet"
+        assert any(text.startswith(f"{arm}: ") for text in legend)
+    assert any("shuffled: another user's history" in words for words in said)
 
 
 def test_fewer_people_leave_no_pages_of_more(world: World, tmp_path: Path) -> None:
@@ -642,23 +645,15 @@ def test_every_arm_that_was_evaluated_can_be_compared(measured: tuple[Path, dict
     assert len(report["pairs"]) == 7 * 6 / 2
 
 
-def test_the_picture_of_people_says_what_it_shows(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from PIL import ImageDraw
-
-    said: list[str] = []
-    plain = ImageDraw.ImageDraw.text
-
-    def noted(self: Any, at: Any, words: str, **how: Any) -> None:
-        said.append(words)
-        plain(self, at, words, **how)
-
-    monkeypatch.setattr(ImageDraw.ImageDraw, "text", noted)
-    monkeypatch.setattr(ImageDraw.ImageDraw, "ellipse", lambda *asked, **how: pytest.fail("an arm is no run"))
+def test_plot_of_people_shows_means_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = record_figures(monkeypatch)
     run = make("a", made_rows(ARMS))
     plot_comparison(compare([f"{run}:none", f"{run}:both"]), Path("compared.png"))
-    assert "mean over 12 people, and its 95 % interval" in said
-    assert not any("each dot" in words for words in said)
-    assert "n = 10 of 12 people where just one is right" in said[-1]
+    assert not any(line.get_marker() == "o" for line in figures[0].axes[0].lines), "an arm is not a run"
+    texts = "\n".join(texts_of(figures[0]))
+    assert "mean over 12 people with its 95 % interval" in texts
+    assert "each dot" not in texts
+    assert "n = 10 of 12 people where just one is right" in texts
 
 
 def test_a_measure_has_one_test_for_all_pairs(make: Any) -> None:

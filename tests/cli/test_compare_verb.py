@@ -96,7 +96,7 @@ def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
         (("slow-s*", "fast-s*", "--split", "test"), "bottega evaluate slow-s0 --split test --out"),
         (("slow-s*", "fast-s*", "--split", "train"), "--split"),
         (("slow-s*", "fast-s*", "--alpha", "5"), "--alpha 5"),
-        (("slow-s*", "fast-s*", "--out", "a.pdf"), "a picture is a .png"),
+        (("slow-s*", "fast-s*", "--out", "a.pdf"), "plots are PNG files"),
         (("slow-s*", "fast-s*", "--sead", "5"), "unexpected --sead"),
         (("slow-s*", "quick-s*"), "no run matches"),
     ],

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
-from bottega.analysis.answer_pictures import plot_calibration, plot_confusion_matrix
 from bottega.core.types import Rows
 from bottega.data.order.interleaved import Interleaved
 from bottega.data.output_files import explain_write_errors
 from bottega.data.sources.source import Source
+from bottega.plots.classification import plot_calibration, plot_confusion_matrix
+from bottega.plots.figure import try_plot
 from bottega.storage.durable import replacing_file
 from bottega.tasks.measures import classification as measures
 
@@ -66,21 +69,20 @@ class ClassifierPredictions:
         probability = round(float(chances[decided]), 6)
         return {"key": key, "label": label, "predicted": self.classes[decided], "probability": probability}
 
-    def write_files(self, folder: Path) -> list[Path]:
-        """The lines and the pictures; a matrix of several labels has no picture."""
+    def write_files(self, folder: Path, *, warn: Callable[[str], None]) -> list[Path]:
+        """Write predictions.jsonl and its plots to `folder`, and return the files; multi-label data has no confusion plot.
+
+        `warn` is called with the reason where a plot cannot be written.
+        """
         file = folder / PREDICTIONS
         with explain_write_errors(file), replacing_file(file) as temporary:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.to_rows())
             temporary.write_text(text, encoding="utf-8")
-        found = measures.reliability_bins(*measures.confidences(self.probabilities, self.labels))
-        drawn = [folder / CALIBRATION]
-        with explain_write_errors(drawn[0]):
-            plot_calibration(found, drawn[0])
+        bins = measures.reliability_bins(*measures.confidences(self.probabilities, self.labels))
+        plots: dict[str, Callable[[Path], None]] = {CALIBRATION: partial(plot_calibration, *bins)}
         if not self.is_multi_label:
-            drawn.append(folder / CONFUSION)
-            with explain_write_errors(drawn[1]):
-                plot_confusion_matrix(self.confusion_matrix, self.classes, drawn[1])
-        return [file, *drawn]
+            plots[CONFUSION] = partial(plot_confusion_matrix, self.confusion_matrix, self.classes)
+        return [file, *(folder / name for name, plot in plots.items() if try_plot(plot, folder / name, warn=warn))]
 
 
 def _key(source: Any, number: int) -> str:

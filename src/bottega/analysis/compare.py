@@ -24,22 +24,18 @@ from bottega.analysis.compare_groups import (
 )
 from bottega.analysis.compare_people import are_personalized_runs, compare_by_people
 from bottega.config.metrics import get_metric_bounds
-from bottega.core.errors import EnvironmentProblem, UsageError
+from bottega.core.errors import UsageError
 from bottega.core.trainer import BestMetric
+from bottega.plots.comparison import plot_groups
 
 FEW_PAIRS = 5
 """Pairs below which no difference has a Wilcoxon p under 0.1, however clear it is."""
 CLIPPED_MARK = "*"
 DIRECTION_TEXT = {"max": ", larger is better", "min": ", smaller is better", None: ""}
-PAPER, INK, FAINT, GRID, THREAD = "#ffffff", "#1c1b29", "#6d6b7b", "#ececf1", "#c9c8d3"
-# Told apart in grey and by the colour-blind as well; the letters say it again.
-COLOURS = ("#2a5db0", "#d1602f", "#2e8b6f", "#8a4fa3", "#a8862a", "#5d6470")
-LEFT, RIGHT, TOP, HEIGHT, COLUMN = 84, 24, 66, 320, 170
-DOT, LETTER, BESIDE = 4.5, 6.4, 30
-SCALE = 2
-"""Pixels drawn for each of these, so that letters are sharp on today's screens."""
-MOST_PAIRS = 10
-"""Verdicts written under a picture."""
+ONE_RUN_KINDS = ("samples", "people")
+"""What is counted where each group is a single run."""
+MAX_VERDICTS = 10
+"""Verdicts written below a plot."""
 
 
 def compare(
@@ -285,85 +281,31 @@ def format_table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
 
 
 def plot_comparison(report: dict[str, Any], path: Path) -> None:
-    """A PNG: every run is a dot, beside them the group's mean and interval; lines join runs of one seed or fold.
+    """Plot every run as a dot, beside them the mean and interval of the group; lines join the runs of one seed or fold.
 
-    Of single runs the mean over samples or people is all there is. One group alone is drawn as well, without pairs."""
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError as error:
-        raise EnvironmentProblem(f"pictures need Pillow: pip install 'bottega[data]' ({error})") from error
-    groups, shown = report["groups"], [pair["verdict"] for pair in report["pairs"][:MOST_PAIRS]]
-    column = max(COLUMN, 560 // len(groups), math.ceil(LETTER * max(map(len, shown), default=0) / len(groups)))
-    width, height = LEFT + column * len(groups) + RIGHT, TOP + HEIGHT + 62 + 19 * len(shown)
-    sheet = Image.new("RGB", (width * SCALE, height * SCALE), PAPER)
-    pen = ImageDraw.Draw(sheet)
-
-    def text(x: float, y: float, words: str, *, anchor: str = "lm", size: int = 12, fill: str = INK) -> None:
-        pen.text((x * SCALE, y * SCALE), words, font=ImageFont.load_default(size * SCALE), anchor=anchor, fill=fill)
-
-    def line(*ends: float, fill: str = INK, thick: float = 1) -> None:
-        pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
-
-    reach = [clip_to_bounds(group["interval"][end], report["metric"])[0] for group in groups for end in ("low", "high")]
-    ticks, place = _axis([*reach, *(run["value"] for group in groups for run in group["runs"])])
-    is_single = groups[0]["kind"] in ("samples", "people")
-    spots = [_spots(group, LEFT + column * (i + 0.5), place) if not is_single else {} for i, group in enumerate(groups)]
-    text(LEFT, 22, f"{report['metric']}{DIRECTION_TEXT[report['mode']]}", size=16)
-    text(LEFT, 43, _about(report), fill=FAINT)
-    for value, words in ticks:
-        line(LEFT, place(value), width - RIGHT, place(value), fill=GRID)
-        text(LEFT - 8, place(value), words, anchor="rm", fill=FAINT)
-    for here, there in itertools.pairwise(spots):
-        for key in sorted(here.keys() & there.keys()):
-            line(*here[key], *there[key], fill=THREAD)
-    for number, group in enumerate(groups):
-        x, colour = LEFT + column * (number + 0.5), COLOURS[number % len(COLOURS)]
-        at = x if is_single else x + BESIDE
-        low, high, mean = (place(v) for v in (*reach[2 * number : 2 * number + 2], group["mean"]))
-        for bar in ((at, low, at, high), (at - 6, low, at + 6, low), (at - 6, high, at + 6, high)):
-            line(*bar, fill=colour, thick=1.5)
-        line(at - 13, mean, at + 13, mean, fill=colour, thick=3.5)
-        for left, y in spots[number].values():
-            box = [value * SCALE for value in (left - DOT, y - DOT, left + DOT, y + DOT)]
-            pen.ellipse(box, fill=colour, outline=PAPER, width=SCALE)
-        most = int(column / LETTER)
-        name = group["name"] if len(group["name"]) <= most else f"…{group['name'][1 - most :]}"
-        text(
-            x, TOP + HEIGHT + 18, f"{group['label']}   {group['n']:,} {group['kind']}".strip(), anchor="mm", fill=colour
-        )
-        text(x, TOP + HEIGHT + 35, name, anchor="mm", size=11, fill=FAINT)
-    for number, verdict in enumerate(shown):
-        text(LEFT, TOP + HEIGHT + 62 + 19 * number, verdict)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path, optimize=True)
+    For single runs the mean over samples or people is plotted alone. A single group is plotted without conclusions.
+    """
+    groups = []
+    for group in report["groups"]:
+        key = "fold" if group["kind"] == "folds" else "seed"
+        points = {} if group["kind"] in ONE_RUN_KINDS else {run[key]: run["value"] for run in group["runs"]}
+        groups.append({**group, "points": points})
+    ends = [
+        [clip_to_bounds(group["interval"][end], report["metric"])[0] for end in ("low", "high")] for group in groups
+    ]
+    plot_groups(
+        groups,
+        [(low, high) for low, high in ends],
+        path,
+        title=f"{report['metric']}{DIRECTION_TEXT[report['mode']]}",
+        subtitle=_plot_subtitle(report),
+        conclusions=[pair["verdict"] for pair in report["pairs"][:MAX_VERDICTS]],
+    )
 
 
-def _about(report: dict[str, Any]) -> str:
+def _plot_subtitle(report: dict[str, Any]) -> str:
     groups = report["groups"]
-    if groups[0]["kind"] in ("samples", "people"):
-        return f"mean over {groups[0]['n']:,} {groups[0]['kind']}, and its {_level(report)}"
-    joined = ", lines join those of one seed or fold" if len(groups) > 1 else ""
-    return f"each dot is a run{joined}; beside it the mean and its {_level(report)}"
-
-
-def _spots(group: dict[str, Any], x: float, place: Callable[[float], float]) -> dict[int, tuple[float, float]]:
-    """Where the dots lie, by seed or fold; one that would hide another stands to its left."""
-    kind = "fold" if group["kind"] == "folds" else "seed"
-    found: dict[int, tuple[float, float]] = {}
-    for run in sorted(group["runs"], key=lambda run: run["value"]):
-        y = place(run["value"])
-        taken = {at for at, other in found.values() if abs(other - y) < 2 * DOT}
-        found[run[kind]] = next(at for i in range(len(found) + 1) if (at := x - 2 * DOT * i) not in taken), y
-    return found
-
-
-def _axis(values: list[float]) -> tuple[list[tuple[float, str]], Callable[[float], float]]:
-    """Round ticks with their words, and where on the sheet a value lies."""
-    low, high = min(values), max(values)
-    room = 0.06 * (high - low) or abs(high) * 0.05 or 1.0
-    low, high = low - room, high + room
-    power = 10.0 ** math.floor(math.log10((high - low) / 6))
-    step = next(power * times for times in (1, 2, 5, 10) if (high - low) / (power * times) <= 6)
-    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
-    marks = [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    return [(v, f"{v:.{decimals}f}") for v in marks], lambda v: TOP + HEIGHT * (high - v) / (high - low)
+    if groups[0]["kind"] in ONE_RUN_KINDS:
+        return f"mean over {groups[0]['n']:,} {groups[0]['kind']} with its {_level(report)}"
+    joined = ", lines join runs of one seed or fold" if len(groups) > 1 else ""
+    return f"each dot is a run{joined}; beside it the mean with its {_level(report)}"

@@ -26,8 +26,9 @@ from bottega.config.data import Splitting
 from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint as checkpoints
-from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import RunDirectory
+from bottega.plots.figure import is_plot_warning, try_plot
 from bottega.run.checks import find_problems, raise_all
 from bottega.run.train import lock_directory, set_aside
 from bottega.tasks.recipes import load_recipe, parse_overrides
@@ -133,7 +134,7 @@ def cross_validate(
         report = _reported(root, planned, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
         matrix, classes = _pool(root, planned, report)
         _write(root, report)
-        _draw(root, report, matrix, classes)
+        _write_plots(root, report, matrix, classes)
         _write(root, report)  # now with where the pictures are
     return report
 
@@ -197,13 +198,9 @@ def _results(
         options: dict[str, Any] = {"request": request, "checkpoint": checkpoint, "device": fold.recipe.device}
         # Only the loss of a generator: to judge samples takes as long as some trainings.
         options |= {"count": 0, "inception": None, "quiet": True}
-        note = {}
-        try:
-            result = evaluate_run(fold.run.path, **options, out=folder)
-        except (EnvironmentProblem, OSError) as error:
-            # The answers are written before they are drawn, so that only the pictures are missing.
-            result = evaluate_run(fold.run.path, **options)
-            note = {"note": f"no pictures of single folds: {error}"}
+        result = evaluate_run(fold.run.path, **options, out=folder)
+        missing = [note for note in result.get("notes", []) if is_plot_warning(note)]
+        note = {"note": f"no plots of single folds: {missing[0].partition(': ')[2]}"} if missing else {}
         metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
         classes = {"per_class": result["per_class"]} if "per_class" in result else {}
         beside = {"split": split, "checkpoint": chosen.name, "metrics_named": list(metrics)}
@@ -300,33 +297,31 @@ def _pool(root: RunDirectory, folds: list[Fold], report: dict[str, Any]) -> tupl
     return (matrix if matrix.ndim == 2 else None), classes
 
 
-def _draw(root: RunDirectory, report: dict[str, Any], matrix: np.ndarray | None, classes: tuple[str, ...]) -> None:
-    """Numbers that took hours are not lost for want of a picture: one that cannot be made is a note."""
-    from bottega.analysis.answer_pictures import plot_confusion_matrix
+def _write_plots(
+    root: RunDirectory, report: dict[str, Any], matrix: np.ndarray | None, classes: tuple[str, ...]
+) -> None:
+    """Plot the confusion matrix and the metric of each fold; a plot that cannot be written becomes a note."""
     from bottega.analysis.compare import plot_comparison
+    from bottega.plots.classification import plot_confusion_matrix
 
-    wanted: dict[str, tuple[Path, Callable[[Path], None]]] = {}
+    plots: dict[str, tuple[Path, Callable[[Path], None]]] = {}
     if matrix is not None:
-        wanted["confusion"] = root.path / "confusion.png", partial(plot_confusion_matrix, matrix, classes)
+        plots["confusion"] = root.path / "confusion.png", partial(plot_confusion_matrix, matrix, classes)
     if report["metric"] in report["metrics"]:
-        wanted["picture"] = root.path / "crossval.png", partial(plot_comparison, _picture(report))
-    for name, (path, make) in wanted.items():
-        try:
-            make(path)
-        except (EnvironmentProblem, OSError) as error:
-            report["notes"].append(f"no {path.name}: {error}")
-        else:
+        plots["picture"] = root.path / "crossval.png", partial(plot_comparison, _as_comparison(report))
+    for name, (path, plot) in plots.items():
+        if try_plot(plot, path, warn=report["notes"].append):
             report["files"][name] = str(path)
 
 
-def _picture(report: dict[str, Any]) -> dict[str, Any]:
-    """For `draw` of compare: one group, and nobody to compare it with."""
-    found = report["metrics"][report["metric"]]
+def _as_comparison(report: dict[str, Any]) -> dict[str, Any]:
+    """Return the report as `plot_comparison` expects it: one group, and no pairs."""
+    summary = report["metrics"][report["metric"]]
     runs = [
         {"run": run["run"], "seed": None, "fold": run["number"], "value": run["metrics"][report["metric"]]}
         for run in report["runs"]
     ]
-    group = {"label": "", "name": report["folder"], "kind": "folds", "n": len(runs), "runs": runs, **found}
+    group = {"label": "", "name": report["folder"], "kind": "folds", "n": len(runs), "runs": runs, **summary}
     return {
         "metric": report["metric"],
         "mode": report["mode"],

@@ -13,6 +13,7 @@ import psutil
 PACKAGE_EXTRAS = {
     "torch": "",
     "numpy": "",
+    "scipy": "",
     "safetensors": "",
     "tokenizers": "",
     "tensorboard": "",
@@ -25,6 +26,7 @@ PACKAGE_EXTRAS = {
     "datasets": "hub",
     "peft": "hub",
     "diffusers": "hub",
+    "matplotlib": "plots",
     "wandb": "wandb",
     "nvidia-ml-py": "gpu",
     "soundfile": "audio",

@@ -105,10 +105,12 @@ def _measured(
     if "probability" in rows:
         from bottega.analysis.classifier_predictions import ClassifierPredictions
 
-        answers = ClassifierPredictions(rows, source, tuple(saved.workload.classes.names))  # type: ignore[attr-defined]
-        result["per_class"] = answers.class_metrics()
+        predictions = ClassifierPredictions(rows, source, tuple(saved.workload.classes.names))  # type: ignore[attr-defined]
+        result["per_class"] = predictions.class_metrics()
         if out is not None:
-            result["files"] = [str(path) for path in answers.write_files(out)]
+            notes: list[str] = []
+            result["files"] = [str(path) for path in predictions.write_files(out, warn=notes.append)]
+            result |= {"notes": [*result.get("notes", []), *notes]} if notes else {}
     if is_personal and count != 0:
         is_own = chosen.given is None
         out = out or saved.directory.path / "evaluation" / (str(chosen.split) if is_own else "data")

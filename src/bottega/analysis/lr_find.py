@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from bottega.core.errors import CheckpointError, DataError, UsageError
 from bottega.core.rundir import RunDirectory, split_checkpoint_path
 from bottega.data.output_files import explain_write_errors
 from bottega.engines.lr_range_test import check_range
+from bottega.plots.figure import try_plot
+from bottega.plots.lr_range import plot_range_test
 from bottega.run import resume
 from bottega.run.auto_learning_rate import PLOT_FILE, REPORT_FILE, run_range_test
 from bottega.run.checks import find_problems, raise_all
 from bottega.run.compose import prepare_workload
-from bottega.run.range_picture import draw
 from bottega.run.train import ensure_dependency
 from bottega.storage.durable import replacing_file
 from bottega.tasks import dependencies
@@ -102,12 +104,13 @@ def _command(what: str, words: list[str], report: dict[str, Any], *, is_run: boo
 
 
 def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
-    files = {"picture": str(out / PLOT_FILE), "json": str(out / REPORT_FILE)}
-    with explain_write_errors(out / REPORT_FILE):
-        with replacing_file(out / REPORT_FILE) as temporary:
-            temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-        draw(report, out / PLOT_FILE)
-    return {**report, **files}
+    """Write lr-find.json and its plot to `out`, and return the report with the paths of both, or with a note on the plot."""
+    file, plot_file = out / REPORT_FILE, out / PLOT_FILE
+    with explain_write_errors(file), replacing_file(file) as temporary:
+        temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    notes: list[str] = []
+    is_plotted = try_plot(partial(plot_range_test, report), plot_file, warn=notes.append)
+    return {**report, "json": str(file), **({"picture": str(plot_file)} if is_plotted else {"notes": notes})}
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -121,4 +124,5 @@ def format_report(report: dict[str, Any]) -> str:
     ]
     if report["still_falling"]:
         lines.append("the loss still falls at the highest rate; --max may be raised")
-    return "\n".join([*lines, f"curve:  {report['picture']}", f"use it: {report['command']}"])
+    lines += [f"plot:   {report['picture']}"] if "picture" in report else []
+    return "\n".join([*lines, f"use it: {report['command']}", *(f"note: {note}" for note in report.get("notes", ()))])

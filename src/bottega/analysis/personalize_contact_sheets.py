@@ -9,17 +9,18 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.image.canvas import BLUE, FAINT, GRID, INK, ORANGE, Canvas
+from bottega.data.image.canvas import BLUE, FAINT, INK, ORANGE, Canvas
 from bottega.data.image.caption import fit_captions
 from bottega.data.output_files import build_numbered_paths, explain_write_errors
+from bottega.plots.comparison import plot_condition_bars
 
 ROWS = 8
 """People on a page."""
 SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 84.0
 WORDS = 150.0
 """Room for the wish and the keywords."""
-MEANING = {"none": "the wish alone", "keywords": "with words", "soft": "with trained tokens", "both": "the method"}
-MEANING |= {"picked": "its best by CLIP", "shuffled": "with a stranger's history", "target": "what the person took"}
+MEANING = {"none": "prompt only", "keywords": "with keywords", "soft": "with soft tokens", "both": "with both"}
+MEANING |= {"picked": "best of several by CLIP", "shuffled": "another user's history", "target": "the image chosen"}
 COLOURS = {"none": "#8d8b9b", "keywords": "#a8862a", "soft": "#2e8b6f", "both": BLUE, "picked": "#8a4fa3"}
 COLOURS |= {"shuffled": ORANGE, "target": "#c9c8d3"}
 
@@ -89,46 +90,17 @@ def _lines(page: Canvas, words: str) -> list[str]:
     return fit_captions([words], WORDS - GAP, lambda text: page.measure_text(text, 12))[0]
 
 
-BAR, BAR_GAP, HEIGHT, GROUP = 26.0, 6.0, 240.0, 44.0
-
-
 def plot_arms(
     arms: Mapping[str, Mapping[str, Any]], measures: Sequence[str], chance: Mapping[str, float], path: Path
 ) -> None:
-    """Shares as bars from 0 to 1 with their intervals, a group for each measure; a line where guessing would be."""
-    width = len(arms) * (BAR + BAR_GAP)
-    left, top = 56.0, 92.0
-    wide = max(left + len(measures) * (width + GROUP), left + _width(_explained(arms)) + MARGIN)
-    page = Canvas(wide, top + HEIGHT + 74)
-    page.draw_text(left, 22, "what is right, by what the generator was told", anchor="lm", size=16)
-    page.draw_text(
-        left, 44, "means over people and their 95 % intervals; thick lines: guessing", anchor="lm", fill=FAINT
+    """Plot the accuracies of each arm as bars with their intervals, grouped by measure."""
+    plot_condition_bars(
+        arms,
+        measures,
+        path,
+        title="Accuracy by what the generator was given",
+        subtitle="means over people with 95 % intervals",
+        labels=MEANING,
+        colours=COLOURS,
+        chance=chance,
     )
-    page.draw_text(left, 62, _explained(arms), anchor="lm", size=11, fill=FAINT)
-
-    def place(value: float) -> float:
-        return top + HEIGHT * (1 - min(1.0, max(0.0, value)))
-
-    for mark in (0.0, 0.25, 0.5, 0.75, 1.0):
-        end = left + len(measures) * (width + GROUP)
-        page.draw_line(left, place(mark), end, place(mark), fill=GRID)
-        page.draw_text(left - 8, place(mark), f"{mark:g}", anchor="rm", size=11, fill=FAINT)
-    for group, measure in enumerate(measures):
-        start = left + GROUP / 2 + group * (width + GROUP)
-        for number, (arm, values) in enumerate(arms.items()):
-            x = start + number * (BAR + BAR_GAP)
-            if measure in values:
-                found, middle = values[measure], x + BAR / 2
-                page.draw_box(x, place(found["mean"]), x + BAR, place(0), COLOURS[arm])
-                page.draw_line(middle, place(found["low"]), middle, place(found["high"]), thick=1.5)
-                for side in ("low", "high"):
-                    page.draw_line(middle - 4, place(found[side]), middle + 4, place(found[side]), thick=1.5)
-        if measure in chance:
-            page.draw_line(start - 6, place(chance[measure]), start + width, place(chance[measure]), thick=2.5)
-        page.draw_text(start + width / 2, top + HEIGHT + 16, measure.replace("_", " "), size=12)
-    x = left
-    for arm in arms:
-        page.draw_box(x, top + HEIGHT + 44, x + 12, top + HEIGHT + 56, COLOURS[arm])
-        page.draw_text(x + 17, top + HEIGHT + 50, arm, anchor="lm", size=11, fill=FAINT)
-        x += 29 + page.measure_text(arm, 11)
-    page.save(path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,6 +39,7 @@ from bottega.analysis.personalize_truth import (
     score_keywords,
 )
 from bottega.data.output_files import explain_write_errors, replace_non_finite
+from bottega.plots.figure import try_plot
 from bottega.storage.durable import replacing_file
 from bottega.tasks.personalize.arms import ARMS
 from bottega.tasks.personalize.contact_sheets import MAX_HISTORY_SHOWN
@@ -259,7 +261,6 @@ def _write(
     files = [file, *write_contact_sheets(shown, out / SHEETS_FOLDER)]
     shares = [name for name in headline_measures(measure_names(rows)) if name.endswith("_accuracy")]
     if shares:
-        with explain_write_errors(out / CHART_FILE):
-            plot_arms(found["arms"], shares, found.get("chance", {}), out / CHART_FILE)
-        files.append(out / CHART_FILE)
+        plot = partial(plot_arms, found["arms"], shares, found.get("chance", {}))
+        files += [out / CHART_FILE] if try_plot(plot, out / CHART_FILE, warn=found["notes"].append) else []
     found["files"] = [str(path) for path in files]

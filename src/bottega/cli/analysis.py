@@ -76,15 +76,19 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.compare import compare, format_report, plot_comparison
+    from bottega.plots.figure import PlotsUnavailable
 
     words = remaining_words(rest)
     out = Path(arguments.out) if arguments.out else None
     if out is not None and out.suffix.lower() != ".png":
-        raise UsageError(f"--out {out}: a picture is a .png")
+        raise UsageError(f"--out {out}: plots are PNG files; use a name that ends with .png")
     report = compare([*arguments.groups, *words], metric=arguments.metric, split=arguments.split, alpha=arguments.alpha)
     if out is not None:
-        plot_comparison(report, out)
-        report["picture"] = str(out)
+        try:
+            plot_comparison(report, out)
+            report["picture"] = str(out)
+        except PlotsUnavailable as error:
+            report["notes"].append(f"no {out.name}: {error}")
     if not arguments.json:
         print_result(format_report(report))
     return report
@@ -154,7 +158,7 @@ def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         out=Path(arguments.out),
         quiet=arguments.json,
     )
-    if not arguments.json and "picture" in report:
+    if not arguments.json and "json" in report:  # other ranks write nothing
         print_result(format_report(report))
     return report
 

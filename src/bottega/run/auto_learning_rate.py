@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ from bottega.callbacks.console import Console
 from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.recipe import Recipe
 from bottega.core import checkpoint
-from bottega.core.errors import CheckpointError, EnvironmentProblem
+from bottega.core.errors import CheckpointError
 from bottega.core.rundir import RunDirectory
 from bottega.engines import lr_range_test
 from bottega.engines.backend import open_backend
 from bottega.engines.lr_range_test import HIGHEST_RATE, LOWEST_RATE, NUM_STEPS
+from bottega.plots.figure import try_plot
+from bottega.plots.lr_range import plot_range_test
 from bottega.run import resume
 from bottega.run.compose import (
     build_engine,
@@ -25,7 +28,6 @@ from bottega.run.compose import (
     count_total_steps,
     set_learning_rate_schedule,
 )
-from bottega.run.range_picture import draw
 from bottega.tasks import dependencies
 from bottega.tasks.workload import Workload
 
@@ -114,11 +116,8 @@ def resolve_learning_rate(
     rate = report["suggestion"]
     if rank == 0:
         directory.write(file, json.dumps({**report, "key": _key(recipe, workload)}, indent=1) + "\n")
-        try:
-            draw(report, directory.path / PLOT_FILE)
-        except (EnvironmentProblem, OSError) as error:
-            console.warn(f"no {PLOT_FILE}: {error}; training continues without it")
-    console.info(f"training.learning_rate: auto is {rate:g}, found by a range test ({directory.path / PLOT_FILE})")
+        try_plot(partial(plot_range_test, report), directory.path / PLOT_FILE, warn=console.warn)
+    console.info(f"training.learning_rate: auto is {rate:g}, found by a range test ({file})")
     return _changed(recipe, learning_rate=rate)
 
 

@@ -14,14 +14,13 @@ from PIL import Image
 import bottega
 from bottega.core.errors import UsageError
 from bottega.core.noise import Noise
-from bottega.data.image.canvas import SCALE
 from bottega.models.build import build_models
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet
 from bottega.tasks import registry
-from bottega.tasks.classify import raster
 from bottega.tasks.classify.media_workload import MediaClassifyWorkload
+from bottega.tasks.classify.raster import PLOT_FILE
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.recipes import load_recipe
 
@@ -106,24 +105,8 @@ def test_an_evaluation_measures_the_units_over_the_whole_set(trained: Path) -> N
 
 
 def test_a_raster_is_drawn_beside_the_samples(trained: Path) -> None:
-    with Image.open(trained / "samples" / "step-00000040" / raster.FILE) as picture:
+    with Image.open(trained / "samples" / "step-00000040" / PLOT_FILE) as picture:
         assert min(picture.size) > 300
-
-
-def test_a_raster_has_a_mark_for_each_spike(tmp_path: Path) -> None:
-    def marks(train: np.ndarray) -> int:
-        raster.draw(np.zeros((1, 2, 2, 1)), [train], ["a"], ["a"], tmp_path / "one.png")
-        with Image.open(tmp_path / "one.png") as picture:
-            colours = np.asarray(picture.convert("RGB")).reshape(-1, 3)
-        return int((colours == (0x2A, 0x5D, 0xB0)).all(1).sum())
-
-    train = np.zeros((6, 1, 20), bool)
-    assert marks(train) == 0
-    train[2, 0, 5] = True
-    one = marks(train)
-    assert 0 < one <= (raster.STEP * SCALE + 1) * (raster.LINE * SCALE + 1)
-    train[4, 0, [3, 9, 17]] = True
-    assert marks(train) == 4 * one
 
 
 def test_chance_is_in_training_alone_and_differs_from_step_to_step(tmp_path: Path) -> None:

@@ -41,8 +41,11 @@ class AudioPreview(Preview):
         return {"flac": encode_flac(np.asarray(row["audio"]), self.rate), **row_annotations(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
+        from functools import partial
+
         from bottega.data.audio.spectrogram_plot import plot_spectrograms
+        from bottega.plots.figure import try_plot
 
         rows, path = read_rows(table, evenly_spaced_rows(table, 4)), image_path(folder, "spectrograms.png")
-        plot_spectrograms([(row_caption(row), np.asarray(row["audio"]), self.rate) for row in rows], path)
-        return [path]
+        waveforms = [(row_caption(row), np.asarray(row["audio"]), self.rate) for row in rows]
+        return [path] if try_plot(partial(plot_spectrograms, waveforms), path) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ from bottega.core.errors import EnvironmentProblem
 from bottega.data.audio.decode import encode_flac, encode_wav
 from bottega.data.audio.spectrogram_plot import TitledWaveform, plot_spectrograms
 from bottega.data.output_files import build_numbered_paths, is_folder, require_suffix
+from bottega.plots.figure import try_plot
 from bottega.storage.durable import replacing_file
 
 WRITABLE_SUFFIXES = (".wav", ".flac", ".ogg")
 SILENCE_SECONDS = 0.2
 """Pause between clips in one file."""
 BLOCK = 1 << 16
-# 16 plots are 9,256 pixels tall; image viewers have trouble with more.
+# A plot of more is taller than image viewers like to open.
 MAX_SPECTROGRAMS = 16
 
 
@@ -45,7 +47,7 @@ def write_audio_files(
     """Write waveforms, `(clips, samples)` or of different lengths, and return the paths of the files.
 
     A `path` without a suffix is a folder and gets 00.wav, ... and spectrograms.png. Else all clips go into that file one
-    after the other, with a PNG of the same name for the spectrograms of the first 16. Without Pillow there is no PNG.
+    after the other, with a PNG of the same name for the spectrograms of the first 16. Without matplotlib there is no PNG.
     """
     assert len(waveforms), "no waveforms"
     if is_folder(path):
@@ -57,12 +59,7 @@ def write_audio_files(
         write_audio(join_with_silence([_scale_to_range(samples)[0] for samples in waveforms], rate), rate, path)
     names = captions if captions is not None else [f"{number:02d}" for number in range(len(waveforms))]
     titled = [_make_titled(name, samples, rate) for name, samples in zip(names, waveforms, strict=True)]
-    try:
-        with replacing_file(plot) as temporary:
-            plot_spectrograms(titled[:MAX_SPECTROGRAMS], temporary)
-    except EnvironmentProblem:  # no Pillow; the audio is written
-        return files
-    return [*files, plot]
+    return [*files, *([plot] if try_plot(partial(plot_spectrograms, titled[:MAX_SPECTROGRAMS]), plot) else [])]
 
 
 def join_with_silence(waveforms: Sequence[np.ndarray], rate: int) -> np.ndarray:

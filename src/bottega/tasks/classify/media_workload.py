@@ -28,7 +28,6 @@ from bottega.data.text.labelled import describe_rare_classes, encode_labels, fin
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape, SpikingShape
 from bottega.tasks.base_model import find_base_folder
-from bottega.tasks.classify import raster
 from bottega.tasks.classify import text_workload as text_classify
 from bottega.tasks.classify.config import (
     SPIKING_KEYS,
@@ -40,6 +39,7 @@ from bottega.tasks.classify.config import (
 )
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_media
+from bottega.tasks.classify.raster import write_raster
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.classify.teller import Teller
 from bottega.tasks.media_workload import MediaWorkload
@@ -165,7 +165,7 @@ class MediaClassifyWorkload(Teller, MediaWorkload):
             source = held_out if held_out is not None else self.training()
             first = np.arange(min(self.recipe.samples.count, len(source)))
             rows = source.rows(first, np.zeros_like(first))
-            raster.write(models["model"], rows, self.classes, folder, device=device)
+            write_raster(models["model"], rows, self.classes, folder, device=device)
 
     @torch.no_grad()
     def predict_with_features(

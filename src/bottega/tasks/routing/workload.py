@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from bottega.config.data import Source as SourceOptions
 from bottega.config.recipe import Recipe
-from bottega.core.errors import DataError, EnvironmentProblem, UsageError
+from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.numbers.numeric_fields import read_number_rows
 from bottega.data.numbers.vectors import VectorRows
@@ -30,6 +31,7 @@ from bottega.models.routing.config import RoutingShape
 from bottega.models.routing.torch import EPSILON
 from bottega.models.spiking.config import SpikingShape
 from bottega.models.ssm.config import SSMShape
+from bottega.plots.figure import try_plot
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.classify.objective import includes_unseen_classes
 from bottega.tasks.classify.teller import Teller
@@ -216,13 +218,11 @@ class RoutingWorkload(Teller, TableWorkload):
         )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "00.txt").write_text(text + "\n", encoding="utf-8")
-        try:
-            if experts > 1:
-                draw_experts(load, counts, folder / "experts.png", top_k=chosen.shape[1])
-            if spikes is not None:
-                draw_raster(spikes.cpu().numpy(), self.metadata.shape.num_layers, folder / "spikes.png")
-        except EnvironmentProblem:
-            return  # without Pillow; the words are there
+        if experts > 1:
+            try_plot(partial(draw_experts, load, counts, top_k=chosen.shape[1]), folder / "experts.png")
+        if spikes is not None:
+            num_layers = self.metadata.shape.num_layers
+            try_plot(partial(draw_raster, spikes.cpu().numpy(), num_layers), folder / "spikes.png")
 
     def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
         return predict_rows(self, models, new, device=device)

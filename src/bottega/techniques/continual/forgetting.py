@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any, final
 
 import numpy as np
 
 from bottega.callbacks.console import Console
 from bottega.core.callback import Callback, Progress
-from bottega.core.errors import EnvironmentProblem
 from bottega.core.rundir import RunDirectory
 from bottega.core.trainer import BestMetric
+from bottega.plots.figure import try_plot
+from bottega.plots.heatmap import plot_forgetting
 
-FILE, PICTURE = "forgetting.json", "forgetting.png"
+FILE, PLOT_FILE = "forgetting.json", "forgetting.png"
 FALLBACK_METRIC = "loss"
 """The metric that every task reports per source."""
-CELL, LONGEST = 76.0, 18
-"""Width of a cell of the picture, and letters of a name."""
 
 Matrix = Sequence[Sequence[float | None]]
 
@@ -103,10 +102,8 @@ class ForgettingMatrix(Callback):
         facts = {"metric": self.metric, "mode": "max" if self.maximise else "min", "sources": list(self.names)}
         file = directory.path / FILE
         directory.write(file, json.dumps({**facts, "matrix": self.matrix, **self.summary()}, indent=1) + "\n")
-        try:
-            draw(self.matrix, self.names, directory.path / PICTURE, metric=self.metric, maximise=self.maximise)
-        except (EnvironmentProblem, OSError) as error:
-            console.warn(f"no {PICTURE}: {error}")
+        plot = partial(plot_forgetting, self.matrix, self.names, metric=self.metric, maximise=self.maximise)
+        try_plot(plot, directory.path / PLOT_FILE, warn=console.warn)
         console.info("\n" + format_matrix(self.matrix, self.names, metric=self.metric, summary=self.summary()))
 
 
@@ -123,38 +120,3 @@ def format_matrix(matrix: Matrix, names: Sequence[str], *, metric: str, summary:
     if summary:
         lines.append(f"average {summary['average']:.4f}, {', '.join(others)}")
     return "\n".join(lines)
-
-
-def draw(matrix: Matrix, names: Sequence[str], path: Path, *, metric: str, maximise: bool) -> None:
-    """Rows are what was learnt last, columns what is measured; the bluer the better, on one scale for all cells."""
-    from bottega.data.image.canvas import BLUE, FAINT, INK, PAPER, Canvas
-
-    short = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names]
-    probe = Canvas(1, 1)
-    widest = max(probe.measure_text(name, 12) for name in short)
-    cell, left, top = max(CELL, widest + 12), 32 + widest, 92.0
-    page = Canvas(max(left + cell * len(names) + 24, 420), top + 36 * len(names) + 24)
-    page.draw_text(24, 22, f"{metric} of each source, after each was learnt", anchor="lm", size=16)
-    better = "larger" if maximise else "smaller"
-    page.draw_text(24, 44, f"a row is the source learnt last; {better} is better, and bluer", anchor="lm", fill=FAINT)
-    known = [value for row in matrix for value in row if value is not None]
-    low, high = min(known, default=0.0), max(known, default=1.0)
-    for column, name in enumerate(short):
-        page.draw_text(left + cell * (column + 0.5), top - 14, name, fill=FAINT)
-    for number, row in enumerate(matrix):
-        y = top + 36 * number
-        page.draw_text(left - 8, y + 18, short[number], anchor="rm", fill=FAINT)
-        for column, value in enumerate(row):
-            if value is None:
-                continue
-            share = (value - low) / (high - low) if high > low else 1.0
-            share = share if maximise else 1.0 - share
-            x = left + cell * column
-            page.draw_box(x + 1, y + 1, x + cell - 1, y + 35, _between(PAPER, BLUE, 0.08 + 0.92 * share))
-            page.draw_text(x + cell / 2, y + 18, f"{value:.3f}", fill=PAPER if share > 0.5 else INK)
-    page.save(path)
-
-
-def _between(one: str, other: str, share: float) -> str:
-    ends = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in (one, other)]
-    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in zip(*ends, strict=True))

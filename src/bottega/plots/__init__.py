@@ -1,0 +1,1 @@
+"""Plots as PNG files: metrics, confusion matrices, comparisons, spikes and spectrograms, drawn by matplotlib."""
