@@ -1,4 +1,4 @@
-"""What a person sees of a training: one line that fits the terminal."""
+"""The live line of a training fits the terminal."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def test_the_live_line_is_one_line_with_nothing_cut(width: int) -> None:
     assert all(part in line for part in parts) or width < 120
 
 
-@pytest.mark.parametrize(("value", "shown"), [(0.5, "0.5000"), (54321.0, "54321.0000"), (1.04e193, "1.0400e+193")])
-def test_a_metric_is_never_a_page_of_digits(value: float, shown: str) -> None:
-    assert format_metric(value) == shown
+@pytest.mark.parametrize(("value", "logged"), [(0.5, "0.5000"), (54321.0, "54321.0000"), (1.04e193, "1.0400e+193")])
+def test_a_metric_is_never_a_page_of_digits(value: float, logged: str) -> None:
+    assert format_metric(value) == logged

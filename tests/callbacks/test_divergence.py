@@ -1,4 +1,4 @@
-"""What a person is told of a run that will take hours, and of one whose loss diverged; and that a healthy run has neither."""
+"""Warnings about runs that will take hours and about diverged losses; a healthy run has neither."""
 
 from __future__ import annotations
 

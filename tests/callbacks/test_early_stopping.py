@@ -1,4 +1,4 @@
-"""Rules that act on evaluations."""
+"""Early stopping and reducing the learning rate on a plateau."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_what_is_no_number_is_no_improvement() -> None:
 
 def test_a_metric_that_is_not_there_is_named() -> None:
     with pytest.raises(
-        UsageError, match=r"training\.early_stopping\.metric: 'f1' was not measured; there is loss, acc"
+        UsageError, match=r"training\.early_stopping\.metric: 'f1' is not measured; choose from loss, acc"
     ):
         EarlyStopping(metric="f1", maximise=True, patience=1, threshold=0.0).after_eval(
             Progress(), {"loss": 1.0, "acc": 0.5}

@@ -39,7 +39,7 @@ def filled(folder: Path, files: dict[str, bytes]) -> Path:
     return folder
 
 
-def shown(events: Path, folder: Path) -> Any:
+def logged(events: Path, folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(events, pytest.fail)
@@ -67,7 +67,7 @@ def test_a_sheet_is_shown_in_place_of_single_files(tmp_path: Path) -> None:
 def test_tensorboard_has_the_files_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)  # nothing is decoded
     files = {"00.png": png(1, 1), "sheet.png": png(), "sheet.gif": gif(), "00.wav": wav(80), "01.wav": wav(40)}
-    read = shown(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+    read = logged(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
     assert sorted(read.Tags()["images"]) == ["samples/sheet.gif", "samples/sheet.png"]
     assert sorted(read.Tags()["audio"]) == ["samples/00.wav", "samples/01.wav"]
     assert read.Tags()["tensors"] == ["samples/00/text_summary"]
@@ -84,7 +84,7 @@ def test_tensorboard_has_the_files_as_they_are(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
     files = {"00.png": b"", "01.png": b"no picture", "00.wav": b"RIFF", "01.wav": wav()[:30], "02.wav": wav()}
-    read = shown(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+    read = logged(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
     assert read.Tags()["images"] == []
     assert read.Tags()["audio"] == ["samples/02.wav"]
     assert read.Tags()["tensors"] == ["samples/00/text_summary"]
@@ -98,13 +98,13 @@ def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
         def close(self) -> None:
             """There is nothing to close."""
 
-    said: list[str] = []
-    board = TensorBoard(tmp_path, said.append)
+    messages: list[str] = []
+    board = TensorBoard(tmp_path, messages.append)
     board._events = Full()  # type: ignore[assignment]
     for step in (1, 2):
         board.after_sample(Progress(step=step), filled(tmp_path / str(step), {"00.png": png()}))
-    assert len(said) == 1
-    assert "No space left on device; training goes on" in said[0]
+    assert len(messages) == 1
+    assert "No space left on device; training continues" in messages[0]
 
 
 class Service:
@@ -131,9 +131,9 @@ class Service:
         return make
 
 
-def tracked(monkeypatch: pytest.MonkeyPatch, service: Service, folder: Path, said: list[str]) -> None:
+def tracked(monkeypatch: pytest.MonkeyPatch, service: Service, folder: Path, messages: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "wandb", service)  # type: ignore[arg-type]
-    watcher = WandB(folder=folder, project="p", options={}, config={}, warn=said.append)
+    watcher = WandB(folder=folder, project="p", options={}, config={}, warn=messages.append)
     watcher.after_sample(Progress(step=1), folder)  # not started: nothing to tell
     watcher.start(Progress())
     watcher.after_sample(Progress(step=7), folder)
@@ -143,28 +143,28 @@ FILES = {"00.png": png(), "sheet.png": png(), "sheet.gif": gif(), "00.wav": wav(
 
 
 def test_wandb_is_told_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, said = Service(), []
-    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), said)
+    service, messages = Service(), []
+    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), messages)
     expected = {
         "samples/sheet.png": ("Image", "sheet.png", {}),
         "samples/sheet.gif": ("Video", "sheet.gif", {"format": "gif"}),
         "samples/00.wav": ("Audio", "00.wav", {}),
     }
     assert service.rows == [(7, expected)]
-    tracked(monkeypatch, service, filled(tmp_path / "words", {"00.txt": b"words"}), said)
+    tracked(monkeypatch, service, filled(tmp_path / "words", {"00.txt": b"words"}), messages)
     assert len(service.rows) == 1
-    assert said == []
+    assert messages == []
 
 
 def test_wandb_without_pillow_still_has_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, said = Service(broken="Image"), []
-    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), said)
+    service, messages = Service(broken="Image"), []
+    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), messages)
     assert sorted(service.rows[0][1]) == ["samples/00.wav", "samples/sheet.gif"]
-    assert said == []
+    assert messages == []
 
 
 def test_wandb_that_is_down_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    tracked(monkeypatch, Service(broken="log"), filled(tmp_path / "samples", FILES), said)
-    assert len(said) == 1
-    assert "training goes on" in said[0]
+    messages: list[str] = []
+    tracked(monkeypatch, Service(broken="log"), filled(tmp_path / "samples", FILES), messages)
+    assert len(messages) == 1
+    assert "training continues" in messages[0]

@@ -1,4 +1,4 @@
-"""Watchers that write: the console, metrics.jsonl, TensorBoard, resources and Weights & Biases."""
+"""Callbacks that write: the console, metrics.jsonl, TensorBoard, resources and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def test_lines_are_json_with_null_for_what_is_no_number(tmp_path: Path) -> None:
 
 
 def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
-    said: list[str] = []
-    rows = JsonLines(tmp_path, said.append)  # a folder cannot be written to
+    messages: list[str] = []
+    rows = JsonLines(tmp_path, messages.append)  # a folder cannot be written to
     for step in range(3):
         rows.after_step(Progress(step=step), {"loss": 1.0})
-    assert len(said) == 1
-    assert str(tmp_path) in said[0]
+    assert len(messages) == 1
+    assert str(tmp_path) in messages[0]
     console = Console(unit="tokens", log=tmp_path, quiet=True)
     console.after_step(Progress(total=5), ROW)
     console.info("still here")
@@ -65,8 +65,8 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: P
 
 def test_lines_that_could_not_be_written_follow_later(tmp_path: Path) -> None:
     """On a disk that is full in the middle of a line, and then has room again."""
-    said: list[str] = []
-    rows = JsonLines(tmp_path / "metrics.jsonl", said.append)
+    messages: list[str] = []
+    rows = JsonLines(tmp_path / "metrics.jsonl", messages.append)
     rows.after_step(Progress(step=1), {"loss": 1.0})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (rows.path.stat().st_size + 20, hard))
@@ -75,7 +75,7 @@ def test_lines_that_could_not_be_written_follow_later(tmp_path: Path) -> None:
             rows.after_step(Progress(step=step), {"loss": 1.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert len(said) == 1
+    assert len(messages) == 1
     rows.after_step(Progress(step=4), {"loss": 1.0})
     assert [row["step"] for row in map(json.loads, rows.path.read_text().splitlines())] == [1, 2, 3, 4]
 
@@ -106,15 +106,15 @@ def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool)
     console.after_sample(progress, tmp_path / "samples")
     console.finish(progress, None)
     for text in (out.getvalue(), console.log_file.path.read_text()):
-        for shown in ("10/100", "loss 1.5000", "lr 1.00e-03", "123.5k tokens/s", "wait 2%", "eta 0:45", "best so far"):
-            assert shown in text, shown
+        for logged in ("10/100", "loss 1.5000", "lr 1.00e-03", "123.5k tokens/s", "wait 2%", "eta 0:45", "best so far"):
+            assert logged in text, logged
     assert f"saved {tmp_path / 'step-00000010'}" in console.log_file.path.read_text()
     assert ("\x1b[?25h" in out.getvalue()) == terminal, "the cursor is given back"
 
 
 def test_who_finds_no_room_is_told_once(tmp_path: Path) -> None:
     console, out = speak(terminal=False)
-    console._loud = console.rich
+    console._warning_console = console.rich
     progress = Progress(step=10, total=100)
     for share in (0.05, 0.1, 0.4, 0.6):
         console.after_step(progress, {**ROW, "routing/drop_rate": share})
@@ -130,10 +130,10 @@ def test_who_finds_no_room_is_told_once(tmp_path: Path) -> None:
 def test_a_headline_leaves_the_rest_to_files() -> None:
     console, _ = speak(terminal=False)
     console.headline = ("loss", "accuracy")
-    found = {"loss": 1.0, "ece": 0.1, "accuracy": 0.5, "online/accuracy": 0.4, "accuracy_before": 0.2, "load/0": 1.0}
-    assert list(console.headline_metrics(found)) == ["loss", "accuracy", "online/accuracy", "accuracy_before"]
+    result = {"loss": 1.0, "ece": 0.1, "accuracy": 0.5, "online/accuracy": 0.4, "accuracy_before": 0.2, "load/0": 1.0}
+    assert list(console.headline_metrics(result)) == ["loss", "accuracy", "online/accuracy", "accuracy_before"]
     console.headline = None
-    assert console.headline_metrics(found) == found
+    assert console.headline_metrics(result) == result
 
 
 def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +224,7 @@ def test_tensorboard_on_a_full_disk_stops_nothing(
     board.after_eval(Progress(step=2), {"loss": 1.0})
     board.finish(Progress(), None)
     assert len(warnings) == 1
-    assert re.search("(No space left on device|File too large); training goes on", warnings[0])
+    assert re.search("(No space left on device|File too large); training continues", warnings[0])
     assert threading.active_count() == threads
     assert capfd.readouterr() == ("", "")
     if moment != "start":
@@ -267,16 +267,16 @@ class Fake:
         self.ended.append(exit_code)
 
 
-def tracker(monkeypatch: pytest.MonkeyPatch, fake: Fake, said: list[str]) -> WandB:
+def tracker(monkeypatch: pytest.MonkeyPatch, fake: Fake, messages: list[str]) -> WandB:
     module = types.ModuleType("wandb")
     module.init, module.Settings = fake.init, fake.Settings  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    return WandB(folder=Path("x"), project="p", options={"offline": True}, config={"seed": 1}, warn=said.append)
+    return WandB(folder=Path("x"), project="p", options={"offline": True}, config={"seed": 1}, warn=messages.append)
 
 
 def test_wandb_goes_on_with_the_same_run_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, said = Fake(), []
-    first = tracker(monkeypatch, fake, said)
+    fake, messages = Fake(), []
+    first = tracker(monkeypatch, fake, messages)
     first.load_state_dict({})
     first.start(Progress())
     assert (fake.asked["id"], fake.asked["resume"], fake.asked["mode"]) == (None, None, "offline")
@@ -285,34 +285,34 @@ def test_wandb_goes_on_with_the_same_run_after_a_resume(monkeypatch: pytest.Monk
     first.finish(Progress(), RuntimeError())
     assert fake.rows == [(3, {"train/loss": 1.0}), (3, {"validation/loss": 2.0})]
     assert fake.ended == [1]
-    second = tracker(monkeypatch, fake, said)
+    second = tracker(monkeypatch, fake, messages)
     second.load_state_dict(first.state_dict())
     second.start(Progress(step=3))
     assert (fake.asked["id"], fake.asked["resume"]) == ("abc123", "allow")
-    assert said == []
+    assert messages == []
 
 
 @pytest.mark.parametrize("broken", ["init", "log"])
 def test_a_tracker_that_is_down_stops_nothing(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    said: list[str] = []
-    watcher = tracker(monkeypatch, Fake(broken=broken), said)
+    messages: list[str] = []
+    watcher = tracker(monkeypatch, Fake(broken=broken), messages)
     watcher.start(Progress())
     for step in range(3):
         watcher.after_step(Progress(step=step), {"loss": 1.0})
     watcher.finish(Progress(), None)
-    assert len(said) == 1
-    assert "ConnectionError" in said[0]
-    assert "training goes on" in said[0]
+    assert len(messages) == 1
+    assert "ConnectionError" in messages[0]
+    assert "training continues" in messages[0]
 
 
 def test_a_tracker_without_a_login_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    watcher = tracker(monkeypatch, Fake(broken="login"), said)
+    messages: list[str] = []
+    watcher = tracker(monkeypatch, Fake(broken="login"), messages)
     watcher.start(Progress())
     watcher.after_step(Progress(step=1), {"loss": 1.0})
-    (line,) = said
+    (line,) = messages
     assert all(remedy in line for remedy in ("wandb login", "WANDB_API_KEY", "logging.wandb.offline=true"))
-    assert "training goes on" in line
+    assert "training continues" in line
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Who watches: one file, one watcher. None of them sees the weights."""
+"""Callbacks of the training loop, one file each: console, logs, TensorBoard, early stopping. None of them sees the weights."""

@@ -1,4 +1,4 @@
-"""What a person sees: one live line on a terminal, plain lines elsewhere, everything also in log.txt."""
+"""Console output of a run: one live line on a terminal, plain lines elsewhere, and everything in log.txt."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from bottega.core.callback import Callback, Progress
 from bottega.terminal import ConsoleStream, escape_controls, open_console
 
 BAR, GAP = 10, 2
-"""Columns of the shortest bar, and between two parts of the live line."""
+"""Columns of the shortest progress bar, and between two fields of the live line."""
 DROP_ORDER = ("wait ", "mem ", "grad ", "drop ", "lr ", "eta ")
-"""What a narrow terminal does without, in this order; step, loss and speed are always there."""
+"""Fields that are dropped on a narrow terminal, in this order; step, loss and speed are always shown."""
 MAX_DROP_RATE = 0.1
-"""The share of choices without room in their expert from which on a person is warned."""
+"""Fraction of token-to-expert assignments dropped for lack of capacity above which a warning is printed."""
 
 
 class Console(Callback):
-    """Speaks on standard error, so that standard output stays free for results and --json.
+    """Writes to standard error, so that standard output stays free for results and --json.
 
-    A terminal that is gone, a closed pipe or a full disk must not end a training: log.txt says so once, and the run goes on.
+    A closed terminal or pipe or a full disk does not end the run: log.txt notes it once.
     """
 
     name = "console"
@@ -36,30 +36,32 @@ class Console(Callback):
         self.unit = unit
         self.log_file = LogFile(log) if log is not None else None
         self.headline: tuple[str, ...] | None = None
-        """Of an evaluation, the measures that are shown; None is all."""
+        """Metrics of an evaluation that are shown; None shows all."""
         self.rich = open_console(quiet=quiet)
-        # Where only warnings are wanted they need a console of their own; elsewhere they share one, for the live line.
-        self._loud = open_console() if quiet and warnings else self.rich
+        # A quiet run that still warns needs a second console; otherwise both share one, for the live line.
+        self._warning_console = open_console() if quiet and warnings else self.rich
         self._live: Live | None = None
         self._seconds: float | None = None
         self._has_warned = False
         self._is_unwritable = False
 
     def info(self, text: str, *, style: str = "") -> None:
+        """Print a line and add it to log.txt."""
         self._print(self.rich, text, style=style)
-        self._keep(text)
+        self._write_log(text)
 
     def warn(self, text: str) -> None:
+        """Print a line that begins with "warning:" and add it to log.txt at that level."""
         line = f"warning: {text}"
-        self._print(self._loud, line, style="yellow")
-        self._keep(text, "WARNING")
+        self._print(self._warning_console, line, style="yellow")
+        self._write_log(text, "WARNING")
 
     def _print(self, console: Any, text: str, *, style: str = "") -> None:
         console.print(Text(escape_controls(text), style=style), soft_wrap=True)
         stream = console.file
         if isinstance(stream, ConsoleStream) and stream.error is not None and not self._is_unwritable:
             self._is_unwritable = True
-            self._keep(f"standard error cannot be written ({stream.error.strerror}); training goes on", "WARNING")
+            self._write_log(f"cannot write to standard error ({stream.error.strerror}); training continues", "WARNING")
 
     def start(self, progress: Progress) -> None:
         if self.rich.is_terminal and not self.rich.quiet:
@@ -70,8 +72,8 @@ class Console(Callback):
         now = metrics["step_seconds"]
         self._seconds = now if self._seconds is None else 0.8 * self._seconds + 0.2 * now
         parts = self._parts(progress, metrics)
-        self._warn_of_drops(metrics)
-        self._keep("  ".join(parts))
+        self._warn_about_drops(metrics)
+        self._write_log("  ".join(parts))
         if self._live is not None:
             self._live.update(self._line(progress, parts))
         else:
@@ -83,28 +85,28 @@ class Console(Callback):
         self.info(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
 
     def headline_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Those of the headline, and what a stream measures of them, and few-shot learning before it has adapted."""
+        """Return the headline metrics, with their prequential (online/) and pre-adaptation (_before) variants."""
         if self.headline is None:
             return metrics
-        wanted = {word for name in self.headline for word in (name, f"online/{name}", f"{name}_before")}
-        return {name: value for name, value in metrics.items() if name in wanted}
+        names = {word for name in self.headline for word in (name, f"online/{name}", f"{name}_before")}
+        return {name: value for name, value in metrics.items() if name in names}
 
-    def _warn_of_drops(self, metrics: dict[str, float]) -> None:
-        """Once: what finds no room is passed by its expert, and no loss says so."""
-        found = [(name, value) for name, value in metrics.items() if _is_drop(name) and value > MAX_DROP_RATE]
-        if found and not self._has_warned:
+    def _warn_about_drops(self, metrics: dict[str, float]) -> None:
+        """Warn once when experts drop many tokens for lack of capacity, which no loss shows."""
+        dropping = [(name, value) for name, value in metrics.items() if _is_drop_rate(name) and value > MAX_DROP_RATE]
+        if dropping and not self._has_warned:
             self._has_warned = True
-            name, value = found[0]
+            name, value = dropping[0]
             self.warn(
-                f"{name} {value:.2f}: so many choices found no room in their expert, which answers without them; raise "
+                f"{name} {value:.2f}: this fraction of tokens exceeds the capacity of its expert and is dropped; raise "
                 "model.expert_capacity or model.capacity_factor, or set it to null"
             )
 
     def after_sample(self, progress: Progress, folder: Path) -> None:
-        self._keep(f"samples in {folder}")
+        self._write_log(f"samples in {folder}")
 
     def after_save(self, progress: Progress, folder: Path) -> None:
-        self._keep(f"saved {folder}")
+        self._write_log(f"saved {folder}")
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
         if self._live is not None:
@@ -118,7 +120,7 @@ class Console(Callback):
             f"loss {m['loss']:.4f}",
             f"lr {m['learning_rate']:.2e}",
             f"grad {m['grad_norm']:.2f}",
-            *(f"drop {100 * value:.0f}%" for name, value in m.items() if _is_drop(name)),
+            *(f"drop {100 * value:.0f}%" for name, value in m.items() if _is_drop_rate(name)),
             f"{format_count(m['units_per_second'])} {self.unit}/s",
             f"wait {100 * m['data_wait']:.0f}%",
         ]
@@ -138,32 +140,32 @@ class Console(Callback):
         grid.add_row(bar, *shown)
         return grid
 
-    def _keep(self, text: str, level: Level = "INFO") -> None:
+    def _write_log(self, text: str, level: Level = "INFO") -> None:
         if self.log_file is not None:
             self.log_file.write(text, level)
 
 
 def fit_parts(parts: list[str], room: int) -> list[str]:
-    """Return the parts of the live line that fit in so many columns, in their order, the less important ones left out."""
-    chosen = list(parts)
+    """Return the fields of the live line that fit into `room` columns, in order, dropping the least important first."""
+    fields = list(parts)
     for prefix in DROP_ORDER:
-        if sum(len(part) + GAP for part in chosen) <= room:
+        if sum(len(part) + GAP for part in fields) <= room:
             break
-        chosen = [part for part in chosen if not part.startswith(prefix)]
-    return chosen
+        fields = [part for part in fields if not part.startswith(prefix)]
+    return fields
 
 
-def _is_drop(name: str) -> bool:
+def _is_drop_rate(name: str) -> bool:
     return name.rpartition("/")[2] == "drop_rate"
 
 
 def format_metric(value: float) -> str:
-    """Return a metric with four decimals, or its power of ten where it is too large to be read."""
+    """Return a metric with four decimals, or in scientific notation from a million on."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4e}"
 
 
 def format_count(number: float) -> str:
-    """1234567 -> 1.2M."""
+    """Return a count with a unit prefix: 1234567 becomes "1.2M"."""
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= limit:
             return f"{number / limit:.1f}{letter}"
@@ -171,7 +173,7 @@ def format_count(number: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as a person reads them."""
+    """Return seconds as m:ss or h:mm:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

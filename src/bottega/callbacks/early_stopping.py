@@ -1,4 +1,4 @@
-"""Rules that act on evaluations: stop when nothing improves, or lower the rate first."""
+"""Early stopping, and reducing the learning rate on a plateau of a validation metric."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bottega.core.errors import UsageError
 
 
 class PatienceCounter:
-    """Counts evaluations without an improvement of more than `threshold`."""
+    """Counts the evaluations since a metric last improved by more than `threshold`."""
 
     def __init__(self, *, metric: str, maximise: bool, threshold: float, key: str) -> None:
         self.metric, self.maximise, self.threshold, self.key = metric, maximise, threshold, key
@@ -18,25 +18,27 @@ class PatienceCounter:
         self.waited = 0
 
     def update(self, metrics: dict[str, float]) -> None:
+        """Count one evaluation; a value that is not finite is not an improvement."""
         if self.metric not in metrics:
-            raise UsageError(f"{self.key}.metric: {self.metric!r} was not measured; there is {', '.join(metrics)}")
+            raise UsageError(f"{self.key}.metric: {self.metric!r} is not measured; choose from {', '.join(metrics)}")
         value = metrics[self.metric]
         best = self.best if self.best is not None else (-math.inf if self.maximise else math.inf)
         gain = value - best if self.maximise else best - value
-        # A value that is no number is no improvement, whatever it is compared with.
         if math.isfinite(value) and gain > self.threshold:
             self.best, self.waited = value, 0
         else:
             self.waited += 1
 
-    def note(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"best": self.best, "waited": self.waited}
 
-    def recall(self, note: dict[str, Any]) -> None:
-        self.best, self.waited = note.get("best"), int(note.get("waited", 0))
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best, self.waited = state.get("best"), int(state.get("waited", 0))
 
 
 class EarlyStopping(Callback):
+    """Ends the run after `patience` evaluations without improvement."""
+
     name = "early_stop"
 
     def __init__(self, *, metric: str, maximise: bool, patience: int, threshold: float) -> None:
@@ -46,7 +48,7 @@ class EarlyStopping(Callback):
         )
 
     def start(self, progress: Progress) -> None:
-        self._decide(progress)  # a run that was stopped stays stopped when it is started again
+        self._decide(progress)  # a stopped run stays stopped when it is resumed
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.counter.update(metrics)
@@ -58,14 +60,17 @@ class EarlyStopping(Callback):
             progress.stop = f"{self.counter.metric} has not improved on {best} for {self.patience} evaluations"
 
     def state_dict(self) -> dict[str, Any]:
-        return self.counter.note()
+        return self.counter.state_dict()
 
-    def load_state_dict(self, note: dict[str, Any]) -> None:
-        self.counter.recall(note)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counter.load_state_dict(state)
 
 
 class ReduceOnPlateau(Callback):
-    """The one schedule that cannot be a function of the step: it lives in `Progress.rate_scale`."""
+    """Multiplies the learning rate by `factor` after `patience` evaluations without improvement, down to `floor`.
+
+    The one schedule that is not a function of the step: its state is `Progress.rate_scale`.
+    """
 
     name = "plateau"
 
@@ -82,7 +87,7 @@ class ReduceOnPlateau(Callback):
             self.counter.waited = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return self.counter.note()
+        return self.counter.state_dict()
 
-    def load_state_dict(self, note: dict[str, Any]) -> None:
-        self.counter.recall(note)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.counter.load_state_dict(state)

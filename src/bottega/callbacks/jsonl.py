@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line for each log and evaluation, for programs to read."""
+"""metrics.jsonl: one JSON object for each log and evaluation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from bottega.storage.durable import open_without_following_links
 
 
 class JsonLines(Callback):
-    """A full disk must not end a training, so a failed write is reported once and the run goes on. Lines that could not be
-    written wait for the next one."""
+    """Appends each log and evaluation as a line of JSON.
+
+    A failed write, as on a full disk, is reported once; its lines are kept and written with the next one.
+    """
 
     name = "jsonl"
 
@@ -25,7 +27,7 @@ class JsonLines(Callback):
         self._has_warned = False
         self._waiting: list[str] = []
         self._size: int | None = None
-        """Bytes of whole lines, while the file may end in a part of one."""
+        """Bytes of complete lines while the file may end with part of one; else None."""
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         self._write({"step": progress.step, "kind": "train", "samples": progress.samples, **metrics})
@@ -34,7 +36,7 @@ class JsonLines(Callback):
         self._write({"step": progress.step, "kind": "eval", "samples": progress.samples, **metrics})
 
     def rewind(self, progress: Progress) -> None:
-        self._waiting, self._size = [], None  # all of them are of later steps
+        self._waiting, self._size = [], None  # they belong to later steps
         RunDirectory(self.path.parent).truncate_metrics(progress)
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
@@ -42,7 +44,7 @@ class JsonLines(Callback):
             self._flush()
 
     def _write(self, row: dict[str, Any]) -> None:
-        # JSON has no NaN; None is what a reader can tell from a number.
+        # JSON has no NaN; a reader can tell null from a number.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         self._waiting.append(json.dumps(clean) + "\n")
         self._flush()
@@ -59,5 +61,5 @@ class JsonLines(Callback):
             self._waiting, self._size = [], None
         except OSError as error:
             if not self._has_warned:
-                self.warn(f"cannot write {self.path}: {error.strerror}; its lines wait until that is possible again")
+                self.warn(f"cannot write {self.path}: {error.strerror}; its lines are kept until that succeeds")
             self._has_warned = True

@@ -1,4 +1,4 @@
-"""log.txt: what happened in a run, one line each with its time and level."""
+"""log.txt: the events of a run, one line each with time and level."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Level = Literal["INFO", "WARNING", "ERROR"]
 
 
 class LogFile:
-    """Appends to log.txt. A disk that is full costs lines, never the training; nothing is written through a link."""
+    """Appends to log.txt. Lines that cannot be written are dropped, so that a full disk never ends a run; links are not followed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, text: str, level: Level = "INFO") -> None:
-        """A text of several lines takes as many, each with time and level."""
+        """Append `text`, each of its lines with time and level; credentials in addresses are removed."""
         begin = f"{time.strftime('%Y-%m-%d %H:%M:%S')} {level}"
         rows = escape_controls(strip_credentials_in_text(text)).splitlines()
         lines = [f"{begin} {row}".rstrip() + "\n" for row in rows if row.strip()]

@@ -1,4 +1,4 @@
-"""What a stream was told before it was learnt from: means over all samples so far, each measured once, when it was new."""
+"""Prequential evaluation of a stream: means over all samples so far, each measured before the model was trained on it."""
 
 from __future__ import annotations
 
@@ -13,34 +13,36 @@ PREFIX = "online/"
 
 @final
 class Prequential(Callback):
-    """Sums of every step, added up where they were computed; a number is asked for only where it is said or saved."""
+    """Accumulates the sums of every step on their device; they are read only when they are logged or saved."""
 
     name = "prequential"
 
     def __init__(self, summarise: Callable[[dict[str, float]], dict[str, float]]) -> None:
-        """`summarise` says of means what else follows from them, as of an evaluation."""
+        """`summarise` derives further metrics from means, as for an evaluation."""
         self.summarise = summarise
         self.sums: Sums = {}
 
     def add(self, sums: Mapping[str, tuple[Any, Any]]) -> None:
+        """Add the (total, count) of each metric of one step."""
         for name, (total, count) in sums.items():
-            old = self.sums.get(name, (0.0, 0.0))
-            self.sums[name] = (old[0] + total, old[1] + count)
+            previous = self.sums.get(name, (0.0, 0.0))
+            self.sums[name] = (previous[0] + total, previous[1] + count)
 
     def compute_metrics(self) -> dict[str, float]:
-        """As they stand; what no sample has counted for yet is not there."""
+        """Return the means so far, named online/...; a metric that no sample has counted for yet is absent."""
         sums = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
         means = {name: total / count for name, (total, count) in sums.items() if count}
         return {PREFIX + name: value for name, value in self.summarise(means).items()} if means else {}
 
     def add_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Return `metrics` with the means so far."""
         return {**metrics, **self.compute_metrics()}
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-        metrics |= self.compute_metrics()  # those who write them down come after this one
+        metrics |= self.compute_metrics()  # callbacks that write metrics come after this one
 
     def state_dict(self) -> dict[str, Any]:
         return {name: [float(total), float(count)] for name, (total, count) in self.sums.items()}
 
-    def load_state_dict(self, note: dict[str, Any]) -> None:
-        self.sums = {name: (float(total), float(count)) for name, (total, count) in note.items()}
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = {name: (float(total), float(count)) for name, (total, count) in state.items()}

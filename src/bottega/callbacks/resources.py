@@ -1,4 +1,4 @@
-"""What the machine is doing: CPU, memory, GPU, disk, added to each log line."""
+"""CPU, memory, GPU and disk use, added to the metrics of each log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.core.callback import Callback, Progress
 
 
 class Resources(Callback):
-    """Comes before the writers in the list of callbacks, because it adds to the metrics they write."""
+    """Adds resource use to the metrics; must come before the callbacks that write them."""
 
     name = "resources"
 
@@ -21,17 +21,17 @@ class Resources(Callback):
         self._process = psutil.Process()
 
     def start(self, progress: Progress) -> None:
-        self._process.cpu_percent()  # the first call only sets the clock
+        self._process.cpu_percent()  # the first call only starts the measurement
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         metrics["cpu_percent"] = self._process.cpu_percent()
         metrics["ram_gib"] = self._process.memory_info().rss / 2**30
         metrics["disk_free_gib"] = shutil.disk_usage(self.folder).free / 2**30
-        # Whoever trains on a GPU has torch loaded; on a CPU there is nothing to ask.
+        # On a GPU torch is loaded already; on a CPU there is nothing to measure.
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
             metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             try:
                 metrics["gpu_percent"] = float(torch.cuda.utilization())
-            except Exception:  # the extra bottega[gpu] is not installed, as doctor says, or the driver does not tell
+            except Exception:  # without the extra bottega[gpu], or where the driver does not report it
                 pass

@@ -1,4 +1,4 @@
-"""Tells a person after the first steps that a run will take hours on a CPU, and which keys make a step cheaper."""
+"""Warn after the first steps that a run will take hours on a CPU, and name the keys that make a step cheaper."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from bottega.config.recipe import Recipe
 from bottega.core.callback import Callback, Progress
 
 LONG_RUN_SECONDS = 3600.0
-"""Seconds from which on a person is asked whether that was meant."""
+"""Remaining seconds from which on a warning is printed."""
 MEASURED_STEPS = 3
-"""Steps before an estimate: the first one allocates and warms up."""
+"""Steps before the estimate: the first one allocates and warms up."""
 LARGER_IS_CHEAPER = ("model.patch_size", "model.temporal_patch_size")
 SMALLER_IS_CHEAPER = (
     *("model.size", "model.hidden_size", "model.num_layers", "data.image_size", "data.num_frames"),
     *("data.sequence_length", "training.batch_size"),
 )
 PATCH_BACKBONES = ("dit", None)
-"""Backbones that read patches; a U-Net has the key and does not."""
+"""Backbones that use model.patch_size; a U-Net has the key and ignores it."""
 
 
 class SlowRunWarning(Callback):
-    """Warns once for each start of a run."""
+    """Warns once per start of a run, from the seconds of a step and the steps left."""
 
     name = "slow_run"
 
@@ -46,24 +46,28 @@ class SlowRunWarning(Callback):
 
 
 def suggest_cheaper_steps(recipe: Recipe) -> str:
-    """Return which keys of this recipe make a step cheaper, with their values."""
-    larger = _named(recipe, LARGER_IS_CHEAPER) if getattr(recipe.model, "backbone", None) in PATCH_BACKBONES else []
-    smaller = _named(recipe, SMALLER_IS_CHEAPER)
+    """Return a sentence with the keys of this recipe that make a step cheaper, and their values."""
+    larger = (
+        _format_settings(recipe, LARGER_IS_CHEAPER)
+        if getattr(recipe.model, "backbone", None) in PATCH_BACKBONES
+        else []
+    )
+    smaller = _format_settings(recipe, SMALLER_IS_CHEAPER)
     parts = [f"a larger {' or '.join(larger)}"] if larger else []
     parts += [f"a smaller {', '.join(smaller[:-1])}{' or ' if len(smaller) > 1 else ''}{smaller[-1]}"]
     return f"a step is cheaper with {', or '.join(parts)}"
 
 
-def _named(recipe: Recipe, keys: tuple[str, ...]) -> list[str]:
-    """The keys that have a value in this recipe."""
-    found = []
+def _format_settings(recipe: Recipe, keys: tuple[str, ...]) -> list[str]:
+    """Return "key (value)" of each key that is set in this recipe."""
+    settings = []
     for key in keys:
         value: Any = recipe
         for part in key.split("."):
             value = getattr(value, part, None)
         if value is not None:
-            found.append(f"{key} ({value})")
-    return found
+            settings.append(f"{key} ({value})")
+    return settings
 
 
 def _duration(seconds: float) -> str:

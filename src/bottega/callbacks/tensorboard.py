@@ -1,4 +1,4 @@
-"""TensorBoard event files beside the metrics."""
+"""TensorBoard event files: scalars, texts, images and audio of a run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from bottega.core.callback import Callback, Progress
 
 CONTACT_SHEET_STEMS = ("sheet", "spectrograms")
 MAX_MEDIA_FILES = 16
-"""Single files of a kind that are shown of one step; an event file of a long run is large enough with them."""
+"""Files of each kind that are logged per step, to limit the size of event files."""
 PNG, GIF = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
 
 
 def find_media(folder: Path, suffix: str) -> list[Path]:
-    """The files of one kind that are shown: the sheet of all where there is one, else the first single ones."""
-    found = sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith("."))
-    return [path for path in found if path.stem in CONTACT_SHEET_STEMS] or found[:MAX_MEDIA_FILES]
+    """Return the files of one kind to log: the contact sheet where there is one, else the first single files."""
+    files = sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith("."))
+    return [path for path in files if path.stem in CONTACT_SHEET_STEMS] or files[:MAX_MEDIA_FILES]
 
 
 def media_summary(path: Path, tag: str) -> Any:
-    """A .png, .gif or .wav as it is, for the event file; None where it is not what its ending says.
+    """Return the bytes of a .png, .gif or .wav as a `Summary`; None where the content does not match the suffix.
 
-    `add_image` would decode and compress it again, `add_audio` would rescale it, and neither keeps a GIF moving.
+    TensorBoard's `add_image` would decode and re-encode it, `add_audio` would rescale it, and neither keeps an animated GIF.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -41,32 +41,35 @@ def media_summary(path: Path, tag: str) -> Any:
     elif data[:6] in GIF:
         width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
     else:
-        return _sound(data, tag)
+        return _audio_summary(data, tag)
     image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
     return Summary(value=[Summary.Value(tag=tag, image=image)])
 
 
-def _sound(data: bytes, tag: str) -> Any:
+def _audio_summary(data: bytes, tag: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     try:
         with wave.open(io.BytesIO(data)) as file:
-            about = file.getparams()
+            parameters = file.getparams()
     except (wave.Error, EOFError):
         return None
     audio = Summary.Audio(
-        sample_rate=about.framerate,
-        num_channels=about.nchannels,
-        length_frames=about.nframes,
+        sample_rate=parameters.framerate,
+        num_channels=parameters.nchannels,
+        length_frames=parameters.nframes,
         encoded_audio_string=data,
         content_type="audio/wav",
     )
     return Summary(value=[Summary.Value(tag=tag, audio=audio)])
 
 
-def _after_the_others(folder: Path) -> None:
-    """Wait, a second at most, until the name of a new file comes after all that are there: TensorBoard reads them by name, and
-    what tells two of one second apart is a number without leading zeros, of which 10 comes before 9."""
+def _wait_for_later_name(folder: Path) -> None:
+    """Wait, at most a second, until the name of a new event file sorts after the existing ones.
+
+    TensorBoard reads files in the order of their names; files of one second differ in a number without leading zeros, where 10
+    sorts before 9.
+    """
     until = time.monotonic() + 1.1
     newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
     while str(int(time.time())) <= newest and time.monotonic() < until:
@@ -74,10 +77,9 @@ def _after_the_others(folder: Path) -> None:
 
 
 class EventFile:
-    """An event file, written by whoever calls: TensorBoard's own writer does so in a thread, where a full disk is noticed by
-    nobody but a traceback on the terminal.
+    """An event file written in the calling thread; TensorBoard's own writer uses another, where a full disk only prints a traceback.
 
-    What cannot be written whole is taken back, so that the file ends with a whole event.
+    An event that cannot be written completely is truncated, so that the file ends with a complete event.
     """
 
     def __init__(self, folder: Path, *, purge_step: int) -> None:
@@ -87,7 +89,7 @@ class EventFile:
         stem = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
         number = next(number for number in itertools.count() if not (folder / f"{stem}.{number}").exists())
         self._file = io.FileIO(folder / f"{stem}.{number}", "xb")
-        # Events from this step on belong to a process that was killed, or were taken back; TensorBoard drops them.
+        # TensorBoard drops earlier events from this step on: they belong to a killed process or were rolled back.
         start = Event(wall_time=time.time(), step=purge_step, session_log=SessionLog(status=SessionLog.START))
         try:
             self._write([Event(wall_time=time.time(), file_version="brain.Event:2"), start])
@@ -96,6 +98,7 @@ class EventFile:
             raise
 
     def add(self, summaries: Iterable[Any], step: int) -> None:
+        """Write an event for each `Summary` at `step`."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._write([Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries])
@@ -129,16 +132,17 @@ def _text(tag: str, text: str) -> Any:
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
 
-    shown = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+    metadata = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
     shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
     tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode()], tensor_shape=shape)
-    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=shown, tensor=tensor)])
+    return Summary(value=[Summary.Value(tag=f"{tag}/text_summary", metadata=metadata, tensor=tensor)])
 
 
 class TensorBoard(Callback):
-    """The writer is imported on first use: it takes a second, and nobody should wait for it before the first step.
+    """Writes metrics and samples as TensorBoard events.
 
-    A full disk must not end a training, so a failed write is reported once and the run goes on.
+    TensorBoard is imported on first use, because that takes a second. A failed write, as on a full disk, is reported once and
+    ends the logging, not the run.
     """
 
     name = "tensorboard"
@@ -149,8 +153,8 @@ class TensorBoard(Callback):
 
     def start(self, progress: Progress) -> None:
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
-        with self._reporting():
-            _after_the_others(self.folder)
+        with self._report_write_errors():
+            _wait_for_later_name(self.folder)
             self._events = EventFile(self.folder, purge_step=progress.step + 1)
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
@@ -162,12 +166,12 @@ class TensorBoard(Callback):
     def after_sample(self, progress: Progress, folder: Path) -> None:
         if self._events is None:
             return
-        with self._reporting():
+        with self._report_write_errors():
             for path in sorted(folder.glob("*.txt")):
                 text = "    " + path.read_text(encoding="utf-8").replace("\n", "\n    ")
                 self._events.add([_text(f"samples/{path.stem}", text)], progress.step)
             for path in [path for suffix in (".png", ".gif", ".wav") for path in find_media(folder, suffix)]:
-                # With the ending: TensorBoard shows one kind under a name, and there may be sheet.png and sheet.gif.
+                # With the suffix: TensorBoard allows one kind per tag, and there may be sheet.png and sheet.gif.
                 sample = media_summary(path, f"samples/{path.name}")
                 if sample is not None:
                     self._events.add([sample], progress.step)
@@ -178,23 +182,23 @@ class TensorBoard(Callback):
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
         if self._events is not None:
-            with self._reporting():
+            with self._report_write_errors():
                 self._events.close()
             self._events = None
 
     def _add(self, group: str, progress: Progress, metrics: dict[str, float]) -> None:
         if self._events is not None:
-            with self._reporting():
+            with self._report_write_errors():
                 self._events.add([_scalar(f"{group}/{name}", value) for name, value in metrics.items()], progress.step)
 
     @contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """Give up after the first write that fails, with a warning."""
+    def _report_write_errors(self) -> Iterator[None]:
+        """Warn and stop logging after the first write that fails."""
         try:
             yield
         except OSError as error:
             reason = error.strerror or error
-            self.warn(f"no more TensorBoard events in {self.folder}: {reason}; training goes on without them")
+            self.warn(f"cannot write TensorBoard events to {self.folder}: {reason}; training continues without them")
             if self._events is not None:
                 with suppress(OSError):
                     self._events.close()

@@ -1,4 +1,4 @@
-"""Weights & Biases, where the extra is installed and the recipe asks for it."""
+"""Logging to Weights & Biases, with the extra `wandb` and `logging.wandb` in the recipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from bottega.core.errors import EnvironmentProblem
 
 
 class WandB(Callback):
-    """The same run goes on after a resume, because its id travels in the progress. A lost connection stops nothing."""
+    """Logs metrics and samples to one wandb run, continued after a resume by the id in the checkpoint.
+
+    A failed start or a lost connection is reported and does not end the run.
+    """
 
     name = "wandb"
 
@@ -33,8 +36,8 @@ class WandB(Callback):
         self._id: str | None = None
         self._run: Any = None
 
-    def load_state_dict(self, note: dict[str, Any]) -> None:
-        self._id = note.get("id")
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._id = state.get("id")
 
     def state_dict(self) -> dict[str, Any]:
         return {"id": self._id} if self._id else {}
@@ -44,8 +47,8 @@ class WandB(Callback):
             import wandb
         except ImportError:
             raise EnvironmentProblem("logging.wandb needs the wandb package: pip install 'bottega[wandb]'") from None
-        typed = sys.argv
-        sys.argv = [strip_credentials_in_text(word) for word in typed]  # which wandb writes down
+        command_line = sys.argv
+        sys.argv = [strip_credentials_in_text(word) for word in command_line]  # wandb records the command line
         try:
             self._run = wandb.init(
                 project=self.project,
@@ -62,9 +65,9 @@ class WandB(Callback):
             )
             self._id = self._run.id
         except Exception as error:
-            self.warn(f"wandb could not start ({_reason(error)}); training goes on without it")
+            self.warn(f"wandb could not start ({_describe_failure(error)}); training continues without it")
         finally:
-            sys.argv = typed
+            sys.argv = command_line
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         self._log("train", progress, metrics)
@@ -82,14 +85,14 @@ class WandB(Callback):
             ".gif": partial(wandb.Video, format="gif"),
             ".wav": wandb.Audio,
         }
-        shown = {}
+        samples = {}
         for suffix, make in makers.items():
             for path in find_media(folder, suffix):
-                # A damaged picture, or no Pillow to look into it, is no reason to lose the curves.
+                # A damaged image, or a missing Pillow, must not cost the metrics.
                 with suppress(Exception):
-                    shown[path.name] = make(str(path))
-        if shown:
-            self._log("samples", progress, shown)
+                    samples[path.name] = make(str(path))
+        if samples:
+            self._log("samples", progress, samples)
 
     def finish(self, progress: Progress, error: BaseException | None) -> None:
         if self._run is not None:
@@ -101,12 +104,12 @@ class WandB(Callback):
         try:
             self._run.log({f"{group}/{name}": value for name, value in metrics.items()}, step=progress.step)
         except Exception as error:
-            self.warn(f"wandb stopped answering ({type(error).__name__}); training goes on without it")
+            self.warn(f"wandb stopped responding ({type(error).__name__}); training continues without it")
             self._run = None
 
 
-def _reason(error: Exception) -> str:
-    """What to do where nobody is logged in; else the kind of the error alone, whose text may hold an address."""
+def _describe_failure(error: Exception) -> str:
+    """Return the remedy where there is no login; else the type of the error alone, whose text may hold an address."""
     if "api key" in str(error).lower() or "log in" in str(error).lower():
-        return "no login: run `wandb login`, set WANDB_API_KEY, or set logging.wandb.offline=true and sync later"
+        return "not logged in: run `wandb login`, set WANDB_API_KEY, or set logging.wandb.offline=true and sync later"
     return type(error).__name__
