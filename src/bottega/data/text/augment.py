@@ -1,8 +1,7 @@
-"""Changed copies of a text for training a classifier: words replaced, inserted, swapped or deleted (Wei and Zou, 2019).
+"""Text augmentation for classifiers: replace, insert, swap or delete words (EDA; Wei and Zou, 2019).
 
-A word is what stands between white space, without the punctuation at its edges; so a text in a script without spaces
-is one word and stays as it is. All changes fall on different words of the original, so the share of words changed is
-the share that was asked for.
+A word is what stands between white space, without the punctuation at its edges; so a text in a script without spaces is one
+word and is not changed. All changes affect different words of the original, so that the requested fraction is exact.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import numpy as np
 from bottega.core.noise import numpy_generator
 from bottega.data.text.synonyms import find_synonyms
 
-# Listed, since the alternative, "no letter", would take vowel signs of Hindi and emoji for punctuation.
+# Listed, because "not a letter" would include vowel signs of Hindi and emoji.
 _EDGE = r"\s!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u2027\u2030-\u205e\u3001-\u3003\u3008-\u301f\uff01-\uff0f\uff1a-\uff20"
 _WORD = re.compile(rf"[^{_EDGE}](?:\S*[^{_EDGE}])?")
 
@@ -24,10 +23,10 @@ _WORD = re.compile(rf"[^{_EDGE}](?:\S*[^{_EDGE}])?")
 def make_augmented_copies(
     text: str, *, factor: int, techniques: Sequence[str], probability: float, seed: int, key: str | int
 ) -> list[str]:
-    """`factor` changed copies, each f(seed, key, its number).
+    """Return `factor` augmented copies of a text, each a function of (seed, key, its number).
 
-    A copy differs from a text of two different words or more, even if the share asked for is less than a word.
-    Where synonym_replacement alone is asked for and no word has a synonym, the copies are equal to the text.
+    A copy of a text of two different words or more differs from it, even if the fraction is less than one word. The copies
+    equal the text if synonym_replacement is the only technique and no word has a synonym.
     """
     made = []
     for number in range(factor):
@@ -40,10 +39,10 @@ def make_augmented_copies(
 
 
 def augment_text(text: str, *, techniques: Sequence[str], probability: float, rng: np.random.Generator) -> str:
-    """The text with a share `probability` of its words changed, on average exactly, by techniques drawn at random.
+    """Return the text with a fraction `probability` of its words changed, on average exactly, by random techniques.
 
-    A word inserted is one change, two words swapped are two. What a technique cannot do (no synonym is known, only one
-    word is left to delete) the others listed do in its place; where none is left, fewer words change.
+    An inserted word is one change, two swapped words are two. Changes that a technique cannot make (no synonym, only one word
+    left) go to the other techniques; if none can, fewer words change.
     """
     return _changed(text, techniques, probability, rng, at_least=0)
 
@@ -56,7 +55,7 @@ def _changed(
     if not matches or not wanted or not techniques:
         return text
     page = _Words(text, matches, rng)
-    # In this order, what one cannot do the next ones listed take over; inserting always can.
+    # In this order: changes that one technique cannot make go to the next; insertion always can.
     chain = [
         ("synonym_replacement", page.replace),
         ("random_swap", lambda count: page.swap(count, round_up=at_least > 0)),
@@ -71,14 +70,14 @@ def _changed(
 
 
 def _rounded(value: float, rng: np.random.Generator) -> int:
-    """A whole number whose mean is the value."""
+    """Round randomly to an integer whose mean is the value."""
     whole = int(value)
     return whole + int(rng.random() < value - whole)
 
 
 @final
 class _Words:
-    """The words of a text and what stands between them. Each step gives how many of the changes asked for it left."""
+    """The words of a text and what stands between them. Each method returns how many changes it could not make."""
 
     def __init__(self, text: str, matches: list[re.Match[str]], rng: np.random.Generator) -> None:
         self.words: list[str | None] = [match[0] for match in matches]
@@ -97,7 +96,7 @@ class _Words:
         return count - len(able)
 
     def swap(self, count: int, *, round_up: bool) -> int:
-        """Two changes each. Half a swap is a whole one every other time."""
+        """Swap pairs of words, two changes each; an odd change becomes a swap half of the time."""
         pairs = count // 2 + (count % 2 and int(round_up or self.rng.random() < 0.5))
         used: list[int] = []
         held: list[int] = []  # All of one word; a pair of equal words would be no change.
@@ -139,7 +138,7 @@ class _Words:
         return "".join(pieces)
 
     def _close(self, position: int) -> None:
-        """A deleted word takes one of the white spaces beside it along, not the one that parts lines or paragraphs."""
+        """Remove one of the white spaces beside a deleted word, preferably not a line or paragraph break."""
         before, after = self.between[position], self.between[position + 1]
         left, right = before[len(before.rstrip()) :], after[: len(after) - len(after.lstrip())]
         if left and (not right or left.count("\n") <= right.count("\n")):

@@ -1,14 +1,12 @@
-"""Lines of a page that are no prose: menus, notices, buttons, lists of links. Rules on lines, nothing learned.
+"""Remove lines of web pages that are not prose: menus, notices, buttons, lists of links. Rule-based.
 
-A line goes by itself when it
+A line is removed if it
 - is a notice: a short line with a phrase of cookie banners, copyright, sharing, signing in or subscribing;
 - is a menu in one line: three or more items of at most four words each, parted by | or a bullet;
 - is two links or more, and hardly anything else.
-A line that is merely bare (at most five words, no mark at its end, none of the most frequent words in the middle; or a
-link) goes where three such lines or more follow each other: a menu has one item a line, while a heading or an address
-stands between paragraphs.
-Lists of single words go with it, a title of few words right below a menu, and many lines of code; this is for texts
-taken from the web.
+A short line (at most five words, no final punctuation, no frequent word in the middle; or a link) is removed if three or more
+follow each other: a menu has one item per line, while a heading or an address stands between paragraphs.
+This also removes lists of single words, a short title right below a menu, and many lines of code; use it for web pages.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 
 
 def remove_boilerplate(text: str) -> str:
-    """The text without those lines. One that has none comes back as it is."""
+    """Return the text without boilerplate lines; a text without any is returned unchanged."""
     lines = text.split("\n")
     gone: set[int] = set()
     run: list[int] = []
@@ -77,7 +75,7 @@ def _goes_by_itself(line: str) -> bool:
 
 
 def _num_links(line: str) -> int:
-    """How many links a line has, or 0 where words outside them make it a sentence or half of its characters."""
+    """Return the number of links of a line; 0 if the words outside them form a sentence or half of it."""
     if "](" not in line and "://" not in line and "www." not in line.lower():
         return 0
     rest, number = _LINK.subn("", line)
@@ -98,7 +96,7 @@ def _is_bare(line: str) -> bool:
 
 
 def _left(lines: list[str], gone: set[int]) -> str:
-    """What stays, without the empty lines that stood between what went."""
+    """Join the remaining lines, without the empty lines between removed ones."""
     kept: list[str] = []
     follows_gap = True
     for number, line in enumerate(lines):

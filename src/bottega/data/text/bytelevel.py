@@ -1,4 +1,4 @@
-"""Byte-level BPE from outside: the symbol that stands for each byte, and where text can be cut without changing it."""
+"""Byte-level BPE: the symbol of each byte, and where text can be split without changing its tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SYMBOLS = [symbol for symbol, _ in sorted(BYTE_BY_SYMBOL.items(), key=lambda pai
 
 
 def decode_token_bytes(token: str) -> bytes:
-    """The bytes a token stands for. One with a symbol outside the table (an added token) stands for its own text."""
+    """Return the bytes of a token; a token with a symbol outside the table (an added token) is its own text."""
     try:
         return bytes(BYTE_BY_SYMBOL[symbol] for symbol in token)
     except KeyError:
@@ -20,7 +20,7 @@ def decode_token_bytes(token: str) -> bytes:
 
 
 def split_at_safe_points(text: str, size: int) -> Iterator[str]:
-    """Pieces of at least `size` characters whose tokens, joined, are those of the whole text.
+    """Split a text into pieces of at least `size` characters whose concatenated tokens are those of the whole text.
 
     Cut before a newline that follows something other than white space. No alternative of the pre-tokenizer's pattern
     matches across such a place: words, numbers and signs hold no newline, and a run of white space starts at it. The

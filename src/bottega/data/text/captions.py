@@ -1,4 +1,4 @@
-"""Captions as tokens: what a generator is asked for in words, beside the picture, sound or film it goes with."""
+"""Tokenise the captions of images, audio and video, for text-conditioned generators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
 from bottega.data.text.vocabulary import train_bpe
 
-# Raised when the same captions would give another tokenizer, so that old entries are left alone.
+# Increase it when the same captions would give another tokenizer, so that old cache entries are not used.
 FORMAT = 1
 # Merges are learnt from so many bytes at most, evenly spread: more text hardly changes them.
 MAX_TRAINING_CHARACTERS = 64 << 20
@@ -29,9 +29,9 @@ MAX_TRAINING_CHARACTERS = 64 << 20
 
 @final
 class CaptionTokenizer:
-    """Texts as rows of `length` tokens, with the marks that the tokenizer puts around a text; a longer one is cut.
+    """Encodes texts as `length` tokens with the tokenizer's special tokens; longer texts are truncated.
 
-    The tokenizer stays in its folder, where each process opens it for itself.
+    Only the folder is pickled; each process opens the tokenizer itself.
     """
 
     def __init__(self, folder: Path, length: int) -> None:
@@ -44,16 +44,16 @@ class CaptionTokenizer:
         return {"folder": self.folder, "length": self.length}
 
     def encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """ "input_ids" and "attention_mask", int32 [n, length]."""
+        """Return `input_ids` and `attention_mask`, int32 `(texts, length)`."""
         found = self._filling.encode_batch_fast(list(texts))
         ids = np.array([one.ids for one in found], np.int32).reshape(len(found), self.length)
         mask = np.array([one.attention_mask for one in found], np.int32).reshape(len(found), self.length)
-        # Some tokenizers put no marks around an empty text, and a softmax over nothing is NaN.
+        # Some tokenizers add no special tokens to an empty text, and a softmax over nothing is NaN.
         mask[:, 0] = 1
         return {"input_ids": ids, "attention_mask": mask}
 
     def save(self, folder: Path) -> None:
-        """So that it opens alike here and in transformers, with padding="max_length"."""
+        """Save so that transformers gives the same tokens with padding="max_length"."""
         found = self.tokenizer
         Tokenizer(found.backend, kind=found.kind, config={**found.config, "pad_token": self._filler[1]}).save(folder)
 
@@ -67,7 +67,7 @@ class CaptionTokenizer:
 
     @cached_property
     def _filling(self) -> Any:
-        """The library's own object, which cuts and fills up as transformers does, because that asks the same one."""
+        """The `tokenizers` object with truncation and padding, as transformers configures it."""
         core = Tokenizer.load(self.folder).backend
         number, token = self._filler
         core.enable_truncation(self.length)
@@ -76,7 +76,7 @@ class CaptionTokenizer:
 
     @cached_property
     def _filler(self) -> tuple[int, str]:
-        """What rows are filled up with. It matters to CLIP, which looks at it, and to nobody else."""
+        """Id and text of the padding token. It matters to CLIP only, which attends to padding."""
         named = self.tokenizer.config.get("pad_token") or _special_tokens(self.folder).get("pad_token")
         token = named.get("content") if isinstance(named, dict) else named
         number = self.tokenizer.backend.token_to_id(token) if token else None
@@ -87,14 +87,13 @@ class CaptionTokenizer:
 
 @final
 class CaptionRows(Source):
-    """The samples of a medium with "input_ids" and "attention_mask" [b, L] of what is said about each.
+    """Samples of a medium with `input_ids` and `attention_mask` `(batch, length)` of their captions.
 
-    Tokens are made when they are asked for, some 50 microseconds a caption: to keep those of a million captions would take
-    250 MB in each worker.
+    Captions are tokenised for each batch, at about 50 microseconds each: caching a million would take 250 MB per worker.
     """
 
     def __init__(self, source: Source, table: Table, tokens: CaptionTokenizer) -> None:
-        """`table` is the one that the samples are the rows of."""
+        """`table` holds the rows of the samples."""
         assert len(source) == len(table), "captions of other samples"
         self.source, self.table, self.caption_tokenizer = source, table, tokens
         silent = [number for number, text in enumerate(read_captions(table)) if not text]
@@ -122,21 +121,21 @@ class CaptionRows(Source):
 
 
 def read_caption(table: Table, index: int) -> str:
-    """What is said about a sample: its caption, or the name of its class where it has none.
+    """Return the caption of a sample, or its label if it has none, without surrounding white space.
 
-    Without the space around it: a text file ends in a line break, and nobody types one into a prompt.
+    Text files end in a line break, which no prompt has.
     """
     return table.row("caption", index).strip() or table.row("label", index).strip()
 
 
 def read_captions(table: Table) -> list[str]:
-    """All of them; empty where nothing is said."""
+    """Return the captions (or labels) of all rows; empty if a row has neither."""
     both = zip(read_text_column(table, "caption"), read_text_column(table, "label"), strict=True)
     return [caption.strip() or label.strip() for caption, label in both]
 
 
 def find_distinct_captions(tables: Sequence[Table], count: int, *, among: int = 1000) -> tuple[str, ...]:
-    """The first captions that differ from each other, looking at some of each table."""
+    """Return the first `count` distinct captions among the first rows of each table."""
     some = (read_caption(table, number) for table in tables for number in range(min(among, len(table))))
     return tuple(islice(dict.fromkeys(some), count))
 
@@ -144,9 +143,9 @@ def find_distinct_captions(tables: Sequence[Table], count: int, *, among: int = 
 def train_caption_tokenizer(
     tables: Sequence[Table], *, content: str, vocab_size: int, cache: Path | None = None
 ) -> Path:
-    """The folder of a tokenizer that is learnt from the captions of these tables, once; `content` is their hash.
+    """Train a BPE tokenizer on the captions of tables, cached by their hash `content`, and return its folder.
 
-    Its `tokenizer.json` ends every text by itself, so that in transformers a caption has the same tokens.
+    Its `tokenizer.json` appends the end-of-text token, so that transformers gives the same tokens.
     """
     names = [table.folder.name for table in tables]
     key = hashlib.sha256(repr(("captions", FORMAT, content, names, vocab_size)).encode()).hexdigest()[:32]
@@ -165,7 +164,7 @@ def train_caption_tokenizer(
 
 
 def _special_tokens(folder: Path) -> dict[str, Any]:
-    """Where transformers before version 5 also kept them."""
+    """Return special_tokens_map.json, which transformers before version 5 also wrote."""
     try:
         found = json.loads((folder / "special_tokens_map.json").read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""One text made clean: one form of Unicode, nothing invisible, plain white space.
+"""Clean a text: normalise Unicode, remove invisible characters, normalise white space.
 
 The order matters: what is invisible goes before characters are composed (a soft hyphen between a letter and its accent
 keeps them apart), and white space comes after (compatibility forms make spaces). So cleaning twice is cleaning once,
@@ -36,9 +36,9 @@ _EMPTY_LINES = re.compile("\n{3,}+")
 
 
 def clean_text(text: str, options: Cleaning, *, is_start: bool = True, is_end: bool = True) -> str:
-    """`starts` and `ends` say whether the whole text does so here, or whether this is a piece of it.
+    """Return a cleaned text; `is_start` and `is_end` tell whether this piece starts and ends the whole text.
 
-    White space at a cut stays: without it the words on its two sides would be one.
+    White space at a cut is kept, or the words on its two sides would be joined.
     """
     before = text
     if options.html:
@@ -64,7 +64,7 @@ def clean_text(text: str, options: Cleaning, *, is_start: bool = True, is_end: b
 
 
 def _space(run: str) -> str:
-    """What stands for a run of white space: a line break where it has one."""
+    """Return the replacement of a run of white space: a line break if it contains one, else a space."""
     return "\n" if "\n" in run or "\r" in run else run and " "
 
 
@@ -96,7 +96,7 @@ def _without_stray_joiners(text: str, options: Cleaning) -> str:
 
 
 def _with_plain_spaces(text: str, *, starts: bool, ends: bool) -> str:
-    """One space for many, none at line ends, at most one empty line; a lone tab stays, as it may part columns.
+    """Collapse spaces, strip line ends, keep at most one empty line; a single tab stays, as it may separate columns.
 
     The indentation of a line stays as it is: in code it is meaning, and in prose it is harmless. Only the text as a
     whole is stripped, its first line too, since files of code do not begin indented and prose often does.

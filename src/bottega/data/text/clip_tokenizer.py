@@ -1,4 +1,4 @@
-"""A tokenizer of CLIP's own form, learnt from captions: whoever opens it as a CLIPTokenizer gets the tokens we trained with.
+"""Train a tokenizer in CLIP's format on captions, so that transformers' CLIPTokenizer gives the same tokens.
 
 Lower-cased words and signs without the space between them, cut into bytes that were often side by side; the last piece of a
 word is marked by `</w>`. Every text stands between `<|startoftext|>` and `<|endoftext|>`, and the second also fills up rows.
@@ -30,7 +30,7 @@ MAX_TRAINING_CHARACTERS = 64 << 20
 
 
 def train_clip_tokenizer(tables: Sequence[Table], *, content: str, vocab_size: int, cache: Path | None = None) -> Path:
-    """The folder of a tokenizer that is learnt from the captions of these tables, once; `content` is their hash."""
+    """Train a CLIP tokenizer on the captions of tables, cached by their hash `content`, and return its folder."""
     names = [table.folder.name for table in tables]
     key = hashlib.sha256(repr(("clip tokens", FORMAT, content, names, vocab_size)).encode()).hexdigest()[:32]
 
@@ -43,7 +43,7 @@ def train_clip_tokenizer(tables: Sequence[Table], *, content: str, vocab_size: i
 
 
 def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """At most `vocab_size` tokens: all bytes, all bytes at the end of a word, what was merged, and the two marks."""
+    """Train at most `vocab_size` tokens: all bytes, all bytes at the end of a word, merges, and two special tokens."""
     least = 2 * len(SYMBOLS) + 2
     if vocab_size < least:
         raise UsageError(f"vocab_size {vocab_size} is less than {least}: all bytes, alone and at the end of words")
@@ -89,7 +89,7 @@ def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def _core(model: models.BPE) -> tokenizers.Tokenizer:
-    """As transformers builds a CLIPTokenizer, whatever file it reads its vocabulary from."""
+    """Configure normalizer, pre-tokenizer and decoder as transformers does for a CLIPTokenizer."""
     core = tokenizers.Tokenizer(model)
     core.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]

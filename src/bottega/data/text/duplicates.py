@@ -1,4 +1,4 @@
-"""Texts that say the same: equal ones by a hash, similar ones by MinHash (Broder, 1997) and banded look-up.
+"""Find duplicate texts: equal ones by a hash, similar ones by MinHash (Broder, 1997) with banding.
 
 Similarity is that of Jaccard between the sets of word runs. A signature keeps the least hash of the set under each of
 128 permutations; two sets agree in each with probability equal to their similarity, so the share of agreements
@@ -41,14 +41,14 @@ def hash_content(text: str) -> int:
 
 
 def find_exact_unique(keys: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Which texts stay, the first of each key: bool [n]."""
+    """Return bool `(texts,)`: the first text of each key."""
     kept = np.zeros(len(keys), dtype=bool)
     kept[np.unique(np.asarray(keys, dtype=np.uint64), return_index=True)[1]] = True
     return kept
 
 
 def minhash_signature(text: str) -> np.ndarray:
-    """uint32 [128]. A text without any word is like its equals only."""
+    """Return the MinHash signature, uint32 `(128,)`; a text without words equals only itself."""
     shingles = _shingles(text)
     least = np.full(PERMUTATIONS, np.iinfo(np.uint64).max, dtype=np.uint64)
     for start in range(0, len(shingles), _BLOCK):
@@ -59,12 +59,12 @@ def minhash_signature(text: str) -> np.ndarray:
 
 
 def estimate_similarity(first: np.ndarray, second: np.ndarray) -> float:
-    """The estimate of Jaccard's similarity from two signatures."""
+    """Return the estimated Jaccard similarity of two signatures."""
     return float(np.mean(first == second))
 
 
 def _shingles(text: str) -> np.ndarray:
-    """A hash below 2^32 for each different run of words, in uint64."""
+    """Return a hash below 2^32 of each distinct shingle, as uint64."""
     words = _word_hashes(text)
     if not len(words):
         return np.array([hash_content(text) >> 32], dtype=np.uint64)
@@ -96,7 +96,7 @@ def _runs(words: np.ndarray, length: int) -> np.ndarray:
 
 
 def choose_bands(threshold: float) -> tuple[int, int]:
-    """(bands, rows in each): the most selective that still finds 99 % of the pairs at the threshold.
+    """Return (bands, rows per band): the most selective that still find 99 % of the pairs at the threshold.
 
     Finding too many costs time only, since every pair found is compared by its whole signature.
     """
@@ -108,9 +108,9 @@ def choose_bands(threshold: float) -> tuple[int, int]:
 
 
 def find_near_unique(signatures: np.ndarray, threshold: float) -> np.ndarray:
-    """Which texts stay, the first of each group of similar ones: bool [n] for uint32 [n, 128].
+    """Return bool `(texts,)`: the first text of each group of similar ones, from signatures `(texts, 128)`.
 
-    Similar to a similar one is of the same group. Memory grows with n: the bands are looked at one after the other.
+    Similarity is transitive within a group. Memory grows with n: the bands are looked at one after the other.
     """
     signatures = np.ascontiguousarray(signatures, dtype=np.uint32)
     root = np.arange(len(signatures))

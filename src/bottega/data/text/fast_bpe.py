@@ -1,4 +1,4 @@
-"""The same ids, sooner: gigatoken in place of `tokenizers` where it is installed and agrees.
+"""Encode with gigatoken in place of `tokenizers`, if it is installed and gives the same ids.
 
 On two cores it prepares text 7 times as fast (docs/benchmarks.md). It is young, so it is trusted with nothing: it is
 asked for the ids of every token of the vocabulary and of awkward texts first, and one difference rules it out. Texts that
@@ -33,7 +33,7 @@ BatchEncoder = Callable[[list[str]], list[np.ndarray]]
 
 
 def load_fast_encoder(core: tokenizers.Tokenizer) -> BatchEncoder | None:
-    """A function that gives the ids of many texts, equal to those of `core`; None where there is none to trust."""
+    """Return a function that encodes many texts exactly as `core` does; None if gigatoken is missing or differs."""
     if not isinstance(core.model, models.BPE) or os.environ.get("BOTTEGA_FAST_BPE") == "0":
         return None
     try:
@@ -78,5 +78,5 @@ def _agree(encode: BatchEncoder, core: tokenizers.Tokenizer) -> bool:
 
 
 def _parallel() -> bool:
-    """Worker processes share the cores among them already."""
+    """Return whether to use threads; worker processes use all cores already."""
     return "BOTTEGA_WORKER" not in os.environ

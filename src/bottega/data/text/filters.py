@@ -1,4 +1,4 @@
-"""Which texts stay, and for those that do not, why: a short phrase that a report can count."""
+"""Filter texts by length, symbols, repetition and language, with a reason for each one dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAME = {"nb": "no", "nn": "no"}
 
 
 def check_filter(options: Filter) -> None:
-    """Raises UsageError for a language that can never be told, as it would leave out every text."""
+    """Raise `UsageError` for a language code that cannot be detected, because it would drop every text."""
     for code in options.languages or ():
         if _code(code) not in LANGUAGES:
             near = difflib.get_close_matches(code.lower()[:2], sorted(LANGUAGES), n=1, cutoff=0.9)
@@ -26,7 +26,7 @@ def check_filter(options: Filter) -> None:
 
 
 def find_drop_reason(text: str, options: Filter) -> str | None:
-    """None where the text stays. The cheap questions come first."""
+    """Return why a text is dropped, or None if it is kept. Cheap checks come first."""
     if options.min_characters is not None and len(text) < options.min_characters:
         return "too short"
     if options.max_characters is not None and len(text) > options.max_characters:

@@ -1,4 +1,4 @@
-"""Captions that differ from each other in one word: the negatives that have to be read to the end."""
+"""Hard negatives: captions that differ from each other in one word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 @final
 class HardNegativeSampler:
-    """For each of some distinct captions, those that say another word in one place.
+    """Draws, for each of some distinct captions, others that differ in exactly one word.
 
     A group is all captions with the same words around one gap, and holds each at most once, because they are distinct.
     """
@@ -35,12 +35,14 @@ class HardNegativeSampler:
         shared = np.flatnonzero(sizes[of] > 1)
         self.start, self.size, self.rank = starts[of[shared]], sizes[of[shared]], rank[shared]
         self.count = np.bincount(owners[shared], minlength=len(texts))
-        """In how many of its words each caption differs from others that are the same but for that."""
+        """For each caption, the number of word positions at which another caption differs alone."""
         self.first = np.concatenate([[0], np.cumsum(self.count)])[:-1]
 
     def sample(self, captions: np.ndarray, word: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """One near caption for each of `captions`, by two draws of 32 bits: which word is another, and what it is then.
-        What has nothing near comes back as it is."""
+        """Return a hard negative for each of `captions`, by two 32-bit draws: the position, and the other word.
+
+        A caption without a hard negative is returned unchanged.
+        """
         if not len(self.start):
             return captions
         count = self.count[captions]

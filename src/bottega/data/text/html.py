@@ -1,4 +1,4 @@
-"""The text of an HTML page: tags, scripts, styles and comments go, blocks become lines, entities become characters.
+"""Extract the text of an HTML page: remove tags, scripts, styles and comments; blocks become lines, entities characters.
 
 The tags are found by a scanner of our own, since the standard library's parser takes time that grows with the square
 of the text (Python 3.11.7: 70 s for 90 kB of "<a "); here every character is looked at a bounded number of times,
@@ -49,7 +49,7 @@ _HTML = re.compile(rf"<!doctype\s|</?(?:{_KNOWN})\s*/?>|<(?:{_KNOWN})\s+[a-z:-]+
 
 
 def strip_html(text: str) -> str:
-    """A text that has no element of HTML comes back as it is, with its entities decoded."""
+    """Return the text of a page; a text without HTML elements only has its entities decoded."""
     if "<" in text and (_HTML.search(text) or 0 <= text.find("<!--") < text.rfind("-->")):
         return _Page().read(text)
     return html.unescape(text) if "&" in text else text
@@ -89,7 +89,7 @@ class _Page:
         return None
 
     def _tag(self, text: str, tag: re.Match[str]) -> int:
-        """Writes what a tag means for the text; where reading goes on."""
+        """Write the breaks that a tag stands for, and return where to continue."""
         closes, name = bool(tag[1]), tag[2].lower()
         if name in _DROPPED and not closes and (name in _SWALLOWS_THE_REST or not tag[0].endswith("/>")):
             after = self._after(name, _DROPPED[name], text, tag.end())
@@ -122,7 +122,7 @@ class _Page:
             self.pieces.append(sign)
 
     def _break(self, wanted: int) -> None:
-        """Line breaks up to so many; the space before them goes."""
+        """Write line breaks up to `wanted`, and remove the space before them."""
         if wanted > self.breaks:
             if not self.breaks and not self.preformatted:
                 self.pieces[-1] = self.pieces[-1].rstrip(" \t")

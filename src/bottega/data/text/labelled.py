@@ -1,7 +1,4 @@
-"""Prepared texts with a class each, or several, as batches that are as long as their longest text.
-
-b: texts   T: ids of the longest text of the batch, a multiple of 4   K: classes
-"""
+"""Prepared texts with one or several labels, in batches padded to their longest text."""
 
 from __future__ import annotations
 
@@ -28,30 +25,30 @@ from bottega.similar_names import find_similar_names
 # Few enough lengths for a compiler to know them all. With 8 a batch of sentences was a tenth longer than it need be.
 LENGTH_MULTIPLE = 4
 RARE_CLASS_SAMPLES = 2
-"""Training samples of a class from which little can be learnt."""
+"""At most this many training samples make a class rare."""
 
 
 @final
 @dataclass(frozen=True)
 class TextCollator:
-    """How the ids of texts become a batch: what stands before and after each, what fills it up, and where it is cut."""
+    """Collates token ids into batches: adds special tokens, truncates and pads."""
 
     pad_token_id: int
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     max_length: int | None = None
-    """At most so many ids, with those before and after; None never cuts."""
+    """Largest number of ids, including prefix and suffix; None never truncates."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, *, sequence_length: int | None = None) -> TextCollator:
-        """For texts that are encoded now; as `of_meta` for prepared ones."""
+        """Return the collator of a tokenizer."""
         return cls._cut(
             tokenizer.pad_token_id, tokenizer.special_tokens_around, tokenizer.model_max_length, sequence_length
         )
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, Any], *, sequence_length: int | None = None) -> TextCollator:
-        """What meta.json of prepared texts says."""
+        """Return the collator that meta.json of prepared texts describes."""
         padding = meta.get("padding", meta["end_of_text"])
         return cls._cut(padding, meta.get("frame", ((), ())), meta.get("longest"), sequence_length)
 
@@ -63,29 +60,29 @@ class TextCollator:
         return cls(padding, tuple(frame[0]), tuple(frame[1]), min(limits, default=None))
 
     def compute_lengths(self, contents: np.ndarray) -> np.ndarray:
-        """Ids of texts that have so many of their own. A text of none is one filling, so that a mean over it exists."""
+        """Return the lengths of collated texts; an empty text is one padding token, so that a mean over it exists."""
         whole = np.maximum(contents + len(self.prefix) + len(self.suffix), 1)
         return whole if self.max_length is None else np.minimum(whole, self.max_length)
 
     def count_truncated(self, contents: np.ndarray) -> int:
-        """How many texts of so many ids of their own are cut."""
+        """Return how many texts of these lengths are truncated."""
         whole = contents + len(self.prefix) + len(self.suffix)
         return 0 if self.max_length is None else int((whole > self.max_length).sum())
 
     def collate(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-        """input_ids and attention_mask of texts that were encoded without anything around them."""
+        """Return `input_ids` and `attention_mask` of texts encoded without special tokens."""
         ends = np.cumsum([len(one) for one in ids])
         return self.gather(np.concatenate([*ids, np.zeros(0, np.int32)]), np.r_[0, ends[:-1]], ends)
 
     def gather(
         self, values: np.ndarray, starts: np.ndarray, ends: np.ndarray, *, longest: int | None = None
     ) -> dict[str, np.ndarray]:
-        """input_ids and attention_mask [b, T] of the texts values[start:end]. T is never more than `longest`."""
+        """Return `input_ids` and `attention_mask` `(batch, length)` of the texts values[start:end]; length is at most `longest`."""
         lengths = self.compute_lengths(ends - starts)
         T = -(-int(lengths.max(initial=1)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         T = min([T, *(limit for limit in (longest, self.max_length) if limit is not None)])
         first, last = len(self.prefix), len(self.suffix)
-        # Cut is what the text itself says; its frame always stays.
+        # Truncate the text, never its special tokens.
         contents = np.clip(lengths - first - last, 0, ends - starts)
         places = np.arange(T) - first
         inside = (places >= 0) & (places < contents[:, None])
@@ -159,14 +156,14 @@ class LabelledTexts(Source):
 def open_labelled_texts(
     prepared: PreparedData, table: str, *, classes: Classes | None = None, sequence_length: int | None = None
 ) -> LabelledTexts:
-    """The texts of one table. `classes` are those that a model knows already, where the data is not its own."""
+    """Open the texts of one table; `classes` are those of a trained model, for other data than its own."""
     known = prepared.classes if classes is None else classes
     labels = encode_labels(prepared.table(table), known, multi_label=prepared.metadata.get("multi_label", False))
     return LabelledTexts(prepared.folder, table, labels=labels, sequence_length=sequence_length)
 
 
 def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) -> np.ndarray:
-    """The class of each row, int32 [n]; or 1 for each class that it has, float32 [n, K]."""
+    """Return the class of each row, int32 `(rows,)`, or multi-hot labels, float32 `(rows, classes)`."""
     numbers = {name: number for number, name in enumerate(classes.names)}
     texts = read_text_column(table, "label")
     named = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
@@ -196,10 +193,10 @@ def find_training_classes(
     include_held_out: bool = False,
     remedy: str = "name another field with data.label_field, or add samples",
 ) -> Classes:
-    """The classes of what is trained on; `counts_all` takes in those that only held-out samples have.
+    """Return the classes of the training data; `include_held_out` adds those that only held-out samples have.
 
-    Refused where there is nothing to tell apart, and where a held-out sample is of a class that nobody could learn: most
-    often that is a slip, and it would be one more class.
+    Raises `DataError` if there are fewer than two, or if a held-out sample has a class without training samples, which is
+    usually a typo.
     """
     found = set(count_classes(prepared))
     if len(found) < (1 if _is_several(prepared) else 2):
@@ -229,7 +226,7 @@ def _check_learnt(prepared: PreparedData, name: str, classes: Classes) -> None:
 
 
 def count_classes(prepared: PreparedData) -> Counter[str]:
-    """Class -> its training samples, without changed copies of them."""
+    """Return the number of training samples of each class, without augmented copies."""
     counts: Counter[str] = Counter()
     for name in filter(_is_learnt, prepared.tables):
         table = prepared.table(name)
@@ -240,7 +237,7 @@ def count_classes(prepared: PreparedData) -> Counter[str]:
 
 
 def describe_rare_classes(prepared: PreparedData, classes: Classes) -> list[str]:
-    """A note where some classes have hardly a training sample: a slip in a label is a class of its own."""
+    """Return a warning if some classes have hardly any training samples, which may be typos in labels."""
     counts = count_classes(prepared)
     rare = [name for name in classes.names if counts[name] <= RARE_CLASS_SAMPLES]
     if not rare:
@@ -264,6 +261,6 @@ def _names(prepared: PreparedData, label: str) -> list[str]:
 
 
 def compute_balanced_weights(labels: np.ndarray, num_classes: int) -> tuple[float, ...]:
-    """A weight for each class so that all count alike: n / (K * its texts), and 1 where it has none."""
+    """Return class weights n / (classes * samples of the class), and 1 for a class without samples."""
     counts = labels.sum(axis=0) if labels.ndim == 2 else np.bincount(labels, minlength=num_classes)
     return tuple(np.where(counts > 0, counts.sum() / (num_classes * np.maximum(counts, 1)), 1.0).tolist())

@@ -1,4 +1,4 @@
-"""Which language a text is in, told by its script and, where several languages share one, by frequent words and letters.
+"""Detect the language of a text by its script and, among languages that share one, by frequent words and letters.
 
 Made for dropping texts in the wrong language, not for fine distinctions: three words of a text in Latin or Cyrillic
 letters are the least it answers for, and a language that is not in the tables is taken for its nearest relative.
@@ -141,7 +141,7 @@ _UNSPACED = re.compile(
 
 
 def detect_language(text: str) -> tuple[str, float]:
-    """The code of the language and how sure that is, from 0 to 1; ("", 0.0) for a text too short or in none we know."""
+    """Return the language code and a confidence from 0 to 1; ("", 0.0) if the text is too short or unknown."""
     if len(text) > _SAMPLE:
         middle = len(text) // 2
         text = f"{text[: _SAMPLE // 2]} {text[middle : middle + _SAMPLE // 2]}"
@@ -165,7 +165,7 @@ def detect_language(text: str) -> tuple[str, float]:
 
 
 def _scripts(text: str) -> Counter[str]:
-    """How many letters of each script."""
+    """Count the letters of each script."""
     points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
     ranges = np.bincount(np.searchsorted(_STARTS, points, side="right") - 1, minlength=len(_RANGES))
     numbers = np.bincount(_SCRIPT_OF_RANGE, weights=ranges, minlength=len(_SCRIPTS))
@@ -203,7 +203,7 @@ def _by_words(text: str, codes: list[str]) -> tuple[str, float]:
 
 
 def count_words(text: str) -> int:
-    """Words between white space; where a script has none, two Han or kana signs are taken for a word, or five of Thai."""
+    """Count words between white space; in scripts without spaces, two Han or kana characters or five of Thai count as one."""
     count = len(text.split())
     if text.isascii():
         return count

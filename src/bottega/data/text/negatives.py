@@ -1,4 +1,4 @@
-"""Each picture with its own caption and some of others: what it is told apart from is drawn with it, not met by chance.
+"""Contrastive samples: each image with its own caption and captions of others, drawn with the sample.
 
 The usual negatives are whatever else is in the batch. A loss over those changes with every split of the batch into
 micro-batches and ranks; with negatives that are a function of (seed, row, epoch), it is a plain mean over rows.
@@ -41,7 +41,7 @@ class ContrastiveRows(Source):
         seed: int,
         hard_fraction: float = 0.0,
     ) -> None:
-        """`table` is the one that the samples are the rows of; `hard` is the share of others that differ in one word."""
+        """`table` holds the rows of the samples; `hard_fraction` of the negatives differ from the caption in one word."""
         assert len(source) == len(table), "captions of other samples"
         self.source, self.table, self.caption_tokenizer, self.count, self.seed = source, table, tokens, count, seed
         self.num_hard = round(hard_fraction * count)
@@ -53,7 +53,7 @@ class ContrastiveRows(Source):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a worker makes of the table itself."""
+        """Leave out what a worker computes from the table itself."""
         own = ("_numbers", "_distinct", "_hashes", "_near", "_known", "texts")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
@@ -68,7 +68,7 @@ class ContrastiveRows(Source):
         return {**self.source.rows(index, epoch), **said}
 
     def sample_negatives(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-        """Numbers of captions [n, N]: the hard ones first, then those of rows that are drawn, any as likely as any."""
+        """Return caption indices `(samples, negatives)`: hard negatives first, then those of uniformly drawn rows."""
         own = self._numbers[index].astype(np.int64)
         found, rest = np.repeat(own[:, None], self.count, axis=1), len(self) - 1
         for one in np.unique(epoch):
@@ -87,7 +87,7 @@ class ContrastiveRows(Source):
 
     @cached_property
     def texts(self) -> list[str]:
-        """The distinct captions by number."""
+        """The distinct captions, by index."""
         return list(self._distinct)
 
     @property
@@ -106,7 +106,7 @@ class ContrastiveRows(Source):
 
     @cached_property
     def _numbers(self) -> np.ndarray:
-        """The number of each row's caption, int32 [n]."""
+        """The index of each row's caption, int32 `(rows,)`."""
         return np.array([self._distinct[text] for text in read_captions(self.table)], np.int32)
 
     @cached_property
@@ -119,7 +119,7 @@ class ContrastiveRows(Source):
 
     @cached_property
     def _known(self) -> np.ndarray:
-        """Tokens [distinct, L], each row -1 until it is asked for."""
+        """Cached tokens `(distinct captions, length)`; -1 until computed."""
         return np.full((len(self._distinct), self.caption_tokenizer.length), -1, np.int32)
 
     def _encoded(self, caption: np.ndarray) -> np.ndarray:

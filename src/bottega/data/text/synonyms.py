@@ -1,4 +1,4 @@
-"""Words of like meaning: WordNet's where it is installed with its data, else a small English table of our own.
+"""Synonyms from WordNet if it is installed with its data, else from a small built-in English table.
 
 Nothing is ever downloaded. What a word's synonyms are depends on the machine's packages, hence `source`, which a
 fingerprint of augmented data has to include.
@@ -132,12 +132,14 @@ def _table() -> dict[str, tuple[str, ...]]:
 
 
 def synonym_source() -> str:
+    """Return where synonyms come from: nltk, wn or table."""
     """Where synonyms come from on this machine: nltk, wn or table."""
     return _lookup()[0]
 
 
 @lru_cache(maxsize=1 << 16)
 def find_synonyms(word: str) -> tuple[str, ...]:
+    """Return the synonyms of a word in its own case; none for mixed case, as in iPhone."""
     """In a fixed order, written as the word is: Good gives Great, GOOD gives GREAT. Empty where none is known."""
     lower = word.lower()
     found = _lookup()[1](lower)

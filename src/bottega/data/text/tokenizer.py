@@ -1,4 +1,4 @@
-"""Text to numbers and back, exactly. One `tokenizers` object behind every kind, so what is saved opens in transformers.
+"""Tokenizers: exact text to ids and back, by one `tokenizers` backend for every kind, so that they open in transformers.
 
 Text is never normalised, and text that happens to spell `<|endoftext|>` is text: only the id `end_of_text`, which no
 text encodes to, ends a document. The exception is `words`, which is for telling texts apart: it lowers them and has one
@@ -43,7 +43,7 @@ NO_MAX_LENGTH = 1 << 24
 
 @final
 class Tokenizer:
-    """Made by the functions of vocabulary.py or by `Tokenizer.load`."""
+    """A tokenizer, built by the functions of vocabulary.py or opened by `Tokenizer.load`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, kind: Kind, config: dict[str, Any]) -> None:
         filled_with = backend.padding["pad_token"] if backend.padding is not None else None
@@ -58,20 +58,20 @@ class Tokenizer:
         self.eos_token_id = _end_of_text(backend, config)
         paddings = (_named(config, "pad_token"), filled_with, *COMMON_PAD_TOKENS)
         self.pad_token_id: int = _first_id(backend, paddings, self.eos_token_id)
-        """What fills up a batch; end of text where there is no token of its own for that."""
+        """The padding token; end of text if the tokenizer has none."""
         unknown = _first_id(backend, (_named(config, "unk_token"), *COMMON_UNK_TOKENS), -1)
         self.unk_token_id: int | None = unknown if unknown >= 0 else None
-        """The id of what is not in the vocabulary."""
+        """The token for text that is not in the vocabulary."""
         # Ids may have holes, and a model needs a row for the highest one.
         self.vocab_size: int = 1 + max(backend.get_vocab(with_added_tokens=True).values())
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of a prompt, without end of text."""
+        """Return the ids of a text, without special tokens."""
         return next(self._encode([text], UsageError))
 
     def encode_documents(self, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        """The ids of each text in turn, equal to `encode` of each; on all cores where that helps."""
+        """Yield the ids of each text, equal to `encode`, using all cores if that helps."""
         return self._encode(texts, DataError)
 
     @cached_property
@@ -87,12 +87,12 @@ class Tokenizer:
 
     @property
     def model_max_length(self) -> int | None:
-        """How many ids the model that it was made for can read, where it says so."""
+        """The maximum input length of the tokenizer's model; None if unknown."""
         said = self.config.get("model_max_length")
         return int(said) if isinstance(said, int | float) and 0 < said < NO_MAX_LENGTH else None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of these ids. Bytes that are no UTF-8 become U+FFFD, end of text its own name."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD, and end of text its name."""
         numbers = np.asarray(ids, dtype=np.int64).tolist()
         if self.bytes_by_id is None:
             return self.backend.decode(numbers, skip_special_tokens=False)
@@ -112,7 +112,7 @@ class Tokenizer:
 
     @cached_property
     def bytes_by_id(self) -> list[bytes] | None:
-        """The bytes of each id, where an id stands for the same bytes whatever is around it."""
+        """The bytes of each id; None if they depend on the neighbouring ids."""
         if self.kind == "characters":
             return [token.encode() for token in self._tokens]
         if isinstance(self.backend.decoder, decoders.ByteLevel):
@@ -124,7 +124,7 @@ class Tokenizer:
         return hashlib.sha256(self.backend.to_str().encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Written so that `transformers.AutoTokenizer.from_pretrained(folder)` gives the same ids and texts."""
+        """Save so that `transformers.AutoTokenizer.from_pretrained(folder)` gives the same ids and texts."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tokenizer.json").write_text(self.backend.to_str(pretty=True), encoding="utf-8")
         config = json.dumps({**self.config, "bottega_kind": self.kind}, indent=2, ensure_ascii=False)
@@ -132,7 +132,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """From what `save` wrote, or from any tokenizer.json or its folder (kind `pretrained`)."""
+        """Open what `save` wrote, or any tokenizer.json or its folder (kind `pretrained`)."""
         path = folder if folder.is_file() else folder / "tokenizer.json"
         if not path.is_file():
             raise DataError(f"{folder} has no tokenizer.json; name a folder that has one")
@@ -195,7 +195,7 @@ class Tokenizer:
         return [np.array(encoding.ids, dtype=self.dtype) for encoding in encodings]
 
     def _encode_groups(self, texts: Iterable[str], problem: type[BottegaError]) -> Iterator[np.ndarray]:
-        """Pieces of several texts go to the library together, and are put together again text by text."""
+        """Encode pieces of several texts in one call, and join the ids of each text again."""
         group: list[str] = []
         ends: list[bool] = []  # is this piece the last of its text?
         waiting = 0
@@ -230,7 +230,7 @@ class Tokenizer:
 
 @final
 class StreamDecoder:
-    """Text as it comes: `push` gives what became complete with this id, `finish` what never did."""
+    """Decodes ids one by one: `push` returns the text that an id completes, `finish` the incomplete rest."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -275,7 +275,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _named(config: dict[str, Any], role: str) -> str | None:
-    """The token of a role, which a configuration gives as text or as an object."""
+    """Return the token of a role, which a configuration gives as text or as an object."""
     named = config.get(role)
     return named.get("content") if isinstance(named, dict) else named
 
@@ -298,7 +298,7 @@ def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
 
 
 def _text_of(token: str) -> bytes:
-    """About what a token of another scheme stands for: a SentencePiece byte, a word start, or a continued word."""
+    """Return the approximate bytes of a SentencePiece or WordPiece token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return b"?"
     return token.removeprefix("##").replace("▁", " ").encode()

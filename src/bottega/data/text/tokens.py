@@ -25,7 +25,7 @@ SPLIT_NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
 
 
 class TokenSource(Source):
-    """What windows and documents have in common: a table of tokens in a prepared folder."""
+    """Base of windows and documents: a table of tokens in a prepared folder."""
 
     def __init__(self, folder: Path, table: str, *, with_document_ids: bool, with_bytes: bool) -> None:
         self.folder, self.table_name = Path(folder), table
@@ -37,7 +37,7 @@ class TokenSource(Source):
         return SPLIT_NAMES.get(self.table_name, "training")
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        """input_ids and attention_mask [n, T+1]; documents [n, T+1] counts those begun; bytes [n] of the T targets."""
+        """Return `input_ids`, `attention_mask` and `documents` (index of the document), `(batch, T + 1)`, and `bytes` of the targets."""
         ids, mask = self._tokens(index, epoch)
         rows = {"input_ids": ids, "attention_mask": mask}
         if self.with_document_ids:
@@ -51,7 +51,7 @@ class TokenSource(Source):
 
     @abstractmethod
     def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of each sample and where they are real, both int32 [n, T+1]."""
+        """Return the tokens of each sample and their mask, both int32 `(batch, T + 1)`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Worker processes map the files again; no token travels."""
@@ -75,7 +75,7 @@ class TokenSource(Source):
 
 @final
 class TokenWindows(TokenSource):
-    """Windows at stride T, so that each token is a target once.
+    """Windows of T + 1 tokens at stride T, so that each token is a target once.
 
     Training shifts all borders by an offset that is f(seed, epoch), so that epochs cut the text in other places; up to
     2 T tokens at the two ends are left out of an epoch. Held-out text is never shifted, what is left after the last
@@ -126,7 +126,7 @@ class TokenWindows(TokenSource):
         return f"{head}\n{self._text(self._windows[start])}"
 
     def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The documents in which each window begins and ends, as epoch 0 cuts them."""
+        """Return the documents in which each window begins and ends, in epoch 0."""
         start = index * self.sequence_length + int(self._offset(np.array([0])))
         ends = self.table.ends("tokens")
         first, last = (np.searchsorted(ends, at, side="right") for at in (start, start + self.sequence_length))
@@ -142,7 +142,7 @@ class TokenWindows(TokenSource):
         return np.array([_offset_of(self.seed, int(number), self.num_offsets) for number in epoch])
 
     def scores(self, name: str) -> np.ndarray:
-        """That of the document in the middle of each window, as epoch 0 cuts them."""
+        """Return the score of the document in the middle of each window, in epoch 0."""
         _check_score(self.meta, name)
         start = np.arange(len(self)) * self.sequence_length + int(self._offset(np.array([0])))
         middle = np.searchsorted(self.table.ends("tokens"), start + self.sequence_length // 2, side="right")
@@ -155,7 +155,7 @@ class TokenWindows(TokenSource):
 
 @final
 class TokenDocuments(TokenSource):
-    """One document a sample, filled up with end of text that counts nowhere; a longer one is several samples.
+    """One document per sample, padded with masked end-of-text tokens; a longer one becomes several samples.
 
     Consecutive samples of a document share one token, the last target of the one before, so that each of its tokens but
     the first is a target once.
@@ -169,7 +169,7 @@ class TokenDocuments(TokenSource):
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """How many samples the documents up to each have."""
+        """Cumulative number of samples by document."""
         # A single token has no successor to predict.
         return np.cumsum(-(-np.maximum(self.table.lengths("tokens") - 1, 0) // self.sequence_length))
 
@@ -177,7 +177,7 @@ class TokenDocuments(TokenSource):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def lengths(self) -> np.ndarray:
-        """How many tokens of each sample are real."""
+        """Return the number of tokens of each sample without padding."""
         index = np.arange(len(self))
         start, stop = self._spans(index)
         return stop - start

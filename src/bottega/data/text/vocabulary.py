@@ -1,4 +1,4 @@
-"""Where a tokenizer's vocabulary comes from: nowhere (bytes), the corpus (characters, BPE, words), or somebody else."""
+"""Build tokenizers: bytes, characters, BPE and words from a corpus, or a pretrained one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TokenizerSpec(BaseModel):
 
 
 def build_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
-    """`texts` are read only by the kinds that learn from them."""
+    """Build the tokenizer of a spec; `texts` are read only by the kinds that are trained on them."""
     if spec.kind == "bytes":
         return build_byte_tokenizer()
     if spec.kind == "characters":
@@ -65,7 +65,7 @@ def build_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
 
 
 def build_byte_tokenizer() -> Tokenizer:
-    """Ids 0-255 are the bytes themselves, 256 ends a text."""
+    """Return a tokenizer whose ids 0-255 are the bytes, and 256 is end of text."""
     core = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
@@ -73,7 +73,7 @@ def build_byte_tokenizer() -> Tokenizer:
 
 
 def build_character_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    """One id for each character of the texts, in the order of Unicode; the last id ends a text."""
+    """Return a tokenizer with one id per character of the texts, in Unicode order; the last id is end of text."""
     characters = sorted(set().union(*map(set, texts)))
     core = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
     core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
@@ -82,7 +82,7 @@ def build_character_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Byte-level BPE: any text round-trips, because every byte has an id of its own. A small corpus gives fewer ids."""
+    """Train byte-level BPE, which round-trips any text; a small corpus gives fewer ids than `vocab_size`."""
     if vocab_size < MIN_BPE_VOCAB_SIZE:
         raise UsageError(
             f"tokenizer vocab_size={vocab_size} is less than {MIN_BPE_VOCAB_SIZE}: all bytes and end of text"
@@ -100,7 +100,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
 
 
 def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequency: int = 2) -> Tokenizer:
-    """Lower-cased words and signs: the most frequent ones, equally frequent ones by their letters; others are unknown.
+    """Train a vocabulary of the most frequent lower-cased words and punctuation; all others are unknown.
 
     `vocab_size` counts the unknown word and end of text too; None takes all words that occur `min_frequency` times.
     """
@@ -126,7 +126,7 @@ def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_fr
 
 
 def load_pretrained_tokenizer(name: str) -> Tokenizer:
-    """From a tokenizer.json or its folder, or by its name on the Hugging Face hub."""
+    """Load a tokenizer from a tokenizer.json, its folder, or the Hugging Face hub."""
     path = resolve_tokenizer(name)
     tokenizer = Tokenizer.load(path)
     limits = [limit for limit in (tokenizer.model_max_length, _positions(path)) if limit is not None]
@@ -136,7 +136,7 @@ def load_pretrained_tokenizer(name: str) -> Tokenizer:
 
 
 def _positions(path: Path) -> int | None:
-    """How many ids the model beside a tokenizer has positions for."""
+    """Return the number of positions of the model beside a tokenizer; None if there is none."""
     beside = (path if path.is_dir() else path.parent) / "config.json"
     try:
         config = json.loads(beside.read_text(encoding="utf-8"))
