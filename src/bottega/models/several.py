@@ -1,4 +1,4 @@
-"""One module for several models: layers of the same name and form are one layer, and each keeps its last for itself."""
+"""Joins several models into one module with shared layers: layers of equal name and shape are one, except last layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from bottega.config.parameter_groups import assign_layers
 from bottega.core.errors import UsageError
 
 TRUNK = "model."
-"""What transformers puts before the names of all but the head."""
+"""Prefix of all parameters but the head's in transformers."""
 PARTS = "parts"
 """The module that holds each part's model under its name."""
 SAME = {"embed_tokens": "embedding"}
-"""Layers that two families of models call by other names."""
+"""Layers that have different names in two families of models."""
 
 Plan = dict[str, dict[str, str]]
-"""Name of a shared layer -> part -> where that part's model has it."""
+"""Name of a shared layer -> part -> module path in that part's model."""
 
 
 class Several(nn.Module):

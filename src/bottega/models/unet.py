@@ -1,7 +1,6 @@
-"""diffusers' UNet as a backbone: by our own sizes, or by the configuration of a folder.
+"""diffusers' UNet as a backbone, with our own sizes or the configuration of a folder.
 
-The model is diffusers' own class, so that what is trained here opens there: UNet2DModel, or where text is looked at
-UNet2DConditionModel.
+The model is diffusers' own class, UNet2DModel or with text UNet2DConditionModel, so that exports open in diffusers.
 
 B batch   h w sides   C channels   D width of the embedded time   L text tokens   W width of a text token
 """
@@ -35,7 +34,7 @@ UNSUPPORTED = ("addition_embed_type", "encoder_hid_dim_type", "num_class_embeds"
 
 
 class UNet(nn.Module):
-    """Called as the diffusion transformer is; `unet` is diffusers' model."""
+    """Backbone with the interface of `DiT`; `unet` is diffusers' model."""
 
     def __init__(self, shape: UNetShape) -> None:
         super().__init__()
@@ -78,13 +77,13 @@ class UNet(nn.Module):
             self.unet.disable_gradient_checkpointing()
 
     def compile_whole(self, *, graphs: bool) -> None:
-        """Not replayed: convolutions choose their algorithms while they run."""
+        """Compile the model; never as CUDA graphs, because convolutions choose their algorithms at run time."""
         # Its forward rather than the module, which would be a second name for every weight.
         self.compiled = torch.compile(self.unet.forward, dynamic=False)
 
 
 def resolve_unet_shape(start: Path | None, *, grid: tuple[int, ...], **sizes: Any) -> UNetShape:
-    """Of the recipe's sizes, or of the folder it starts from; refused where that does not fit the samples."""
+    """Return the shape by the recipe's sizes or the folder it starts from; refuse one that does not fit the samples."""
     if len(grid) != 2:
         raise UsageError("model.backbone: unet is for pictures and mel spectrograms; for other samples say dit")
     config = read_unet_config(start) if start is not None else None
@@ -94,7 +93,7 @@ def resolve_unet_shape(start: Path | None, *, grid: tuple[int, ...], **sizes: An
 
 
 def unet_config(shape: UNetShape) -> dict[str, Any]:
-    """What diffusers' class is built with, `_class_name` among it; refused where it does not fit the samples."""
+    """Return the arguments of diffusers' class, with `_class_name`; refuse those that do not fit the samples."""
     config = _own_config(shape) if shape.config is None else _given_config(shape)
     halvings = len(config["block_out_channels"]) - 1
     wrong = [side for side in shape.grid if side % 2**halvings]
@@ -115,7 +114,7 @@ def condition_vector_size(shape: UNetShape) -> int:
 
 
 def find_unet_folder(folder: Path) -> Path | None:
-    """Where in a folder a diffusers UNet lies: itself, or as a part of a pipeline."""
+    """Return the folder of a diffusers UNet: `folder` itself or its `unet/`; None where there is neither."""
     return next((place for place in (folder, folder / "unet") if read_class_name(place) in (PLAIN, WITH_TEXT)), None)
 
 

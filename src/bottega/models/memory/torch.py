@@ -198,7 +198,7 @@ class HierarchicalMemory:
         """The nearest of all levels. With a clock, what was found counts as used, and is kept the longer for it."""
         queries = self._table("queries", queries, self.shape.key_size)
         if by not in ("exact", "faiss"):
-            raise UsageError(f"memory: by {by!r} is no way to search; expected exact or faiss")
+            raise UsageError(f"memory: by must be exact or faiss, got {by!r}")
         seen = visible_slots(self.memory, same=self.shape.same)
         way = search_exact if by == "exact" else search_faiss
         found = way(self.memory.keys, self.memory.values, seen, queries, top_k)
@@ -237,10 +237,10 @@ class HierarchicalMemory:
         for name in sorted(wanted.keys() | state.keys()):
             if name not in state or name not in wanted:
                 raise CheckpointError(
-                    f"{origin}: {name} {'is missing' if name in wanted else 'is no part of a memory'}"
+                    f"{origin}: {name} {'is missing' if name in wanted else 'is not part of a memory'}"
                 )
         if any(state[f"{level}_{field}"].dim() != 2 for level in LEVELS for field in ("keys", "values")):
-            raise CheckpointError(f"{origin}: keys and values must be tables [slots, size]; it is no memory of ours")
+            raise CheckpointError(f"{origin}: keys and values must be tables [slots, size]; it is not a saved memory")
         _check_sizes(state, self.shape, origin)
         memory = {name: _filled_up(tensor, wanted[name]) for name, tensor in state.items() if name != "clock"}
         self.memory, self.clock = unflatten_memory(memory), int(state["clock"])
@@ -266,7 +266,7 @@ class HierarchicalMemory:
             clock = operator.index(clock)
         except TypeError:
             raise UsageError(
-                f"memory: clock {clock!r} is no integer; give one, such as the step of a training"
+                f"memory: clock {clock!r} is not an integer; use one, such as the step of a training"
             ) from None
         if clock < self.clock:
             raise UsageError(f"memory: clock {clock} is before {self.clock}, which was already; give times that grow")

@@ -1,9 +1,8 @@
-"""Samples of numbers through a trunk, to the experts that a router chooses for each, and to a label.
+"""Classifier of feature vectors: a trunk, experts chosen by a router, and a linear head.
 
 B samples   I inputs   T tokens   D width   E experts   K labels   S time steps   U spiking units of all layers
 
-The trunk makes the features by which the router can tell what a sample asks for; the experts answer it. With a spiking
-trunk the features are firing rates.
+The trunk computes the features that the router chooses experts by. With a spiking trunk they are firing rates.
 """
 
 from __future__ import annotations

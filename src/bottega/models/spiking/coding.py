@@ -1,6 +1,6 @@
-"""Values as trains of spikes, and back: how often (rate) or how soon (latency).
+"""Encodes values as spike trains and decodes them: rate and latency coding.
 
-S time steps   B batch   [...] the form of an example. Values are from 0 to 1; what is beyond counts as the end it is past.
+S time steps   B batch   ... the shape of an example. Values are in 0..1; values outside are clamped.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A network of spiking units that tells classes of pictures apart.
+"""Image classifier of leaky integrate-and-fire units.
 
-S time steps   B batch   N units of a layer   K classes   [H, W, C] a picture
+S time steps   B batch   N units of a layer   K classes   (H, W, C) an image
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SpikingNet(nn.Module):
         return SpikingNetOutput(self.head(F.dropout(found, dropout, self.training) if dropout else found), spikes)
 
     def features(self, x: Tensor) -> Tensor:
-        """[B, N]: how often each unit of the last layer fires, a place where samples that look alike are near."""
+        """Return the firing rates (B, N) of the last layer, the input of the head."""
         return spike_rate(self.spikes(x)[-1])
 
     def spikes(self, x: Tensor, draws: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -60,7 +60,7 @@ class SpikingNet(nn.Module):
         return tuple(found)
 
     def encode_input(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
-        """What enters the first layer, [S, B, H * W * C]."""
+        """Return the input of the first layer, (S, B, H * W * C)."""
         flat, shape = x.flatten(1), self.shape
         steps = shape.neuron.time_steps
         if shape.coding == "constant":

@@ -1,7 +1,7 @@
-"""A state-space layer (Mamba-2, Dao & Gu 2024) that mixes tokens through a state of fixed size.
+"""State-space layer (Mamba-2, Dao & Gu 2024): mixes tokens through a state of fixed size.
 
-Parameters carry the names of transformers' `Mamba2Mixer`, but that A_log, D and dt_bias stand in `dynamics`: layers are
-shared between models whole, and parameters of the mixer itself would belong to no layer.
+Parameters have the names of transformers' `Mamba2Mixer`, except that A_log, D and dt_bias are in the submodule `dynamics`:
+models share whole submodules.
 
 B batch   T tokens   D hidden size   H heads   P head size   G groups   N state size
 E channels of the convolution   W its width
@@ -39,7 +39,7 @@ def _has_kernels(shape: SSMShape) -> bool:
 
 
 class SSMState(NamedTuple):
-    """All that a layer knows of what was read."""
+    """The recurrent state of a layer."""
 
     conv: Tensor
     """The last inputs of the convolution, [B, E, W - 1]."""
@@ -50,7 +50,7 @@ class SSMState(NamedTuple):
     def empty(
         cls, shape: SSMShape, batch: int, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
     ) -> SSMState:
-        """What is known before the first token."""
+        """Return the state before the first token."""
         exact = torch.promote_types(dtype, torch.float32)
         return cls(
             torch.zeros(batch, shape.conv_channels, shape.conv_size - 1, device=device, dtype=dtype),
@@ -139,7 +139,7 @@ class GatedRMSNorm(nn.Module):
 
 
 class StateSpace(nn.Module):
-    """The mixer, in the place of attention. It knows no positions and has no largest length."""
+    """The sequence mixer in place of attention. It has no positions and no maximum length."""
 
     def __init__(self, shape: SSMShape) -> None:
         super().__init__()

@@ -97,7 +97,7 @@ class PretrainedShape(BaseModel):
     def _names_its_kind_and_labels(cls, text: str) -> str:
         config = json.loads(text)
         if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-            raise ValueError("config is no configuration of transformers: it has no model_type")
+            raise ValueError("config is not a configuration of transformers: it has no model_type")
         if not isinstance(config.get("id2label"), dict) or len(config["id2label"]) < 2:
             raise ValueError("config has no id2label of two classes or more")
         return text

@@ -1,4 +1,4 @@
-"""Our own encoder of texts, from scratch: the blocks of the language model, where every token sees the whole text.
+"""Text classifier from scratch: the language model's blocks with bidirectional attention and mean pooling.
 
 B batch   T tokens   D hidden size   K classes
 """

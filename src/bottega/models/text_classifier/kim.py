@@ -1,4 +1,4 @@
-"""Convolutions over words, the largest value of each filter, and one layer that tells the classes (Kim, 2014).
+"""Convolutional text classifier with max-over-time pooling (Kim, 2014).
 
 B batch   T tokens   E embedding   F filters of one width   D features, all filters   K classes
 """
