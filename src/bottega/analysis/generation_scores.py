@@ -106,7 +106,9 @@ def score_samples(
     generated = _generated(saved, workload, held_out, places, seed, report_progress)
     several = {"generated": generated, "real": held_out}
     if workload.medium == "audio" or workload.task.latents is not None:
-        several["through_processor"] = SampleSet(_through_processor(saved, workload, held_out.samples), held_out.conditions)
+        several["through_processor"] = SampleSet(
+            _through_processor(saved, workload, held_out.samples), held_out.conditions
+        )
     reference = Reference(workload, judge, held_out, training)
     # More samples are nearer to any distribution, so all columns are compared at the same number of them, and of the
     # same classes: as many as were drawn or are held out, whichever is less.

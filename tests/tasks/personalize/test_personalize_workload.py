@@ -24,7 +24,7 @@ from bottega.models.build import build_models
 from bottega.models.frozen.soft_prompts import SoftPrompts
 from bottega.run.saved import SavedRun, open_run
 from bottega.tasks.personalize.arms import ARMS, generate_arm
-from bottega.tasks.personalize.clip_judge import LEAST, Scores, pick_best
+from bottega.tasks.personalize.clip_judge import MIN_COSINE, Scores, pick_best
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.contact_sheets import GeneratedRow, UserSummary, write_contact_sheet
 from bottega.tasks.personalize.export import ExportConfig
@@ -328,13 +328,13 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ({"user": "17"}, "user 17: is none of the 32 users of this run, such as v0, v1"),
+        ({"user": "17"}, "user 17: not one of the 32 users of this run, such as v0, v1"),
         ({"user": "v1", "count": 0}, "count 0: at least one"),
         ({"user": "v1", "steps": 0}, "steps 0: at least one"),
         ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
         ({"user": "v1", "guidance": -1.0}, "guidance -1: expected a number from 0"),
         ({"user": "v1", "prompt": "a star"}, "prompt: this run cannot be told that; it takes user, wish, history"),
-        ({"history": "nowhere.txt"}, "history nowhere.txt: is no file"),
+        ({"history": "nowhere.txt"}, "history nowhere.txt: no such file"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(saved: SavedRun, what: dict[str, Any], message: str) -> None:
@@ -354,15 +354,15 @@ def test_somebody_new_is_known_by_what_they_liked(saved: SavedRun, tmp_path: Pat
     assert by_records.choices[0].user == "new"
     lines.write_text("a blue star\na blue moon\n")
     assert not np.array_equal(np.asarray(by_lines), np.asarray(asked(saved, history=lines, wish="a moon", count=2)))
-    with pytest.raises(UsageError, match="has no wish; say what the picture should show"):
+    with pytest.raises(UsageError, match="has no wish; describe the image"):
         asked(saved, history=lines)
     with pytest.raises(UsageError, match="is for somebody new"):
         asked(saved, history=lines, user="v1")
     records.write_text(json.dumps({"history": [{"id": "a"}], "wish": "a moon"}))
-    with pytest.raises(DataError, match="every item that was liked needs a caption"):
+    with pytest.raises(DataError, match="the history needs at least one item, each with a caption"):
         asked(saved, history=records)
     records.write_text("[1")
-    with pytest.raises(DataError, match="is no JSON"):
+    with pytest.raises(DataError, match="not valid JSON"):
         asked(saved, history=records)
 
 
@@ -379,7 +379,7 @@ def test_the_best_candidate_has_the_best_of_both() -> None:
     assert pick_best(candidates, 1.0) == [1, 0], "preference alone, and of equal ones the first"
     assert pick_best(candidates, 0.0) == [0, 0]
     assert Scores(0.5, 0.25).total(2 / 3) == pytest.approx(2 / 3 * np.log(0.5) + 1 / 3 * np.log(0.25))
-    assert Scores(-0.1, 0.5).total(1.0) == pytest.approx(np.log(LEAST)), "no cosine is below that"
+    assert Scores(-0.1, 0.5).total(1.0) == pytest.approx(np.log(MIN_COSINE)), "no cosine is below that"
     assert Scores(None, 0.5).total(1.0) == pytest.approx(np.log(0.5)), "the wish decides where no taste is known"
 
 
@@ -444,11 +444,11 @@ def test_wishes_that_cannot_be_drawn(saved: SavedRun, what: dict[str, Any], mess
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("anna.txt", "\n  \n", "is empty"),
+        ("anna.txt", "\n  \n", "the file is empty"),
         ("anna.txt", '{"user": "a"}', "name it .json or .jsonl"),
         ("anna.json", '{"history": ["a star"]}', "history.0 must be an item such as"),
         ("anna.json", '{"user": "a"}', "history is missing"),
-        ("anna.json", '{"wish": " ", "history": [{"caption": "a star"}]}', "its wish is blank"),
+        ("anna.json", '{"wish": " ", "history": [{"caption": "a star"}]}', "the wish is blank"),
     ],
 )
 def test_histories_that_cannot_be_read(tmp_path: Path, name: str, text: str, message: str) -> None:
@@ -530,8 +530,8 @@ def test_the_recipe_is_offline_and_needs_its_parts() -> None:
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
-        ([], "holds no record"),
-        ([{"history": [{"id": "a", "caption": "red"}], "target": "a star"}], "target is no object"),
+        ([], "contains no record"),
+        ([{"history": [{"id": "a", "caption": "red"}], "target": "a star"}], "target must be an object"),
         ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "lies outside"),
         ([{"history": [{"id": "a", "caption": "red", "image": "gone.png"}], "wish": "a star"}], "does not exist"),
         ([{"history": [{"id": "a", "caption": "red", "image": "bad.png"}], "wish": "a star"}], "cannot be read"),

@@ -1,4 +1,4 @@
-"""Which of several pictures is best: near to what the person likes and to what is wished for, as a CLIP sees them."""
+"""Scores of candidate images by CLIP: similarity to what the user likes and to the wish (PMG, Shen et al., 2024)."""
 
 from __future__ import annotations
 
@@ -15,30 +15,29 @@ from bottega.data.text.captions import CaptionTokenizer
 from bottega.models.clip.torch import load_clip
 from bottega.tasks.align.clip_folder import load_clip_tokens
 
-LEAST = 1e-4
-"""A cosine may be 0 or below, which has no logarithm; no picture that is worth anything is as far as this."""
-AT_ONCE = 64
+MIN_COSINE = 1e-4
+"""Lower bound of a cosine before its logarithm, since it may be 0 or negative; any useful image is above."""
+BATCH_SIZE = 64
 
 
 class Scores(NamedTuple):
-    """Of one picture. `preference` and `target` are cosines; where nothing is known of what a person likes, the wish
-    decides alone and `preference` is None."""
+    """Cosine similarities of one image. `preference` is None without keywords of what the user likes."""
 
     preference: float | None
     target: float
 
     def total(self, preference_weight: float) -> float:
-        """PMG's: the share of preference times log d_p, and the rest times log d_t."""
-        target = np.log(max(self.target, LEAST))
+        """Return preference_weight * log(preference) + (1 - preference_weight) * log(target), or log(target) alone."""
+        target = np.log(max(self.target, MIN_COSINE))
         if self.preference is None:
             return float(target)
-        return float(preference_weight * np.log(max(self.preference, LEAST)) + (1 - preference_weight) * target)
+        return float(preference_weight * np.log(max(self.preference, MIN_COSINE)) + (1 - preference_weight) * target)
 
 
 @final
 @dataclass(frozen=True)
 class ClipJudge:
-    """A CLIP with its words."""
+    """A CLIP model with its tokenizer."""
 
     clip: Any
     tokens: CaptionTokenizer
@@ -49,43 +48,48 @@ class ClipJudge:
         return cls(load_clip(folder).to(device), load_clip_tokens(folder), device)
 
     @torch.no_grad()
-    def encode_images(self, pictures: np.ndarray) -> np.ndarray:
-        """Unit vectors [n, P] of uint8 [n, h, w, 3]."""
-        parts = np.split(pictures, range(AT_ONCE, len(pictures), AT_ONCE))
-        seen = [torch.from_numpy(normalise_pixels(part, mode="symmetric")).to(self.device) for part in parts]
-        return np.concatenate([self.clip.images(part).float().cpu().numpy() for part in seen])
+    def encode_images(self, images: np.ndarray) -> np.ndarray:
+        """Return unit vectors, (images, dimensions), of uint8 images (images, height, width, 3)."""
+        parts = np.split(images, range(BATCH_SIZE, len(images), BATCH_SIZE))
+        batches = [torch.from_numpy(normalise_pixels(part, mode="symmetric")).to(self.device) for part in parts]
+        return np.concatenate([self.clip.images(batch).float().cpu().numpy() for batch in batches])
 
     @torch.no_grad()
     def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
-        """Unit vectors [n, P]."""
+        """Return unit vectors, (texts, dimensions)."""
         rows = self.tokens.encode(texts)
         parts = [
             self.clip.texts(
                 *(
-                    torch.from_numpy(rows[name][at : at + AT_ONCE]).to(self.device)
+                    torch.from_numpy(rows[name][start : start + BATCH_SIZE]).to(self.device)
                     for name in ("input_ids", "attention_mask")
                 )
             )
-            for at in range(0, len(texts), AT_ONCE)
+            for start in range(0, len(texts), BATCH_SIZE)
         ]
         return torch.cat(parts).float().cpu().numpy()
 
     def score_candidates(
         self, candidates: Sequence[np.ndarray], *, likes: Sequence[str], wishes: Sequence[str]
     ) -> list[list[Scores]]:
-        """Of each picture of several candidates for the same people. `likes` are keywords as text, empty where there are
-        none."""
-        texts = [self.encode_texts(several) for several in (likes, wishes)]
-        found = []
-        for pictures in candidates:
-            seen = self.encode_images(pictures)
-            both = [np.einsum("np,np->n", seen, one).tolist() for one in texts]
-            rows = zip(likes, *both, strict=True)
-            found.append([Scores(preference if said else None, target) for said, preference, target in rows])
-        return found
+        """Return the scores of each image of each candidate array, all of the same users in the same order.
+
+        `likes` are keywords as text, empty for a user without any.
+        """
+        targets = [self.encode_texts(texts) for texts in (likes, wishes)]
+        scores = []
+        for images in candidates:
+            vectors = self.encode_images(images)
+            cosines = [np.einsum("np,np->n", vectors, target).tolist() for target in targets]
+            rows = zip(likes, *cosines, strict=True)
+            scores.append([Scores(preference if words else None, target) for words, preference, target in rows])
+        return scores
 
 
 def pick_best(candidates: Sequence[Sequence[Scores]], preference_weight: float) -> list[int]:
-    """Of scores [weightings][pictures]: the number of the best weighting for each picture, the first of equal ones."""
-    totals = np.array([[one.total(preference_weight) for one in row] for row in candidates])
+    """Return for each image the index of the candidate with the best total; ties go to the first.
+
+    `candidates` are scores by candidate, then by image.
+    """
+    totals = np.array([[scores.total(preference_weight) for scores in row] for row in candidates])
     return totals.argmax(0).tolist()

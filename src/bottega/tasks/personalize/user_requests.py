@@ -1,4 +1,4 @@
-"""For whom and for what a person asks: users of the run's own data, or somebody new by what they liked."""
+"""Generation requests: a user of the run's own data, or a new user described by a history file, with a wish."""
 
 from __future__ import annotations
 
@@ -18,68 +18,72 @@ from bottega.tasks.personalize.data.image_files import locate_image
 from bottega.tasks.personalize.data.record_files import describe_validation_error
 from bottega.tasks.personalize.data.records import Item, PersonalRows, Record
 
-NAMED = 5
-"""Users that a message names."""
-RECORDS = (".json", ".jsonl", ".ndjson")
+NUM_NAMED = 5
+"""Users that an error message names."""
+RECORD_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
 class UserRequest:
-    """A record, and what its pictures show; `show` is asked only for what is drawn."""
+    """The record of a user, with the wish to generate, and a function that loads the images of its history."""
 
     record: Record
     load_image: Callable[[Item], np.ndarray | None]
+    """Called for items that are drawn on a contact sheet; None for an item without an image."""
 
     def with_wish(self, wish: str) -> UserRequest:
+        """Return the same user with another wish."""
         return UserRequest(self.record.model_copy(update={"wish": wish}), self.load_image)
 
 
-def find_users(wanted: Sequence[str], tables: Iterable[PersonalRows]) -> list[UserRequest]:
-    """Each by name, in whichever table; one with several records by the last, which knows most."""
+def find_users(names: Sequence[str], tables: Iterable[PersonalRows]) -> list[UserRequest]:
+    """Return a request for each user by name; of several records of a user the last, whose history is the longest."""
     tables = list(tables)
-    places = {user: (rows, number) for rows in tables for number, user in enumerate(rows.users)}
-    found = []
-    for user in wanted:
-        if user not in places:
+    positions = {user: (rows, number) for rows in tables for number, user in enumerate(rows.users)}
+    requests = []
+    for user in names:
+        if user not in positions:
             raise UsageError(
-                f"--user {user}: is none of the {len(places):,} users of this run, such as {_some(tables)}"
+                f"--user {user}: not one of the {len(positions):,} users of this run, such as {_list_some(tables)}"
             )
-        rows, number = places[user]
-        found.append(request_for_record(rows, number))
-    return found
+        rows, number = positions[user]
+        requests.append(request_for_record(rows, number))
+    return requests
 
 
 def request_for_record(rows: PersonalRows, number: int) -> UserRequest:
+    """Return the request of record `number`."""
     return UserRequest(rows.record(number), lambda item: rows.image(item) if item.image is not None else None)
 
 
-def _some(tables: list[PersonalRows]) -> str:
-    return ", ".join(list(dict.fromkeys(user for rows in tables for user in rows.users[:NAMED]))[:NAMED])
+def _list_some(tables: list[PersonalRows]) -> str:
+    return ", ".join(list(dict.fromkeys(user for rows in tables for user in rows.users[:NUM_NAMED]))[:NUM_NAMED])
 
 
 def read_history(path: Path, *, wishes: Sequence[str] | None) -> list[UserRequest]:
-    """People of a file: records, whose targets may be missing, or the captions of one person, one a line.
+    """Read new users from a file: records, whose target may be missing, or one user's liked captions, one per line.
 
-    Who has no wish of their own needs one that is asked for.
+    A record without a wish needs one in `wishes`.
     """
     if not path.is_file():
-        raise UsageError(f"--history {path}: is no file; give records, or a text with one caption a line")
+        raise UsageError(f"--history {path}: no such file; give records, or a text with one liked caption per line")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--history {path}: cannot be read as text ({error}); save it as UTF-8") from None
-    if path.suffix.lower() in RECORDS:
-        said = _parsed(path, text)
+    if path.suffix.lower() in RECORD_SUFFIXES:
+        rows = _parse_json(path, text)
     else:
         captions = [line.strip() for line in text.splitlines() if line.strip()]
         if not captions:
-            raise DataError(f"--history {path}: is empty; give one liked caption a line")
+            raise DataError(f"--history {path}: the file is empty; give one liked caption per line")
         if _is_json(captions[0]):
-            raise DataError(f"--history {path}: looks like records in a text; name it .json or .jsonl")
-        said = [{"user": path.stem, "history": [{"id": str(n), "caption": one} for n, one in enumerate(captions)]}]
-    if not said:
-        raise DataError(f"--history {path}: holds no record; give one, or a text with one caption a line")
-    return [_new(path, number, one, has_wish=bool(wishes)) for number, one in enumerate(said)]
+            raise DataError(f"--history {path}: contains JSON records; name it .json or .jsonl")
+        history = [{"id": str(number), "caption": caption} for number, caption in enumerate(captions)]
+        rows = [{"user": path.stem, "history": history}]
+    if not rows:
+        raise DataError(f"--history {path}: contains no record; give one, or a text with one liked caption per line")
+    return [_parse_request(path, number, row, has_wish=bool(wishes)) for number, row in enumerate(rows)]
 
 
 def _is_json(line: str) -> bool:
@@ -89,49 +93,51 @@ def _is_json(line: str) -> bool:
         return False
 
 
-def _parsed(path: Path, text: str) -> list[Any]:
+def _parse_json(path: Path, text: str) -> list[Any]:
     try:
         if path.suffix.lower() == ".json":
-            whole = json.loads(text)
-            return whole if isinstance(whole, list) else [whole]
+            content = json.loads(text)
+            return content if isinstance(content, list) else [content]
         return [json.loads(line) for line in text.splitlines() if line.strip()]
     except (ValueError, RecursionError) as error:
-        raise DataError(f"--history {path}: is no JSON ({error}); correct it") from None
+        raise DataError(f"--history {path}: not valid JSON ({error}); correct it") from None
 
 
-def _new(path: Path, number: int, said: Any, *, has_wish: bool) -> UserRequest:
+def _parse_request(path: Path, number: int, row: Any, *, has_wish: bool) -> UserRequest:
     where = f"--history {path}, record {number + 1}"
-    if not isinstance(said, dict):
-        raise DataError(f"{where}: is no object with user and history")
-    if not isinstance(said.get("target") or {}, dict):
+    if not isinstance(row, dict):
+        raise DataError(f"{where}: expected an object with user and history")
+    if not isinstance(row.get("target") or {}, dict):
         raise DataError(
-            f"{where}: target is no object with id, caption and image; leave it out, and give the wish as wish"
+            f"{where}: target must be an object with id, caption and image; leave it out, and give the wish as wish"
         )
-    wish = said.get("wish") or (said.get("target") or {}).get("caption")
+    wish = row.get("wish") or (row.get("target") or {}).get("caption")
     if isinstance(wish, str) and wish.isspace():
-        raise DataError(f"{where}: its wish is blank; leave it out, or say what the picture should show")
+        raise DataError(f"{where}: the wish is blank; leave it out, or describe the image")
     if not wish and not has_wish:
-        raise UsageError(f'{where}: has no wish; say what the picture should show with --wish, such as --wish "a star"')
-    target = said.get("target") or {"id": "wish", "caption": wish or ""}
-    named = {"user": f"{path.stem}-{number + 1}", **said, "wish": wish, "target": target}
-    if isinstance(history := said.get("history"), list):  # of somebody new items need no names
-        named["history"] = [{"id": str(n), **one} if isinstance(one, dict) else one for n, one in enumerate(history)]
+        raise UsageError(f'{where}: has no wish; describe the image with --wish, such as --wish "a star"')
+    target = row.get("target") or {"id": "wish", "caption": wish or ""}
+    fields = {"user": f"{path.stem}-{number + 1}", **row, "wish": wish, "target": target}
+    if isinstance(history := row.get("history"), list):  # items of a new user need no id
+        fields["history"] = [
+            {"id": str(position), **item} if isinstance(item, dict) else item for position, item in enumerate(history)
+        ]
     try:
-        record = Record.model_validate(named)
+        record = Record.model_validate(fields)
     except ValidationError as error:
         raise DataError(f"{where}: {describe_validation_error(error.errors()[0])}") from None
     if not record.history or any(not item.caption.strip() for item in record.history):
-        raise DataError(f"{where}: every item that was liked needs a caption, and there must be one at least")
-    # All of them now: a picture that cannot be read must not be found out when everything is drawn.
-    shown = {item.id: _picture(path.parent, item, where) for item in record.history if item.image is not None}
-    return UserRequest(record, lambda item: shown.get(item.id))
+        raise DataError(f"{where}: the history needs at least one item, each with a caption")
+    # Decode all now: an unreadable image must not be noticed only after everything is generated.
+    images = {item.id: _decode(path.parent, item, where) for item in record.history if item.image is not None}
+    return UserRequest(record, lambda item: images.get(item.id))
 
 
-def _picture(folder: Path, item: Item, where: str) -> np.ndarray:
-    found = locate_image(folder, str(item.image))
-    if isinstance(found, BadRecord):
-        raise DataError(f"{where}: {found.reason}")
+def _decode(folder: Path, item: Item, where: str) -> np.ndarray:
+    path = locate_image(folder, str(item.image))
+    if isinstance(path, BadRecord):
+        raise DataError(f"{where}: {path.reason}")
     try:
-        return decode_image(found, channels=3)
+        return decode_image(path, channels=3)
     except Unreadable as error:
-        raise DataError(f"{where}: the picture {found} cannot be read ({error}); put a good one there") from None
+        raise DataError(f"{where}: the image {path} cannot be read ({error}); replace it") from None
