@@ -1,4 +1,4 @@
-"""Data that come with the program, so that every medium trains without a download: written once, then read like others'."""
+"""Embedded datasets, so that every medium trains without a download: written to the cache once, then read as files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bottega.data.tables.cache import default_cache, get_or_build
 Medium = Literal["image", "audio", "video"]
 D = TypeVar("D", bound=Data)
 
-# By the hash of what is written (a test compares), so that data of another release are never taken for these.
+# With the hash of the content (checked by a test), so that the data of another release is never used for it.
 CACHE_NAMES = {
     "image": "digits-4c8d689d662ed659",
     "audio": "tones-9103e7c7cba55082",
@@ -24,11 +24,11 @@ CACHE_NAMES = {
     "stickers-all": "stickers-all-199c0b2449cbfe77",
 }
 STICKERS = ("stickers", "stickers-all")
-"""Embedded data that are asked for by name, as {kind: embedded, path: stickers}; the latter has the held-out pairs, too."""
+"""Datasets selected by name, as {kind: embedded, path: stickers}; stickers-all includes the held-out pairs."""
 
 
 def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | None], Path]) -> D:
-    """With what is embedded as a source like any other; `path` is asked, with the name in the recipe, where something is."""
+    """Replace embedded sources by files: `path` maps the name in the recipe to the path of the data."""
 
     def found(source: Source | None) -> Source | None:
         if source is None or source.kind != "embedded":
@@ -50,7 +50,7 @@ def check_embedded_name(name: str | None, *known: str) -> None:
 
 
 def materialise_embedded(medium: Medium, named: str | None = None) -> Path:
-    """The folder of .npy files, one a field, that the numpy reader takes for a table with labels or captions."""
+    """Write an embedded dataset to the cache and return its folder of .npy files, one per field."""
     check_embedded_name(named, *(STICKERS if medium == "image" else ()))
     chosen = named or medium
     name = CACHE_NAMES[chosen].rpartition("-")[0]

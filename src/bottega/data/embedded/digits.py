@@ -1,4 +1,4 @@
-"""Pictures of handwritten digits: 1,797 of 8 x 8 pixels, in 10 classes.
+"""The embedded digits: 1,797 images of handwritten digits, 8 x 8 pixels, 10 classes.
 
 digits.npz beside this file holds the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin and
 C. Kaynak, UCI Machine Learning Repository, 1998 (https://doi.org/10.24432/C50P49), under CC BY 4.0
@@ -18,13 +18,14 @@ INK = 16
 
 
 def build_fields() -> dict[str, np.ndarray]:
+    """Return the fields `image` and `label`."""
     pixels, labels = load_digits()
     return {"image": pixels, "label": labels}
 
 
 @cache
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
-    """White on black, uint8 [n, 8, 8] from 0 to 255, and which digit each is, uint8 [n]."""
+    """Return the images, white on black, uint8 `(images, 8, 8)`, and their digits, uint8 `(images,)`."""
     with np.load(FILE, allow_pickle=False) as stored:
         counts, labels = stored["image"], stored["label"]
     pixels = np.rint(np.arange(INK + 1) * (255 / INK)).astype(np.uint8)[counts]

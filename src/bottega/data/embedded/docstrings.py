@@ -17,6 +17,6 @@ FILE = Path(__file__).with_name("docstrings.jsonl.gz")
 
 
 def find_docstrings_file(name: str | None) -> Path:
-    """The file; `name` is what a recipe asks for, and there is but one."""
+    """Return the path of the file; `name` must be None, because there is only one."""
     check_embedded_name(name)
     return FILE

@@ -1,4 +1,4 @@
-"""Short films of a handwritten digit that crosses a black field: what is seen, and where it goes, are the class."""
+"""The embedded moving digits: clips of a handwritten digit that crosses a black field; digit and direction are the class."""
 
 from __future__ import annotations
 

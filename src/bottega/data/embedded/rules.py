@@ -1,4 +1,4 @@
-"""Samples of which all is known: a gate tells which rule holds, and that rule gives the content its label.
+"""Synthetic samples with a known Bayes posterior: a gate identifies the rule, and the rule maps the content to the label.
 
 x [d] is a gate part and a content part, each a point plus Gaussian noise of deviation 1. The rule and the cell of the
 content are drawn apart, so neither part says anything of the other, and the label is known from both together alone: what
@@ -32,7 +32,7 @@ from bottega.data.numbers.config import (
 from bottega.data.tables.cache import default_cache, get_or_build
 
 BLOCK = 1024
-"""Samples that one generator draws: one for each would take most of the time."""
+"""Samples drawn by one generator; a generator per sample would take most of the time."""
 STEP = 1 << 10
 """Inputs are multiples of 1 / STEP, so that the last bits of a matrix product, which differ between processors, are not in
 the data or its fingerprint."""
@@ -47,7 +47,7 @@ FORMAT = 4
 @final
 @dataclass(frozen=True)
 class RuleOptions:
-    """Some rules of a family; checked by the schema of the recipe that they come from."""
+    """Options of a set of rules; validated by the schema of the recipe."""
 
     num_inputs: int = 100
     num_rules: int = 4
@@ -74,7 +74,7 @@ class RuleOptions:
 @final
 @dataclass(frozen=True)
 class RuleFamily:
-    """Where rules and cells lie, and which label each rule gives each cell."""
+    """Positions of gates and cells, and the label that each rule gives each cell."""
 
     options: RuleOptions
 
@@ -156,7 +156,7 @@ def _block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
 
 
 def label_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
-    """The posterior [n, C] of the label of samples x [n, d], from the true densities."""
+    """Return the posterior of the label, `(samples, labels)`, of x `(samples, d)`, from the true densities."""
     known, C = get_rule_family(options), options.num_labels
     x = np.asarray(x, np.float64)
     rule = _posterior(x[:, : options.gate_inputs], known.gates)
@@ -168,7 +168,7 @@ def label_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
 
 
 def rule_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
-    """The posterior [n, R] of the rule."""
+    """Return the posterior of the rule, `(samples, rules)`."""
     return _posterior(np.asarray(x, np.float64)[:, : options.gate_inputs], get_rule_family(options).gates)
 
 
@@ -181,7 +181,7 @@ def _posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 @cache
 def bayes_accuracy(options: RuleOptions) -> float:
-    """Of the best possible answer: the mean of the largest posterior, over samples that nobody learns from."""
+    """Return the Bayes accuracy: the mean of the largest posterior, over samples that are not used for training."""
     total = 0.0
     for block in range(NUM_BAYES_SAMPLES // BLOCK):
         x = draw_samples(options, 3 * STREAM + block * BLOCK, BLOCK)["x"]
@@ -223,7 +223,7 @@ def materialise_held_out(data: RoutingData, part: RoutingHeldOut, *, table: str)
 
 
 def materialise_rules(options: RuleOptions, *, first: int, count: int) -> Path:
-    """A folder of .npy files, one a field, as the numpy reader takes them."""
+    """Write samples to the cache and return their folder of .npy files, one per field."""
     key = hashlib.sha256(repr((FORMAT, options, first, count)).encode()).hexdigest()[:16]
     name = f"rule-{options.rule_seed}-{options.rule}"
 

@@ -1,4 +1,4 @@
-"""People who like stickers: what each liked before, what each is to be drawn, and in which colour and pattern.
+"""Synthetic users who like stickers: their histories, requests and targets, with known favourite colours and patterns.
 
 Everyone has a favourite colour and a favourite pattern; of six liked stickers five have the one, and five the other. The
 wish names a shape that none of the six has. Training people like pairs that are seen elsewhere, all others held-out ones.
@@ -44,7 +44,7 @@ Sticker = tuple[str, str, str, str]
 
 
 def materialise_people() -> Path:
-    """The folder with train.jsonl, validation.jsonl, test.jsonl, and the catalogue in pictures/."""
+    """Write the users to the cache and return the folder with train.jsonl, validation.jsonl, test.jsonl and pictures/."""
 
     def build(folder: Path) -> None:
         pictures = folder / "people" / "pictures"
@@ -66,7 +66,7 @@ NUMBERS = {sticker: number for number, sticker in enumerate(CATALOGUE)}
 
 
 def build_records(table: str) -> list[dict[str, Any]]:
-    """Of all people of a table, as plain values."""
+    """Return the records of all users of a table."""
     liked = {"train": TRAINING_PAIRS, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}[table]
     people, times = (TRAINING, RECORDS_PER_USER) if table == "train" else (HELD_OUT_PEOPLE, 1)
     return [

@@ -1,4 +1,4 @@
-"""What a picture of a sticker shows, told by matching it with drawn ones; nothing here was learnt.
+"""Recognise the attributes of a sticker image by matching it with drawings; nothing here is trained.
 
 A picture is read as the drawing that leaves the least squared error over all shapes, patterns, colours, backgrounds, places
 and sizes at once. N pictures   P pixels   G drawings without colour   C pairs of colour and background

@@ -1,4 +1,4 @@
-"""Texts that teach what a chat model knows already: what liked stickers have in common, and what a wish is of.
+"""Synthetic texts that teach a small model to summarise liked stickers and to name the object of a request.
 
 The forms are those that the recipe `personalize` asks in; the histories are other ones than those of its people.
 """
@@ -38,7 +38,7 @@ SHAPE_LOVERS = 0.5
 
 
 def materialise_texts(name: str) -> Path:
-    """A file of JSON lines with `text`."""
+    """Write the texts to the cache and return a JSON lines file with the field `text`."""
     check_embedded_name(name, *CACHE_NAMES)
 
     def build(folder: Path) -> None:
@@ -49,7 +49,7 @@ def materialise_texts(name: str) -> Path:
 
 
 def build_texts(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> list[str]:
-    """All of them, in an order that says nothing."""
+    """Return all texts in random order."""
     rng = numpy_generator("sticker texts", len(pairs))
     found = [_history(pairs, rng) for _ in range(HISTORIES)]
     found += [_wishes(pairs, rng) for _ in range(WISHES)]
@@ -58,7 +58,7 @@ def build_texts(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> list[str]:
 
 
 def format_preference_text(liked: list[str], answer: str) -> str:
-    """Captions, and what they have in common."""
+    """Return the text of a history: captions, and what they have in common."""
     items = "".join(f"{said}\n" for said in liked)
     return f"liked:\n{items}likes: {answer}\n"
 

@@ -68,7 +68,7 @@ COPIES = 10
 
 
 def build_fields(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> dict[str, np.ndarray]:
-    """Image uint8 [n, 32, 32, 3], caption, and what is shown by name; in an order that says nothing."""
+    """Return the fields image, uint8 `(images, 32, 32, 3)`, caption and attributes, in random order."""
     shown = [(*chosen, copy) for copy in range(COPIES) for chosen in product(SHAPES, pairs, BACKGROUNDS)]
     order = numpy_generator("stickers", len(shown)).permutation(len(shown))
     shown = [shown[number] for number in order]
@@ -92,19 +92,19 @@ def build_fields(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> dict[str, np.ndarr
 def format_caption(
     shape: str, colour: str | None = None, pattern: str | None = None, background: str | None = None
 ) -> str:
-    """As "a red striped star on a white background"; what is None is left out."""
+    """Return a caption such as "a red striped star on a white background", without attributes that are None."""
     words = " ".join(word for word in (colour, pattern, shape) if word)
     article = "an" if words[0] in "aeiou" else "a"
     return f"{article} {words} on a {background} background" if background else f"{article} {words}"
 
 
 def format_keywords(*words: str | None) -> str:
-    """As "red, striped"."""
+    """Return keywords such as "red, striped"."""
     return ", ".join(word for word in words if word)
 
 
 def list_caption_forms(shape: str, colour: str, pattern: str, background: str) -> tuple[str, ...]:
-    """All forms that a picture may be described in: a generator must understand partial wishes and keywords, too."""
+    """Return all captions of an image, also partial ones and keywords, which a generator must understand too."""
     return (
         format_caption(shape, colour, pattern, background),
         format_caption(shape, colour, pattern, background),

@@ -1,4 +1,4 @@
-"""Short sounds of one note each, half plucked strings, half plain tones; the note's name is the class.
+"""The embedded tones: clips of one note each, half plucked strings, half plain tones; the note is the class.
 
 A string is that of Karplus and Strong (1983): a burst of noise goes round in a delay line of one period. An allpass
 (Jaffe and Smith, 1983) makes up for the part of a period that is no whole sample: without it C5 at 8 kHz is 33 cents off.
@@ -28,7 +28,7 @@ LONGEST_PERIOD = 32
 
 
 def build_fields() -> dict[str, np.ndarray]:
-    """Audio int16 [n, samples], label, and sample_rate."""
+    """Return the fields audio, int16 `(clips, samples)`, label and sample_rate."""
     number = np.arange(COUNT)
     draws = np.stack([numpy_generator("tones", i).random(10 + LONGEST_PERIOD) for i in range(COUNT)])
     is_string = number // len(NOTES) % 2 == 0
