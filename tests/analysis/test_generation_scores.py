@@ -48,7 +48,7 @@ def test_distributions_are_compared_at_equal_counts(
         seen["fid"].append(len(samples))
         return 0.0
 
-    monkeypatch.setattr(generation_scores, "moments", counted)
+    monkeypatch.setattr(generation_scores, "feature_moments", counted)
     monkeypatch.setattr(generation_scores, "_fid", lambda *_: fid)
     found = bottega.evaluate(run, count=count, inception="weights.safetensors")
     assert seen["moments"] == [27, compared, compared], "the training data, what was drawn, what is real"
@@ -120,7 +120,7 @@ def test_a_judge_reads_a_chunk_at_a_time(run: Path, monkeypatch: pytest.MonkeyPa
         sizes.append(len(part))
         return normalise(part, **how)
 
-    monkeypatch.setattr(generation_scores, "normalise", recorded)
+    monkeypatch.setattr(generation_scores, "normalise_pixels", recorded)
     monkeypatch.setattr(generation_scores, "CHUNK", 10)
     for found, expected in zip(judge.classify(samples), whole, strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
@@ -151,7 +151,7 @@ def test_a_judge_that_cannot_be_had_is_missed_before_anything_is_drawn(
     def missing(*_: Any, **__: Any) -> None:
         raise UsageError("no judge")
 
-    monkeypatch.setattr(generation_scores, "part", missing)
+    monkeypatch.setattr(generation_scores, "ensure_dependency", missing)
     monkeypatch.setattr(GenerationWorkload, "draw", lambda *_, **__: pytest.fail("drawn for nobody"))
     with pytest.raises(UsageError, match="no judge"):
         bottega.evaluate(run, count=4)
@@ -174,7 +174,7 @@ FEW = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 
 def test_a_judge_of_few_samples_takes_smaller_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = small_media.train(tmp_path, **SMALL, needs=FEW).path
     first = bottega.evaluate(path, count=4, quiet=False)
-    assert "training.batch_size is 16 instead of 64: there are 27 samples" in capsys.readouterr().err
+    assert "training.batch_size is lowered from 64 to 16" in capsys.readouterr().err
     [judge] = (tmp_path / "parts").iterdir()
     assert bottega.load(judge).recipe.training.batch_size == 16
     # The next start finds it by the same name, whether it is whole or has to be gone on with.

@@ -1,4 +1,4 @@
-"""The verbs that look closer: lr-find, doctor, inspect, ledger, verify-resume, crossval, compare."""
+"""The verbs that analyse runs: runs, lr-find, inspect, ledger, crossval, compare, verify-resume, doctor."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--metric", help="what is compared (default: the metric the runs kept their best by)")
     parser.add_argument("--split", choices=("validation", "test"), help="what bottega evaluate wrote to RUN/results")
     parser.add_argument("--alpha", type=float, default=0.05, help="how small p must be to tell (default: 0.05)")
-    parser.add_argument("--out", metavar="FILE.png", help="draw a picture as well")
+    parser.add_argument("--out", metavar="FILE.png", help="also write a plot")
 
 
 def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def _data_arguments(parser: argparse.ArgumentParser) -> None:
         "--output_dir",
         "--output-dir",
         metavar="FOLDER",
-        help="where pictures are written (default: data-report)",
+        help="where images and plots are written (default: data-report)",
     )
 
 

@@ -19,8 +19,8 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega train RECIPE... [key=value | --key value]... [options]"
     parser.add_argument("--fresh", action="store_true", help="start over; the old run is kept under another name")
     parser.add_argument("--resume_from", "--resume-from", metavar="PATH", help="start from this checkpoint or run")
-    parser.add_argument("--allow-data-change", action="store_true", help="resume although the data has changed")
-    parser.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    parser.add_argument("--allow-data-change", action="store_true", help="resume even if the data has changed")
+    parser.add_argument("--quiet", action="store_true", help="print errors only")
     add_keys_to_help(parser)
 
 
@@ -35,12 +35,12 @@ def _train(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         quiet=arguments.quiet,
     )
     if not arguments.quiet and World.from_environment().is_main:
-        _say_what_predicts(Path(result["run"]))
+        _print_predict_example(Path(result["run"]))
     return result
 
 
-def _say_what_predicts(run: Path) -> None:
-    """One more of the commands to try next: whoever draws nothing can still answer."""
+def _print_predict_example(run: Path) -> None:
+    """Print an example of `bottega predict` for a run that can classify."""
     from bottega.analysis.predict import example_command
 
     command = example_command(run)
@@ -55,7 +55,7 @@ def _run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
 
 
-def _the_run(arguments: argparse.Namespace) -> Path:
+def _run_path(arguments: argparse.Namespace) -> Path:
     given = [p for p in (arguments.run, arguments.model_path) if p]
     if len(given) != 1:
         raise UsageError(f"say which run: bottega {arguments.verb} runs/NAME")
@@ -102,7 +102,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         reject_extra_words(files)
     data = [arguments.data, *files] if files else arguments.data
     result = evaluate_run(
-        _the_run(arguments),
+        _run_path(arguments),
         request=DataRequest(data, arguments.data_config, settings, arguments.split),
         checkpoint=arguments.checkpoint,
         device=arguments.device,
@@ -133,11 +133,11 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_argument_group("text")
     text.add_argument("--max_tokens", "--max-tokens", type=int, help="tokens to add (default: 200)")
     text.add_argument("--repetition_penalty", "--repetition-penalty", type=float, help="above 1 repeats less")
-    tokens = parser.add_argument_group("text, and images and sound over tokens")
+    tokens = parser.add_argument_group("text, and images and audio as tokens")
     tokens.add_argument("--temperature", type=float, help="0 is greedy (default: 0.8 for text, else the recipe's)")
     tokens.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
     tokens.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
-    media = parser.add_argument_group("images, sound, video")
+    media = parser.add_argument_group("images, audio, video")
     media.add_argument("--steps", type=int, help="steps of the sampler (default: the recipe's)")
     media.add_argument("--sampler", help="euler, heun or dpm (default: the recipe's)")
     media.add_argument("--guidance", type=float, help="how strongly the condition is followed; 1 is plain")
@@ -167,7 +167,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         for name in GENERATION_OPTIONS
         if getattr(arguments, name) is not None
     }
-    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
+    saved = open_run(_run_path(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
         saved.workload.check_output(out)
@@ -192,7 +192,7 @@ def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.run.saved import open_run
 
     reject_extra_words(rest)
-    saved = open_run(_the_run(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
+    saved = open_run(_run_path(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
     folder = saved.export(arguments.out or None)
     notes = list_export_notes(folder)
     if not arguments.json:
@@ -225,7 +225,7 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.data and words:
         raise UsageError(f"--data {arguments.data}: {words[0]} is given as well; leave one of them out")
     chosen = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
-    rows = predict(_the_run(arguments), words, data=arguments.data, **chosen, standard_input=sys.stdin)
+    rows = predict(_run_path(arguments), words, data=arguments.data, **chosen, standard_input=sys.stdin)
     for word in words:
         if rows and "text" in rows[0] and os.path.isfile(word):
             print_notice(

@@ -1,4 +1,4 @@
-"""What `bottega train --help` says of recipes: the keys that people set most, with their defaults out of the schema."""
+"""The keys of a recipe in `bottega train --help`: those set most often, with descriptions and defaults from the schema."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ KEYS = {
     "name": "--name",
     "output_dir": "--output_dir",
 }
-"""Dotted key -> its short form, where people type one."""
+"""Dotted key -> its short flag, or "" where there is none."""
 
 
 def add_keys_to_help(parser: argparse.ArgumentParser) -> None:
-    """Write the keys under the options, when somebody asks: the schema is not loaded for anything else."""
+    """List the keys below the options; the schema is loaded only when the help is printed."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     plain = parser.format_help
 
@@ -46,21 +46,24 @@ def add_keys_to_help(parser: argparse.ArgumentParser) -> None:
 
 
 def describe_keys() -> str:
+    """Return a line for each key: its flag, its dotted name, its description and its default."""
     rows = [(f"{short or key:<20}{key if short else ''}".rstrip(), *_field(key)) for key, short in KEYS.items()]
     width = max(len(row[0]) for row in rows) + 2
     lines = [f"  {name:<{width}}{text} [{default}]" for name, text, default in rows]
     return "\n".join(
         [
-            "the keys of a recipe that are set most, with their defaults; bundled recipes have some of their own:",
+            "most used recipe keys, as key=value or --flag value, with [defaults]; bundled recipes override some:",
             *lines,
             "",
-            "bottega init TASK prints all keys of a task; bottega plan RECIPE shows what would run; see docs/recipes.md",
+            "all keys of a task with their defaults:    bottega init TASK        (explained in docs/recipes.md)",
+            "the complete recipe of a command:          bottega plan RECIPE [key=value]...",
+            "bundled recipes to start from:             bottega recipes",
         ]
     )
 
 
 def _field(key: str) -> tuple[str, str]:
-    """What the schema says of a key, and its default."""
+    """Return the description of a dotted key and its default as YAML."""
     from typing import get_args
 
     from bottega.config.recipe import Recipe

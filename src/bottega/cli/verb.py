@@ -1,4 +1,4 @@
-"""What a verb is, and what all of them need."""
+"""Definition of a command-line verb, and helpers that all verbs share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Verb:
-    """What a verb says of itself, which arguments it has, and what it does. The rest of the line is for the recipe."""
+    """A verb of the command line: its help text, its arguments, and what it runs with the words that argparse left over."""
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -20,16 +20,17 @@ class Verb:
 
 
 def reject_extra_words(rest: list[str]) -> None:
+    """Raise `UsageError` where words are left that the verb does not take."""
     if rest:
         raise UsageError(f"unexpected {' '.join(rest)}; see --help")
 
 
 def remaining_words(rest: list[str]) -> list[str]:
-    """Words that argparse leaves over because they follow an option; what begins with a dash is no word, unless behind --."""
+    """Return the positional words that argparse left over after an option; options among them are refused, except after --."""
     end = rest.index("--") if "--" in rest else len(rest)
     reject_extra_words([word for word in rest[:end] if word.startswith("-")])
     return rest[:end] + rest[end + 1 :]
 
 
 def add_no_arguments(parser: argparse.ArgumentParser) -> None:
-    """A verb without arguments of its own."""
+    """Add nothing: the verb has no arguments of its own."""
