@@ -14,7 +14,7 @@ from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.models.frozen.language import FrozenLanguageModel, load_language_model
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.data.records import Item, Record
-from bottega.tasks.personalize.keyword_cache import parse_keywords
+from bottega.tasks.personalize.keyword_parser import parse_keywords
 from bottega.tasks.personalize.keywords import KeywordGenerator
 from tiny_pipelines import llama
 
@@ -214,8 +214,8 @@ def test_keywords_are_found_in_whatever_is_said(said: str, heard: str) -> None:
 
 
 def test_half_a_word_is_not_heard() -> None:
-    assert parse_keywords("red, blue, gre", 6, is_cut=True) == ("red", "blue")
-    assert parse_keywords("red", 6, is_cut=True) == ("red",)
+    assert parse_keywords("red, blue, gre", 6, is_truncated=True) == ("red", "blue")
+    assert parse_keywords("red", 6, is_truncated=True) == ("red",)
 
 
 def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguageModel, tmp_path: Path) -> None:
@@ -316,5 +316,5 @@ def test_a_damaged_answer_is_asked_again(place: Path, tmp_path: Path, damage: Ca
 def test_a_cache_that_cannot_be_written_is_one_line(place: Path, tmp_path: Path) -> None:
     (tmp_path / "keywords").write_text("a file")
     by = KeywordGenerator(place, FREE, cache=tmp_path)
-    with pytest.raises(EnvironmentProblem, match=r"keywords cannot be kept in .* set XDG_CACHE_HOME"):
+    with pytest.raises(EnvironmentProblem, match=r"cannot write keywords to .* set XDG_CACHE_HOME"):
         by.targets(["moon"], _Speaker(by, "red"), "cpu", _quiet)

@@ -24,7 +24,8 @@ from bottega.models.frozen.language import KEY, FrozenLanguageModel, read_langua
 from bottega.tasks.frozen_models import hash_model_folder, hash_named_files
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.data.records import Record
-from bottega.tasks.personalize.keyword_cache import append_answers, lock_answers, parse_keywords, read_cached_answers
+from bottega.tasks.personalize.keyword_cache import append_answers, lock_answers, read_cached_answers
+from bottega.tasks.personalize.keyword_parser import parse_keywords
 
 # Raised when the same answer would be read in another way, so that old ones are left alone.
 FORMAT = 2
@@ -277,7 +278,7 @@ class KeywordGenerator:
         if self._allowed is not None:
             return self._allowed.decode_words(tokens)
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-        return parse_keywords(text, self.options.count, is_cut=len(tokens) >= self.options.max_tokens)
+        return parse_keywords(text, self.options.count, is_truncated=len(tokens) >= self.options.max_tokens)
 
     @cached_property
     def _allowed(self) -> AllowedWords | None:
