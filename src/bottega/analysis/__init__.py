@@ -1,1 +1,1 @@
-"""What a run means: doctor, inspect, verify-resume, ledger."""
+"""Analysis of runs and data: evaluate, predict, compare, crossval, plan, inspect, lr-find, doctor and other verbs."""

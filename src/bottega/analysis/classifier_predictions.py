@@ -1,4 +1,4 @@
-"""What a classifier answered, example by example: measures of each class, a line for each answer, and two pictures."""
+"""Predictions of a classifier, sample by sample: metrics of each class, predictions.jsonl, and two plots."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PREDICTIONS, CONFUSION, CALIBRATION = "predictions.jsonl", "confusion.png", "cal
 
 @final
 class ClassifierPredictions:
-    """`rows` are those of a `Classification`, in the order of the source."""
+    """Predictions from the evaluation `rows` of a `Classification` task, in the order of `source`."""
 
     def __init__(self, rows: Rows, source: Source, classes: tuple[str, ...]) -> None:
         self.source, self.classes = source, classes
@@ -38,13 +38,13 @@ class ClassifierPredictions:
 
     @property
     def confusion_matrix(self) -> np.ndarray:
-        """[K, K] counts, or [K, 2, 2] where an example may be of several classes."""
+        """Counts (classes, classes), or (classes, 2, 2) for multi-label data."""
         if self.is_multi_label:
             return measures.confusion_matrices(self.labels, self.predicted)
         return measures.confusion_matrix(self.labels, self.predicted, len(self.classes))
 
     def class_metrics(self) -> dict[str, dict[str, float]]:
-        """Class -> precision, recall, f1, and how many examples are of it."""
+        """Return class -> precision, recall, f1 and support (its number of samples)."""
         found = measures.per_class_metrics(self.confusion_matrix)
         columns = {"precision": found.precision, "recall": found.recall, "f1": found.f1, "support": found.support}
         return {
@@ -53,7 +53,7 @@ class ClassifierPredictions:
         }
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """{"key", "label", "predicted", "probability"} of each example; the last is that of what was predicted."""
+        """Return {"key", "label", "predicted", "probability"} of each sample; the probability is that of the predicted class."""
         return [self._line(i) for i in range(len(self))]
 
     def _line(self, i: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class ClassifierPredictions:
 
 
 def _key(source: Any, number: int) -> str:
-    """The name of a record, however its source is wrapped."""
+    """Return the key of a record, through all wrappers of its source."""
     while not hasattr(source, "table"):
         number = source.inner_index(number) if isinstance(source, Interleaved) else number
         source = source.source

@@ -1,4 +1,4 @@
-"""Single classifiers compared by the samples that each has right; and what a report says of a pair of any kind."""
+"""Compare single classifiers by the samples that each predicts correctly; describe pairs of any kind for the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compared: groups of runs that differ in their seed or fold alone, their numbers, and whether these may be compared."""
+"""Groups of runs that differ in seed or fold alone: reading them and their metrics, and checking that they are comparable."""
 
 from __future__ import annotations
 

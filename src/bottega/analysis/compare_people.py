@@ -1,4 +1,4 @@
-"""Personalised runs compared by the people that they drew for: two runs, or two arms of one.
+"""Compare personalised runs, or two arms of one run, by the users that images were generated for.
 
 An evaluation over people has several arms, so that a name may say which: `RUN:none` and `RUN:both` are two of one run.
 """

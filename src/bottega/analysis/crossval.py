@@ -1,4 +1,4 @@
-"""`bottega crossval`: a recipe trained once for each fold of its data, and what the held-out parts say together."""
+"""`bottega crossval`: train a recipe once per fold of its data, and summarise the metrics of the held-out folds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs a cross-validation is made of: how the data is cut, and what must be so before the first of them begins."""
+"""Plan the runs of a cross-validation: how the data is split, and the checks before the first run starts."""
 
 from __future__ import annotations
 

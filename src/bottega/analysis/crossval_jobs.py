@@ -1,4 +1,4 @@
-"""Several trainings at a time, each a process of its own: who runs where, what they say, and how they are stopped."""
+"""Train folds in parallel, one process each: devices and threads, progress from their logs, and signals."""
 
 from __future__ import annotations
 

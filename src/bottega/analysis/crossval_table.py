@@ -1,4 +1,4 @@
-"""What folds say together: mean, deviation and interval of each metric, and the answers of all of them as one."""
+"""Summarise folds: mean, standard deviation and interval of each metric, and metrics of the pooled predictions."""
 
 from __future__ import annotations
 

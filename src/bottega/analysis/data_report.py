@@ -1,4 +1,4 @@
-"""`bottega data`: what is in a recipe's data, before anything is learned from it."""
+"""`bottega data`: counts, lengths, labels, duplicates and examples of a recipe's data."""
 
 from __future__ import annotations
 

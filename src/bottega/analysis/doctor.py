@@ -1,4 +1,4 @@
-"""What this machine has, and what is missing for which feature."""
+"""`bottega doctor`: versions, devices, memory and disk of this machine, and which extras are missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bottega evaluate`: a run's loss on held-out data, and where it generates, what its samples are worth."""
+"""`bottega evaluate`: metrics of a run on held-out data, and for a generator the quality of its samples."""
 
 from __future__ import annotations
 

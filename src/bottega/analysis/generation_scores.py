@@ -1,4 +1,4 @@
-"""What generated samples are worth: a judge that saw only real data reads them, beside real data held out from training.
+"""Quality of generated samples, measured with a classifier trained on real data alone (the judge) and beside held-out data.
 
 All numbers come from the same samples, drawn without guidance.
 """

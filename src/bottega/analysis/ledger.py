@@ -1,4 +1,4 @@
-"""The sample ledger: which samples made a step. Nothing is stored, because the order is a function of the step."""
+"""`bottega ledger`: the samples of one step, recomputed because the order is a function of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which learning rate to begin with: a range test on a copy of a recipe's model, or of a run's, that leaves both alone."""
+"""`bottega lr-find`: a learning-rate range test on a copy of the model of a recipe or run."""
 
 from __future__ import annotations
 

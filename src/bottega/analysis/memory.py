@@ -1,4 +1,4 @@
-"""`bottega plan --memory`: which micro-batch fits on which GPU, from steps that were taken here."""
+"""`bottega plan --memory`: which micro-batch fits on which GPU, from steps measured on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether keywords come from what a language model has learnt: the same questions to the same network with random weights."""
+"""Control for keyword prediction: the same prompts answered by the same network with random weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would run, before anything runs: `bottega plan`."""
+"""`bottega plan`: check a recipe as `train` would, and print the resolved recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`bottega predict`: which class new texts, images, sounds, clips or rows of numbers are of, by a run that classifies."""
+"""`bottega predict`: classify new texts, images, audio, video or rows of numbers with a trained run."""
 
 from __future__ import annotations
 

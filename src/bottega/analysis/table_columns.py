@@ -1,4 +1,4 @@
-"""The columns of a table, for a person who has to say which of them is the text, the label or the numbers."""
+"""Describe the columns of a table, so that a user can choose which holds the text, the label or the numbers."""
 
 from __future__ import annotations
 

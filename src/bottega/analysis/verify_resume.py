@@ -1,4 +1,4 @@
-"""The promise of exact resume, put to the test on a recipe of one's own: run, kill, resume, compare bit for bit."""
+"""`bottega verify-resume`: train a recipe, kill and resume it, and compare the runs bit for bit."""
 
 from __future__ import annotations
 
