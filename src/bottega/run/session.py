@@ -137,10 +137,10 @@ class Session:
             frozen=dict(plan.frozen),
             held_out=workload.held_out,
         )
-        found, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
+        resumed_from, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
         rate = recipe.training.learning_rate
-        seen = f"{workload.fingerprint} {workload.derived_fingerprint}"
-        if not engine.all_ranks_equal(f"{progress.step} {rate} {seen} {sorted(plan.frozen.items())}"):
+        data = f"{workload.fingerprint} {workload.derived_fingerprint}"
+        if not engine.all_ranks_equal(f"{progress.step} {rate} {data} {sorted(plan.frozen.items())}"):
             raise CheckpointError(
                 f"rank {engine.rank} would resume at step {progress.step}, and another rank elsewhere or with other data or "
                 f"dependencies; {directory.path}, the data and the dependencies must be the same files for all ranks"
@@ -153,7 +153,7 @@ class Session:
         for note in (*plan.notes, *adjusted):
             console.info(note)
         if plan.on_train_start is not None:
-            plan.on_train_start(engine, loader, resumed=found is not None)
+            plan.on_train_start(engine, loader, resumed=resumed_from is not None)
         self._introduce(workload, engine, progress)
 
         last = _LastMetrics()
@@ -172,7 +172,7 @@ class Session:
             announce=announce,
             warn=console.warn,
         )
-        saver.resumed_from = found
+        saver.resumed_from = resumed_from
         fit = Trainer(
             engine=engine,
             batches=loader,
@@ -202,13 +202,13 @@ class Session:
         if engine.rank == 0:
             checkpoint.remove_partial_checkpoints(self.directory.checkpoints)
         engine.any_rank(False)  # a barrier: no rank reads checkpoints before leftovers are removed
-        found = resume.find_checkpoint(self.directory, self.resume_from, self.console.warn)
+        start = resume.find_checkpoint(self.directory, self.resume_from, self.console.warn)
         if engine.rank == 0:
-            newest = found[0] if found is not None and self.resume_from is None else None
+            newest = start[0] if start is not None and self.resume_from is None else None
             checkpoint.update_links(self.directory.checkpoints, last=newest)
-        if found is None:
+        if start is None:
             return None, Progress(total=total)
-        path, manifest = found
+        path, manifest = start
         resume.check_data_unchanged(manifest, fingerprint, allow=self.allow_data_change, say=self.console.warn)
         resume.check_frozen_unchanged(manifest, fingerprint)
         progress = resume.load_progress(path, loader=loader, total=total, say=self.console.info)

@@ -58,8 +58,8 @@ class PCGrad:
         trainable = [p for p in self.parameters if p.requires_grad]
         for number, (name, value) in enumerate(terms.items()):
             is_last = number + 1 == len(terms)
-            found = torch.autograd.grad(value, trainable, retain_graph=not is_last, allow_unused=True)
-            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, found, strict=True)]
+            partial = torch.autograd.grad(value, trainable, retain_graph=not is_last, allow_unused=True)
+            gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, partial, strict=True)]
             old = self.gradients.get(name)
             self.gradients[name] = gradients if old is None else list(torch._foreach_add(old, gradients))
 

@@ -127,7 +127,7 @@ def softened_binary_kl(student: Tensor, teacher: Tensor, temperature: float) -> 
     return (yes + no).mean(-1) * temperature**2
 
 
-def hidden_state_distance(own: Tensor, theirs: Tensor, kept: Tensor | None) -> Tensor:
+def hidden_state_distance(own: Tensor, theirs: Tensor, mask: Tensor | None) -> Tensor:
     """Return the distance `(B,)` between normalised hidden states `(B, N, D)` and `(B, N, E)`.
 
     For equal widths the squared distance at each position. Otherwise the squared difference of their similarity matrices
@@ -138,15 +138,15 @@ def hidden_state_distance(own: Tensor, theirs: Tensor, kept: Tensor | None) -> T
             f"techniques.distill.hidden: a block of the teacher has {theirs.shape[1]} positions, the student's "
             f"{own.shape[1]}; choose models with the same number of positions, or set it to 0"
         )
-    kept = torch.ones(own.shape[:2], dtype=torch.bool, device=own.device) if kept is None else kept
+    mask = torch.ones(own.shape[:2], dtype=torch.bool, device=own.device) if mask is None else mask
     own, theirs = F.normalize(own.float(), dim=-1), F.normalize(theirs.float(), dim=-1)
     if own.shape[2] == theirs.shape[2]:
-        return _masked_mean((own - theirs).square().sum(-1), kept)
+        return _masked_mean((own - theirs).square().sum(-1), mask)
     step = -(-own.shape[1] // MOST_POSITIONS)
-    own, theirs, kept = own[:, ::step], theirs[:, ::step], kept[:, ::step]
+    own, theirs, mask = own[:, ::step], theirs[:, ::step], mask[:, ::step]
     with torch.autocast(own.device.type, enabled=False):  # the difference of nearly equal numbers needs float32
         difference = (own @ own.mT - theirs @ theirs.mT).square()
-    return _masked_mean(difference.flatten(1), (kept[:, :, None] & kept[:, None, :]).flatten(1))
+    return _masked_mean(difference.flatten(1), (mask[:, :, None] & mask[:, None, :]).flatten(1))
 
 
 def _masked_mean(each: Tensor, mask: Tensor) -> Tensor:
