@@ -342,9 +342,9 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
         (
             {"data.mixture": None, "techniques": ["ewc"]},
             UsageError,
-            "ewc is about sources .* say data.mixture: sequence",
+            "ewc needs sources .* set data.mixture: sequence",
         ),
-        ({"data.mixture": None, "techniques": ["replay"]}, UsageError, "replay is about sources"),
+        ({"data.mixture": None, "techniques": ["replay"]}, UsageError, "replay needs sources"),
         ({"data.sources": [{"kind": "embedded"}]}, UsageError, "a sequence needs two sources or more"),
         ({"data.replay.path": "x"}, UsageError, "a sequence has an order of its own"),
         ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* not one is its own"),

@@ -432,7 +432,7 @@ def test_other_classes_and_sizes_are_refused(teachers: dict[str, Path], tmp_path
         **taught(teachers["image"]),
     )
     refused(r"was trained for image, not for classify of text", "classify", tmp_path, **taught(teachers["image"]))
-    refused(r"there is no run and no folder at .*nowhere", "classify", tmp_path, **taught(tmp_path / "nowhere"))
+    refused(r"no run and no folder at .*nowhere", "classify", tmp_path, **taught(tmp_path / "nowhere"))
     for name in ("classify", "classify/image", "language/shakespeare"):
         folder = tmp_path / name
         nothing = (

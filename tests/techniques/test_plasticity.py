@@ -587,9 +587,9 @@ def test_a_reward_needs_a_task_that_knows_what_is_right() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "lora": ({"techniques": ["lora", "plasticity"]}, "lora keeps the weights as they are that plasticity changes"),
+    "lora": ({"techniques": ["lora", "plasticity"]}, "lora freezes the weights that plasticity changes"),
     "maml": ({"techniques": ["plasticity", "maml"]}, "maml has several sets of weights in a step"),
-    "compile": ({"techniques": ["plasticity"], "training.compile": True}, "plasticity listens inside the model"),
+    "compile": ({"techniques": ["plasticity"], "training.compile": True}, "plasticity records spikes inside the model"),
     "twice": ({"techniques": ["plasticity", "plasticity"]}, "plasticity is listed 2 times; keep one"),
     "low": ({"techniques": [{"name": "plasticity", "options": {"low": 2}}]}, r"low: 2 must be below high \(1\)"),
     "pair": (
@@ -605,7 +605,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_several_tasks_may_have_it_but_no_reward() -> None:
     asked = {"techniques": [{"name": "plasticity", "options": {"reward": "loss"}}]}
-    with pytest.raises(UsageError, match=r"plasticity.reward is of one task, and here are several; set it to none"):
+    with pytest.raises(UsageError, match=r"plasticity.reward needs a single task, and this recipe has several; set it to none"):
         load_recipe(["multitask", asked])
     assert load_recipe(["multitask", {"techniques": ["plasticity"]}]).recipe.techniques[0].name == "plasticity"
 

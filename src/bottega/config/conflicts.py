@@ -1,13 +1,13 @@
-"""What a recipe asks for that techniques cannot stand beside, as far as it alone tells: neither data nor torch is needed."""
+"""Combinations of techniques and recipe keys that exclude each other, found from the recipe alone, without data or torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bottega.config.layers import BUILTIN_KINDS
-from bottega.config.technique_spec import TECHNIQUES, TECHNIQUES_KEY, Conflict
+from bottega.config.technique_spec import ANY_VALUE, TECHNIQUES, TECHNIQUES_KEY, Conflict, KeyConflict
 from bottega.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -15,101 +15,135 @@ if TYPE_CHECKING:
     from bottega.config.techniques import Technique
 
 AUTOENCODER_TASKS = ("image_vae", "image_tokens")
-"""Tasks whose model others are built on by its whole export."""
+"""Tasks whose whole exported model is a dependency of other runs."""
 GENERATED_DATA_TASK = "recall"
-"""The task whose data has neither labels nor sources."""
+"""The task whose data is generated on the fly, without labels or sources."""
+
+INJECTION_CONFLICTS = (
+    *(
+        KeyConflict("task", "{technique} does not support {value}; train it in full", task)
+        for task in AUTOENCODER_TASKS
+    ),
+    KeyConflict("model.expert_dropout", "{technique} keeps the routers frozen with all experts; leave it out"),
+    KeyConflict(
+        "model.balance", "{technique} keeps the routers frozen, with their current bias; leave out {value}", "bias"
+    ),
+)
+"""Conflicts of every technique that injects modules into a frozen model."""
 
 
 def find_technique_conflicts(recipe: Recipe) -> list[Conflict]:
-    """What the techniques of a recipe do not go with, in the words of their own."""
+    """Return the conflicts that the specs of the recipe's techniques declare, with each other and with other keys."""
     names: list[str] = [technique.name for technique in recipe.techniques]
     if not names:
         return []
-    alone = [name for name in names if not TECHNIQUES[name].supports_multitask]
-    if recipe.task == "multitask" and alone:
-        return [(TECHNIQUES_KEY, TECHNIQUES_KEY, f"{alone[0]} does not go with several tasks; leave it out")]
-    apart = [name for name in names if TECHNIQUES[name].needs_sources]
-    if recipe.task == GENERATED_DATA_TASK and apart:
-        why = "whose facts are made up as they are needed, without sources or labels"
-        return [(TECHNIQUES_KEY, "task", f"{apart[0]} does not go with {GENERATED_DATA_TASK}, {why}; leave it out")]
-    known = list(dict.fromkeys(names))
-    twice = [
+    unsupported = next((name for name in names if not TECHNIQUES[name].supports_multitask), None)
+    if recipe.task == "multitask" and unsupported is not None:
+        return [(TECHNIQUES_KEY, TECHNIQUES_KEY, f"{unsupported} does not support several tasks; leave it out")]
+    unsupported = next((name for name in names if TECHNIQUES[name].needs_sources), None)
+    if recipe.task == GENERATED_DATA_TASK and unsupported is not None:
+        reason = "whose data is generated on the fly, without sources or labels"
+        return [
+            (TECHNIQUES_KEY, "task", f"{unsupported} does not support {GENERATED_DATA_TASK}, {reason}; leave it out")
+        ]
+    conflicts = [
         (TECHNIQUES_KEY, TECHNIQUES_KEY, f"{name} is listed {names.count(name)} times; keep one")
-        for name in known
+        for name in dict.fromkeys(names)
         if names.count(name) > 1
     ]
-    return [*twice, *(clash for name in known for clash in TECHNIQUES[name].find_conflicts(recipe, names))]
+    techniques = {technique.name: technique for technique in recipe.techniques}
+    for technique in techniques.values():
+        conflicts += _find_pair_conflicts(technique.name, names)
+        conflicts += _find_key_conflicts(technique, recipe)
+        conflicts += _find_missing_sequence(technique.name, names, recipe)
+    return conflicts
+
+
+def _find_pair_conflicts(name: str, names: list[str]) -> Iterator[Conflict]:
+    spec = TECHNIQUES[name]
+    for other in dict.fromkeys(names):
+        if other in spec.conflicts:
+            yield TECHNIQUES_KEY, TECHNIQUES_KEY, spec.conflicts[other]
+        elif other in spec.must_follow and names.index(other) > names.index(name):
+            yield TECHNIQUES_KEY, TECHNIQUES_KEY, spec.must_follow[other]
+
+
+def _find_key_conflicts(technique: Technique, recipe: Recipe) -> Iterator[Conflict]:
+    spec = TECHNIQUES[technique.name]
+    for conflict in spec.key_conflicts:
+        value = _get_value(recipe, conflict.key)
+        is_unsupported = _is_set(value) if conflict.value is ANY_VALUE else _equals(value, conflict.value)
+        if not is_unsupported or not _has_option(technique, conflict.option):
+            continue
+        message = conflict.message.format(technique=technique.name, value=value)
+        # The task is what the recipe is about, so the technique is what has to go.
+        is_task = conflict.key == "task"
+        yield (TECHNIQUES_KEY, conflict.key, message) if is_task else (conflict.key, TECHNIQUES_KEY, message)
+
+
+def _find_missing_sequence(name: str, names: list[str], recipe: Recipe) -> Iterator[Conflict]:
+    """A technique over a sequence of sources needs one; a partial recipe may leave its data to another file."""
+    data = recipe.data
+    has_data = data.sources is not None or data.train.path is not None or data.train.kind in BUILTIN_KINDS
+    is_sequence = data.mixture == "sequence" or data.online is not None
+    if TECHNIQUES[name].is_sequential and "maml" not in names and has_data and not is_sequence:
+        yield (
+            TECHNIQUES_KEY,
+            "data.mixture",
+            f"{name} needs sources that are trained on one after the other; set data.mixture: sequence, with two or more "
+            "data.sources",
+        )
+
+
+def _get_value(recipe: Recipe, key: str) -> Any:
+    """The value of a dotted key; None where this task does not have it."""
+    value: Any = recipe
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _is_set(value: Any) -> bool:
+    return value is not None and value is not False and value != 0
+
+
+def _equals(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def _has_option(technique: Technique, option: str | None) -> bool:
+    if option is None:
+        return True
+    options = technique.options
+    return getattr(options, option) != type(options).model_fields[option].default  # type: ignore[union-attr]
 
 
 def find_injection(recipe: Recipe) -> Technique | None:
-    """The technique that puts parts into the model (LoRA, adapters), where there is one."""
-    injecting = [one for one in recipe.techniques if TECHNIQUES[one.name].inject is not None]
+    """Return the technique that injects modules into the model (LoRA, adapters), if the recipe lists one."""
+    injecting = [technique for technique in recipe.techniques if TECHNIQUES[technique.name].inject is not None]
     if len(injecting) > 1:
-        names = " and ".join(one.name for one in injecting)
+        names = " and ".join(technique.name for technique in injecting)
         raise UsageError(f"techniques: {names} change the same layers; keep one")
     return injecting[0] if injecting else None
 
 
 def find_injecting_technique(names: list[str]) -> str | None:
-    """The technique that puts parts into a model, among others."""
+    """Return the first of `names` that injects modules into the model, if any."""
     return next((name for name in names if TECHNIQUES[name].inject is not None), None)
 
 
-def find_sequential_technique(names: list[str]) -> str | None:
-    """The technique about sources that come one after the other, among others."""
-    return next((name for name in names if TECHNIQUES[name].is_sequential), None)
-
-
-def find_injection_conflicts(recipe: Recipe, name: str) -> Iterator[Conflict]:
-    """What a technique does not go with that puts parts into a model."""
-    if recipe.task in AUTOENCODER_TASKS:
-        yield TECHNIQUES_KEY, "task", f"{name} is not for {recipe.task}; train it in full"
-    yield from _beside_routers(recipe, name)
-
-
-def find_sequence_conflicts(recipe: Recipe, names: list[str], name: str, *, in_stream: str) -> Iterator[Conflict]:
-    """What a technique does not go with that is about sources in turn; `in_stream` is why it does not suit a stream."""
-    is_in_turn = recipe.data.mixture == "sequence" or recipe.data.online is not None
-    if "maml" not in names and not is_in_turn and _has_data(recipe):
-        yield (
-            TECHNIQUES_KEY,
-            "data.mixture",
-            f"{name} is about sources that come one after the other; say data.mixture: sequence, with two "
-            "data.sources or more",
-        )
-    if recipe.data.online is not None:
-        yield TECHNIQUES_KEY, "data.online", in_stream
-
-
-def _beside_routers(recipe: Recipe, name: str) -> Iterator[Conflict]:
-    left, balance = (getattr(recipe.model, key, None) for key in ("expert_dropout", "balance"))
-    if left:
-        yield (
-            "model.expert_dropout",
-            TECHNIQUES_KEY,
-            f"{left}, and {name} leaves routers as they are, with all experts; leave it out",
-        )
-    if balance == "bias":
-        yield (
-            "model.balance",
-            TECHNIQUES_KEY,
-            f"bias, and {name} leaves routers as they are, with the bias they have; leave it out",
-        )
-
-
-def _has_data(recipe: Recipe) -> bool:
-    """A part of a recipe may leave its data, and their order, to another file."""
-    data = recipe.data
-    return data.sources is not None or data.train.path is not None or data.train.kind in BUILTIN_KINDS
-
-
 def list_missing_teachers(recipe: Recipe) -> list[str]:
-    """Folders that techniques name and that are not there. Not among the clashes: a finished run is opened without them, and
-    the run itself, which cannot teach itself, is refused as such."""
+    """Return a message for each teacher folder that does not exist.
+
+    Separate from the conflicts, because a finished run is opened without its teacher. The run's own folder is left out: a run
+    that names itself is refused with its own message.
+    """
     own = Path(recipe.output_dir) / recipe.run_name()
-    teachers = [str(one.options.teacher) for one in recipe.techniques if hasattr(one.options, "teacher")]
+    teachers = [
+        str(technique.options.teacher) for technique in recipe.techniques if hasattr(technique.options, "teacher")
+    ]
     return [
-        f"techniques.distill.teacher: there is no run and no folder at {name}"
+        f"techniques.distill.teacher: no run and no folder at {name}; check the path"
         for name in teachers
         if not name.startswith("needs.")
         and not Path(name).expanduser().is_dir()

@@ -1,20 +1,32 @@
-"""What a technique brings: its options, what it does not go with, and the function that applies it."""
+"""The declaration of a technique: its options, what it conflicts with, and the function that applies it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bottega.config.section import Section
 from bottega.core.model_spec import Reference
 
-if TYPE_CHECKING:
-    from bottega.config.recipe import Recipe
-
 TECHNIQUES_KEY = "techniques"
 Conflict = tuple[str, str, str]
-"""(key, other key, message)."""
+"""(key, other key, message) of two settings that exclude each other."""
+
+ANY_VALUE = object()
+
+
+@dataclass(frozen=True)
+class KeyConflict:
+    """A recipe key that a technique does not support."""
+
+    key: str
+    message: str
+    """Why, and what to do; `{technique}` and `{value}` are filled in."""
+    value: Any = ANY_VALUE
+    """The unsupported value; by default any that is not null, false or 0."""
+    option: str | None = None
+    """The conflict exists only while this option of the technique differs from its default."""
 
 
 @dataclass(frozen=True)
@@ -24,23 +36,27 @@ class TechniqueSpec:
     name: str
     options: type[Section]
     apply: Reference
-    """(lesson, options, recipe, branch) -> the lesson with the technique."""
-    find_conflicts: Callable[[Recipe, list[str]], Iterator[Conflict]] = lambda recipe, names: iter(())
-    """What of a recipe, and of the other techniques by name, it does not go with."""
+    """(plan, options, recipe, workload) -> the training plan with the technique applied."""
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    """Other technique -> why the two cannot be combined, and what to do. One of the two declares it."""
+    must_follow: Mapping[str, str] = field(default_factory=dict)
+    """Other technique -> why this one has to be listed after it, and what to do."""
+    key_conflicts: tuple[KeyConflict, ...] = ()
+    """Recipe keys that the technique does not support."""
     option_aliases: Mapping[str, str] = field(default_factory=dict)
-    """What other programs call an option -> its name here."""
+    """Name of an option in other libraries -> its name here."""
     convert_options: Callable[[dict[str, Any]], dict[str, Any]] = lambda options: options
-    """Values that other programs write otherwise."""
+    """Converts values that other libraries write differently."""
     inject: Reference | None = None
-    """(task, options, *, train, fresh, start) -> the task with parts put into its model, which stays: runs then hold those
-    parts alone. Called in training and wherever a run is opened again. None for a technique that puts nothing in."""
+    """(task, options, *, train, fresh, start) -> the task with new modules injected into its frozen model, for techniques whose
+    runs save these modules alone. Called in training and whenever a run is opened again."""
     is_sequential: bool = False
-    """Whether it is about sources that come one after the other."""
+    """Whether it needs sources that are trained on one after the other (`data.mixture: sequence`)."""
     needs_sources: bool = False
-    """Whether it needs sources or labels, which data that is made up as it is needed does not have."""
+    """Whether it needs sources or labels, which data generated on the fly does not have."""
     supports_multitask: bool = False
-    """Whether it goes with a model of several tasks."""
+    """Whether it can be used with `task: multitask`."""
 
 
 TECHNIQUES: dict[str, TechniqueSpec] = {}
-"""Filled by bottega.tasks.recipes, which hands them to the loader, in the order in which they are listed."""
+"""Name -> technique, in the order of documentation. bottega.tasks.recipes fills it."""

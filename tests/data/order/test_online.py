@@ -207,9 +207,9 @@ def test_a_batch_is_that_of_the_recipe_whatever_the_ranks() -> None:
         (["data.sources=[{rule: 1, weight: 2}, {rule: 2}]"], "mixture: a stream (online) takes its sources"),
         (["data.replay.path=old.csv"], "say online.replay, a share of what was there before"),
         (["data.curriculum.competence={}"], "curriculum: a stream (online) takes its sources as they come"),
-        (["techniques=[ewc]"], "techniques: ewc holds weights at the end of each source, and a stream"),
-        (["techniques=[replay]"], "in a stream (data.online) say data.online.replay: 0.2"),
-        (["techniques=[maml]"], "techniques: maml draws episodes, and a stream"),
+        (["techniques=[ewc]"], "data.online: ewc anchors the weights at the end of each source"),
+        (["techniques=[replay]"], "in a stream set data.online.replay, such as 0.2"),
+        (["techniques=[maml]"], "data.online: maml draws episodes, and a stream"),
     ],
 )
 def test_what_makes_no_stream_is_said_in_a_line(words: list[str], said: str) -> None:

@@ -165,7 +165,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"data.parts.weight": {"recipe": "classify"}}, "data.parts: 'weight' cannot name a part"),
     ({"data.train.path": "x.txt"}, "data.train: belongs to a part; set data.parts.NAME.settings.data.train"),
     ({"model.hidden_size": 15}, "model: hidden_size: 15 does not give each of 2 heads"),
-    ({"techniques": ["ewc"]}, "techniques: ewc does not go with several tasks; leave it out"),
+    ({"techniques": ["ewc"]}, "techniques: ewc does not support several tasks; leave it out"),
     ({"data.parts.topics.settings.techniques": ["lora"]}, "data.parts.topics: techniques does not go with"),
     (
         {"data.parts.turns": {"recipe": "classify/continual", "settings": {"techniques": []}}},

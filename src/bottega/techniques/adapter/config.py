@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
 
-from bottega.config.conflicts import find_injection_conflicts
-from bottega.config.recipe import Recipe
+from bottega.config.conflicts import INJECTION_CONFLICTS
 from bottega.config.section import Positive, Section
-from bottega.config.technique_spec import Conflict, TechniqueSpec
+from bottega.config.technique_spec import TechniqueSpec
 
 
 class AdapterOptions(Section):
@@ -34,16 +32,12 @@ def respell(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "targets": None} if options.get("targets") == "all" else options
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
-    yield from find_injection_conflicts(recipe, "adapter")
-
-
 SPEC = TechniqueSpec(
     name="adapter",
     options=AdapterOptions,
     option_aliases=SPELLINGS,
     convert_options=respell,
     apply="bottega.techniques.adapter.apply:apply",
-    find_conflicts=clashes,
+    key_conflicts=INJECTION_CONFLICTS,
     inject="bottega.techniques.adapter.apply:inject",
 )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
-from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Probability, Section
-from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
+from bottega.config.technique_spec import KeyConflict, TechniqueSpec
 
 
 class DistillOptions(Section):
@@ -20,25 +17,17 @@ class DistillOptions(Section):
     hidden: Number = Field(0.0, ge=0, description="weight of the loss between hidden states of blocks; 0 is off")
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
-    if "maml" in names:
-        yield (
-            TECHNIQUES_KEY,
-            TECHNIQUES_KEY,
-            "distill and maml do not go together, since the teacher knows no episode; keep one",
-        )
-    if recipe.training.compile is True and any(getattr(one.options, "hidden", 0) for one in recipe.techniques):
-        yield (
-            "training.compile",
-            TECHNIQUES_KEY,
-            "true, and techniques.distill.hidden listens inside the model, which is then not compiled; leave one of "
-            "them out",
-        )
-
-
 SPEC = TechniqueSpec(
     name="distill",
     options=DistillOptions,
     apply="bottega.techniques.distill.apply:apply",
-    find_conflicts=clashes,
+    conflicts={"maml": "distill and maml cannot be combined, because the teacher does not adapt to episodes; keep one"},
+    key_conflicts=(
+        KeyConflict(
+            "training.compile",
+            "techniques.distill.hidden records activations inside the model, which is then not compiled; leave one of them out",
+            value=True,
+            option="hidden",
+        ),
+    ),
 )

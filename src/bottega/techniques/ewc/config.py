@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from pydantic import Field
 
-from bottega.config.conflicts import find_sequence_conflicts
-from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Positive, Probability, Section
-from bottega.config.technique_spec import Conflict, TechniqueSpec
+from bottega.config.technique_spec import KeyConflict, TechniqueSpec
 
 
 class EwcOptions(Section):
@@ -20,18 +16,16 @@ class EwcOptions(Section):
     decay: Probability = Field(1.0, description="decay of the importance of earlier sources; 1 keeps all of it")
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
-    in_stream = (
-        "ewc holds weights at the end of each source, and a stream (data.online) has no end of one; leave one out"
-    )
-    return find_sequence_conflicts(recipe, names, "ewc", in_stream=in_stream)
-
-
 SPEC = TechniqueSpec(
     name="ewc",
     options=EwcOptions,
     apply="bottega.techniques.ewc.apply:apply",
-    find_conflicts=clashes,
+    key_conflicts=(
+        KeyConflict(
+            "data.online",
+            "ewc anchors the weights at the end of each source, and the sources of a stream have no end; leave one of them out",
+        ),
+    ),
     is_sequential=True,
     needs_sources=True,
 )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from bottega.config.conflicts import find_injection_conflicts
-from bottega.config.recipe import Recipe
+from bottega.config.conflicts import INJECTION_CONFLICTS
 from bottega.config.section import Dropout, Number, Positive, Section
-from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
+from bottega.config.technique_spec import TechniqueSpec
 
 
 class LoraOptions(Section):
@@ -32,17 +30,12 @@ SPELLINGS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "tar
 """peft's names of options -> names here."""
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
-    yield from find_injection_conflicts(recipe, "lora")
-    if "adapter" in names:
-        yield TECHNIQUES_KEY, TECHNIQUES_KEY, "lora and adapter change the same layers; keep one"
-
-
 SPEC = TechniqueSpec(
     name="lora",
     options=LoraOptions,
     option_aliases=SPELLINGS,
     apply="bottega.techniques.lora.apply:apply",
-    find_conflicts=clashes,
+    conflicts={"adapter": "lora and adapter change the same layers; keep one"},
+    key_conflicts=INJECTION_CONFLICTS,
     inject="bottega.techniques.lora.apply:inject",
 )

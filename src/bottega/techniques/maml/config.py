@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
-from bottega.config.conflicts import find_sequential_technique
-from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Positive, Section
-from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
+from bottega.config.technique_spec import KeyConflict, TechniqueSpec
 
 
 class MamlOptions(Section):
@@ -30,32 +27,26 @@ class MamlOptions(Section):
     queries: Positive = Field(5, description="query examples; classify: of each class")
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
-    other = find_sequential_technique(names)
-    if recipe.data.online is not None:
-        message = "maml draws episodes, and a stream (data.online) takes samples as they come; leave one out"
-        yield TECHNIQUES_KEY, "data.online", message
-    if other is not None:
-        yield (
-            TECHNIQUES_KEY,
-            TECHNIQUES_KEY,
-            f"{other} goes through its sources in order, and maml draws episodes; keep one",
-        )
-    elif names[-1] != "maml":
-        yield TECHNIQUES_KEY, TECHNIQUES_KEY, f"maml adapts what the others have made; list it after {names[-1]}"
-    if recipe.data.curriculum is not None:
-        yield "data.curriculum", TECHNIQUES_KEY, "maml draws its tasks evenly, in an order of its own; leave it out"
-    if recipe.training.gradient_checkpointing:
-        key = "training.gradient_checkpointing"
-        yield key, TECHNIQUES_KEY, "maml would compute blocks again with other weights; leave it out"
-    if recipe.training.mixed_precision == "fp16":
-        yield "training.mixed_precision", TECHNIQUES_KEY, "the inner steps of maml have no loss scale; use bf16 or fp32"
-
-
 SPEC = TechniqueSpec(
     name="maml",
     options=MamlOptions,
     apply="bottega.techniques.maml.apply:apply",
-    find_conflicts=clashes,
+    conflicts={
+        name: f"{name} trains on its sources in order, and maml draws episodes from all of them; keep one"
+        for name in ("ewc", "replay")
+    },
+    must_follow={name: f"maml adapts the modules of {name}; list it after {name}" for name in ("lora", "adapter")},
+    key_conflicts=(
+        KeyConflict(
+            "data.online", "maml draws episodes, and a stream trains on samples as they arrive; leave one of them out"
+        ),
+        KeyConflict("data.curriculum", "maml samples its tasks uniformly, in its own order; leave it out"),
+        KeyConflict(
+            "training.gradient_checkpointing", "maml would recompute blocks with different weights; leave it out"
+        ),
+        KeyConflict(
+            "training.mixed_precision", "the inner steps of maml have no loss scaling; use bf16 or fp32", "fp16"
+        ),
+    ),
     needs_sources=True,
 )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from bottega.config.conflicts import find_injecting_technique
-from bottega.config.recipe import Recipe
 from bottega.config.section import Number, Probability, Section
-from bottega.config.technique_spec import TECHNIQUES_KEY, Conflict, TechniqueSpec
+from bottega.config.technique_spec import KeyConflict, TechniqueSpec
 
 
 class PlasticityOptions(Section):
@@ -49,39 +46,30 @@ class PlasticityOptions(Section):
         return self
 
 
-def clashes(recipe: Recipe, names: list[str]) -> Iterator[Conflict]:
-    injected = find_injecting_technique(names)
-    if injected is not None:
-        yield (
-            TECHNIQUES_KEY,
-            TECHNIQUES_KEY,
-            f"{injected} keeps the weights as they are that plasticity changes; keep one",
-        )
-    if "maml" in names:
-        yield (
-            TECHNIQUES_KEY,
-            TECHNIQUES_KEY,
-            "maml has several sets of weights in a step, and plasticity changes one; keep one",
-        )
-    if "distill" in names and names.index("distill") > names.index("plasticity"):
-        yield (
-            TECHNIQUES_KEY,
-            TECHNIQUES_KEY,
-            "plasticity listens to what the student does for its teacher too; list it after distill",
-        )
-    if recipe.training.compile is True:
-        text = "true, and plasticity listens inside the model, which is then not compiled; leave one of them out"
-        yield "training.compile", TECHNIQUES_KEY, text
-    if recipe.task == "multitask" and any(
-        getattr(one.options, "reward", "none") != "none" for one in recipe.techniques
-    ):
-        yield TECHNIQUES_KEY, "task", "plasticity.reward is of one task, and here are several; set it to none"
-
-
 SPEC = TechniqueSpec(
     name="plasticity",
     options=PlasticityOptions,
     apply="bottega.techniques.plasticity.apply:apply",
-    find_conflicts=clashes,
+    conflicts={
+        **{
+            name: f"{name} freezes the weights that plasticity changes; keep one of them"
+            for name in ("lora", "adapter")
+        },
+        "maml": "maml has several sets of weights in a step, and plasticity changes only one; keep one of them",
+    },
+    must_follow={"distill": "plasticity records the student's spikes for its teacher too; list it after distill"},
+    key_conflicts=(
+        KeyConflict(
+            "training.compile",
+            "plasticity records spikes inside the model, which is then not compiled; leave one of them out",
+            value=True,
+        ),
+        KeyConflict(
+            "task",
+            "plasticity.reward needs a single task, and this recipe has several; set it to none",
+            "multitask",
+            "reward",
+        ),
+    ),
     supports_multitask=True,
 )
