@@ -605,7 +605,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_several_tasks_may_have_it_but_no_reward() -> None:
     asked = {"techniques": [{"name": "plasticity", "options": {"reward": "loss"}}]}
-    with pytest.raises(UsageError, match=r"plasticity.reward needs a single task, and this recipe has several; set it to none"):
+    with pytest.raises(
+        UsageError, match=r"plasticity.reward needs a single task, and this recipe has several; set it to none"
+    ):
         load_recipe(["multitask", asked])
     assert load_recipe(["multitask", {"techniques": ["plasticity"]}]).recipe.techniques[0].name == "plasticity"
 
