@@ -46,16 +46,16 @@ _MODULES = {
     "runs": "analysis.library",
     "train": "run.train",
 }
-"""Call -> the module that has it."""
+"""Function -> the module that defines it."""
 
 
 def __getattr__(name: str) -> Any:
-    """Fetched on first use: importing bottega must not import torch, and preparing data never does."""
+    """Import a function on first use, because importing bottega must not import torch."""
     if name in _MODULES:
         return getattr(import_module(f"bottega.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'bottega' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """The library's calls, which are not here before their first use, for shells and editors."""
+    """List the library's functions, which are imported on first use, for shells and editors."""
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

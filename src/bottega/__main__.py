@@ -1,4 +1,4 @@
-"""`bottega` and `python -m bottega`: signals are caught before anything else is imported."""
+"""Entry point of `bottega` and `python -m bottega`: handle signals before importing anything else."""
 
 import sys
 
@@ -7,7 +7,7 @@ from bottega.terminal import print_notice
 
 
 def main() -> int:
-    """Run the command line, and return its exit code."""
+    """Run the command line and return its exit code."""
     try:
         with CommandSignals():
             from bottega.cli import main as run_command

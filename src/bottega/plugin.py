@@ -1,6 +1,6 @@
-"""What a plugin is written with: `bottega train my.yaml --plugin my_task.py` adds the tasks of a file.
+"""The API of plugins: files with tasks that `bottega train my.yaml --plugin my_task.py` adds.
 
-docs/extend.md builds one from the first line to the last.
+docs/extend.md builds one step by step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Signals: between steps a flag that the loop reads, anywhere else an exception; a second one ends the process at once."""
+"""Stop signals: a flag that the trainer reads between steps, an exception elsewhere; a second signal exits immediately."""
 
 from __future__ import annotations
 
@@ -12,31 +12,33 @@ from typing import ClassVar, NoReturn
 from bottega.world import World
 
 ECHO_SECONDS = 5.0
-"""Seconds within which a second signal is the first one again, where there are several ranks."""
+"""Seconds within which several ranks treat a second signal as a repetition of the first."""
 
 REQUEUE_EXIT_CODE = 85
-"""Exit code for "saved, start me again": what a scheduler that pre-empts wants to see."""
+"""Exit code for "saved, start again", for schedulers that preempt jobs."""
 
 HANDLER_TIMEOUT = 5.0
-"""Seconds that a library may keep the main thread before a signal is obeyed without it."""
+"""Seconds that a library may block the main thread before a signal ends the process without it."""
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal that came while there was nothing to save. Like Ctrl-C, it passes through `except Exception`."""
+    """A signal arrived while there was nothing to save. Like KeyboardInterrupt, `except Exception` does not catch it."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}; the same command goes on from what is saved")
+        super().__init__(
+            f"stopped by {signal.Signals(number).name}; run the same command again to resume from what is saved"
+        )
         self.code = get_exit_code(number)
 
 
 class WaitInterrupted(Exception):
-    """A signal asks for a stop, and what is waited for may not come for long."""
+    """A stop signal arrived during a wait that may take long."""
 
 
 def raise_if_stopping() -> None:
-    """Raise StoppedWaiting where the loop was asked to stop and this is its thread.
+    """Raise WaitInterrupted in the main thread if a stop signal has arrived.
 
-    Not where there are several ranks: they stop after the same step, and the others may be in the middle of it.
+    Not with several ranks: they stop after the same step, and the others may be in the middle of it.
     """
     if threading.current_thread() is threading.main_thread() and World.from_environment().size == 1:
         current = StopSignals.current
@@ -45,17 +47,18 @@ def raise_if_stopping() -> None:
 
 
 def get_exit_code(number: int | None) -> int:
+    """Return the exit code after a signal: 130 after Ctrl-C, otherwise the one that asks a scheduler to start again."""
     return 130 if number == signal.SIGINT else REQUEUE_EXIT_CODE
 
 
 class StopSignals:
-    """A context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C set `received` in place of ending the process."""
+    """A context in which SIGTERM, SIGUSR1, SIGHUP and Ctrl-C set `received` instead of ending the process."""
 
-    HANDLED_SIGNALS = tuple(  # Windows has two of them
+    HANDLED_SIGNALS = tuple(  # Windows has only two of them
         getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP") if hasattr(signal, name)
     )
     current: ClassVar[StopSignals | None] = None
-    """The innermost context that is open."""
+    """The innermost open context."""
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
@@ -63,18 +66,18 @@ class StopSignals:
         self._before: dict[int, object] = {}
         self._outer: StopSignals | None = None
         self._is_leaving = False
-        """Whether an error is on its way out, which nothing may take the place of."""
+        """Whether an exception is propagating, which must not be replaced by StopRequested."""
 
     def __enter__(self) -> StopSignals:
-        # Python delivers signals to the main thread only; elsewhere (a notebook's worker) there is nothing to catch.
+        # Python delivers signals to the main thread only; other threads (a notebook's worker) have nothing to catch.
         if threading.current_thread() is not threading.main_thread():
             return self
         self._outer, StopSignals.current = StopSignals.current, self
-        if self._outer is not None:  # somebody may have swallowed the exception of an outer one
+        if self._outer is not None:  # the exception of an outer context may have been swallowed
             self.received, self._first = self._outer.received, self._outer._first
         for kind in self.HANDLED_SIGNALS:
             if kind == signal.SIGHUP and signal.getsignal(kind) == signal.SIG_IGN:
-                continue  # nohup: the run is to outlive its terminal
+                continue  # nohup: the run must outlive its terminal
             self._before[kind] = signal.signal(kind, self._catch)
         return self
 
@@ -91,6 +94,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
+        """The exit code after the received signal."""
         return get_exit_code(self.received)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
@@ -99,29 +103,30 @@ class StopSignals:
             return
         if self.received is not None:
             exit_immediately(
-                "second signal, stopping now; the last checkpoint stands", 130 if number == signal.SIGINT else 143
+                "second signal, stopping now without saving; the last checkpoint is kept",
+                130 if number == signal.SIGINT else 143,
             )
         self.received, self._first = signal.Signals(number), now
-        self._obey(number)
+        self._handle(number)
 
-    def _obey(self, number: int) -> None:
-        """Nothing here: whoever opened the context reads `received`."""
+    def _handle(self, number: int) -> None:
+        """Do nothing: the code inside the context reads `received`."""
 
 
 class CommandSignals(StopSignals):
-    """The context around a whole command: a signal raises StopRequested wherever the main thread is.
+    """The context of a whole command: a signal raises StopRequested in the main thread.
 
-    A library may keep that thread for minutes without running any Python, and Python runs handlers there only. The
-    system writes each signal to a socket as well; a thread reads it and leaves where nobody else does.
+    Python runs handlers in the main thread only, and a library may block it for minutes. Each signal is therefore also written
+    to a pipe, which a watcher thread reads; it ends the process if the handler has not run in time.
     """
 
     def __enter__(self) -> CommandSignals:
         super().__enter__()
         if self._before:
-            self._ours, theirs = os.pipe()
-            os.set_blocking(theirs, False)
-            self._theirs = theirs
-            self._wakeup = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+            self._read_end, write_end = os.pipe()
+            os.set_blocking(write_end, False)
+            self._write_end = write_end
+            self._previous_wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
             threading.Thread(target=self._watch, name="bottega-signals", daemon=True).start()
         return self
 
@@ -129,37 +134,39 @@ class CommandSignals(StopSignals):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._before:
-            signal.set_wakeup_fd(self._wakeup)
-            os.close(self._theirs)  # ends the thread
+            signal.set_wakeup_fd(self._previous_wakeup)
+            os.close(self._write_end)  # ends the thread
         super().__exit__(kind, error, trace)
 
-    def _obey(self, number: int) -> None:
+    def _handle(self, number: int) -> None:
         if not self._is_leaving:
             raise StopRequested(number)
 
     def _watch(self) -> None:
-        with open(self._ours, "rb", buffering=0) as signals:
-            while sent := signals.read(1):
-                number = sent[0]
+        with open(self._read_end, "rb", buffering=0) as signals:
+            while byte := signals.read(1):
+                number = byte[0]
                 if number not in self._before or StopSignals.current is not self:
-                    continue  # the loop has taken over, and stops between two steps
-                until = time.monotonic() + HANDLER_TIMEOUT
-                while time.monotonic() < until and self.received is None:
+                    continue  # the trainer has taken over, and stops between two steps
+                deadline = time.monotonic() + HANDLER_TIMEOUT
+                while time.monotonic() < deadline and self.received is None:
                     time.sleep(0.05)
                 if self.received is None and StopSignals.current is self:
                     exit_immediately(str(StopRequested(number)), get_exit_code(number))
 
 
 def exit_immediately(reason: str | None, code: int) -> NoReturn:
-    """End the process without waiting for any of its threads, after a line for people."""
+    """Print `reason` to standard error and end the process without waiting for its threads."""
     line = f"bottega: {reason}\n" if reason is not None else ""
     try:
-        os.write(2, (f"\x1b[?25h\n{line}" if os.isatty(2) else line).encode())  # a live line has hidden the cursor
+        os.write(
+            2, (f"\x1b[?25h\n{line}" if os.isatty(2) else line).encode()
+        )  # show the cursor that a progress bar has hidden
     except OSError:
         pass
     os._exit(code)
 
 
 def _is_echo(seconds: float) -> bool:
-    """A scheduler or a terminal signals all processes and a launcher passes it on: ranks hear the same request twice."""
+    """Whether ranks received the same signal twice: from the scheduler or terminal, and passed on by the launcher."""
     return seconds < ECHO_SECONDS and World.from_environment().size > 1

@@ -1,7 +1,7 @@
-"""The only door to the terminal: what comes from outside is escaped, and a console that cannot be written ends nothing.
+"""All output to the terminal: external text is escaped, and a console that cannot be written does not end a run.
 
-Samples, file names, keys and tensor names may hold escape codes that set a window's title, read the clipboard or hide a
-line. They are shown as `\\x1b`, never sent. Files and --json keep them as they are.
+Samples, file names, keys and tensor names may contain escape codes that set a window's title, read the clipboard or hide a
+line. They are printed as `\\x1b`. Files and --json keep them unchanged.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ import re
 import sys
 from typing import Any, TextIO
 
-# Controls but for newline, tab and the return of a Windows line; separators and directions that move what is around them;
-# lone surrogates, which a name of bytes that are no UTF-8 has, and no stream can write.
+# Control characters except newline, tab and the carriage return of a Windows line; Unicode separators and direction marks that
+# reorder the text around them; lone surrogates, which file names that are not UTF-8 have and no stream can write.
 _CONTROLS = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
 )
 
 
 def escape_controls(text: str) -> str:
-    """Return `text` with every character that a terminal would obey spelled out; newlines and tabs stay."""
+    """Return `text` with control characters escaped; newlines and tabs stay."""
     return _CONTROLS.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 class OutputClosed(Exception):
-    """Whoever read our standard output has closed it, as `| head` does."""
+    """The reader of standard output has closed it, as `| head` does."""
 
 
 def print_result(text: str, *, end: str = "\n") -> None:
-    """Print what a verb was asked for on standard output.
+    """Print the result of a verb to standard output.
 
-    Raises ReaderGone where nobody reads it any more, and OSError where it cannot be written.
+    Raises OutputClosed if the reader has closed it, and OSError if it cannot be written.
     """
     if sys.stdout is None:
-        return  # closed by whoever started us
+        return  # closed by the parent process
     try:
         sys.stdout.write(escape_controls(text) + end)
         sys.stdout.flush()
@@ -44,39 +44,43 @@ def print_result(text: str, *, end: str = "\n") -> None:
 
 
 def print_notice(text: str) -> None:
-    """Print a line for people on standard error, or nothing where that cannot be written."""
+    """Print a message to standard error, or nothing if that cannot be written."""
     try:
-        if sys.stderr is not None:  # while a bar is drawn, this is rich's, which writes above it
-            sys.stderr.write(escape_controls(text) + "\n")  # at once: processes must not tear each other's lines
+        if sys.stderr is not None:  # while a progress bar is shown, this is rich's stream, which prints above it
+            sys.stderr.write(
+                escape_controls(text) + "\n"
+            )  # in one write, so that lines of several processes do not mix
     except (OSError, ValueError):
         pass
 
 
 class ResultStream:
-    """Standard output for a text that is read while it is generated."""
+    """Standard output as a stream, for text that is printed while it is generated."""
 
     def write(self, text: str) -> int:
+        """Print `text` at once."""
         print_result(text, end="")
         return len(text)
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: every write is flushed."""
 
 
 class ConsoleStream:
-    """Standard error as a file that never fails: a closed pipe or a full disk under it must not end a training.
+    """Standard error as a file that never fails, because a closed pipe or a full disk must not end a training.
 
-    `error` is what the last write that failed met with. Later writes are tried again: somebody may make room.
+    `error` is the error of the last failed write. Later writes are tried again.
     """
 
     def __init__(self) -> None:
         self.error: OSError | None = None
 
     def _standard_error(self) -> TextIO | None:
-        """Looked up each time, because tests and rich put something else there; rich's would come back to us."""
+        """Look up the stream each time, because tests and rich replace it; rich's replacement would write to us again."""
         return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
     def write(self, text: str) -> int:
+        """Write and flush `text`; an error is kept in `error`."""
         stream = self._standard_error()
         if stream is not None:
             try:
@@ -89,13 +93,15 @@ class ConsoleStream:
         return len(text)
 
     def flush(self) -> None:
-        """Every write has been flushed."""
+        """Do nothing: every write is flushed."""
 
     @property
     def encoding(self) -> str:
+        """The encoding of standard error."""
         return getattr(self._standard_error(), "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
+        """Whether standard error is a terminal."""
         try:
             stream = self._standard_error()
             return stream is not None and stream.isatty()
@@ -103,6 +109,7 @@ class ConsoleStream:
             return False
 
     def fileno(self) -> int:
+        """The file descriptor of standard error."""
         stream = self._standard_error()
         if stream is None:
             raise OSError("standard error is closed")
@@ -110,15 +117,14 @@ class ConsoleStream:
 
 
 def open_console(*, quiet: bool = False) -> Any:
-    """Return a rich console on standard error. Texts that come from outside go through `escape_controls` first."""
+    """Return a rich console on standard error. Escape external text with `escape_controls` before printing it."""
     from rich.console import Console
 
     return Console(file=ConsoleStream(), quiet=quiet, highlight=False)  # type: ignore[arg-type]
 
 
 def reserve_standard_files() -> None:
-    """Put the null device where a standard file is closed, so that no file of a run gets its number and what is meant for
-    a terminal."""
+    """Open the null device for each closed standard stream, so that no other file gets its descriptor and its output."""
     for number, mode in ((0, os.O_RDONLY), (1, os.O_WRONLY), (2, os.O_WRONLY)):
         try:
             os.fstat(number)
@@ -130,7 +136,7 @@ def reserve_standard_files() -> None:
 
 
 def drop_unwritable_output() -> None:
-    """Let the interpreter leave with our exit code: what is left in a stream that cannot be written would make it 120."""
+    """Discard output that cannot be written, because flushing it at exit would change the exit code to 120."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -480,7 +480,7 @@ def test_different_goals(seeds: Callable[..., str]) -> None:
     assert "kept its best by accuracy (max)" in text
     assert "by loss (min)" in text
     text = refused(one, seeds("c", BETTER, settings={"evaluation.mode": "min"}))
-    assert "evaluation.mode: min, and of accuracy larger is better" in text
+    assert "evaluation.mode: higher accuracy is better, got min" in text
 
 
 def test_metrics_that_are_missing(make: Make, seeds: Callable[..., str]) -> None:

@@ -692,7 +692,7 @@ def test_an_interrupted_and_a_killed_preparation_go_on(
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
         _, err = process.communicate(timeout=200)
-        line = "bottega: stopped by SIGINT; the same command goes on from what is saved\n"
+        line = "bottega: stopped by SIGINT; run the same command again to resume from what is saved\n"
         assert (process.returncode, err) == (code, line if number == signal.SIGINT else "")
         until(lambda children=children: not any(map(is_running, children)))
     done = bottega(words[3:], env={"XDG_CACHE_HOME": str(cache)})

@@ -156,9 +156,9 @@ def test_the_command_line_is_blamed_for_what_it_said(tmp_path: Path, capsys: pyt
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("data.sources.0.labels=[0,99]", "data.sources.0.labels: a list is given whole: data.sources=[{…}]"),
-        ("techniques.0.options.rank=3", "techniques.0.options.rank: a list is given whole: techniques=[{…}]"),
-        ("--training.groups.0.scale", "--training.groups.0.scale: a list is given whole: training.groups=[{…}]"),
+        ("data.sources.0.labels=[0,99]", "data.sources.0.labels: give the whole list: data.sources=[{…}]"),
+        ("techniques.0.options.rank=3", "techniques.0.options.rank: give the whole list: techniques=[{…}]"),
+        ("--training.groups.0.scale", "--training.groups.0.scale: give the whole list: training.groups=[{…}]"),
         ("techniques=lora", "techniques: expected a list, got 'lora'; write [lora]"),
         ("techniques=lora,ewc", "techniques: expected a list, got 'lora,ewc'; write [lora, ewc]"),
         ("training.freeze=backbone", "training.freeze: expected a list, got 'backbone'; write [backbone]"),
@@ -170,7 +170,7 @@ def test_how_a_list_is_written(word: str, message: str, capsys: pytest.CaptureFi
 
 
 def test_an_item_changed_by_itself_in_a_dict_is_told_the_same() -> None:
-    with pytest.raises(UsageError, match=r"data\.sources: expected a list, .*a list is given whole"):
+    with pytest.raises(UsageError, match=r"data\.sources: expected a list, .*give the whole list"):
         check_recipe(["classify/image", {"data.sources.0.labels": [0]}])
 
 

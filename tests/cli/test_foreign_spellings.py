@@ -65,8 +65,8 @@ def test_named_stages_of_a_curriculum() -> None:
     assert check_recipe([recipe.to_plain_dict()]).recipe == recipe
     for wrong, message in (
         ({"difficulty": "tiny", "epochs": 1}, "expected one of easy, medium, hard, got 'tiny'"),
-        ({"difficulty": "easy", "share": 0.9, "epochs": 1}, "both say what is seen"),
-        ({"epochs": 1, "steps": 3}, "both say how long the stage is"),
+        ({"difficulty": "easy", "share": 0.9, "epochs": 1}, "both set the fraction of examples"),
+        ({"epochs": 1, "steps": 3}, "both set the length of the stage"),
     ):
         with pytest.raises(UsageError, match=message):
             check_recipe(["language", {"data.curriculum.stages": [wrong]}])

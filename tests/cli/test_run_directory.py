@@ -231,7 +231,7 @@ def test_a_broken_recipe_is_named_with_what_to_do(
     for verb in (arguments, ["generate", run], ["export", run]):
         code, err = answer(capsys, *verb)
         assert (code, err.count("\n")) == (2, 1), err
-        assert f"{run / 'recipe.yaml'} is not a whole recipe" in err
+        assert f"{run / 'recipe.yaml'} is not a complete recipe" in err
         assert "delete it" in err
     (run / "recipe.yaml").unlink()  # as it says
     assert answer(capsys, *arguments)[0] == 0

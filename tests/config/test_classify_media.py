@@ -46,12 +46,12 @@ def test_a_later_layer_may_change_the_input() -> None:
         ),
         ({"data.input": 3}, "data.input: expected one of text, image, audio, video, got 3"),
         ({"data.input": ["image"]}, "data.input: expected one of text, image, audio, video"),
-        ({"image_size": 28}, "image_size: is a key of data.input=image; say that too"),
-        ({"data.input": "image", "data.seconds": 1.0}, "data.seconds: is a key of data.input=audio; say that too"),
+        ({"image_size": 28}, "image_size: unknown key without data.input=image; add that"),
+        ({"data.input": "image", "data.seconds": 1.0}, "data.seconds: unknown key without data.input=audio; add that"),
         ({"data.input": "image", "model.kind": "cnn"}, "model.kind: expected one of convnet, spiking, got 'cnn'"),
         ({"data.input": "audio", "data.hop_sise": 3}, "data.hop_sise: unknown key; did you mean hop_size?"),
         ({"data.input": "video", "data.num_frames": 0}, "data.num_frames: must be greater than 0, got 0"),
-        ({"data.input": "image", "model.num_filters": 8}, "model.num_filters: is a key of data.input=text"),
+        ({"data.input": "image", "model.num_filters": 8}, "model.num_filters: unknown key without data.input=text"),
     ],
 )
 def test_each_form_is_closed_and_says_what_is_wrong(settings: dict[str, object], message: str) -> None:

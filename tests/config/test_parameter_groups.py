@@ -13,15 +13,18 @@ NAMES = ["embed.weight", "layers.0.weight", "layers.1.weight", "head.weight"]
 def test_the_first_row_that_matches_the_whole_name_decides() -> None:
     rows = [ParameterRule("embed.*", None), ParameterRule(r"layers\.0\..*", 0.1), ParameterRule(".*")]
     assert match_rules(NAMES, rows) == {NAMES[0]: 0, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
-    with pytest.raises(UsageError, match=r"no row matches the parameter embed\.weight"):
+    with pytest.raises(UsageError, match=r"no pattern matches the parameter embed\.weight"):
         match_rules(NAMES, [ParameterRule("embed"), ParameterRule("layers.*")])
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([ParameterRule("layers.*")], "embed.weight; add a last row"),
-        ([ParameterRule("blocks.*"), ParameterRule(".*")], "'blocks.*' matches no parameter, such as embed.weight"),
+        ([ParameterRule("layers.*")], "embed.weight; add a last group"),
+        (
+            [ParameterRule("blocks.*"), ParameterRule(".*")],
+            "'blocks.*' matches no parameter; parameters are named like embed.weight",
+        ),
         ([ParameterRule(".*"), ParameterRule("head.*")], "'head.*' matches no parameter"),
         ([ParameterRule("("), ParameterRule(".*")], r"'\(' is not a regular expression"),
         ([ParameterRule(".*", None)], "every parameter is frozen"),
@@ -77,7 +80,7 @@ def test_a_part_that_is_called_backbone_is_meant_before_all_but_the_head() -> No
 @pytest.mark.parametrize(
     ("freeze", "message"),
     [
-        (["body"], "'body' is no part of the model and matches no parameter; there is embed, head, layers"),
+        (["body"], "'body' matches no module and no parameter; the modules are embed, head, layers"),
         (["("], r"'\(' is not a regular expression"),
         (["backbone", "head"], "every parameter is frozen"),
     ],

@@ -77,8 +77,8 @@ checkpoint: {every: 3 blah}
         ("needs: {vae: {}}", "needs.vae: expected either recipe or run"),
         ("techniques: [{name: lara}]", "did you mean lora"),
         ("_target_: os.system", "_target_: unknown key"),
-        ("output_dir: ${HOME}/runs", "is not replaced in a recipe"),
-        ("data: {validation: {split: 1.5}}", "share between 0 and 1"),
+        ("output_dir: ${HOME}/runs", "is not expanded in a recipe"),
+        ("data: {validation: {split: 1.5}}", "fraction between 0 and 1"),
         ("data: {tokenizer: {kind: bpee}}", "did you mean bpe"),
         ("vocab_sise: 5", "did you mean vocab_size"),
         ("model: {sequence_length: 5}", "did you mean data.sequence_length"),
@@ -145,7 +145,7 @@ def test_no_is_false_where_a_switch_is_wanted() -> None:
 
 def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert problems("task: language\n", tmp_path, check=False) == [
-        "training.max_steps: missing; give max_steps or num_epochs",
+        "training.max_steps: missing; set max_steps or num_epochs",
         "data.train.path: missing; give a file or folder with --data PATH",
         "model.size: missing; give a size (nano, verse, stanza, epic), from, or num_layers and hidden_size",
     ]
@@ -170,18 +170,18 @@ def test_what_is_missing_comes_with_what_is_wrong_but_no_mistake_counts_twice(tm
 def test_two_lengths_in_one_layer_are_an_error(tmp_path: Path) -> None:
     text = "extends: language\ntraining: {max_steps: 5, num_epochs: 1}\n"
     assert problems(text, tmp_path, check=False) == [
-        "recipe.yaml:2: training.num_epochs: given together with max_steps 5; keep one of them"
+        "recipe.yaml:2: training.num_epochs: cannot be combined with max_steps 5; keep one of them"
     ]
 
 
 def test_task_is_told_from_the_keys_or_asked_for(tmp_path: Path) -> None:
     found = problems("training: {max_steps: 5}\n", tmp_path, check=False)
     assert len(found) == 1
-    assert found[0].startswith("task: missing; the rest fits language, classify")
+    assert found[0].startswith("task: missing; the other keys fit language, classify")
     found = problems("task: langage\n", tmp_path)
     assert found[0].endswith("got 'langage'; did you mean language?")
     found = problems("model: {num_experts: 4, filter_sizes: [3]}\n", tmp_path)
-    assert found[-1].startswith("task: not given; the rest is nearest to")
+    assert found[-1].startswith("task: missing; the other keys fit")
     assert check_recipe([{"model": {"spike_threshold": 1.0}}]).task_candidates == ("routing",)
 
 
@@ -207,14 +207,14 @@ def test_unknown_recipes(name: str, words: str) -> None:
 
 
 def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
-    assert problems("just text\n", tmp_path) == ["recipe.yaml: a recipe is a block of keys, not 'just text'"]
+    assert problems("just text\n", tmp_path) == ["recipe.yaml: expected a block of keys, got 'just text'"]
     assert problems("extends: [a]\n", tmp_path) == ["recipe.yaml:1: extends: expected a name or a path, got ['a']"]
 
 
 def test_a_key_that_a_block_does_not_have_names_those_it_has() -> None:
     with pytest.raises(UsageError) as caught:
         parse_overrides(["language", "data.online.foo=3"])
-    assert str(caught.value) == "data.online.foo: unknown key; there is replay and memory"
+    assert str(caught.value) == "data.online.foo: unknown key; use replay or memory"
 
 
 def test_options_of_a_technique_are_worded_like_other_keys() -> None:

@@ -96,7 +96,7 @@ def test_changed_keys_have_both_values() -> None:
 def test_global_batch() -> None:
     recipe = check_recipe([{"training": {"batch_size": 12}}]).recipe
     assert [get_global_batch_size(recipe, world) for world in (1, 3, 4)] == [12, 12, 12]
-    with pytest.raises(UsageError, match=r"cannot be shared evenly by 5 processes; .*: 1, 2, 3, 4, 6, 12$"):
+    with pytest.raises(UsageError, match=r"is not divisible by 5 processes; .*: 1, 2, 3, 4, 6, 12$"):
         get_global_batch_size(recipe, 5)
     accumulated = check_recipe([{"training": {"batch_size": 12, "gradient_accumulation_steps": 2}}]).recipe
     assert get_global_batch_size(accumulated, 5) == 120

@@ -277,13 +277,13 @@ def test_a_recipe_never_loads_code(place: Path) -> None:
             "one_nameless.py",
             "from bottega.plugin import Recipe, TaskSpec\nTASK = TaskSpec('one', Recipe, open=print, reopen=print)\n",
             UsageError,
-            "task one: Recipe must say its name",
+            "task one: Recipe must declare its name",
         ),
         (
             "one_schemaless.py",
             "from bottega.plugin import TaskSpec\nTASK = TaskSpec('one', dict, open=print, reopen=print)\n",
             UsageError,
-            "task one: its recipe must be a class of bottega.plugin.Recipe",
+            "task one: its recipe must be a subclass of bottega.plugin.Recipe",
         ),
         ("one_empty.py", "", UsageError, "plugin one_empty: defines no task; set TASK = TaskSpec(...)"),
         ("one_wrong.py", "TASK = 3", UsageError, "plugin one_wrong: defines no task"),
@@ -333,4 +333,4 @@ def test_a_plugin_is_loaded_once_and_handed_on(place: Path, tasks: TaskRegistry)
 def test_an_unknown_task_says_that_a_plugin_may_be_missing(place: Path) -> None:
     done = bottega(["train", "houses.yaml"], cwd=place)
     assert done.returncode == 2
-    assert "got 'regression'; a task of a plugin needs --plugin FILE" in done.stderr
+    assert "got 'regression'; to use a task of a plugin, add --plugin FILE" in done.stderr

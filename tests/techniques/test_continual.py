@@ -345,8 +345,8 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
             "ewc needs sources .* set data.mixture: sequence",
         ),
         ({"data.mixture": None, "techniques": ["replay"]}, UsageError, "replay needs sources"),
-        ({"data.sources": [{"kind": "embedded"}]}, UsageError, "a sequence needs two sources or more"),
-        ({"data.replay.path": "x"}, UsageError, "a sequence has an order of its own"),
+        ({"data.sources": [{"kind": "embedded"}]}, UsageError, "a sequence needs two or more data.sources"),
+        ({"data.replay.path": "x"}, UsageError, "cannot be combined with mixture: sequence"),
         ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* not one is its own"),
         (
             {"data.validation.split": 1e-9, "data.split": {"by": "hash"}},

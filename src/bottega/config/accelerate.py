@@ -1,4 +1,4 @@
-"""Configuration files of Accelerate, read as a layer of their own: what they say of precision, device and processes."""
+"""Configuration files of Accelerate as a layer of a recipe: precision, device and processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEYS = {
     "fsdp_config.fsdp_activation_checkpointing": "training.gradient_checkpointing",
 }
 
-_USUAL: dict[str, tuple[Any, ...]] = {
+_IGNORED_VALUES: dict[str, tuple[Any, ...]] = {
     "compute_environment": ("LOCAL_MACHINE",),
     "gpu_ids": ("all", None),
     "downcast_bf16": ("no", False),
@@ -39,18 +39,18 @@ _USUAL: dict[str, tuple[Any, ...]] = {
     "debug": (),
     "enable_cpu_affinity": (),
 }
-"""Keys without a counterpart here, and the values that need none; () is any."""
+"""Keys without a counterpart here, and the values that can be ignored; () is any."""
 
 _REMEDY = {"gpu_ids": "set CUDA_VISIBLE_DEVICES instead"}
 
 
 def is_accelerate_config(layer: Layer) -> bool:
-    """Told by the two keys that every such file has and no recipe can have."""
+    """Return whether a layer is an Accelerate configuration, by two keys that no recipe has."""
     return any(mark in layer.entries for mark in _MARKS)
 
 
 def translate_layer(layer: Layer) -> Layer:
-    """The same layer in our keys; what has no counterpart is a note, what we cannot honour a problem."""
+    """Return the layer with our keys; keys without a counterpart become notes, unsupported values problems."""
     result = Layer(lines=layer.lines, problems=list(layer.problems))
     for typed, entry in layer.entries.items():
         if typed in _KEYS:
@@ -62,13 +62,13 @@ def translate_layer(layer: Layer) -> Layer:
             _put(result, entry, {"device": "cpu"} if entry.value is True else {})
         elif typed == "dynamo_config.dynamo_backend":
             _put(result, entry, {"training.compile": str(entry.value).lower() != "no"})
-        elif typed in _USUAL:
-            if _USUAL[typed] and entry.value not in _USUAL[typed]:
+        elif typed in _IGNORED_VALUES:
+            if _IGNORED_VALUES[typed] and entry.value not in _IGNORED_VALUES[typed]:
                 _refuse(result, entry, f"{entry.value!r} is not supported; {_REMEDY.get(typed, 'remove the line')}")
         elif typed.startswith(("fsdp_config.", "dynamo_config.")):
-            result.notes.append(f"{entry.location}: {typed} has no counterpart here and is not used")
+            result.notes.append(f"{entry.location}: {typed} has no counterpart and is ignored")
         else:
-            _refuse(result, entry, "unknown key of an Accelerate configuration")
+            _refuse(result, entry, "unknown key of an Accelerate configuration; remove the line")
     return result
 
 

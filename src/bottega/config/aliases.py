@@ -1,4 +1,4 @@
-"""The one table of spellings: what people type and what other guides print -> the key it means here."""
+"""Aliases of recipe keys: short flags and the names other trainers use, each with the key it stands for."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from bottega.similar_names import find_similar_names
 
 @dataclass(frozen=True)
 class UnitlessCadence:
-    """A cadence without a unit, which follows the unit of the run's length: steps, or epochs."""
+    """A cadence without a unit, which is counted in the unit of the run's length: steps or epochs."""
 
     amount: Any
 
 
 @dataclass(frozen=True)
 class FallbackValue:
-    """A value that gives way to another spelling in the same layer."""
+    """A value that yields to another alias of the same key in the same layer."""
 
     value: Any
 
 
 Settings = dict[str, Any]
-"""Key -> value: what one spelling comes to."""
+"""Key -> value that one alias stands for."""
 
 
-def _bare(key: str) -> Callable[[Any], Settings]:
-    # A text such as "1 epoch" has its unit already.
+def _unitless(key: str) -> Callable[[Any], Settings]:
+    # Text such as "1 epoch" already has a unit.
     return lambda value: {key: UnitlessCadence(value) if type(value) in (int, float) else value}
 
 
 def _precision(name: str) -> Callable[[Any], Settings]:
-    # `fp16: false` beside `bf16: true` is customary and says nothing; alone it asks for full precision.
+    # `fp16: false` is often written beside `bf16: true` and then means nothing; alone it means full precision.
     key = "training.mixed_precision"
     return lambda on: {key: name if on is True else FallbackValue("fp32") if on is False else on}
 
@@ -44,12 +44,12 @@ def _early_stopping(value: Any) -> Settings:
 
 
 def _online(value: Any) -> Settings:
-    # An empty block, so that what an earlier layer says of its inside stays.
+    # An empty block, so that options inside it from earlier layers stay.
     return {"data.online": {} if value is True else None if value is False else value}
 
 
 def _model(value: Any) -> Settings:
-    """A size, or a path or hub name; a near miss of a size stays one, so that the error can suggest it."""
+    """A size, or a path or hub name; a misspelt size stays a size, so that the error can suggest the right one."""
     sizes = ("nano", "verse", "stanza", "epic")
     is_size = value in sizes or (isinstance(value, str) and "/" not in value and bool(find_similar_names(value, sizes)))
     return {"model.size" if is_size else "model.from": value}
@@ -89,15 +89,15 @@ _TRAINING: dict[str, Target] = {
     "early_stopping_threshold": "training.early_stopping.threshold",
     "dropout": "model.dropout",
     "validation_split": "data.validation.split",
-    "validation_frequency": _bare("evaluation.every"),
-    "eval_frequency": _bare("evaluation.every"),
+    "validation_frequency": _unitless("evaluation.every"),
+    "eval_frequency": _unitless("evaluation.every"),
     "eval_steps": "evaluation.every",
     "validation_steps": "evaluation.every",
-    "save_frequency": _bare("checkpoint.every"),
-    "checkpoint_frequency": _bare("checkpoint.every"),
+    "save_frequency": _unitless("checkpoint.every"),
+    "checkpoint_frequency": _unitless("checkpoint.every"),
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
-    # Always steps: the guide that uses it logs every 100 of something in a run of 20 epochs.
+    # Always steps: the guide that uses this name logs every 100 in a run of 20 epochs.
     "log_frequency": "logging.every",
     "logging_steps": "logging.every",
     "num_workers": "data.workers",
@@ -113,7 +113,7 @@ _TRAINING: dict[str, Target] = {
     "routing_loss_weight": "model.routing_loss_weight",
     "expert_capacity": "model.expert_capacity",
 }
-"""Spellings that stand under `training:`, and alone as a flag or at the top of a file."""
+"""Aliases under `training:`, and alone as a flag or at the top level of a file."""
 
 _TRAINING_KEYS = (
     "max_steps",
@@ -131,7 +131,7 @@ _TRAINING_KEYS = (
     "ema",
     "compile",
 )
-"""Keys of `training` that are also understood alone."""
+"""Keys of `training` that also work alone."""
 
 _TOP: dict[str, Target] = {
     "model": _model,
@@ -164,7 +164,7 @@ _NESTED: dict[str, Target] = {
     "training.early_stopping.enabled": _early_stopping,
     "distributed.world_size": "distributed.processes",
     "logging.wandb_enabled": "logging.wandb.enabled",
-    "logging.save_frequency": _bare("checkpoint.every"),
+    "logging.save_frequency": _unitless("checkpoint.every"),
     "logging.log_frequency": "logging.every",
     "samples.prompt": _listed("samples.prompts"),
     "data.train": "data.train.path",
@@ -204,7 +204,7 @@ PREFIX_ALIASES = {
     "training.augmentation.": "data.augmentation.",
     "training.routing.": "model.",
 }
-"""Whole blocks that stand elsewhere in other guides."""
+"""Blocks that other guides put elsewhere: their prefix -> ours."""
 
 ALIASES: dict[str, Target] = {
     **_TOP,
@@ -216,28 +216,26 @@ ALIASES: dict[str, Target] = {
 
 
 def apply_aliases(layer: Layer) -> Layer:
-    """The layer under the keys of the schema. Two spellings of one key that disagree are a problem."""
+    """Return the layer with the keys of the schema. Two aliases of one key with different values become a problem."""
     result = Layer(lines=layer.lines, problems=list(layer.problems), notes=list(layer.notes))
     for typed, entry in layer.entries.items():
         for key, value in resolve_alias(typed, entry.value).items():
-            made = (
-                replace(entry, value=value.value, is_fallback=True)
-                if isinstance(value, FallbackValue)
-                else replace(entry, value=value)
-            )
-            _add(result, key, made)
+            if isinstance(value, FallbackValue):
+                _add(result, key, replace(entry, value=value.value, is_fallback=True))
+            else:
+                _add(result, key, replace(entry, value=value))
     for key in [key for key, entry in result.entries.items() if entry.value is None]:
-        # Switched off in this layer, so what the same layer says about its inside has no effect.
+        # The block is turned off in this layer, so keys inside it in the same layer have no effect.
         for inner in [inner for inner in result.entries if inner.startswith(key + ".")]:
             del result.entries[inner]
     return result
 
 
 def resolve_alias(key: str, value: Any) -> Settings:
-    """The schema's key for `key`, with the value converted where spellings differ in more than the name."""
-    for prefix, instead in PREFIX_ALIASES.items():
+    """Return the schema's key for `key`, with the value converted where the alias differs in more than the name."""
+    for prefix, replacement in PREFIX_ALIASES.items():
         if key.startswith(prefix):
-            key = instead + key.removeprefix(prefix)
+            key = replacement + key.removeprefix(prefix)
             break
     target = ALIASES.get(key)
     if target is None or (value in (None, {}) and _is_block(key)):
@@ -246,7 +244,7 @@ def resolve_alias(key: str, value: Any) -> Settings:
 
 
 def _is_block(key: str) -> bool:
-    """Whether the spelling is also the name of a block: `model: verse` is an alias, `model: {}` is not."""
+    """Whether the alias is also the name of a block: `model: verse` is an alias, `model: {}` is not."""
     return key in ("model", "data", "data.train", "data.validation", "data.test", "data.tokenizer") or key in (
         "training.optimizer",
         "training.scheduler",
@@ -255,34 +253,37 @@ def _is_block(key: str) -> bool:
 
 
 def _add(layer: Layer, key: str, entry: Entry) -> None:
-    known = layer.entries.get(key)
-    if known is None or (known.is_fallback and not entry.is_fallback):
+    previous = layer.entries.get(key)
+    if previous is None or (previous.is_fallback and not entry.is_fallback):
         layer.entries[key] = entry
     elif (
         key == "checkpoint.every"
-        and isinstance(known.value, UnitlessCadence)
+        and isinstance(previous.value, UnitlessCadence)
         and isinstance(entry.value, UnitlessCadence)
     ):
-        _keep_more_frequent(layer, key, known, entry)
-    elif known.value != entry.value and not entry.is_fallback:
-        message = f"disagrees with {known.typed_key} at {known.location}: {_said(entry, key)} and {_said(known, key)} for {key}"
+        _keep_more_frequent(layer, key, previous, entry)
+    elif previous.value != entry.value and not entry.is_fallback:
+        values = f"{_format_entry(entry, key)} and {_format_entry(previous, key)} for {key}"
+        message = f"disagrees with {previous.typed_key} at {previous.location}: {values}; keep one of them"
         layer.problems.append(Problem(entry.location, entry.typed_key, message, key))
 
 
 def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> None:
-    """One guide sets save_frequency and checkpoint_frequency side by side: every checkpoint of ours can be resumed from, so
-    the more frequent of the two serves both."""
+    """Keep the shorter of two checkpoint cadences, with a note.
+
+    One guide sets save_frequency for weights and checkpoint_frequency for states to resume from; a checkpoint here is both.
+    """
     amounts = [(entry.value.amount, entry) for entry in (first, second) if entry.value.amount]
     chosen = min(amounts, key=lambda pair: pair[0])[1] if amounts else first
     layer.entries[key] = chosen
     if first.value != second.value:
         layer.notes.append(
-            f"{first.typed_key} {first.value.amount} and {second.typed_key} {second.value.amount} both say how often a checkpoint "
-            f"is saved; the more frequent one, {chosen.value.amount}, is used"
+            f"{first.typed_key} {first.value.amount} and {second.typed_key} {second.value.amount} both set checkpoint.every; the more "
+            f"frequent one, {chosen.value.amount}, is used"
         )
 
 
-def _said(entry: Entry, key: str) -> str:
+def _format_entry(entry: Entry, key: str) -> str:
     if key == "data.online" and entry.value in ({}, None):
         return "false" if entry.value is None else "true"
     return repr(entry.value.amount if isinstance(entry.value, UnitlessCadence) else entry.value)

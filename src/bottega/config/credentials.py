@@ -1,7 +1,7 @@
-"""Credentials in addresses of data: taken off before anything is written, kept in memory for whoever reads the data.
+"""Credentials in addresses of data: removed before anything is written, and kept in the environment for reading the data.
 
-A signed address (`?sig=…`) or `user:password@` gives access to whoever sees it, so no recipe holds one: every block of a
-recipe strips its addresses when it is made, and `with_credentials` puts back what this process was given.
+A signed address (`?sig=…`) or `user:password@` gives access to whoever sees it, so no recipe contains one: every section of a
+recipe strips its addresses on construction, and `restore_credentials` adds them again in this process.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 CREDENTIALS_VARIABLE = "BOTTEGA_CREDENTIALS"
-"""The environment variable that hands them to processes started from here: address -> the same with its credentials."""
+"""The environment variable that passes them to child processes, as JSON: stripped address -> full address."""
 
 PUBLIC_PARAMETERS = frozenset(
     {"id", "file", "filename", "name", "path", "part", "page", "chunk", "shard", "split", "subset", "offset", "limit"}
     | {"format", "version", "versionid", "revision", "ref", "branch", "download", "dl", "raw", "export"}
 )
-"""Parameters of a query that say what is fetched. Any other may be a credential, whatever it is called."""
+"""Query parameters that select what is fetched. Any other may be a credential."""
 
 _CONTAINER = frozenset({"abfs", "abfss", "az", "wasb", "wasbs"})
-"""Schemes that write a container where others have a user: abfs://container@account/path."""
+"""Schemes with a container in place of a user: abfs://container@account/path."""
 
-# One slash where an address has been through a path; quotes and brackets end it in a message.
+# A single slash, because pathlib collapses two; quotes and brackets end an address in a message.
 _ADDRESS = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*:/{1,3}[^\s\"'<>`]+")
 _QUERY = re.compile(r"\?(?=[^?/]*=)")
-"""Outside of http a question mark also stands for any letter, as in part?/year=2020/a.parquet."""
+"""Outside of http a question mark is also a wildcard, as in part?/year=2020/a.parquet."""
 
 
 def strip_credentials(address: str) -> str:
-    """Return an address without user, password and those parts of its query that may be a credential.
+    """Return an address without user, password and query parameters that may be credentials.
 
-    A text that is not an address comes back as it is.
+    Text that is not an address is returned unchanged.
     """
     scheme, mark, rest = address.partition("://")
     if not mark or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*", scheme):
         return address
     is_http = scheme.lower() in ("http", "https")
     if not is_http and not _QUERY.search(rest):
-        # In the other stores a question mark is part of a pattern, and # part of a name.
+        # In other stores a question mark is a wildcard, and # part of a name.
         host, slash, path = rest.partition("/")
         return f"{scheme}://{_host(host, scheme)}{slash}{path}"
     try:
@@ -59,7 +59,7 @@ def strip_credentials_in_text(text: str) -> str:
 
 
 def strip_credentials_in_values(value: Any) -> Any:
-    """Return values of a recipe, nested or not, with their addresses stripped; what is taken off is remembered here."""
+    """Return (nested) values of a recipe with all addresses stripped; the credentials are kept in the environment."""
     if isinstance(value, dict):
         return {key: strip_credentials_in_values(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -72,13 +72,13 @@ def strip_credentials_in_values(value: Any) -> Any:
         return value
     stripped = strip_credentials(value)
     if stripped != value:
-        os.environ[CREDENTIALS_VARIABLE] = json.dumps({**_remembered(), stripped: value})
+        os.environ[CREDENTIALS_VARIABLE] = json.dumps({**_read_variable(), stripped: value})
     return stripped
 
 
 def find_ambiguous_address(value: Any) -> str | None:
-    """Return an address that two values share once stripped, although they were different; None where there is none."""
-    seen: dict[str, str] = {}
+    """Return an address that two different values have in common once stripped, or None."""
+    originals: dict[str, str] = {}
 
     def visit(inner: Any) -> str | None:
         if isinstance(inner, dict | list | tuple):
@@ -86,22 +86,22 @@ def find_ambiguous_address(value: Any) -> str | None:
         if not isinstance(inner, str) or "://" not in inner:
             return None
         stripped = strip_credentials(inner)
-        return stripped if seen.setdefault(stripped, inner) != inner else None
+        return stripped if originals.setdefault(stripped, inner) != inner else None
 
     return visit(value)
 
 
 def restore_credentials(address: str) -> str:
-    """Return an address with the credentials that this process was given for it, if any."""
-    return _remembered().get(address, address)
+    """Return an address with the credentials that this process has for it, if any."""
+    return _read_variable().get(address, address)
 
 
-def _remembered() -> dict[str, str]:
+def _read_variable() -> dict[str, str]:
     try:
-        known = json.loads(os.environ.get(CREDENTIALS_VARIABLE, "{}"))
+        addresses = json.loads(os.environ.get(CREDENTIALS_VARIABLE, "{}"))
     except ValueError:
         return {}
-    return known if isinstance(known, dict) else {}
+    return addresses if isinstance(addresses, dict) else {}
 
 
 def _host(host: str, scheme: str) -> str:
@@ -110,7 +110,7 @@ def _host(host: str, scheme: str) -> str:
 
 
 def _strip_match(match: re.Match[str]) -> str:
-    """One address inside a sentence, with the punctuation that follows it."""
+    """Strip one address inside a sentence, without the punctuation after it."""
     address = match.group()
     end = address.rstrip(".,;:)]}")
     scheme, _, rest = end.partition(":")

@@ -1,4 +1,4 @@
-"""What every task's data has in a recipe: sources, how they are combined, split and ordered, and what a bad record does."""
+"""The `data` section that all tasks share: sources, mixture, splits, order, and unreadable records."""
 
 from __future__ import annotations
 
@@ -46,42 +46,49 @@ SourceKind = Literal[
 
 
 class Source(Section):
-    kind: SourceKind = Field("auto", description="format; auto tells it from the path (and validation from train)")
+    """One source of data: a file, a folder, an address or a Hugging Face data set."""
+
+    kind: SourceKind = Field(
+        "auto", description="format; auto detects it from the path (for validation and test: as for train)"
+    )
     path: str | None = Field(
-        None, description="file, folder, pattern, s3:// gs:// az:// address, or Hugging Face data set"
+        None, description="file, folder, glob pattern, s3:// gs:// az:// address, or Hugging Face data set"
     )
     more_paths: tuple[str, ...] | None = Field(
-        None, description="further files or folders of the same kind; path may be given as a list of all of them"
+        None, description="more files or folders of the same kind; a list in path sets both"
     )
     field: str | tuple[str, ...] | None = Field(
         None,
-        description="which field of a row is read: a name, the number of a column counted from 0, or a list of texts to "
-        "join; null finds the usual one",
+        description="field of a row to read: a name, the index of a column, or a list of text fields to join; null looks for the "
+        "usual names",
     )
-    label: str | None = Field(None, description="which field is the class or condition; null finds the usual one")
-    encoding: Encoding | None = Field(None, description="of text and tables, such as latin-1; null is UTF-8")
-    split: str | None = Field(None, description="named part of a Hugging Face data set, such as train")
-    subset: str | None = Field(None, description="named configuration of a Hugging Face data set")
-    columns: tuple[str, ...] | None = Field(None, description="names of the columns of a table without a header")
-    delimiter: str | None = Field(None, min_length=1, max_length=1, description="of a table; null finds it")
+    label: str | None = Field(None, description="field of the class or condition; null looks for the usual names")
+    encoding: Encoding | None = Field(None, description="encoding of text and tables, such as latin-1; null is UTF-8")
+    split: str | None = Field(None, description="split of a Hugging Face data set, such as train")
+    subset: str | None = Field(None, description="configuration of a Hugging Face data set")
+    columns: tuple[str, ...] | None = Field(None, description="column names of a table without a header")
+    delimiter: str | None = Field(None, min_length=1, max_length=1, description="delimiter of a table; null detects it")
     metadata: str | None = Field(
-        None, description="table beside a media folder, one row a file; null takes metadata.* or the sub-folders"
+        None,
+        description="table of a media folder with one row for each file; null uses metadata.* or the sub-folders as classes",
     )
     pattern: Pattern | None = Field(
-        None, description="fields in a record's name, as named groups: '(?P<label>[0-9])_(?P<speaker>[a-z]+)_'"
+        None, description="regular expression for fields in a record's name: '(?P<label>[0-9])_(?P<speaker>[a-z]+)_'"
     )
-    name: RunName | None = Field(None, description="what messages and measures call it; null is source-0 and so on")
+    name: RunName | None = Field(
+        None, description="name of this source in messages and metrics; null is source-0, source-1, ..."
+    )
     labels: tuple[Label, ...] | None = Field(
-        None, min_length=1, description="only the examples of these classes, such as [0, 1]; null is all"
+        None, min_length=1, description="use only examples of these classes, such as [0, 1]; null uses all"
     )
-    weight: Number | None = Field(None, gt=0, description="share in a weighted mixture; null is 1")
-    limit: Positive | None = Field(None, description="at most so many examples of this source")
-    repeat: Positive | None = Field(None, description="how often an epoch sees this source; null is once")
+    weight: Number | None = Field(None, gt=0, description="sampling weight in a weighted mixture; null is 1")
+    limit: Positive | None = Field(None, description="maximum number of examples from this source")
+    repeat: Positive | None = Field(None, description="passes over this source in an epoch; null is one")
 
     @model_validator(mode="before")
     @classmethod
     def _several_paths(cls, values: Any) -> Any:
-        """A list of paths is the first and the others."""
+        """Split a list in `path` into `path` and `more_paths`."""
         if not isinstance(values, dict) or not isinstance(values.get("path"), list | tuple):
             return values
         first, *others = values["path"] or [None]
@@ -89,57 +96,71 @@ class Source(Section):
 
 
 class HeldOut(Source):
+    """Validation or test data: a fraction of train, or a source of its own."""
+
     split: Number | str | None = Field(  # type: ignore[assignment]
-        None, description="share of train kept back, such as 0.05; or the named part of a Hugging Face data set"
+        None, description="fraction of train to hold out, such as 0.05; or the split of a Hugging Face data set"
     )
 
     @model_validator(mode="after")
-    def _share_or_source(self) -> HeldOut:
+    def _check_split(self) -> HeldOut:
         if isinstance(self.split, float):
             if not 0 < self.split < 1:
-                raise ValueError(f"split: expected a share between 0 and 1, got {self.split}")
+                raise ValueError(f"split: expected a fraction between 0 and 1, got {self.split}")
             if self.path is not None:
-                raise ValueError("a share of train (split) and a source of its own (path) exclude each other")
+                raise ValueError("split (a fraction of train) and path (separate data) exclude each other; keep one")
         return self
 
 
 class Splitting(Section):
-    """How shares of train are chosen for validation and test."""
+    """How the examples held out of train for validation and test are chosen."""
 
     by: Literal["fraction", "hash", "file", "stratified", "group"] = Field(
         "fraction",
-        description="fraction: exact shares; hash: of a field, stable as the data grows; file: whole files; "
-        "stratified: each class its share; group: all rows of one user on one side",
+        description="fraction: exact fractions; hash: by hash of a field, stable as the data grows; file: whole files; "
+        "stratified: the same fraction of each class; group: all rows of a group, such as a user, on one side",
     )
-    field: str | None = Field(None, description="hash: what is hashed, null is the row's name; group: whose rows")
-    seed: Whole = Field(0, ge=0, description="another seed is another split")
-    folds: Positive | None = Field(None, ge=2, description="in place of a share: validation is one of so many parts")
-    fold: Whole = Field(0, ge=0, description="which of them")
+    field: str | None = Field(
+        None, description="hash: field to hash, null is the row's name; group: field of the group"
+    )
+    seed: Whole = Field(0, ge=0, description="seed of the split")
+    folds: Positive | None = Field(
+        None, ge=2, description="number of cross-validation folds, instead of a fraction; validation is one of them"
+    )
+    fold: Whole = Field(0, ge=0, description="index of the validation fold")
 
     @model_validator(mode="after")
-    def _needs(self) -> Splitting:
+    def _check_options(self) -> Splitting:
         if self.by == "group" and self.field is None:
             raise ValueError("by: group needs field, such as user")
         if self.folds is not None and self.fold >= self.folds:
-            raise ValueError(f"fold {self.fold} is not one of {self.folds}, counted from 0")
+            raise ValueError(
+                f"fold: expected at most {self.folds - 1}, because there are {self.folds} folds counted from 0; got {self.fold}"
+            )
         return self
 
 
 DIFFICULTY_FRACTIONS = {"easy": 1 / 3, "medium": 2 / 3, "hard": 1.0}
-"""Named difficulty of a stage -> its share: the easiest third, two thirds, or all of the examples."""
+"""Named difficulty of a curriculum stage -> fraction of the examples, easiest first."""
 
 
 class Stage(Section):
-    share: Probability = Field(1.0, gt=0, description="the easiest so many of the examples")
-    steps: Duration = Field(description='how long: steps, "1 epoch" or "20%"; the last stage goes on to the end')
-    batch_size: Positive | None = Field(None, description="of this stage; null is training.batch_size")
-    learning_rate: Rate | None = Field(None, description="the schedule's peak in this stage; null is training's")
-    replay: Number = Field(0.0, ge=0, lt=1, description="share of each batch from the examples of earlier stages")
+    """One stage of a curriculum."""
+
+    share: Probability = Field(1.0, gt=0, description="fraction of the examples to train on, easiest first")
+    steps: Duration = Field(
+        description='length of the stage: steps, "1 epoch" or "20%"; the last stage lasts until the end'
+    )
+    batch_size: Positive | None = Field(None, description="batch size in this stage; null is training.batch_size")
+    learning_rate: Rate | None = Field(
+        None, description="peak learning rate in this stage; null is training.learning_rate"
+    )
+    replay: Number = Field(0.0, ge=0, lt=1, description="fraction of each batch from the examples of earlier stages")
 
     @model_validator(mode="before")
     @classmethod
-    def _named(cls, values: Any) -> Any:
-        """`difficulty: easy` and `epochs: 5`, as other guides write a stage."""
+    def _convert_aliases(cls, values: Any) -> Any:
+        """Convert `difficulty: easy` and `epochs: 5`, which other guides use."""
         if not isinstance(values, dict):
             return values
         values = dict(values)
@@ -148,27 +169,40 @@ class Stage(Section):
             if name not in DIFFICULTY_FRACTIONS:
                 raise ValueError(f"difficulty: expected one of {', '.join(DIFFICULTY_FRACTIONS)}, got {name!r}")
             if "share" in values and values["share"] != DIFFICULTY_FRACTIONS[name]:
-                raise ValueError(f"difficulty: {name} and share: {values['share']} both say what is seen; keep one")
+                raise ValueError(
+                    f"difficulty: {name} and share: {values['share']} both set the fraction of examples; keep one"
+                )
             values["share"] = DIFFICULTY_FRACTIONS[name]
         if "epochs" in values:
             if "steps" in values:
-                raise ValueError("epochs and steps both say how long the stage is; keep one")
+                raise ValueError("epochs and steps both set the length of the stage; keep one")
             values["steps"] = f"{values.pop('epochs')} epochs"
         return values
 
 
 class Competence(Section):
-    """Platanios et al., 2019: at step t the easiest min(1, (t (1 - initial^power) / steps + initial^power)^(1/power))."""
+    """Competence-based curriculum (Platanios et al., 2019).
 
-    initial: Number = Field(0.1, gt=0, lt=1, description="the easiest so many of the examples at the first step")
-    steps: Duration = Field(Interval(50, "percent"), description='when all of them are seen: steps, "1 epoch" or "50%"')
-    power: Number = Field(2.0, gt=0, description="1 adds as many examples in every step, 2 fewer and fewer")
+    At step t the easiest fraction min(1, (t (1 - initial^power) / steps + initial^power)^(1/power)) is used.
+    """
+
+    initial: Number = Field(
+        0.1, gt=0, lt=1, description="fraction of the examples used at the first step, easiest first"
+    )
+    steps: Duration = Field(
+        Interval(50, "percent"), description='when all examples are used: steps, "1 epoch" or "50%"'
+    )
+    power: Number = Field(2.0, gt=0, description="1 adds examples at a constant rate, 2 at a decreasing rate")
 
 
 class Curriculum(Section):
-    by: str = Field("length", description="length, rarity, or the name of a field with a score; small is easy")
-    stages: tuple[Stage, ...] = Field((), description="from easy to hard")
-    competence: Competence | None = Field(None, description="a little harder all the time, in place of stages")
+    """Curriculum learning: easy examples first."""
+
+    by: str = Field(
+        "length", description="difficulty measure: length, rarity, or the name of a numeric field; small is easy"
+    )
+    stages: tuple[Stage, ...] = Field((), description="stages, easiest first")
+    competence: Competence | None = Field(None, description="increase the difficulty continuously, instead of stages")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Curriculum:
@@ -178,71 +212,77 @@ class Curriculum(Section):
 
     @property
     def depends_on_run_length(self) -> bool:
-        """Whether the length of the run decides what is seen when."""
+        """Whether the curriculum depends on the length of the run."""
         lengths = [stage.steps for stage in self.stages] if self.competence is None else [self.competence.steps]
         return any(length.unit == "percent" for length in lengths)
 
 
 class Replay(Source):
-    share: Number = Field(0.1, gt=0, lt=1, description="of the samples that come from this earlier data")
+    """Earlier data that is mixed into training."""
+
+    share: Number = Field(0.1, gt=0, lt=1, description="fraction of the samples from this earlier data")
 
 
 class Online(Section):
-    """A stream: each example comes once, in the order of the data, and is measured before it is learnt from."""
+    """Online learning: one pass in the order of the data; each example is evaluated before it is trained on."""
 
-    replay: Number = Field(0.25, ge=0, lt=1, description="share of each batch that was there before; 0 is none")
-    memory: Positive | None = Field(None, description="replay: of the last so many examples; null is all")
+    replay: Number = Field(
+        0.25, ge=0, lt=1, description="fraction of each batch replayed from earlier examples; 0 turns it off"
+    )
+    memory: Positive | None = Field(None, description="replay from this many of the latest examples; null is all")
 
     @model_validator(mode="after")
-    def _memory_has_a_use(self) -> Online:
+    def _check_memory(self) -> Online:
         if self.memory is not None and not self.replay:
-            raise ValueError(f"memory {self.memory} is of what is replayed; give replay a share such as 0.2")
+            raise ValueError(f"memory {self.memory} has no effect without replay; set replay, such as 0.2")
         return self
 
 
-def _switched(value: Any) -> Any:
+def _convert_switch(value: Any) -> Any:
     return {} if value is True else None if value is False else value
 
 
 class Data(Section):
-    """What every task's data has; the tasks add to it."""
+    """Data settings that every task has; each task adds its own."""
 
-    train: Source = Field(default_factory=Source, description="what is learned from")
-    sources: tuple[Source, ...] | None = Field(None, min_length=1, description="several sources in place of train")
+    train: Source = Field(default_factory=Source, description="training data")
+    sources: tuple[Source, ...] | None = Field(None, min_length=1, description="several sources, instead of train")
     mixture: Literal["concatenate", "weighted", "temperature", "sequence"] | None = Field(
         None,
-        description="how sources are combined: each example once an epoch, by weight, by size, or one source after the "
-        "other; null is by weight where one is given, else the first",
+        description="how sources are combined: concatenate uses each example once in an epoch, weighted samples by weight, temperature "
+        "by size, sequence trains on one after the other; null is weighted if a weight is set, else concatenate",
     )
     temperature: Number | None = Field(
-        None, gt=0, description="mixture temperature: shares are size^(1/temperature); null is 1"
+        None, gt=0, description="mixture temperature: sampling weights are size^(1/temperature); null is 1"
     )
-    replay: Replay | None = Field(None, description="earlier data, mixed in so that it is not forgotten")
-    curriculum: Curriculum | None = Field(None, description="from easy to hard, in stages")
-    online: Annotated[Online | None, BeforeValidator(_switched)] = Field(
-        None, description="true: a stream with one pass, in the order of the data; or how much of it is replayed"
+    replay: Replay | None = Field(None, description="earlier data to mix in, against forgetting")
+    curriculum: Curriculum | None = Field(None, description="curriculum: easy examples first")
+    online: Annotated[Online | None, BeforeValidator(_convert_switch)] = Field(
+        None, description="true trains online, in one pass and in the order of the data; or a block with its options"
     )
-    validation: HeldOut | None = Field(None, description="what measures progress: {split: 0.05} or a source")
-    test: HeldOut | None = Field(None, description="what measures the result, never looked at while training")
-    split: Splitting | None = Field(None, description="how shares of train are chosen; null is by exact fraction")
+    validation: HeldOut | None = Field(None, description="validation data: {split: 0.05} or a source")
+    test: HeldOut | None = Field(None, description="test data, not used during training")
+    split: Splitting | None = Field(None, description="how held-out examples are chosen; null is by exact fraction")
     bad_records: Literal["stop", "skip"] | None = Field(
-        None, description="what a row that cannot be read does; null: media are skipped, all else stops"
+        None, description="what to do with unreadable records; null skips media and stops for all else"
     )
-    max_bad: Probability | None = Field(None, description="skip: at most this share may be bad; null is 0.001")
-    limit: Whole | None = Field(None, gt=0, description="only the first so many examples, for a trial")
-    workers: Whole = Field(0, ge=0, description="processes that prepare batches; the order does not depend on it")
-    prefetch: Positive | Literal["auto"] = Field("auto", description="batches prepared ahead")
+    max_bad: Probability | None = Field(None, description="skip: maximum fraction of unreadable records; null is 0.001")
+    limit: Whole | None = Field(
+        None, gt=0, description="use only this many examples, from the start of the data, for a trial"
+    )
+    workers: Whole = Field(0, ge=0, description="processes that prepare batches; does not change the order")
+    prefetch: Positive | Literal["auto"] = Field("auto", description="batches to prepare in advance")
     pin_memory: bool = Field(True, description="page-locked batches, for faster copies to a GPU")
 
     @model_validator(mode="after")
-    def _fits(self) -> Data:
-        usual = type(self).model_fields["train"].get_default(call_default_factory=True)
-        if self.sources is not None and self.train != usual:
-            raise ValueError("train and sources both say what is learned from; keep one")
+    def _check_combinations(self) -> Data:
+        default = type(self).model_fields["train"].get_default(call_default_factory=True)
+        if self.sources is not None and self.train != default:
+            raise ValueError("train and sources both set the training data; keep one")
         if (self.mixture == "temperature" or self.temperature is not None) and self.sources is None:
-            raise ValueError("temperature: a mixture by size needs sources")
+            raise ValueError("temperature: sampling by size needs several data.sources")
         if self.temperature is not None and self.mixture not in (None, "temperature"):
-            raise ValueError(f"temperature has no meaning with mixture {self.mixture}; leave one out")
+            raise ValueError(f"temperature has no effect with mixture {self.mixture}; leave one of them out")
         if self.mixture == "sequence":
             self._check_sequence()
         if self.online is not None:
@@ -250,79 +290,88 @@ class Data(Section):
         return self
 
     def _check_online(self) -> None:
-        is_weighted = self.temperature is not None or any(one.weight is not None for one in self.sources or ())
-        ordered = {
+        is_weighted = self.temperature is not None or any(source.weight is not None for source in self.sources or ())
+        conflicts = {
             "mixture": self.mixture not in (None, "concatenate") or is_weighted,
             "replay": self.replay is not None,
             "curriculum": self.curriculum is not None,
         }
-        for key, is_said in ordered.items():
-            if is_said:
-                remedy = "say online.replay, a share of what was there before" if key == "replay" else "leave one out"
-                raise ValueError(
-                    f"{key}: a stream (online) takes its sources as they come, one after the other; {remedy}"
-                )
+        for key, is_set in conflicts.items():
+            if is_set:
+                remedy = "set online.replay instead" if key == "replay" else "leave one of them out"
+                raise ValueError(f"{key}: a stream (online) trains on its sources one after the other; {remedy}")
 
     def _check_sequence(self) -> None:
         if self.sources is None or len(self.sources) < 2:
-            raise ValueError("mixture: a sequence needs two sources or more, one after the other")
+            raise ValueError("mixture: a sequence needs two or more data.sources")
         for key in ("replay", "curriculum"):
             if getattr(self, key) is not None:
-                remedy = "name the earlier data as the first source" if key == "replay" else "leave one out"
-                raise ValueError(f"{key}: a sequence has an order of its own; {remedy}")
+                remedy = "make the earlier data the first source" if key == "replay" else "leave one of them out"
+                raise ValueError(f"{key}: cannot be combined with mixture: sequence; {remedy}")
         names = get_source_names(self.sources)
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"sources: {names.count(name)} are named {name}; give each a name of its own")
+                raise ValueError(f"sources: {names.count(name)} are named {name}; give each a different name")
 
 
 def get_source_names(sources: Sequence[Source]) -> list[str]:
+    """Return the name of each source; unnamed ones are source-0, source-1, ..."""
     return [source.name or f"source-{number}" for number, source in enumerate(sources)]
 
 
 class Cleaning(Section):
-    """What is done to each text before anything else; nothing unless asked for."""
+    """Cleaning of each text, before anything else."""
 
-    unicode: Literal["NFC", "NFKC", "none"] = Field("NFC", description="normal form of Unicode")
-    control: bool = Field(True, description="remove control characters other than tab and line break")
-    whitespace: bool = Field(True, description="one space for many, no space at line ends, at most one empty line")
+    unicode: Literal["NFC", "NFKC", "none"] = Field("NFC", description="Unicode normalisation form")
+    control: bool = Field(True, description="remove control characters except tabs and line breaks")
+    whitespace: bool = Field(True, description="collapse spaces, strip line ends, keep at most one empty line")
     html: bool = Field(False, description="remove tags, scripts and entities")
-    boilerplate: bool = Field(False, description="remove menus, cookie notices and other lines that are no prose")
+    boilerplate: bool = Field(False, description="remove menus, cookie notices and other lines that are not prose")
 
 
 class Filter(Section):
-    """Which texts stay."""
+    """Filters that drop texts."""
 
-    min_characters: Positive | None = Field(None, description="shorter texts are left out")
-    max_characters: Positive | None = Field(None, description="longer texts are left out")
-    min_words: Positive | None = Field(None, description="texts of fewer words are left out")
+    min_characters: Positive | None = Field(None, description="drop shorter texts")
+    max_characters: Positive | None = Field(None, description="drop longer texts")
+    min_words: Positive | None = Field(None, description="drop texts with fewer words")
     languages: tuple[str, ...] | None = Field(
-        None, min_length=1, description="only these, such as [en, de], told by script and frequent words"
+        None,
+        min_length=1,
+        description="keep only these languages, such as [en, de], detected by script and frequent words",
     )
-    max_symbol_share: Probability | None = Field(None, description="texts with more signs than this are left out")
-    max_repeated_share: Probability | None = Field(None, description="texts with more repeated lines are left out")
+    max_symbol_share: Probability | None = Field(None, description="drop texts with a larger fraction of symbols")
+    max_repeated_share: Probability | None = Field(
+        None, description="drop texts with a larger fraction of repeated lines"
+    )
 
 
 class Deduplication(Section):
-    method: Literal["exact", "near"] = Field("exact", description="equal texts, or similar ones as well (MinHash)")
-    threshold: Probability = Field(0.8, gt=0, description="near: this share of common word runs makes a duplicate")
+    """Removal of duplicate texts."""
+
+    method: Literal["exact", "near"] = Field(
+        "exact", description="exact: equal texts; near: similar texts too (MinHash)"
+    )
+    threshold: Probability = Field(
+        0.8, gt=0, description="near: texts that share this fraction of word n-grams are duplicates"
+    )
 
 
 class TextData(Data):
-    """What data made of text has besides."""
+    """Additional settings of text data."""
 
-    clean: Cleaning | None = Field(None, description="what is done to each text; null leaves it as it is")
-    filter: Filter | None = Field(None, description="which texts stay; null keeps all")
-    deduplicate: Deduplication | None = Field(None, description="leave repeated texts out; null keeps all")
+    clean: Cleaning | None = Field(None, description="clean each text; null leaves texts unchanged")
+    filter: Filter | None = Field(None, description="drop texts; null keeps all")
+    deduplicate: Deduplication | None = Field(None, description="drop duplicate texts; null keeps all")
 
 
 def find_held_out_problems(data: Data) -> list[tuple[str, str]]:
-    """Held-out data must be said: without that, nothing would tell it from the embedded one."""
-    found: list[tuple[str, str]] = []
+    """Return the problems of validation, test and replay data that have neither a source nor a fraction."""
+    problems: list[tuple[str, str]] = []
     if data.replay is not None and data.replay.path is None and data.replay.kind not in BUILTIN_KINDS:
-        found.append(("data.replay.path", "missing; name the earlier data"))
+        problems.append(("data.replay.path", "missing; give the path of the earlier data"))
     for key, part in (("data.validation", data.validation), ("data.test", data.test)):
-        said = part is None or part.path is not None or part.kind in BUILTIN_KINDS or part.split is not None
-        if not said and not (key == "data.validation" and data.split is not None and data.split.folds):
-            found.append((key, "needs split, a share of train such as 0.05, or path, data of its own"))
-    return found
+        is_given = part is None or part.path is not None or part.kind in BUILTIN_KINDS or part.split is not None
+        if not is_given and not (key == "data.validation" and data.split is not None and data.split.folds):
+            problems.append((key, "needs split, a fraction of train such as 0.05, or path, separate data"))
+    return problems

@@ -1,4 +1,4 @@
-"""What the schema's errors say to a person: the place, the key as typed, what was expected and what was found."""
+"""Error messages for values that do not fit the schema: location, key as typed, expected and actual value."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ _SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)$", re.IGNORE
 def describe_validation_error(
     error: ValidationError, *, schema: type[Section], flat: FlatConfig, lines: Mapping[str, Location]
 ) -> list[Problem]:
-    """One problem a key, in the order of the file; the branches of a union are one sentence."""
+    """Return one problem for each key, in the order of the file; the alternatives of a union are joined into one sentence."""
     by_key: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
         by_key.setdefault(_key_of(detail, flat), []).append(detail)
-    found = []
+    problems = []
     for key, details in by_key.items():
         inner = any(other.startswith(key + ".") for other in by_key)
         if not (inner and all(detail["type"] in ("too_short", "too_long") for detail in details)):
-            found.append(_problem(key, details, schema, flat, lines))
-    return found
+            problems.append(_problem(key, details, schema, flat, lines))
+    return problems
 
 
 def _key_of(detail: Any, flat: FlatConfig) -> str:
-    """The dotted key of an error: its location without the names of union branches."""
+    """The dotted key of an error: its location without the names of union alternatives."""
     key = ""
     value: Any = None
     for part in detail["loc"]:
         longer = f"{key}.{part}" if key else str(part)
         within = isinstance(value, dict | list) and not isinstance(part, str if isinstance(value, list) else int)
-        known = longer in flat or any(other.startswith(longer + ".") for other in flat)
-        if not (known or within or detail["type"] == "missing"):
+        is_key = longer in flat or any(other.startswith(longer + ".") for other in flat)
+        if not (is_key or within or detail["type"] == "missing"):
             break
         value = flat[longer].value if longer in flat else _inside(value, part)
         key = longer
@@ -86,7 +86,7 @@ def _problem(
 
 
 def locate_key(key: str, flat: FlatConfig, lines: Mapping[str, Location]) -> tuple[Location | None, str]:
-    """Where a key was said and how it was typed; for a block, where the block begins."""
+    """Return the location of a key and how it was typed; for a block, where the block starts."""
     if key in flat:
         return flat[key].location, flat[key].typed_key
     ancestor = key
@@ -97,7 +97,7 @@ def locate_key(key: str, flat: FlatConfig, lines: Mapping[str, Location]) -> tup
             typed = entry.typed_key + key.removeprefix(ancestor)
             return _nearest_line(typed, lines, entry.location), typed
     inside = [entry for other, entry in flat.items() if other.startswith(key + ".")]
-    # The file was right before somebody changed a key of the block by hand.
+    # A key that was changed on the command line is more likely wrong than the file.
     changed = next((entry for entry in inside if not entry.location.line), None)
     if key in lines and changed is None:
         return lines[key], key
@@ -106,9 +106,9 @@ def locate_key(key: str, flat: FlatConfig, lines: Mapping[str, Location]) -> tup
 
 
 def _nearest_line(typed: str, lines: Mapping[str, Location], otherwise: Location) -> Location:
-    """A missing key has no line; the item of the list that it is missing from has one.
+    """The line of the closest enclosing key, because a missing key has none itself.
 
-    Only in the file that said the list: the command line, or a later file, may have replaced the one these lines are of.
+    Only in the file that has the list: the command line or a later file may have replaced the list that the lines are of.
     """
     while (typed not in lines or lines[typed].file != otherwise.file) and "." in typed:
         typed = typed.rpartition(".")[0]
@@ -116,11 +116,11 @@ def _nearest_line(typed: str, lines: Mapping[str, Location], otherwise: Location
 
 
 def _unknown(key: str, where: Location | None, typed: str, schema: type[Section]) -> Problem:
-    # The value is not shown, and is never needed here: it may be a secret.
+    # The value is not shown, because it may be a secret.
     if _SECRET.search(typed):
-        return Problem(where, typed, "unknown key; secrets belong in the environment, never in a recipe", key)
+        return Problem(where, typed, "unknown key; put secrets into environment variables, never into a recipe", key)
     if key == "model.activation":
-        return Problem(where, typed, "unknown key; the activation of this model is fixed, leave it out", key)
+        return Problem(where, typed, "unknown key; the activation of this model is fixed: leave it out", key)
     near = suggest_key(key, schema)
     if near is None:
         return Problem(where, typed, "unknown key", key)
@@ -129,7 +129,7 @@ def _unknown(key: str, where: Location | None, typed: str, schema: type[Section]
 
 
 def describe_error_details(details: list[Any]) -> str:
-    """Branches that disagree about the type are joined by "or"; a value of the right type but out of range says so."""
+    """Return the message for the errors of one value: alternatives of a union are joined by "or", limits are named."""
     for detail in details:
         if detail["type"] in _LIMITS:
             name, words = _LIMITS[detail["type"]]
@@ -149,18 +149,18 @@ def describe_error_details(details: list[Any]) -> str:
 
 
 def suggest_list_syntax(value: Any) -> str:
-    """How somebody who wrote one thing, or some of a list's, writes a list."""
+    """Return a hint how to write a list, for a value that is one item or a map of indices."""
     if isinstance(value, dict):
-        # `data.sources.0.path=x` comes to a block whose keys are numbers.
+        # `data.sources.0.path=x` is parsed as a block whose keys are numbers.
         is_numbered = bool(value) and all(str(key).isdecimal() for key in value)
-        return "; a list is given whole: [{…}, {…}]" if is_numbered else "; write [{…}]"
+        return "; give the whole list: [{…}, {…}]" if is_numbered else "; write [{…}]"
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return f"; write [{', '.join(part.strip() for part in str(value).split(','))}]"
     return ""
 
 
 def _choices(detail: Any) -> list[str]:
-    """`'a', 'b' or 'c'`, as the library words it, back into names."""
+    """Parse pydantic's `'a', 'b' or 'c'` into names."""
     return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
 
 
@@ -176,7 +176,7 @@ def _single(detail: Any) -> str:
 
 
 def format_value(value: Any) -> str:
-    """A value as the file would write it, cut short."""
+    """Return a value as a recipe would write it, shortened to 60 characters."""
     words = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return words[value]

@@ -1,4 +1,4 @@
-"""What follows the verb on the command line: recipes to load, and settings to change."""
+"""Parse the command line after the verb: recipes to load, and settings to override."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bottega.config.schema_keys import find_enclosing_list, is_flag, list_block_
 from bottega.core.errors import UsageError
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
-"""Flags whose value is one more recipe file."""
+"""Flags whose value is another recipe file."""
 SWITCHES = ("online",)
-"""Flags that say something without a value."""
+"""Flags that need no value."""
 
-FEW = 6
-"""Keys of a block that are all named to somebody who wrote one that it does not have."""
+MAX_LISTED_KEYS = 6
+"""Blocks with at most this many keys have all of them listed in the message about an unknown key."""
 
 
 class Override(NamedTuple):
-    """One setting from the command line, its value still text."""
+    """One setting from the command line, with its value as text."""
 
     key: str
     text: str
@@ -31,7 +31,7 @@ class Override(NamedTuple):
 
 
 class FlagError(UsageError):
-    """Problems of a command line, a line each; `sources` and `overrides` are what the rest of it says."""
+    """Problems of a command line, one line each; `sources` and `overrides` hold what could be parsed."""
 
     def __init__(self, message: str, sources: list[str], overrides: list[Override]) -> None:
         super().__init__(message)
@@ -42,9 +42,9 @@ _SETTING = re.compile(r"([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)
 
 
 def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str], list[Override]]:
-    """Recipe names and paths in one list, settings in the other; all problems at once.
+    """Return recipe names and paths, and settings. Raises FlagError with all problems at once.
 
-    Understood are `key=value`, `--key value` and `--key=value`, with dashes for underscores if one likes.
+    Settings are written `key=value`, `--key value` or `--key=value`; dashes may replace underscores.
     """
     sources: list[str] = []
     overrides: list[Override] = []
@@ -64,9 +64,9 @@ def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str]
                 text = tokens.pop(0)
                 if name == "data":
                     text = _several_paths(tasks, text, tokens, has_recipe=bool(sources))
-            _place(tasks, name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
+            _add_setting(tasks, name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
         elif setting and not (token.endswith((".yaml", ".yml")) and Path(token).is_file()):
-            _place(tasks, setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
+            _add_setting(tasks, setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
         elif token.startswith("-"):
             problems.append(f"{token}: unknown flag; settings are written --key value or key=value")
         else:
@@ -77,7 +77,7 @@ def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str]
 
 
 def _several_paths(tasks: TaskRegistry, first: str, tokens: list[str], *, has_recipe: bool) -> str:
-    """The value of --data, with the paths that follow it: what a shell makes of *.txt. Takes them off `tokens`."""
+    """Return the value of --data with the paths after it, which a shell expands from *.txt; removes them from `tokens`."""
     paths = [first]
     while tokens and _is_data_path(tasks, tokens[0], has_recipe=has_recipe):
         paths.append(tokens.pop(0))
@@ -95,7 +95,7 @@ def _is_data_path(tasks: TaskRegistry, word: str, *, has_recipe: bool) -> bool:
     return bool(Path(word).suffix or Path(word).exists()) and (has_recipe or not is_recipe)
 
 
-def _place(
+def _add_setting(
     tasks: TaskRegistry,
     key: str,
     text: str,
@@ -107,7 +107,7 @@ def _place(
     if key in CONFIG_FLAGS:
         sources.append(text)
     elif (whole := find_enclosing_list(key, tasks.schemas)) is not None:
-        problems.append(f"{typed}: a list is given whole: {whole}=[{{…}}]")
+        problems.append(f"{typed}: give the whole list: {whole}=[{{…}}]")
     elif is_flag(key, tasks.schemas):
         overrides.append(Override(key, text))
     else:
@@ -119,18 +119,18 @@ def _place(
 
 
 def _unknown(tasks: TaskRegistry, key: str, typed: str) -> str:
-    near, block = suggest_flag(key, tasks.schemas), key.rpartition(".")[0]
-    there = list_block_keys(block, tasks.schemas) if near is None else []
-    if 0 < len(there) <= FEW:
-        return f"unknown key; there is {', '.join(there[:-1])}{' and ' if there[:-1] else ''}{there[-1]}"
+    similar, block = suggest_flag(key, tasks.schemas), key.rpartition(".")[0]
+    keys = list_block_keys(block, tasks.schemas) if similar is None else []
+    if 0 < len(keys) <= MAX_LISTED_KEYS:
+        return f"unknown key; use {', '.join(keys[:-1])}{' or ' if keys[:-1] else ''}{keys[-1]}"
     dashes = "--" if typed.startswith("--") else ""
-    return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{near}?" if near else "")
+    return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{similar}?" if similar else "")
 
 
 def _missing_value(tasks: TaskRegistry, name: str) -> str:
     key = name.replace("-", "_")
     if (whole := find_enclosing_list(key, tasks.schemas)) is not None:
-        return f"a list is given whole: {whole}=[{{…}}]"
+        return f"give the whole list: {whole}=[{{…}}]"
     if is_flag(key, tasks.schemas) or key in CONFIG_FLAGS:
         return f"needs a value: --{name} VALUE"
     return _unknown(tasks, key, f"--{name}")

@@ -1,4 +1,4 @@
-"""The variables that torchrun and accelerate set, checked before anybody counts processes by them."""
+"""Validation of the environment variables that torchrun and accelerate set."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ VARIABLE_LIMITS = {
     "LOCAL_WORLD_SIZE": (1, 1 << 20),
     "MASTER_PORT": (0, 65535),
 }
-"""The smallest and the largest value of each."""
+"""Smallest and largest valid value of each variable."""
 
 
 def check_launch_variables() -> None:
-    """Raise UsageError where a variable of the launcher is not a number that it can be."""
+    """Raise UsageError if a variable of the launcher is not a valid number."""
     for name, (least, most) in VARIABLE_LIMITS.items():
         text = os.environ.get(name)
         if text is not None and not (text.isascii() and text.isdigit() and least <= int(text[:9]) <= most):
             raise UsageError(
-                f"the environment variable {name} is {text[:40]!r}; torchrun sets it to a number from {least} to {most}: "
+                f"the environment variable {name} is {text[:40]!r}; expected a number from {least} to {most}: "
                 "unset it, or start the processes with torchrun"
             )
     world = World.from_environment()
     if world.rank >= world.size:
         raise UsageError(
-            f"the environment variable RANK is {world.rank}, and WORLD_SIZE {world.size}: ranks are counted from 0; unset both, or "
+            f"the environment variable RANK is {world.rank}, expected less than WORLD_SIZE, which is {world.size}: unset both, or "
             "start the processes with torchrun"
         )

@@ -1,4 +1,4 @@
-"""A layer of a recipe as a flat map: dotted key -> value and where it was said. Merging layers is then an update."""
+"""Layers of a recipe as flat maps, dotted key -> value and location, so that merging layers is a dict update."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Location(NamedTuple):
-    """A line of a file, or the command line (line 0)."""
+    """A line of a file, or the command line (line 0), for messages."""
 
     file: str
     line: int = 0
@@ -20,13 +20,13 @@ class Location(NamedTuple):
 
 @dataclass(frozen=True)
 class Entry:
-    """One setting: its value, its place, and the key as the person typed it."""
+    """One setting: its value, its location, and the key as the user typed it."""
 
     value: Any
     location: Location
     typed_key: str
     is_fallback: bool = False
-    """Gives way to another spelling in the same layer: `fp16: false` says nothing where `bf16: true` stands beside it."""
+    """Yields to another alias of the same key in the same layer: `fp16: false` is ignored beside `bf16: true`."""
 
 
 FlatConfig = dict[str, Entry]
@@ -34,7 +34,7 @@ FlatConfig = dict[str, Entry]
 
 @dataclass(frozen=True)
 class Problem:
-    """One line for a person. `key` is what it is about, so that one mistake is not reported twice."""
+    """One line of an error message. `key` is the canonical key, so that one mistake is not reported twice."""
 
     location: Location | None
     typed_key: str
@@ -51,17 +51,17 @@ class Problem:
 
 @dataclass
 class Layer:
-    """One file, one dict or the command line."""
+    """The settings of one file, one dict or the command line."""
 
     entries: FlatConfig = field(default_factory=dict)
     lines: dict[str, Location] = field(default_factory=dict)
-    """Where each key stands, blocks and list items included."""
+    """Location of each key, blocks and list items included."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def flatten_layer(value: Mapping[str, Any], *, file: str, lines: Mapping[str, int]) -> Layer:
-    """The layer that nested values make. Lists and empty maps are leaves."""
+    """Return nested values as a layer. Lists and empty maps are leaves."""
     layer = Layer(lines={key: Location(file, line) for key, line in lines.items()})
     for key, leaf in _leaves(value, ""):
         where = Location(file, lines.get(key, 0))
@@ -83,7 +83,7 @@ def _leaves(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A caller's dict may hold tuples and paths; a file cannot."""
+    """Convert tuples and paths, which a caller's dict may hold and a file cannot."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -92,7 +92,7 @@ def _plain(value: Any) -> Any:
 
 
 BUILTIN_KINDS = ("embedded", "synthetic")
-"""Kinds of data that come with the program and have no path."""
+"""Kinds of data that are bundled or generated, and need no path."""
 
 EXCLUSIVE_KEYS = (
     ("training.max_steps", "training.num_epochs"),
@@ -116,18 +116,18 @@ EXCLUSIVE_KEYS = (
     ("data.train.field", "data.sources"),
     ("data.train.label", "data.sources"),
 )
-"""Two ways to say one thing: a later layer that says it one way takes back what an earlier layer said the other way."""
+"""Pairs of keys that exclude each other: a later layer that sets one removes the other from the earlier layers."""
 
 
 LENGTH_KEYS, STREAM_KEY = ("training.max_steps", "training.num_epochs"), "data.online"
 
 
 def merge_layers(base: FlatConfig, layer: FlatConfig) -> FlatConfig:
-    """`base` with `layer` over it: what the layer says wins, and what it does not mention stays."""
+    """Return `base` updated with `layer`: keys of the layer win, the others stay unless a key of the layer excludes them."""
     merged = {
         key: entry
         for key, entry in base.items()
-        if not _taken_back(key, entry, base, layer) and not _is_of_embedded(key, base, layer)
+        if not _is_excluded(key, entry, base, layer) and not _belongs_to_builtin_data(key, base, layer)
     }
     for key, entry in layer.items():
         if entry.value == {} and any(inner.startswith(key + ".") for inner in merged):
@@ -140,35 +140,35 @@ def merge_layers(base: FlatConfig, layer: FlatConfig) -> FlatConfig:
     return merged
 
 
-def _taken_back(key: str, entry: Entry, base: FlatConfig, layer: FlatConfig) -> bool:
-    if key in LENGTH_KEYS and any(enables_stream(name, said) for name, said in layer.items()):
+def _is_excluded(key: str, entry: Entry, base: FlatConfig, layer: FlatConfig) -> bool:
+    if key in LENGTH_KEYS and any(enables_stream(name, other) for name, other in layer.items()):
         return True
     if key in layer or key == "training.optimizer.betas":
-        # One beta over a pair changes its half; a pair over one beta replaces it.
+        # A single beta over a pair changes one of the two; a pair over a single beta replaces it.
         return False
     if key.startswith("needs.") and entry.value is not None:
-        part, _, what = key.removeprefix("needs.").partition(".")
-        # A finished run, or a recipe with its settings.
-        other = layer.get(f"needs.{part}.{'recipe' if what == 'run' else 'run'}")
+        dependency, _, field = key.removeprefix("needs.").partition(".")
+        # A dependency is a finished run, or a recipe with its settings.
+        other = layer.get(f"needs.{dependency}.{'recipe' if field == 'run' else 'run'}")
         return other is not None and other.value is not None
     others = [b if key == a else a for a, b in EXCLUSIVE_KEYS if key in (a, b)]
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
 
 
 def are_nested(one: str, other: str) -> bool:
-    """Whether two dotted keys are the same, or one is a block that holds the other."""
+    """Return whether two dotted keys are the same, or one is a block that contains the other."""
     return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
 
 
 def enables_stream(key: str, entry: Entry) -> bool:
-    """A stream is as long as it is, so whoever asks for one takes back the length of an earlier layer."""
-    said = entry.value is not None and entry.value is not False  # a share of 0 is one, too
-    return said and (key == STREAM_KEY or key.startswith(f"{STREAM_KEY}."))
+    """Return whether an entry turns on `data.online`, which replaces the length of the run set by earlier layers."""
+    is_set = entry.value is not None and entry.value is not False  # a replay fraction of 0 turns it on, too
+    return is_set and (key == STREAM_KEY or key.startswith(f"{STREAM_KEY}."))
 
 
-def _is_of_embedded(key: str, base: FlatConfig, layer: FlatConfig) -> bool:
-    """A split by a field of the data that come with the program goes when other data take their place, and so do prompts
-    that the same file gave for them."""
+def _belongs_to_builtin_data(key: str, base: FlatConfig, layer: FlatConfig) -> bool:
+    """Whether a key describes builtin data that `layer` replaces: a split by one of its fields, or prompts that the same file
+    gives for it."""
     if key not in ("data.split.by", "data.split.field", "samples.prompts") or key in layer:
         return False
     kind, field = base.get("data.train.kind"), base.get("data.split.field")
@@ -176,7 +176,7 @@ def _is_of_embedded(key: str, base: FlatConfig, layer: FlatConfig) -> bool:
     if (
         kind is None
         or kind.value not in BUILTIN_KINDS
-        or not any(one is not None and one.value is not None for one in others)
+        or not any(entry is not None and entry.value is not None for entry in others)
     ):
         return False
     if key == "samples.prompts":
@@ -185,11 +185,11 @@ def _is_of_embedded(key: str, base: FlatConfig, layer: FlatConfig) -> bool:
 
 
 def _excludes(values: dict[str, Any]) -> bool:
-    """Whether the two values really say the same thing."""
+    """Whether the values of an exclusive pair really exclude each other."""
     if "data.sources" in values:
         return all(value is not None for value in values.values())
     for key, value in values.items():
-        # A named split goes with a path, a share does not; so it is with a kind.
+        # A named split or a file format goes with a path; a fraction or a builtin kind does not.
         if value is None or (key.endswith(".split") and isinstance(value, str)):
             return False
         if key.endswith(".kind") and value not in BUILTIN_KINDS:
@@ -204,7 +204,7 @@ def _ancestors(key: str) -> Iterator[str]:
 
 
 def nest_entries(flat: FlatConfig) -> dict[str, Any]:
-    """The nested values again, for the schema."""
+    """Return the entries as nested values, for the schema."""
     root: dict[str, Any] = {}
     for key, entry in flat.items():
         *parents, last = key.split(".")

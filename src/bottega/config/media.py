@@ -1,4 +1,4 @@
-"""What recipes of images, sound and video share."""
+"""Recipe settings that image, audio and video tasks share."""
 
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ from bottega.config.recipe import Recipe, find_path_problems
 
 
 class MediaData(Data):
-    condition_field: str | None = Field(None, description="which field of a row is the condition; null finds it")
-    latents: bool = Field(False, description="with model.vae: compute all latents once, before training, and keep them")
+    """Data of images, audio or video."""
+
+    condition_field: str | None = Field(
+        None, description="field of a row with the condition; null looks for the usual names"
+    )
+    latents: bool = Field(False, description="with model.vae: compute all latents once before training, and cache them")
 
 
 class MediaRecipe(Recipe):
-    """A recipe that needs a source of samples."""
+    """A recipe over images, audio or video, which needs a source of training data."""
 
     def find_missing_keys(self) -> list[tuple[str, str]]:
         return super().find_missing_keys() + find_path_problems(self.data) + _latents_problems(self)
@@ -27,7 +31,12 @@ def _latents_problems(recipe: Recipe) -> list[tuple[str, str]]:
     if not data.latents:
         return []
     if getattr(recipe.model, "vae", None) is None:
-        return [("data.latents", "true, and there is no model.vae to compute them with; leave it out")]
+        return [("data.latents", "needs model.vae to compute latents with; set it, or leave this out")]
     if data.augmentation is not None and data.augmentation.enabled:
-        return [("data.augmentation", "changes samples each time, and data.latents computes them once; keep one")]
+        return [
+            (
+                "data.augmentation",
+                "augmentation changes samples in each epoch, and data.latents computes them once; keep one of them",
+            )
+        ]
     return []

@@ -1,4 +1,4 @@
-"""Every update rule: its options, its customary values, and who computes it in each engine. A new one is an entry here."""
+"""Optimizers: their options, defaults and classes. To add one, add an entry to OPTIMIZER_SPECS."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """One optimizer by name."""
+    """One optimizer."""
 
     torch_class: str
-    """The class: of torch.optim by its name, or of the torch engine as "module:name"."""
+    """The class: a name in torch.optim, or "module:name" in the torch engine."""
     options: tuple[str, ...] = ()
-    """Options of `training.optimizer` that are handed to it."""
+    """Options of `training.optimizer` that are passed to it."""
     fixed_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What else it is made with."""
+    """Other arguments of its constructor."""
     option_defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Options whose usual value is another than Adam's."""
+    """Defaults that differ from Adam's."""
     has_coupled_weight_decay: bool = False
-    """Whether weight decay is added to the gradient, where AdamW's usual 0.1 would drown it."""
+    """Whether weight decay is added to the gradient (L2), where AdamW's default of 0.1 would dominate."""
     num_state_tensors: int = 2
-    """What it keeps of a parameter, in tensors of its size."""
+    """State tensors of the parameter's size that it keeps."""
     state_requires_option: str | None = None
-    """An option without which it keeps nothing."""
+    """An option that must be set for it to keep state."""
     is_factored: bool = False
-    """Whether it keeps sums over rows and columns of a matrix in place of copies."""
+    """Whether it keeps sums over the rows and columns of a matrix instead of full-size state."""
     is_for_hidden_matrices_only: bool = False
-    """Whether it is for maps between hidden states alone; the rest is then trained by AdamW, with its options."""
+    """Whether it trains matrices between hidden states only; AdamW trains the other parameters."""
 
 
 FUSED = {"fused": True}
@@ -37,7 +37,7 @@ OPTIMIZER_SPECS: dict[str, OptimizerSpec] = {
     "muon": OptimizerSpec(
         "Muon",
         ("momentum", "nesterov"),
-        # An update as large as AdamW's, so that one learning rate serves both halves.
+        # Scale updates like AdamW's, so that one learning rate fits both.
         {"adjust_lr_fn": "match_rms_adamw"},
         {"momentum": 0.95, "nesterov": True},
         num_state_tensors=1,
@@ -52,19 +52,19 @@ OPTIMIZER_SPECS: dict[str, OptimizerSpec] = {
         state_requires_option="momentum",
     ),
     "lion": OptimizerSpec("lion:Lion", ("betas",), {"weight_decay": 0.0}, {"betas": (0.9, 0.99)}, num_state_tensors=1),
-    # torch's reads a norm of every parameter on the host, so it waits for the device each step.
+    # torch's Adafactor reads a norm of every parameter on the host, so it synchronises with the device in each step.
     "adafactor": OptimizerSpec("Adafactor", is_factored=True),
     "adam": OptimizerSpec("Adam", ("betas", "eps"), FUSED, has_coupled_weight_decay=True),
 }
 FALLBACK_OPTIMIZER = "adamw"
-"""Trains what a rule for hidden matrices leaves."""
+"""Trains the parameters that an optimizer for hidden matrices leaves."""
 
 
 def list_optimizers_with_option(option: str) -> tuple[str, ...]:
-    """The rules that read an option, those among them whose rest does."""
+    """Return the optimizers that use an option, directly or through their fallback optimizer."""
     return tuple(
         name
-        for name, rule in OPTIMIZER_SPECS.items()
-        if option in rule.options
-        or (rule.is_for_hidden_matrices_only and option in OPTIMIZER_SPECS[FALLBACK_OPTIMIZER].options)
+        for name, spec in OPTIMIZER_SPECS.items()
+        if option in spec.options
+        or (spec.is_for_hidden_matrices_only and option in OPTIMIZER_SPECS[FALLBACK_OPTIMIZER].options)
     )

@@ -1,4 +1,4 @@
-"""The part of a recipe that is the same for every task: closed, frozen, and described field by field."""
+"""The recipe schema that all tasks share: closed, frozen sections with a description for each field."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from bottega.config.units import Interval, StepCadence, StepOrTimeCadence
 
 
 class Model(Section):
-    """What every task's model has; the tasks add to it."""
+    """Model settings that every task has; each task adds its own."""
 
-    dropout: Dropout | None = Field(
-        None, description="share of activations dropped while training; null is the model's own"
-    )
+    dropout: Dropout | None = Field(None, description="dropout probability while training; null uses the model's own")
 
 
 class Dependency(Section):
-    recipe: str | None = Field(None, description="the recipe that is trained first")
-    run: str | None = Field(None, description="a finished run's folder, in place of recipe")
-    settings: dict[str, Any] = Field(default_factory=dict, description="dotted keys that differ from that recipe")
-    own_data: bool = Field(False, description="learn from its own data and not from this recipe's")
+    """A run that this recipe depends on: one to train first, or a finished one."""
+
+    recipe: str | None = Field(None, description="recipe to train first")
+    run: str | None = Field(None, description="folder of a finished run, instead of recipe")
+    settings: dict[str, Any] = Field(default_factory=dict, description="changes to that recipe, as dotted keys")
+    own_data: bool = Field(False, description="train it on its own data instead of this recipe's")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Dependency:
@@ -41,44 +41,61 @@ class Dependency(Section):
 
 
 class Distributed(Section):
-    enabled: bool | None = Field(None, description="null: when a launcher started several processes")
-    strategy: Literal["auto", "ddp", "fsdp"] = Field("auto", description="whole copies (ddp) or shards (fsdp)")
-    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="how processes talk")
-    processes: Whole | None = Field(None, gt=0, description="how many processes in all; null: as launched")
-    machines: Whole = Field(1, gt=0, description="how many machines")
-    machine_rank: Whole = Field(0, ge=0, description="which of them this is")
-    main_address: str | None = Field(None, description="where the first machine is reached")
-    main_port: Whole | None = Field(None, gt=0, lt=65536, description="and on which port")
-    offload: bool = Field(False, description="keep optimizer state in host memory")
+    """Training with several processes or machines."""
+
+    enabled: bool | None = Field(
+        None, description="use several processes; null turns it on when a launcher such as torchrun started several"
+    )
+    strategy: Literal["auto", "ddp", "fsdp"] = Field(
+        "auto", description="full copies of the model (ddp) or shards (fsdp)"
+    )
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="communication backend")
+    processes: Whole | None = Field(None, gt=0, description="total number of processes; null takes the launcher's")
+    machines: Whole = Field(1, gt=0, description="number of machines")
+    machine_rank: Whole = Field(0, ge=0, description="index of this machine")
+    main_address: str | None = Field(None, description="address of the first machine")
+    main_port: Whole | None = Field(None, gt=0, lt=65536, description="port on the first machine")
+    offload: bool = Field(False, description="keep the optimizer state in host memory")
 
 
 class Samples(Section):
-    every: StepCadence = Field(Interval(500), description="how often samples are drawn; null or 0 is off")
-    count: Whole = Field(4, gt=0, description="how many")
+    """Samples drawn during training."""
+
+    every: StepCadence = Field(Interval(500), description="how often to draw samples; 0 or null turns it off")
+    count: Whole = Field(4, gt=0, description="number of samples")
 
 
 class Evaluation(MonitoredMetric):
-    every: StepCadence = Field(Interval(200), description="how often validation runs; null or 0 is at the end only")
-    metric: str = Field("loss", description="the metric that decides which checkpoint is best")
-    max_batches: Whole | None = Field(None, gt=0, description="at most so many batches; null is all")
-    batch_size: Whole | None = Field(None, gt=0, description="examples in a batch; null is as in training")
+    """Validation during training."""
+
+    every: StepCadence = Field(
+        Interval(200), description="how often to run validation; 0 or null runs it at the end only"
+    )
+    metric: str = Field("loss", description="metric that decides which checkpoint is best")
+    max_batches: Whole | None = Field(None, gt=0, description="maximum number of batches; null uses all")
+    batch_size: Whole | None = Field(None, gt=0, description="examples in a batch; null takes training.batch_size")
 
 
 class CheckpointOptions(Section):
+    """When checkpoints are saved, and how many are kept."""
+
     every: StepOrTimeCadence = Field(
-        Interval(500), description='how often; "10 min" is accepted; null or 0 is at the end only'
+        Interval(500),
+        description='how often to save a checkpoint, also by time ("10 min"); 0 or null saves at the end only',
     )
-    keep: Whole = Field(3, gt=0, description="how many of the newest stay; the best stays as well")
+    keep: Whole = Field(3, gt=0, description="how many of the newest to keep, besides the best")
 
 
 class WandB(Section):
-    enabled: bool | None = Field(None, description="null: when a project is given")
+    """Logging to Weights & Biases."""
+
+    enabled: bool | None = Field(None, description="log to Weights & Biases; null turns it on if project is set")
     project: str | None = Field(None, description="project name")
     entity: str | None = Field(None, description="user or team")
-    name: str | None = Field(None, description="name shown there; null is the run's name")
-    tags: tuple[str, ...] = Field((), description="labels")
-    notes: str | None = Field(None, description="a longer remark")
-    offline: bool = Field(False, description="write to disk only, for a later sync")
+    name: str | None = Field(None, description="display name; null takes the run's name")
+    tags: tuple[str, ...] = Field((), description="tags")
+    notes: str | None = Field(None, description="notes")
+    offline: bool = Field(False, description="write to disk only, for a later `wandb sync`")
 
     @property
     def is_active(self) -> bool:
@@ -86,68 +103,80 @@ class WandB(Section):
 
 
 class Logging(Section):
+    """Where and how often metrics are logged."""
+
     every: StepCadence = Field(
         Interval(10),
-        description="how often metrics are written; null or 0 is with evaluations, checkpoints and the end",
+        description="how often to log metrics; 0 or null logs at evaluations, checkpoints and the end only",
     )
     tensorboard: bool = Field(True, description="write TensorBoard events")
     wandb: WandB = Field(default_factory=WandB, description="Weights & Biases")
-    level: Level = Field("INFO", description="how much the console and log.txt say")
-    resources: bool = Field(True, description="also log memory, processor and GPU use")
+    level: Level = Field("INFO", description="log level of the console and log.txt")
+    resources: bool = Field(True, description="also log memory, CPU and GPU usage")
 
 
 class Recipe(Section):
-    """Everything a run needs to know. `model` and `data` are the task's own."""
+    """A complete recipe. Each task has a subclass with its own `model` and `data`."""
 
-    task: str = Field(description="what is learned")
-    engine: Literal["torch"] = Field("torch", description="what computes")
+    task: str = Field(description="the task")
+    engine: Literal["torch"] = Field("torch", description="training framework")
     name: RunName | None = Field(
-        None, description="of the run; null is the recipe and 6 digits of the keys that change results"
+        None,
+        description="name of the run; null is the recipe's name and a 6-digit hash of the keys that change results",
     )
-    origin: str | None = Field(None, description="the recipe this came from, for the default name; filled in by itself")
-    device: Device = Field("auto", description="where it is computed; gpu means cuda")
-    cpu_threads: Whole | None = Field(None, gt=0, description="threads of one process on a CPU; null is torch's choice")
-    deterministic: bool = Field(False, description="bit-equal repeats on a GPU, somewhat slower")
-    seed: Whole = Field(0, ge=0, lt=2**63, description="of everything random")
-    output_dir: str = Field("runs", description="the folder of runs")
+    origin: str | None = Field(
+        None, description="recipe that this one was loaded from, for the default name; set automatically"
+    )
+    device: Device = Field("auto", description="device to train on; gpu means cuda")
+    cpu_threads: Whole | None = Field(None, gt=0, description="CPU threads of each process; null takes torch's default")
+    deterministic: bool = Field(False, description="bit-for-bit reproducible on a GPU, somewhat slower")
+    seed: Whole = Field(0, ge=0, lt=2**63, description="seed of all random numbers")
+    output_dir: str = Field("runs", description="folder that runs are saved in")
     model: Model = Field(default_factory=Model, description="the model")
     data: Data = Field(default_factory=Data, description="the data")
-    training: Training = Field(default_factory=Training, description="how it is learned")
-    techniques: tuple[Technique, ...] = Field((), description="what is added to plain training, in this order")
-    needs: dict[str, Dependency] = Field(default_factory=dict, description="other runs this one is built on, by name")
+    training: Training = Field(default_factory=Training, description="training length, batches, optimizer, schedule")
+    techniques: tuple[Technique, ...] = Field(
+        (), description="techniques such as LoRA or distillation, applied in this order"
+    )
+    needs: dict[str, Dependency] = Field(default_factory=dict, description="runs that this one depends on, by name")
     distributed: Distributed = Field(default_factory=Distributed, description="several processes or machines")
-    samples: Samples = Field(default_factory=Samples, description="what the model makes while it learns")
-    evaluation: Evaluation = Field(default_factory=Evaluation, description="validation while training")
-    checkpoint: CheckpointOptions = Field(default_factory=CheckpointOptions, description="what is kept on disk")
-    logging: Logging = Field(default_factory=Logging, description="what is said, and where")
+    samples: Samples = Field(default_factory=Samples, description="samples drawn during training")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="validation during training")
+    checkpoint: CheckpointOptions = Field(
+        default_factory=CheckpointOptions, description="when checkpoints are saved and how many are kept"
+    )
+    logging: Logging = Field(default_factory=Logging, description="where and how often metrics are logged")
 
     def find_missing_keys(self) -> list[tuple[str, str]]:
-        """What a run cannot start without: (key, what is wrong with it)."""
+        """Return (key, message) of every required setting that is missing or not usable."""
         return find_length_problems(self.training, is_stream=self.data.online is not None)
 
     def to_plain_dict(self) -> dict[str, Any]:
-        """As plain values under the names a recipe file uses."""
+        """Return the recipe as plain values, with the key names of a recipe file."""
         return self.model_dump(mode="json", by_alias=True)
 
     def results_key(self) -> dict[str, Any]:
-        """Dotted key -> value of what changes results; keys left at null are absent, so new ones rename no run."""
+        """Return dotted key -> value of every key that changes results, which the default name of a run is hashed from.
+
+        Keys that are null are absent, so that a new key does not rename existing runs.
+        """
         plain = self.to_plain_dict()
-        # Said or not, it is the same run.
+        # Set explicitly or inferred from the metric, it is the same run.
         plain["evaluation"]["mode"] = self.evaluation.resolved_mode
         if self.training.early_stopping is not None:
             plain["training"]["early_stopping"]["mode"] = self.training.early_stopping.resolved_mode
         return {key: value for key, value in _leaves(plain) if value is not None and not _is_neutral(key)}
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
-        """(key, other key, message) of what cannot both be, as far as that is known without data."""
+        """Return (key, other key, message) of settings that exclude each other, as far as known without data."""
         epochs = self.training.num_epochs
         if self.data.online is None or epochs is None or epochs <= 1:
             return list(find_technique_conflicts(self))
-        said = f"{epochs}, and a stream (data.online) is gone through once; leave it out"
-        return [("training.num_epochs", "data.online", said), *find_technique_conflicts(self)]
+        message = f"a stream (data.online) is one pass over the data, got {epochs}; leave it out"
+        return [("training.num_epochs", "data.online", message), *find_technique_conflicts(self)]
 
     def run_name(self) -> str:
-        """The given name, or one that the same recipe and settings always have."""
+        """Return `name`, or the default name: the recipe's name and a hash of `results_key`."""
         if self.name is not None:
             return self.name
         text = json.dumps(self.results_key(), sort_keys=True, separators=(",", ":"))
@@ -156,17 +185,18 @@ class Recipe(Section):
 
 
 def find_length_problems(training: Training, *, is_stream: bool = False) -> list[tuple[str, str]]:
+    """Return the problem if not exactly one of max_steps and num_epochs is set; a stream needs neither."""
     if is_stream and training.max_steps is None and training.num_epochs is None:
         return []
     if training.max_steps is None and training.num_epochs is None:
-        return [("training.max_steps", "missing; give max_steps or num_epochs")]
+        return [("training.max_steps", "missing; set max_steps or num_epochs")]
     if training.max_steps is not None and training.num_epochs is not None:
-        return [("training.num_epochs", f"given together with max_steps {training.max_steps}; keep one of them")]
+        return [("training.num_epochs", f"cannot be combined with max_steps {training.max_steps}; keep one of them")]
     return []
 
 
 def find_path_problems(data: Data) -> list[tuple[str, str]]:
-    """Training needs a source; a kind that comes with the program needs no path."""
+    """Return the problem if there is no training data; a builtin kind needs no path."""
     if data.sources is None and data.train.path is None and data.train.kind not in BUILTIN_KINDS:
         return [("data.train.path", "missing; give a file or folder with --data PATH")]
     return []
@@ -192,7 +222,7 @@ RESULT_NEUTRAL_KEYS = (
     "training.micro_batch_size",
     "training.gradient_checkpointing",
 )
-"""Keys that do not change what is learned, beyond rounding."""
+"""Keys that do not change results, beyond rounding."""
 
 
 def _is_neutral(key: str) -> bool:
@@ -200,36 +230,36 @@ def _is_neutral(key: str) -> bool:
 
 
 def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    leaves: list[tuple[str, Any]] = []
     for key, inner in value.items():
-        found += _leaves(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, _said(inner))]
-    return found
+        leaves += _leaves(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, _drop_nulls(inner))]
+    return leaves
 
 
-def _said(value: Any) -> Any:
-    """Rows of a table without what they leave at null."""
+def _drop_nulls(value: Any) -> Any:
+    """Remove keys that are null from the blocks of a list."""
     if isinstance(value, list):
-        return [_said(item) for item in value]
-    return {k: _said(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
+        return [_drop_nulls(item) for item in value]
+    return {k: _drop_nulls(v) for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 def diff_recipes(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
-    """(key, old value, new value) of every key that changes results and differs between two recipes."""
+    """Return (key, old value, new value) of every key that changes results and differs between two recipes."""
     before, after = old.results_key(), new.results_key()
     return [change for key in {**before, **after} for change in _changes(key, before.get(key), after.get(key))]
 
 
 def _changes(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
-    """Inside lists of as many blocks the keys that differ, and not two whole lists to search for the difference."""
+    """Compare blocks and lists of equal length key by key, so that a message names the key that differs."""
     if before == after:
         return []
     if isinstance(before, dict) and isinstance(after, dict):
         if before.get("name") != after.get("name"):
-            # Another technique: that its options differ as well goes without saying.
+            # Another technique has other options anyway.
             return [(f"{key}.name", before.get("name"), after.get("name"))]
-        return [one for k in {**before, **after} for one in _changes(f"{key}.{k}", before.get(k), after.get(k))]
+        return [change for k in {**before, **after} for change in _changes(f"{key}.{k}", before.get(k), after.get(k))]
     both = [*before, *after] if isinstance(before, list) and isinstance(after, list) else []
     if both and len(before) == len(after) and all(isinstance(item, dict) for item in both):
         pairs = enumerate(zip(before, after, strict=True))
-        return [one for number, (was, now) in pairs for one in _changes(f"{key}.{number}", was, now)]
+        return [change for index, (old, new) in pairs for change in _changes(f"{key}.{index}", old, new)]
     return [(key, before, after)]

@@ -1,4 +1,4 @@
-"""The tasks that recipes can name. The loader is handed one of these; it imports no task itself."""
+"""The registry of tasks, which is passed to the recipe loader so that it imports no task itself."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bottega.core.errors import UsageError
 
 
 class TaskRegistry(Mapping[str, TaskSpec]):
-    """Name -> task, in the order in which they were added."""
+    """Name -> task, in the order of addition."""
 
     def __init__(self, specs: Iterable[TaskSpec] = (), *, discover: Callable[[], None] | None = None) -> None:
-        """`discover` adds the tasks of installed packages. It looks through all of them, and so is called only for a name
-        or a key that nobody here knows."""
+        """`discover` adds the tasks of installed plugin packages. It searches all installed packages, so it is called only for
+        an unknown name or key."""
         self._specs: dict[str, TaskSpec] = {}
         self._discover = discover
         self.add(*specs)
@@ -40,7 +40,7 @@ class TaskRegistry(Mapping[str, TaskSpec]):
             discover()
 
     def add(self, *specs: TaskSpec, plugin: str | None = None) -> None:
-        """Add tasks; `plugin` is who brings them. A name is taken once."""
+        """Add tasks; `plugin` is the file or package they come from. Raises UsageError for a name that is taken."""
         for spec in specs:
             _check(spec)
             other = self._specs.get(spec.name)
@@ -51,26 +51,28 @@ class TaskRegistry(Mapping[str, TaskSpec]):
 
     @property
     def schemas(self) -> tuple[type[Recipe], ...]:
-        """All schemas of all tasks."""
+        """The schemas of all tasks."""
         return tuple(schema for spec in self.values() for schema in spec.schemas.values())
 
     def get_schema(self, task: str, flat: FlatConfig) -> type[Recipe]:
-        """The schema of a recipe of this task that says what `flat` does."""
+        """Return the schema of this task, by the data.input in `flat`."""
         spec = self[task]
         chosen = flat["data.input"].value if "data.input" in flat else None
         return spec.inputs.get(str(chosen), spec.recipe)
 
     def find_input_with_key(self, task: str, schema: type[Recipe], key: str) -> str | None:
-        """The data.input with which the task has a key that it does not have in this form."""
+        """Return a data.input whose schema has `key`, for a key that `schema` does not have."""
         forms = self[task].inputs.items()
         return next((input for input, form in forms if form is not schema and has_key(key, form)), None)
 
 
 def _check(spec: TaskSpec) -> None:
-    """Refuse a task whose schemas are none, or are of another name."""
+    """Refuse a task whose schemas are not recipes, or have another task name."""
     for schema in spec.schemas.values():
         if not (isinstance(schema, type) and issubclass(schema, Recipe)):
-            raise UsageError(f"task {spec.name}: its recipe must be a class of bottega.plugin.Recipe, not {schema!r}")
+            raise UsageError(
+                f"task {spec.name}: its recipe must be a subclass of bottega.plugin.Recipe, got {schema!r}"
+            )
         if schema.model_fields["task"].default != spec.name:
             line = f'task: Literal["{spec.name}"] = Field("{spec.name}", description="...")'
-            raise UsageError(f"task {spec.name}: {schema.__name__} must say its name: {line}")
+            raise UsageError(f"task {spec.name}: {schema.__name__} must declare its name: {line}")

@@ -1,4 +1,4 @@
-"""The schema for people and editors: as JSON Schema, and as a recipe with every key explained."""
+"""The recipe schema as JSON Schema for editors, and as a commented recipe to start from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bottega.core.errors import UsageError
 
 
 def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
-    """Of a whole recipe, one branch a task; for completion and checks in an editor."""
+    """Return the JSON Schema of a recipe, one alternative for each task, for completion and validation in an editor."""
     tasks.discover()
     kinds = [_one_of(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
     union: Any = Annotated[_any_of(kinds), Field(discriminator="task")]
@@ -28,11 +28,11 @@ def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
     for recipe in tasks.schemas:
         schema["$defs"][recipe.__name__]["properties"]["extends"] = {
             "type": "string",
-            "description": "a parent recipe: a bundled name, or a path relative to this file",
+            "description": "recipe to start from: a bundled name, or a path relative to this file",
         }
     for number, (task, spec) in enumerate(tasks.items()):
         if spec.inputs:
-            # Any: what does not say data.input may fit several, and a discriminator points to one place.
+            # anyOf: a recipe without data.input may fit several forms, and a discriminator maps to one place.
             refs = [{"$ref": f"#/$defs/{form.__name__}"} for form in spec.inputs.values()]
             schema["$defs"][task] = {"anyOf": refs}
             schema["oneOf"][number] = {"$ref": f"#/$defs/{task}"}
@@ -41,7 +41,7 @@ def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
 
 
 def _one_of(forms: Mapping[str, type[Section]]) -> Any:
-    """The forms of a task as one kind; nothing is ever validated by it, so nothing has to choose."""
+    """Combine the forms of a task in a union. It is never used for validation, so its discriminator need not choose."""
     tagged = [Annotated[form, Tag(name)] for name, form in forms.items()]
     return Annotated[_any_of(tagged), Discriminator(lambda value: None)]
 
@@ -51,15 +51,15 @@ def _any_of(kinds: Sequence[Any]) -> Any:
 
 
 def render_recipe_template(tasks: TaskRegistry, task: str) -> str:
-    """A recipe to start from: every key with its default, and what it means. A task with forms is also task/form."""
+    """Return a recipe with every key, its default and its description. `task` may be task/input, such as classify/image."""
     tasks.discover()
     forms = {f"{name}/{input}": form for name, spec in tasks.items() for input, form in spec.inputs.items()}
     schemas = {**{name: spec.recipe for name, spec in tasks.items()}, **forms}
     if task not in schemas:
-        hint = "; a task of a plugin needs --plugin FILE"
-        raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}{hint}")
+        hint = "to use a task of a plugin, add --plugin FILE"
+        raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}; {hint}")
     starts = {"training.max_steps": 1000, **tasks[task.partition("/")[0]].init_values}
-    lines = [f"# A recipe for the task {task}; every key is here with its default, and can be left out.", ""]
+    lines = [f"# A recipe for the task {task} with the default of every key; leave out what you do not change.", ""]
     return "\n".join(lines + _block(schemas[task], schemas[task].model_validate({}), "", starts)) + "\n"
 
 
@@ -76,12 +76,12 @@ def _block(schema: type[Section], values: Section, prefix: str, starts: dict[str
             lines += [f"{indent}{name}:  # {info.description}", *_block(type(value), value, key + ".", starts)]
         else:
             text = dump_yaml(starts.get(key, plain[name]), flow=True).strip()
-            lines.append(f"{indent}{name}: {text}  # {_explained(info)}")
+            lines.append(f"{indent}{name}: {text}  # {_describe(info)}")
     return lines
 
 
-def _explained(info: FieldInfo) -> str:
-    """The description, and the keys inside where the block is off by default."""
+def _describe(info: FieldInfo) -> str:
+    """The description, and the keys of a block that is off by default."""
     inner = get_section_type(info.annotation)
     keys = f"; keys: {', '.join(inner.model_fields)}" if inner is not None else ""
     return f"{info.description}{keys}"

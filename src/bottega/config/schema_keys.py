@@ -1,4 +1,4 @@
-"""The keys of a schema: every dotted key with its field, and the nearest one to a mistyped key."""
+"""Dotted keys of a schema: lookup, membership, and suggestions for mistyped keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.similar_names import find_similar_names
 
 
 def get_section_type(annotation: Any) -> type[Section] | None:
-    """The section behind `Section`, `Section | None`, `tuple[Section, ...]` or `dict[str, Section]`."""
+    """Return the section class in `Section`, `Section | None`, `tuple[Section, ...]` or `dict[str, Section]`, if any."""
     for kind in (annotation, *get_args(annotation)):
         if isinstance(kind, type) and issubclass(kind, Section):
             return kind
@@ -22,7 +22,7 @@ def get_section_type(annotation: Any) -> type[Section] | None:
 
 
 def _walk(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every key, blocks before their inside; `*` stands for the number or name of a block of which there are many."""
+    """Yield every key and its field, blocks before their keys; `*` stands for the index or name of a repeated block."""
     for name, info in schema.model_fields.items():
         key = prefix + (info.alias or name)
         yield key, info
@@ -33,65 +33,66 @@ def _walk(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldI
 
 @cache
 def collect_schema_keys(schema: type[Section]) -> dict[str, FieldInfo]:
+    """Return every dotted key of a schema with its field; `*` stands for the index or name of a repeated block."""
     return dict(_walk(schema))
 
 
 def to_wildcard_key(key: str, schema: type[Section]) -> str:
-    """`training.groups.0.scale` as `training.groups.*.scale`, the form in which `keys_of` has it."""
-    known, parts = collect_schema_keys(schema), key.split(".")
+    """Return `training.groups.0.scale` as `training.groups.*.scale`, the form that `collect_schema_keys` uses."""
+    keys, parts = collect_schema_keys(schema), key.split(".")
     for i in range(1, len(parts)):
-        if any(other.startswith(".".join([*parts[:i], "*"])) for other in known):
+        if any(other.startswith(".".join([*parts[:i], "*"])) for other in keys):
             parts[i] = "*"
     return ".".join(parts)
 
 
 def has_key(key: str, schema: type[Section]) -> bool:
-    """Also of a whole named block, such as `needs.judge`, and of what lies in a block that anything may stand in."""
-    known, form = collect_schema_keys(schema), to_wildcard_key(key, schema)
-    block = form.removesuffix(".*")
-    if form in known or (block in known and get_origin(known[block].annotation) is dict):
+    """Return whether a schema has a key; a named block such as `needs.judge` and any key inside a free-form dict count."""
+    keys, wildcard = collect_schema_keys(schema), to_wildcard_key(key, schema)
+    block = wildcard.removesuffix(".*")
+    if wildcard in keys or (block in keys and get_origin(keys[block].annotation) is dict):
         return True
-    parts = form.split(".")
-    above = (".".join(parts[:i]) for i in range(1, len(parts)))
-    return any(known[other].annotation == dict[str, Any] for other in above if other in known)
+    parts = wildcard.split(".")
+    ancestors = (".".join(parts[:i]) for i in range(1, len(parts)))
+    return any(keys[ancestor].annotation == dict[str, Any] for ancestor in ancestors if ancestor in keys)
 
 
 def suggest_key(key: str, schema: type[Section]) -> str | None:
-    """The key of the schema that `key` probably means: a near one in the same block, or the same name elsewhere."""
-    known = collect_schema_keys(schema)
+    """Return the key that was probably meant by `key`: a similar one in the same block, or the same name elsewhere."""
+    keys = collect_schema_keys(schema)
     block, _, name = to_wildcard_key(key, schema).rpartition(".")
-    beside = {other.rpartition(".")[2] for other in (*known, *ALIASES) if other.rpartition(".")[0] == block}
-    near = find_similar_names(name, sorted(beside))
-    if near:
-        return near[0]
-    return next((other for other in known if other.rpartition(".")[2] == name and "*" not in other), None)
+    siblings = {other.rpartition(".")[2] for other in (*keys, *ALIASES) if other.rpartition(".")[0] == block}
+    similar = find_similar_names(name, sorted(siblings))
+    if similar:
+        return similar[0]
+    return next((other for other in keys if other.rpartition(".")[2] == name and "*" not in other), None)
 
 
 def is_flag(key: str, schemas: Iterable[type[Section]]) -> bool:
-    """Whether any task has this key, under any spelling."""
+    """Return whether any of the schemas has this key, or an alias of that name exists."""
     return key in ALIASES or any(has_key(next(iter(resolve_alias(key, 0))), schema) for schema in schemas)
 
 
 def suggest_flag(key: str, schemas: Iterable[type[Section]]) -> str | None:
-    """The flag that `key` probably means, over all tasks and spellings."""
-    known = {other for schema in schemas for other in collect_schema_keys(schema) if "*" not in other} | set(ALIASES)
-    near = find_similar_names(key, sorted(known))
-    return near[0] if near else None
+    """Return the flag that was probably meant by `key`, over all schemas and aliases."""
+    flags = {other for schema in schemas for other in collect_schema_keys(schema) if "*" not in other} | set(ALIASES)
+    similar = find_similar_names(key, sorted(flags))
+    return similar[0] if similar else None
 
 
 def list_block_keys(key: str, schemas: Iterable[type[Section]]) -> list[str]:
-    """The keys of a block, over all tasks."""
-    found = [other for schema in schemas for other in collect_schema_keys(schema) if other.rpartition(".")[0] == key]
-    return list(dict.fromkeys(other.rpartition(".")[2] for other in found))
+    """Return the names of the keys in a block, over all schemas."""
+    keys = [other for schema in schemas for other in collect_schema_keys(schema) if other.rpartition(".")[0] == key]
+    return list(dict.fromkeys(other.rpartition(".")[2] for other in keys))
 
 
 def find_enclosing_list(key: str, schemas: Iterable[type[Section]]) -> str | None:
-    """The list that `data.sources.0.labels` wants to change an item of; None where there is no such list."""
+    """Return the list that contains `data.sources.0.labels`, here `data.sources`; None if there is no such list."""
     parts = key.split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdecimal()]
-    if not numbers or numbers[0] == 0:
+    indices = [i for i, part in enumerate(parts) if part.isdecimal()]
+    if not indices or indices[0] == 0:
         return None
-    above = ".".join(parts[: numbers[0]])
-    fields = [known[above] for schema in schemas if above in (known := collect_schema_keys(schema))]
+    ancestor = ".".join(parts[: indices[0]])
+    fields = [keys[ancestor] for schema in schemas if ancestor in (keys := collect_schema_keys(schema))]
     kinds = [kind for info in fields for kind in (info.annotation, *get_args(info.annotation))]
-    return above if any(get_origin(kind) is tuple for kind in kinds) else None
+    return ancestor if any(get_origin(kind) is tuple for kind in kinds) else None

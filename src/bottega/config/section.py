@@ -1,4 +1,4 @@
-"""What a block of a recipe is, and the kinds of values that stand in it."""
+"""The base class of recipe sections, and the types of their values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bottega.config.credentials import strip_credentials_in_values
 
 
 class Section(BaseModel):
-    """A block: closed, frozen, each field with a description."""
+    """A section of a recipe: closed, frozen, with a description for each field."""
 
-    # Built when first used: of all tasks, a command needs one.
+    # Schemas are built on first use, because a command needs the schema of one task only.
     model_config = ConfigDict(
         frozen=True, extra="forbid", populate_by_name=True, coerce_numbers_to_str=True, defer_build=True
     )
@@ -22,7 +22,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _strip_credentials(cls, values: Any) -> Any:
-        """No recipe holds the credentials of an address, so nothing that is written from one does."""
+        """Remove credentials from addresses, so that nothing written from a recipe contains them."""
         return strip_credentials_in_values(values) if isinstance(values, dict) else values
 
 
@@ -66,7 +66,7 @@ def _pattern(value: str) -> str:
 
 
 def _label(value: Any) -> Any:
-    """As the data has it: true is the class of that name, and 3.0 the class 3."""
+    """Write a label as the data does: true is the class `true`, and 3.0 the class `3`."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
@@ -77,7 +77,7 @@ def _encoding(value: str) -> str:
         return codecs.lookup(value).name
     except LookupError:
         raise ValueError(
-            f"{value!r} is not an encoding that Python knows; latin-1, cp1252 and utf-16 are usual"
+            f"{value!r} is not an encoding that Python knows; use one such as latin-1, cp1252 or utf-16"
         ) from None
 
 
@@ -87,7 +87,7 @@ def _run_name(value: str) -> str:
     return value
 
 
-# Strict, because Python counts True as 1: `batch_size: true` would be a batch of one.
+# Strict, because True is an int in Python: `batch_size: true` would be a batch of one.
 Whole = Annotated[int, Strict()]
 Positive = Annotated[int, Strict(), Field(gt=0)]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]

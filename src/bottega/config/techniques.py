@@ -1,4 +1,4 @@
-"""What is added to plain training: the techniques of a recipe, each with its own options."""
+"""The `techniques` list of a recipe: names with options, validated by each technique's spec."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ KEYS_ELSEWHERE = {
     "head": "training.freeze: [backbone]",
     "multitask": "task: multitask",
 }
-"""What people look for here and finds its place in another block."""
+"""Names that are not techniques here -> the key that does the same."""
 
 
 class Technique(Section):
-    name: str = Field(description="which technique")
+    """A technique by name, with its options."""
+
+    name: str = Field(description="name of the technique")
     options: SerializeAsAny[Section] | dict[str, Any] = Field(
-        default_factory=dict, description="the technique's own settings", validate_default=True
+        default_factory=dict, description="options of the technique", validate_default=True
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _short(cls, values: Any) -> Any:
-        """A name alone is a technique with its usual options."""
+    def _expand_name(cls, values: Any) -> Any:
+        """Expand a bare name to a technique with default options."""
         values = {"name": values} if isinstance(values, str) else values
-        if isinstance(values, dict) and (place := KEYS_ELSEWHERE.get(str(values.get("name")))):
-            raise ValueError(f"{values['name']} is no technique of this list; it is said as {place}")
+        if isinstance(values, dict) and (key := KEYS_ELSEWHERE.get(str(values.get("name")))):
+            raise ValueError(f"{values['name']} is not a technique; use {key} instead")
         return values
 
     @field_validator("name")
     @classmethod
-    def _is_known(cls, value: str) -> str:
+    def _check_name(cls, value: str) -> str:
         if value not in TECHNIQUES:
             *first, last = map(repr, TECHNIQUES)
             raise PydanticKnownError("literal_error", {"expected": f"{', '.join(first)} or {last}"})
@@ -48,34 +50,33 @@ class Technique(Section):
 
     @field_validator("options", mode="before")
     @classmethod
-    def _typed(cls, value: Any, info: Any) -> Any:
+    def _validate_options(cls, value: Any, info: Any) -> Any:
         spec = TECHNIQUES.get(info.data.get("name"))
         if spec is None or not isinstance(value, dict):
             return value
         try:
-            return spec.options.model_validate(_respell(spec, value))
+            return spec.options.model_validate(_rename_options(spec, value))
         except ValidationError as error:
             raise ValueError(_describe(error, spec.options)) from None
 
 
-def _respell(spec: TechniqueSpec, options: dict[str, Any]) -> dict[str, Any]:
-    """Options under our names; peft and other guides have their own for some."""
-    known = spec.option_aliases
-    respelled: dict[str, Any] = {}
+def _rename_options(spec: TechniqueSpec, options: dict[str, Any]) -> dict[str, Any]:
+    """Replace the option names of peft and other libraries by ours."""
+    renamed: dict[str, Any] = {}
     for typed, value in options.items():
-        key = known.get(typed, typed)
-        if key in respelled and respelled[key] != value:
-            raise ValueError(f"{typed}: {value!r} disagrees with {key}: {respelled[key]!r}; keep one of them")
-        respelled[key] = value
-    return spec.convert_options(respelled)
+        key = spec.option_aliases.get(typed, typed)
+        if key in renamed and renamed[key] != value:
+            raise ValueError(f"{typed}: {value!r} disagrees with {key}: {renamed[key]!r}; keep one of them")
+        renamed[key] = value
+    return spec.convert_options(renamed)
 
 
 def _describe(error: ValidationError, schema: type[Section]) -> str:
-    """Return every problem of a technique's options in one line."""
+    """Return all problems of a technique's options in one line."""
     details: list[Any] = error.errors(include_url=False)
-    together = [detail for detail in details if not detail["loc"]]  # of several keys together
-    if together:
-        return str(together[0]["msg"]).removeprefix("Value error, ")
+    general = [detail for detail in details if not detail["loc"]]  # about a combination of options
+    if general:
+        return str(general[0]["msg"]).removeprefix("Value error, ")
     unknown = [str(detail["loc"][0]) for detail in details if detail["type"] == "extra_forbidden"]
     by_key: dict[str, Any] = {}
     for detail in details:
@@ -85,15 +86,15 @@ def _describe(error: ValidationError, schema: type[Section]) -> str:
 
 
 def _unknown_options(names: list[str], schema: type[Section]) -> str:
-    near = {name: match[0] for name in names if (match := find_similar_names(name, schema.model_fields))}
-    if len(near) == len(names):
-        return ", ".join(f"{name}: unknown key; did you mean {near[name]}?" for name in names)
-    return f"{', '.join(names)}: unknown key{'s' if names[1:] else ''}; there is {', '.join(schema.model_fields)}"
+    similar = {name: match[0] for name in names if (match := find_similar_names(name, schema.model_fields))}
+    if len(similar) == len(names):
+        return ", ".join(f"{name}: unknown key; did you mean {similar[name]}?" for name in names)
+    return f"{', '.join(names)}: unknown key{'s' if names[1:] else ''}; use one of {', '.join(schema.model_fields)}"
 
 
 def _option_problem(key: str, detail: Any, schema: type[Section]) -> str:
     if detail["type"] == "missing":
-        return f"{key}: missing; it is {schema.model_fields[key].description}"
+        return f"{key}: missing ({schema.model_fields[key].description})"
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):
         return f"{key}: expected a list, got {detail['input']!r}; write [{detail['input']}]"
     return f"{key}: {describe_error_details([detail])}"

@@ -1,4 +1,4 @@
-"""How a recipe learns: length, batches, the update rule, the learning rate over the run, and which parameters learn."""
+"""The `training` section: length, batches, optimizer, learning rate schedule, and which parameters are trained."""
 
 from __future__ import annotations
 
@@ -29,20 +29,24 @@ else:
 
 
 class Optimizer(Section):
-    name: OptimizerName = Field("adamw", description="the update rule")
-    betas: tuple[Dropout, Dropout] = Field((0.9, 0.999), description="decay of the two running means; lion: 0.9, 0.99")
-    eps: Number = Field(1e-8, gt=0, description="keeps Adam's division finite")
-    momentum: Number = Field(0.9, ge=0, lt=1, description="of sgd and muon; muon: 0.95")
-    nesterov: bool = Field(False, description="look ahead along the momentum, for sgd and muon; muon: true")
+    """The optimizer and its constants."""
+
+    name: OptimizerName = Field("adamw", description="optimizer")
+    betas: tuple[Dropout, Dropout] = Field(
+        (0.9, 0.999), description="decay rates of the two moving averages; default of lion: 0.9, 0.99"
+    )
+    eps: Number = Field(1e-8, gt=0, description="epsilon in Adam's denominator")
+    momentum: Number = Field(0.9, ge=0, lt=1, description="momentum of sgd and muon; default of muon: 0.95")
+    nesterov: bool = Field(False, description="Nesterov momentum, for sgd and muon; default of muon: true")
 
     @model_validator(mode="before")
     @classmethod
-    def _customary(cls, values: Any) -> Any:
-        """The customary values of the rules that differ from Adam's."""
+    def _fill_defaults(cls, values: Any) -> Any:
+        """Fill in the optimizer's own defaults where they differ from Adam's."""
         if isinstance(values, dict):
             name = values.get("name")
-            rule = OPTIMIZER_SPECS.get(name) if isinstance(name, str) else None
-            return {**(rule.option_defaults if rule is not None else {}), **values}
+            spec = OPTIMIZER_SPECS.get(name) if isinstance(name, str) else None
+            return {**(spec.option_defaults if spec is not None else {}), **values}
         return values
 
 
@@ -61,95 +65,128 @@ SchedulerName = Literal[
 
 
 class Scheduler(Section):
-    name: SchedulerName = Field("cosine", description="shape of the learning rate over the run")
-    warmup_steps: Duration = Field(Interval(0), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"')
-    min_ratio: Number | None = Field(None, ge=0, le=1, description="final rate as a share of the peak; null is 0")
-    eta_min: Number | None = Field(None, ge=0, description="final rate itself, in place of min_ratio")
-    cycles: Whole | None = Field(None, gt=0, description="cosine_with_restarts: periods in the run; null is 1")
-    t_max: Whole | None = Field(None, gt=0, description="cosine_with_restarts: steps of one period, in place of cycles")
+    """The learning rate schedule."""
+
+    name: SchedulerName = Field("cosine", description="learning rate schedule")
+    warmup_steps: Duration = Field(
+        Interval(0), description='length of the linear warm-up from 0: steps, "1 epoch" or "5%"'
+    )
+    min_ratio: Number | None = Field(
+        None, ge=0, le=1, description="final learning rate as a fraction of the peak; null is 0"
+    )
+    eta_min: Number | None = Field(None, ge=0, description="final learning rate, instead of min_ratio")
+    cycles: Whole | None = Field(
+        None, gt=0, description="cosine_with_restarts: number of periods in the run; null is 1"
+    )
+    t_max: Whole | None = Field(None, gt=0, description="cosine_with_restarts: steps in a period, instead of cycles")
     power: Number = Field(1.0, gt=0, description="polynomial: exponent of the decay")
-    gamma: Number = Field(0.1, gt=0, le=1, description="exponential: the rate at the end, as a share of the peak")
-    decay_fraction: Number = Field(0.2, gt=0, le=1, description="wsd: last part of the run, in which the rate decays")
-    factor: Number = Field(0.5, gt=0, lt=1, description="plateau: the rate is multiplied by this")
-    patience: Whole = Field(3, ge=0, description="plateau: evaluations without a better value before that")
+    gamma: Number = Field(0.1, gt=0, le=1, description="exponential: final learning rate as a fraction of the peak")
+    decay_fraction: Number = Field(
+        0.2, gt=0, le=1, description="wsd: final fraction of the run in which the learning rate decays"
+    )
+    factor: Number = Field(0.5, gt=0, lt=1, description="plateau: factor by which the learning rate is reduced")
+    patience: Whole = Field(3, ge=0, description="plateau: evaluations without improvement before a reduction")
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Scheduler:
         if self.min_ratio is not None and self.eta_min is not None:
-            raise ValueError("min_ratio and eta_min both set the final rate; keep one")
+            raise ValueError("min_ratio and eta_min both set the final learning rate; keep one")
         if self.cycles is not None and self.t_max is not None:
             raise ValueError("cycles and t_max both set the length of a period; keep one")
         return self
 
 
 class ParameterGroup(Section):
+    """Learning rate and weight decay of the parameters whose names match a pattern."""
+
     pattern: Pattern = Field(
-        description="regular expression over whole parameter names; the first row that matches decides"
+        description="regular expression over full parameter names; the first matching group applies"
     )
-    scale: Scale = Field(1.0, description="multiplies the learning rate; none freezes")
-    weight_decay: Number | None = Field(None, ge=0, description="in place of training.weight_decay")
-    starts: Duration | None = Field(None, description='frozen until then: steps, "1 epoch" or "20%"; null is at once')
+    scale: Scale = Field(1.0, description="factor on the learning rate; none freezes the parameters")
+    weight_decay: Number | None = Field(
+        None, ge=0, description="weight decay of this group; null takes training.weight_decay"
+    )
+    starts: Duration | None = Field(
+        None, description='keep frozen until then: steps, "1 epoch" or "20%"; null trains from the start'
+    )
 
 
 class Unfreeze(Section):
-    """Gradual unfreezing: the last layer learns first, then one more at a time, down to the embeddings."""
+    """Gradual unfreezing: train the last layer first, then one more at a time, down to the embeddings."""
 
     layers_per: Duration = Field(
-        Interval(1, "epochs"), description='one more layer after so long: steps, "1 epoch", "5%"'
+        Interval(1, "epochs"), description='unfreeze one more layer every: steps, "1 epoch" or "5%"'
     )
 
 
 class EarlyStopping(MonitoredMetric):
-    patience: Whole = Field(3, ge=1, description="evaluations without a better value before the run ends")
-    threshold: Number = Field(0.0, ge=0, description="how much better counts as better")
+    """End the run when a validation metric stops improving."""
+
+    patience: Whole = Field(3, ge=1, description="evaluations without improvement before the run ends")
+    threshold: Number = Field(0.0, ge=0, description="minimum change that counts as improvement")
 
 
 class Training(Section):
+    """Length, batches, optimizer and schedule of a run, and which parameters are trained."""
+
     max_steps: Whole | None = Field(None, gt=0, description="length of the run in optimizer steps; or num_epochs")
     num_epochs: Whole | None = Field(None, gt=0, description="length of the run in passes over the data; or max_steps")
     batch_size: Whole = Field(
-        32, gt=0, description="examples in a step over all processes; per process if gradient_accumulation_steps is set"
+        32,
+        gt=0,
+        description="examples in an optimizer step over all processes; per process and forward pass if gradient_accumulation_steps is set",
     )
     micro_batch_size: Positive | Literal["auto"] | None = Field(
-        None, description="examples in one forward pass; auto finds what fits and keeps the batch"
+        None,
+        description="examples in one forward pass; auto finds the largest that fits in memory; results stay the same",
     )
     gradient_accumulation_steps: Whole | None = Field(
-        None, gt=0, description="forward passes of batch_size in a step; makes batch_size per process"
+        None, gt=0, description="forward passes in an optimizer step; batch_size is then per process and forward pass"
     )
     learning_rate: Rate | Literal["auto"] = Field(
-        3e-4, description="the peak of the schedule; auto takes what a range test before the first step finds"
+        3e-4, description="peak learning rate; auto runs a learning rate range test before the first step"
     )
-    weight_decay: Number = Field(0.1, ge=0, description="of matrices; norms and biases are not decayed")
-    optimizer: Optimizer = Field(default_factory=Optimizer, description="the update rule and its constants")
-    scheduler: Scheduler = Field(default_factory=Scheduler, description="the learning rate over the run")
+    weight_decay: Number = Field(0.1, ge=0, description="weight decay of matrices; not applied to norms and biases")
+    optimizer: Optimizer = Field(default_factory=Optimizer, description="optimizer and its constants")
+    scheduler: Scheduler = Field(default_factory=Scheduler, description="learning rate schedule")
     mixed_precision: Precision = Field(
-        "auto", description="auto is bf16 where the device has it and fp32 elsewhere; true means auto, no means fp32"
+        "auto", description="auto is bf16 where the device supports it, else fp32; true means auto, no means fp32"
     )
-    max_grad_norm: Number | None = Field(1.0, gt=0, description="gradients are scaled down to this norm; null is off")
+    max_grad_norm: Number | None = Field(1.0, gt=0, description="clip gradients to this norm; null turns clipping off")
     groups: tuple[ParameterGroup, ...] = Field(
-        (ParameterGroup(pattern=".*"),), min_length=1, description="which parameters learn, and how fast"
+        (ParameterGroup(pattern=".*"),),
+        min_length=1,
+        description="learning rate factor and weight decay by parameter name",
     )
     freeze: tuple[str, ...] | None = Field(
-        None, description="parts that never learn, such as backbone, or patterns over whole parameter names"
+        None, description="modules to freeze, such as backbone, or patterns over full parameter names"
     )
-    unfreeze: Unfreeze | None = Field(None, description="begin with the last layer, and let one more learn at a time")
+    unfreeze: Unfreeze | None = Field(None, description="gradual unfreezing, from the last layer down")
     layer_decay: Number | None = Field(
-        None, gt=0, le=1, description="multiplies the learning rate once for each layer below the last; null is 1"
+        None, gt=0, le=1, description="factor on the learning rate for each layer below the last; null is 1"
     )
     on_nonfinite: Literal["halt", "skip", "rollback"] = Field(
         "halt", description="what to do when a loss or gradient is not finite"
     )
     ema: Number | None = Field(
-        None, gt=0, lt=1, description="decay of averaged weights, such as 0.999, less in the first steps; null is off"
+        None,
+        gt=0,
+        lt=1,
+        description="decay of the exponential moving average of the weights, such as 0.999, lower in the first steps; null turns it off",
     )
-    compile: AutoSwitch = Field("auto", description="compile the training forward; auto does on a GPU")
-    gradient_checkpointing: bool = Field(False, description="recompute activations in place of keeping them")
-    early_stopping: EarlyStopping | None = Field(None, description="end the run when validation stops improving")
-    label_smoothing: Number = Field(0.0, ge=0, lt=1, description="share of the target given to all classes")
+    compile: AutoSwitch = Field(
+        "auto", description="compile the training forward pass with torch.compile; auto does on a GPU"
+    )
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    early_stopping: EarlyStopping | None = Field(
+        None, description="end the run when a validation metric stops improving"
+    )
+    label_smoothing: Number = Field(0.0, ge=0, lt=1, description="label smoothing: probability spread over all classes")
 
     @model_validator(mode="before")
     @classmethod
-    def _customary_decay(cls, values: Any) -> Any:
+    def _default_weight_decay(cls, values: Any) -> Any:
+        """Default to no weight decay for optimizers that add it to the gradient, where 0.1 would dominate."""
         if isinstance(values, dict) and "weight_decay" not in values:
             optimizer = values.get("optimizer")
             name = optimizer.get("name") if isinstance(optimizer, dict) else getattr(optimizer, "name", None)

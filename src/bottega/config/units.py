@@ -1,4 +1,4 @@
-"""Units at the door: cadences such as 200, "1 epoch", "5%" and "10 min"; inside the program there are only steps."""
+"""Intervals of a run with units, such as 200, "1 epoch", "5%" and "10 min", and their conversion to steps."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%
 
 @dataclass(frozen=True)
 class Interval:
-    """How often, or how long: so many steps, epochs, per cent of the run, or seconds."""
+    """A cadence or a duration in steps, epochs, percent of the run, or seconds."""
 
     amount: float
     unit: Unit = "steps"
 
     @classmethod
     def parse(cls, value: Any, *, time: bool = False) -> Interval:
-        """From what a recipe says; a ValueError says what would be right. `time` allows minutes and the like."""
+        """Parse the value of a recipe; raises ValueError with the expected form. `time` allows seconds, minutes and hours."""
         if isinstance(value, Interval):
             return value
         match = None if isinstance(value, bool) else _TEXT.fullmatch(str(value))
@@ -46,7 +46,7 @@ class Interval:
         unit, factor = _UNITS[match[2].lower()]
         amount = float(match[1]) * factor
         if not math.isfinite(amount) or amount > 1e15:
-            raise ValueError(f"{value!r} is too large")
+            raise ValueError(f"expected at most 1e15, got {value!r}")
         if unit == "steps" and amount != int(amount):
             raise ValueError(f"expected a whole number of steps, got {value!r}")
         if unit == "percent" and amount > 100:
@@ -54,7 +54,7 @@ class Interval:
         return cls(amount, unit)
 
     def to_steps(self, total_steps: int, steps_per_epoch: int) -> int:
-        """In steps of a run: 0 only where the amount is 0, otherwise at least 1."""
+        """Convert to steps of a run: at least 1, except that an amount of 0 is 0."""
         if self.unit == "seconds":
             raise ValueError(f"{self} is a time, not a number of steps")
         whole = {"steps": 1.0, "epochs": float(steps_per_epoch), "percent": total_steps / 100}[self.unit]
@@ -62,11 +62,11 @@ class Interval:
 
     @property
     def seconds(self) -> float | None:
-        """The time, where the unit is one."""
+        """The amount in seconds, or None if the unit is not a time."""
         return self.amount if self.unit == "seconds" else None
 
     def to_recipe_value(self) -> int | str:
-        """As a recipe writes it: a number for steps, otherwise text with its unit."""
+        """Return the value for a recipe file: an integer for steps, otherwise text with the unit."""
         return int(self.amount) if self.unit == "steps" else str(self)
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ StepCadence = Annotated[
     _SERIAL,
     _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", {"type": "null"}),
 ]
-"""How often something happens; None, written null or 0, is never, or only at the end."""
+"""A cadence; None, written null or 0, is off: never, or only at the end of the run."""
 
 StepOrTimeCadence = Annotated[
     Interval | None,
@@ -113,7 +113,7 @@ StepOrTimeCadence = Annotated[
     _SERIAL,
     _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", {"type": "null"}),
 ]
-"""How often, by the clock too; for checkpoints, which do not change what is learned."""
+"""A cadence in steps or wall-clock time; for checkpoints, which do not change the trained weights."""
 
 Duration = Annotated[
     Interval,
@@ -121,4 +121,4 @@ Duration = Annotated[
     _SERIAL,
     _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$"),
 ]
-"""A stretch of the run; may be 0."""
+"""A duration within the run; may be 0."""

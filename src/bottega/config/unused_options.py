@@ -1,4 +1,4 @@
-"""Values of a recipe that have no effect beside its other values: each is said in a line before a run begins."""
+"""Options of the optimizer and the schedule that have no effect, reported before a run starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from bottega.config.recipe import Recipe
 
 OPTIMIZER_OPTIONS = {option: list_optimizers_with_option(option) for option in ("betas", "eps", "momentum", "nesterov")}
-"""Option -> the update rules that read it."""
+"""Option -> the optimizers that use it."""
 
 DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "exponential", "inverse_sqrt", "wsd")
 SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -25,11 +25,11 @@ SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
     "factor": ("plateau",),
     "patience": ("plateau",),
 }
-"""Option -> the schedules that read it."""
+"""Option -> the schedules that use it."""
 
 
 def list_unused_options(recipe: Recipe) -> list[str]:
-    """Return a line for the options of the optimizer and of the schedule that theirs does not read."""
+    """Return a message for each option that the chosen optimizer or schedule does not use."""
     training = recipe.training
     tables = (
         ("optimizer", training.optimizer, OPTIMIZER_OPTIONS),
@@ -40,10 +40,10 @@ def list_unused_options(recipe: Recipe) -> list[str]:
 
 def _unused(key: str, block: Section, readers: dict[str, tuple[str, ...]]) -> list[str]:
     name = getattr(block, "name")  # noqa: B009 (a section of either kind)
-    usual = type(block).model_validate({"name": name})
-    given = [option for option in readers if getattr(block, option) != getattr(usual, option)]
+    default = type(block).model_validate({"name": name})
+    changed = [option for option in readers if getattr(block, option) != getattr(default, option)]
     return [
-        f"{key}.{option}: has no effect with {name}; it is of {', '.join(readers[option])}"
-        for option in given
+        f"{key}.{option}: has no effect with {name}; only {', '.join(readers[option])} use it"
+        for option in changed
         if name not in readers[option]
     ]

@@ -1,7 +1,7 @@
-"""YAML as recipes use it: plain values only, no tags, no duplicate keys, bounded size, and a line for every key.
+"""Safe YAML for recipes: plain values only, no tags, no duplicate keys, bounded size, and the line of every key.
 
-The parser's events are folded here with a stack of our own, so neither depth nor aliases can exhaust anything: nothing
-is constructed that is not a dict, a list, text, a number, true, false or null.
+The parser's events are converted with an explicit stack, so that neither depth nor aliases exhaust memory, and only dicts, lists,
+text, numbers, true, false and null are constructed.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _SPECIAL = {".inf": "inf", "-.inf": "-inf", "+.inf": "inf", ".nan": "nan"}
 
 @dataclass
 class Document:
-    """What a file says, and on which line: `lines` maps the dotted path of each key and list item to its line."""
+    """The value of a file; `lines` maps the dotted path of each key and list item to its line."""
 
     value: Any
     lines: dict[str, int] = field(default_factory=dict)
 
 
 def read_yaml(path: Path) -> Document:
-    """A recipe file; anything wrong with it is a UsageError that names it and the line."""
+    """Read a recipe file; raises UsageError with the file and line of any problem."""
     if not path.exists():
         raise UsageError(f"{path}: no such file")
     if not path.is_file():
         raise UsageError(f"{path}: not a file")
     try:
-        # One byte more than allowed, so that a file that grows meanwhile is caught as well.
+        # Read one byte more than allowed, so that a growing file is caught, too.
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
-        raise UsageError(f"{path}: larger than {MAX_BYTES >> 20} MiB, so it is not a recipe")
+        raise UsageError(f"{path}: larger than {MAX_BYTES >> 20} MiB, which a recipe cannot be; check the path")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -62,9 +62,9 @@ def read_yaml(path: Path) -> Document:
 
 
 def parse_yaml(text: str, name: str) -> Document:
-    """Plain values from YAML text; `name` stands in error messages."""
+    """Parse YAML text; `name` is used in error messages."""
     try:
-        return _Fold(name).document(yaml.parse(text, Loader=_LOADER))
+        return _Parser(name).parse(yaml.parse(text, Loader=_LOADER))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
@@ -74,7 +74,7 @@ def parse_yaml(text: str, name: str) -> Document:
 
 
 def parse_scalar(text: str) -> Any:
-    """An unquoted scalar: as in YAML 1.2, so `1e-4` is a number, and `no`, `off` and `yes` are text."""
+    """Parse an unquoted scalar as in YAML 1.2: `1e-4` is a number, and `no`, `off` and `yes` are text."""
     if text in _NULL:
         return None
     if text in _BOOL:
@@ -84,7 +84,7 @@ def parse_scalar(text: str) -> Any:
     if _WHOLE.fullmatch(text):
         return int(text)
     if _POWER.fullmatch(text):
-        # 1e5 is as whole as 100000, and people write step counts so.
+        # An int, because step counts are often written as 1e5.
         return int(float(text))
     if _FLOAT.fullmatch(text):
         return float(text)
@@ -92,7 +92,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def parse_value(text: str, name: str) -> Any:
-    """A value from the command line: a list or map in brackets, quoted text, or a scalar."""
+    """Parse a value from the command line: a list or map in brackets, quoted text, or a scalar."""
     if text[:1] in ("[", "{"):
         return parse_yaml(text, name).value
     if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
@@ -102,7 +102,7 @@ def parse_value(text: str, name: str) -> Any:
 
 @dataclass
 class _Open:
-    """A list or map that is being read."""
+    """A list or map that is being parsed."""
 
     value: Any
     path: str
@@ -114,8 +114,8 @@ class _Open:
     height: int = 1
 
 
-class _Fold:
-    """Events to values. `nodes` counts values as if every alias were written out, which is what a bomb multiplies."""
+class _Parser:
+    """Converts parser events to values. `nodes` counts values with every alias expanded, to stop alias bombs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -126,7 +126,7 @@ class _Fold:
         self.aliases = 0
         self.duplicates: list[str] = []
 
-    def document(self, events: Iterator[Any]) -> Document:
+    def parse(self, events: Iterator[Any]) -> Document:
         result: Any = None
         documents = 0
         for event in events:
@@ -134,7 +134,9 @@ class _Fold:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    raise UsageError(f"{self.name}:{line}: a second document; a recipe is one")
+                    raise UsageError(
+                        f"{self.name}:{line}: a second YAML document; a recipe has one: remove the line ---"
+                    )
             elif isinstance(event, yaml.AliasEvent):
                 result = self._put(*self._alias(event.anchor, line), line, self._is_key())
             elif isinstance(event, yaml.ScalarEvent):
@@ -165,7 +167,7 @@ class _Fold:
         if self.aliases > MAX_ALIASES:
             raise UsageError(f"{self.name}:{line}: more than {MAX_ALIASES} aliases")
         if anchor is None or anchor not in self.anchors:
-            raise UsageError(f"{self.name}:{line}: *{anchor} stands before or inside the value it names")
+            raise UsageError(f"{self.name}:{line}: the alias *{anchor} is used before or inside its anchor")
         return self.anchors[anchor]
 
     def _start(self, event: Any, line: int) -> None:
@@ -188,7 +190,7 @@ class _Fold:
         return self._put(done.value, size, done.height, done.line, False)
 
     def _put(self, value: Any, size: int, height: int, line: int, is_key: bool) -> Any:
-        """Place a finished value where the parent waits for it."""
+        """Add a finished value to its parent."""
         self.nodes += size
         if self.nodes > MAX_NODES:
             raise UsageError(f"{self.name}:{line}: more than {MAX_NODES} values, counting what aliases repeat")
@@ -210,9 +212,9 @@ class _Fold:
 
     def _key(self, parent: _Open, key: Any, line: int) -> None:
         if key == "<<":
-            raise UsageError(f"{self.name}:{line}: merge keys (<<) are not supported; use extends")
+            raise UsageError(f"{self.name}:{line}: merge keys (<<) are not supported; use extends instead")
         if isinstance(key, int) and not isinstance(key, bool):
-            key = str(key)  # the number of a class, such as {1: world, 2: sports}
+            key = str(key)  # class numbers, such as {1: world, 2: sports}
         if not isinstance(key, str):
             raise UsageError(f"{self.name}:{line}: a key must be text, got {key!r}")
         if key in parent.keys:
@@ -228,7 +230,7 @@ class _Fold:
     def _no_tag(self, event: Any, line: int) -> None:
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
-            raise UsageError(f"{self.name}:{line}: tags such as {tag} are not allowed in a recipe")
+            raise UsageError(f"{self.name}:{line}: tags such as {tag} are not allowed in a recipe; remove it")
 
 
 def _join(path: str, key: str) -> str:
@@ -236,14 +238,14 @@ def _join(path: str, key: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Block style, without anchors, quoting whatever our own reader would take for something else."""
+    """Block style without anchors, quoting text that our parser would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-    # PyYAML follows YAML 1.1, where 1e-4 is text and needs no quotes.
+    # PyYAML follows YAML 1.1, where 1e-4 is text and is not quoted.
     style = '"' if "\n" in value or parse_scalar(value) is not value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -252,6 +254,6 @@ _Dumper.add_representer(str, _text)
 
 
 def dump_yaml(value: Any, *, flow: bool | None = False) -> str:
-    """Text that `parse_yaml` reads back as an equal value; `flow` writes it on one line."""
+    """Return YAML that `parse_yaml` reads as an equal value; `flow=True` writes it on one line."""
     text = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=flow, width=10_000)
     return text.removesuffix("...\n")

@@ -53,7 +53,7 @@ def dependency_recipe(recipe: Recipe, name: str) -> Recipe:
         "device": recipe.device,
     }
     try:
-        schema = type(check_recipe([need.recipe, need.settings], alone=False).recipe.data)
+        schema = type(check_recipe([need.recipe, need.settings], check_conflicts=False).recipe.data)
         data = recipe.data.model_dump(mode="json", by_alias=True, exclude=set(OWN_DATA_KEYS))
         same = {k: v for k, v in data.items() if k in schema.model_fields and (v is not None or k in INHERITED_NULLS)}
         if "sources" in same:

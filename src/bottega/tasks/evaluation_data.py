@@ -141,7 +141,7 @@ def _section(recipe: Recipe, request: DataRequest) -> Data:
     if foreign:
         raise UsageError(f"{foreign[0]}: only keys of the data can be given here, such as data.train.field")
     files = [request.config] if request.config is not None else []
-    return check_recipe([base, *files], request.settings, alone=False).recipe.data
+    return check_recipe([base, *files], request.settings, check_conflicts=False).recipe.data
 
 
 def _is_of_data(key: str) -> bool:

@@ -194,19 +194,19 @@ def test_a_batch_is_that_of_the_recipe_whatever_the_ranks() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["training.num_epochs=2"], "training.num_epochs: 2, and a stream (data.online) is gone through once"),
+        (["training.num_epochs=2"], "training.num_epochs: a stream (data.online) is one pass over the data, got 2"),
         (
             ["data.online={replay: 0, memory: 5}"],
-            "data.online: memory 5 is of what is replayed; give replay a share such as 0.2",
+            "data.online: memory 5 has no effect without replay; set replay, such as 0.2",
         ),
         (["data.online.replay=1.0"], "data.online.replay: must be less than 1"),
         (
             ["data.sources=[{rule: 1}, {rule: 2}]", "data.mixture=sequence"],
-            "mixture: a stream (online) takes its sources",
+            "mixture: a stream (online) trains on its sources",
         ),
-        (["data.sources=[{rule: 1, weight: 2}, {rule: 2}]"], "mixture: a stream (online) takes its sources"),
-        (["data.replay.path=old.csv"], "say online.replay, a share of what was there before"),
-        (["data.curriculum.competence={}"], "curriculum: a stream (online) takes its sources as they come"),
+        (["data.sources=[{rule: 1, weight: 2}, {rule: 2}]"], "mixture: a stream (online) trains on its sources"),
+        (["data.replay.path=old.csv"], "set online.replay instead"),
+        (["data.curriculum.competence={}"], "curriculum: a stream (online) trains on its sources"),
         (["techniques=[ewc]"], "data.online: ewc anchors the weights at the end of each source"),
         (["techniques=[replay]"], "in a stream set data.online.replay, such as 0.2"),
         (["techniques=[maml]"], "data.online: maml draws episodes, and a stream"),

@@ -188,7 +188,7 @@ def test_shares_of_a_picture_add_up_to_one() -> None:
     [
         (
             {"online": True, "training.num_epochs": 3},
-            "training.num_epochs: 3, and a stream (data.online) is gone through once",
+            "training.num_epochs: a stream (data.online) is one pass over the data, got 3",
         ),
         (
             {"model.num_experts": 3},

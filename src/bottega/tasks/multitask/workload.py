@@ -85,8 +85,8 @@ def build_part_recipe(recipe: MultitaskRecipe, name: str) -> Recipe:
             {"num_epochs": 1, **length} if training.max_steps is None else length
         )  # of the whole, which is a stream
     try:
-        _refuse_task(check_recipe([part.recipe], alone=False).task_candidates)
-        known = check_recipe([part.recipe, part.settings], alone=False).recipe
+        _refuse_task(check_recipe([part.recipe], check_conflicts=False).task_candidates)
+        known = check_recipe([part.recipe, part.settings], check_conflicts=False).recipe
         given: dict[str, Any] = {"model": _trunk(recipe, known), "training": length}
         if recipe.data.tokenizer is not None and isinstance(known, LanguageRecipe | ClassifyRecipe):
             given["data"] = {"tokenizer": recipe.data.tokenizer.model_dump(exclude_none=True)}
