@@ -51,7 +51,7 @@ def test_columns_are_proposed_by_what_is_in_them(tmp_path: Path, capsys: pytest.
     [
         (["train", "shakespear"], "did you mean language/shakespeare?"),
         (["train", "clasify"], "did you mean classify?"),
-        (["train", "nothing-like-it"], "`bottega recipes` lists them"),
+        (["train", "nothing-like-it"], "list them with `bottega recipes`"),
         (["inspect", "runs/nope"], "no run at runs/nope"),
         (["data", "nope.txt"], "holds nothing of a similar name"),
     ],

@@ -23,8 +23,8 @@ from small_run import words, write_text
         ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE is '9999"),
         ({"RANK": "abc"}, "RANK is 'abc'"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK is 'x'"),
-        ({"RANK": "7", "WORLD_SIZE": "2"}, "RANK is 7, and WORLD_SIZE 2"),
-        ({"RANK": "1"}, "RANK is 1, and WORLD_SIZE 1"),
+        ({"RANK": "7", "WORLD_SIZE": "2"}, "RANK is 7, expected less than WORLD_SIZE, which is 2"),
+        ({"RANK": "1"}, "RANK is 1, expected less than WORLD_SIZE, which is 1"),
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "zz"}, "MASTER_PORT is 'zz'"),
     ],
 )

@@ -121,7 +121,7 @@ def test_a_signal_before_the_loop(tmp_path: Path, text_file: Path, module: str, 
     arguments = words(tmp_path, text_file, name="x")
     done = bottega(arguments, env={**hooked, "SIGNAL_AT": module, "SIGNALS": str(int(number))}, cold=True)
     assert done.returncode == code, done.stderr
-    assert f"bottega: stopped by {signal.Signals(number).name}; the same command goes on" in done.stderr
+    assert f"bottega: stopped by {signal.Signals(number).name}; run the same command again" in done.stderr
     assert "Traceback" not in done.stderr
     again = bottega([*arguments, "--quiet", "--json"])
     assert again.returncode == 0, again.stderr
