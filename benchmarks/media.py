@@ -53,9 +53,9 @@ def blur_distances(run: Path, split: str) -> dict[str, float]:
     saved = bottega.load(run)
     judge = JudgeModel.open_judge(saved, saved.workload, quiet=True)
     assert judge is not None
-    held_out = collect_samples(saved.workload, [saved.workload.raw(split)])
+    held_out = collect_samples(saved.workload, [saved.workload.read_raw(split)])
     training = collect_samples(
-        saved.workload, [saved.workload.raw(table) for table in saved.workload.prepared.training_tables]
+        saved.workload, [saved.workload.read_raw(table) for table in saved.workload.data.prepared.training_tables]
     )
     reference = Reference(saved.workload, judge, held_out, training)
     return {

@@ -89,7 +89,7 @@ def evaluated(run: Path, split: str, clock: Clock) -> dict[str, Any]:
 def keywords(run: Path, split: str, found: dict[str, Any]) -> dict[str, Any]:
     """Share of people whose keywords name the favourite pair, by learnt and by random weights, with intervals."""
     workload: Any = bottega.load(run, device="cpu").workload
-    tables = {name: workload.people(name) for name in workload.prepared.tables}
+    tables = {name: workload.personal_rows(name) for name in workload.data.prepared.tables}
     records = {name: [table.record(i) for i in range(len(table))] for name, table in tables.items()}
     fields = find_truth_fields(records[split], [record for several in records.values() for record in several])
     assert fields is not None

@@ -21,8 +21,11 @@ from bottega.data.prepare.preview import Preview
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import BYTES, TEXT, Column
+from bottega.tasks.processor import Processor
+from bottega.tasks.sampler import Sampler
 from bottega.tasks.table_training import TableRows, TableTraining
-from bottega.tasks.workload import Workload
+from bottega.tasks.task_data import TaskData
+from bottega.tasks.workload import Predictor, Workload
 
 __all__ = [
     "BYTES",
@@ -41,16 +44,20 @@ __all__ = [
     "Noise",
     "Number",
     "Positive",
+    "Predictor",
     "Preview",
     "Probability",
+    "Processor",
     "Recipe",
     "Record",
     "Rows",
+    "Sampler",
     "Section",
     "Source",
     "TableRows",
     "TableTraining",
     "Task",
+    "TaskData",
     "TaskSpec",
     "Unreadable",
     "UsageError",

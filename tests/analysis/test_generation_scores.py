@@ -14,6 +14,7 @@ import small_media
 from bottega.analysis import generation_scores
 from bottega.analysis.evaluate import format_report
 from bottega.core.errors import DataError, UsageError
+from bottega.tasks.generation.sampler import GenerationSampler
 from bottega.tasks.generation.workload import GenerationWorkload
 
 JUDGE = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 4, "training.batch_size": 8}}}
@@ -152,7 +153,7 @@ def test_a_judge_that_cannot_be_had_is_missed_before_anything_is_drawn(
         raise UsageError("no judge")
 
     monkeypatch.setattr(generation_scores, "ensure_dependency", missing)
-    monkeypatch.setattr(GenerationWorkload, "draw", lambda *_, **__: pytest.fail("drawn for nobody"))
+    monkeypatch.setattr(GenerationSampler, "draw", lambda *_, **__: pytest.fail("drawn for nobody"))
     with pytest.raises(UsageError, match="no judge"):
         bottega.evaluate(run, count=4)
 
@@ -161,7 +162,7 @@ def test_a_judge_that_cannot_be_had_is_missed_before_anything_is_drawn(
 def test_what_is_scored_is_what_the_loss_is_measured_on(tmp_path: Path, condition: str) -> None:
     options = {"training.max_steps": 1, "data.validation.limit": 3, "needs": JUDGE, "model.condition": condition}
     path = small_media.train(tmp_path, **options).path
-    source = bottega.load(path, device="cpu").workload.validation()
+    source = bottega.load(path, device="cpu").workload.data.validation()
     assert source is not None
     assert len(source) == 3
     assert bottega.evaluate(path, count=4)["counts"]["real"] == 3

@@ -803,7 +803,7 @@ def test_arms_differ_in_what_is_known_and_in_nothing_else(run: Path) -> None:
 
     saved = bottega.load(run, device="cpu")
     workload: Any = saved.workload
-    source = workload.validation()
+    source = workload.data.validation()
     assert source is not None
     with open_personalized_generator(saved, source, is_own=True) as studio, saved.engine.sampling() as models:
         records = [studio.table.record(number) for number in range(5)]

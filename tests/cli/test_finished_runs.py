@@ -271,12 +271,12 @@ def test_nothing_is_protected_before_the_first_checkpoint(tmp_path: Path) -> Non
 
 
 def test_training_goes_on_where_a_sample_is_not_finite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bottega.tasks.generation.workload import GenerationWorkload
+    from bottega.tasks.generation.sampler import GenerationSampler
 
     def nothing(*_: Any, **__: Any) -> None:
         raise Diverged("1 of 16 samples are not finite: ...")
 
-    monkeypatch.setattr(GenerationWorkload, "draw", nothing)
+    monkeypatch.setattr(GenerationSampler, "draw", nothing)
     path = trained(tmp_path, **{"samples.every": 2})
     assert "1 of 16 samples are not finite; training continues" in (path / "log.txt").read_text()
 

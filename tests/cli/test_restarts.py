@@ -70,7 +70,7 @@ def test_other_data_under_the_same_name_is_noticed(tmp_path: Path) -> None:
 
 def test_a_characters_text_has_no_end_in_it_however_it_is_read(finished_run: Path, text_file: Path) -> None:
     workload = bottega.load(finished_run).workload
-    windows = workload.read_given(ExternalData(SourceOptions(path=str(text_file))))
+    windows = workload.data.read_external(ExternalData(SourceOptions(path=str(text_file))))
     tokens = {int(t) for i in range(len(windows)) for t in windows.rows(*_one(i))["input_ids"][0]}
     assert workload.tokenizer.eos_token_id not in tokens  # type: ignore[attr-defined]
 

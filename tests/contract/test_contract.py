@@ -91,7 +91,7 @@ def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Pa
 
 def test_an_evaluation_is_free_of_the_batch_size(case: Case, tmp_path: Path) -> None:
     subject = build(case, tmp_path)
-    source = subject.workload.validation()
+    source = subject.workload.data.validation()
     assert source is not None
     usual = evaluate(subject.engine, iter_eval_batches(source, 4))
     for size in (1, 3, 64):
@@ -101,7 +101,7 @@ def test_an_evaluation_is_free_of_the_batch_size(case: Case, tmp_path: Path) -> 
 def test_a_run_is_the_same_twice_whatever_is_looked_at_in_its_middle(case: Case, tmp_path: Path) -> None:
     """Neither a snapshot nor an evaluation changes anything."""
     quiet, watched = build(case, tmp_path, **EVERYTHING), build(case, tmp_path, **EVERYTHING)
-    source = watched.workload.validation()
+    source = watched.workload.data.validation()
     assert source is not None
     reports = quiet.advance(0, 4)
     first = watched.advance(0, 2)
@@ -149,7 +149,7 @@ def test_the_average_is_what_is_evaluated(case: Case, tmp_path: Path) -> None:
     weights = averaged.engine.state()["ema.safetensors"]
     # What learns without a gradient is not averaged, and is evaluated as it is by then.
     plain.engine.model.load_state_dict({**averaged.engine.model.state_dict(), **weights})
-    source = averaged.workload.validation()
+    source = averaged.workload.data.validation()
     assert source is not None
     a, b = (evaluate(one.engine, iter_eval_batches(source, 4)) for one in (averaged, plain))
     assert a == b

@@ -28,7 +28,7 @@ from bottega.models.frozen.image import (
 from bottega.models.frozen.precision import build_quantization_config, frozen_dtype
 from bottega.models.pipeline import model_index
 from bottega.models.pipeline.schedule import MIN_SIGNAL_TO_NOISE, read_schedule
-from bottega.tasks.generation import paths, samplers
+from bottega.tasks.generation import paths, solvers
 from bottega.tasks.generation.export import scheduler_config
 from bottega.tasks.generation.objectives import noise
 
@@ -216,7 +216,7 @@ def test_our_euler_walks_a_flow_as_its_own_scheduler_does(
     path = paths.NoisePath(objective=facts.objective, schedule=facts.schedule, shift=facts.shift)
     assert path.shift == 3
     predict, noise = guided(model, encoded(model, TEXTS[:1]), encoded(model, [""])), drawn(1, 4, 4, 4)
-    ours = samplers.sample(predict, noise, path, steps=4, method="euler")
+    ours = solvers.sample(predict, noise, path, steps=4, method="euler")
     scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])
     x = noise
     for time in scheduler.timesteps:

@@ -159,14 +159,14 @@ def test_a_run_is_heard_through_it_and_keeps_it(folder: Path, tmp_path: Path) ->
     mel = workload.mel.mel
     assert (mel.low, mel.high) == (80, 4000), "the bands are the vocoder's"
     x = np.random.default_rng(0).standard_normal((3, *workload.mel.shape)).astype(np.float32)
-    heard = workload.to_medium(x)
+    heard = workload.medium.from_values(x)
     assert heard.shape == (3, workload.mel.num_samples)
     log_mel = torch.from_numpy(workload.mel.scale.undo(x[..., 0]))
     expected = load_vocoder(folder)(log_mel)[:, : workload.mel.num_samples].numpy()
     np.testing.assert_allclose(heard, expected, atol=1e-6)
     sounds = np.random.default_rng(1).uniform(-0.5, 0.5, (2, 800)).astype(np.float32)
     through = workload.round_trip({}, sounds, "cpu")
-    np.testing.assert_allclose(through, workload.to_medium(workload.to_values(sounds)), atol=1e-6)
+    np.testing.assert_allclose(through, workload.medium.from_values(workload.medium.to_values(sounds)), atol=1e-6)
     scored = bottega.evaluate(run.path, count=4)
     assert {"real", "through_codec"} <= scored.keys()
     shutil.rmtree(run.path / "processor" / "vocoder")

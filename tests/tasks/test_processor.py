@@ -14,7 +14,6 @@ from bottega.config.data import Source as SourceOptions
 from bottega.core.errors import CheckpointError, DataError
 from bottega.data.sources.external import ExternalData
 from bottega.tasks import registry
-from bottega.tasks.media_workload import MediaWorkload
 from bottega.tasks.recipes import load_recipe
 
 SPECTRUM = {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64}
@@ -33,19 +32,17 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def opened(which: str, folder: Path, **changes: Any) -> MediaWorkload:
+def opened(which: str, folder: Path, **changes: Any) -> Any:
     make, settings = RUNS[which]
     recipe = load_recipe([{**settings, "data.train.path": str(make(folder)), **changes}]).recipe
-    workload = registry.open_workload(recipe, progress=lambda *_: None)
-    assert isinstance(workload, MediaWorkload)
-    return workload
+    return registry.open_workload(recipe, progress=lambda *_: None)
 
 
 @pytest.mark.parametrize("which", RUNS)
 def test_what_was_cut_short_is_written_again(which: str, tmp_path: Path) -> None:
     workload, processor = opened(which, tmp_path), tmp_path / "processor"
-    workload.save_processor(processor)
-    assert workload.has_processor(processor)
+    workload.processor.save(processor)
+    assert workload.processor.is_saved(processor)
     for file in sorted(processor.iterdir()):
         whole = file.read_bytes()
         for content in (whole[: len(whole) // 2], b"", b"[]" if whole[:1] == b"{" else b"1", None):
@@ -53,9 +50,9 @@ def test_what_was_cut_short_is_written_again(which: str, tmp_path: Path) -> None
             if content is not None:
                 file.write_bytes(content)
             with pytest.raises(CheckpointError, match="start the same training again"):
-                registry.reopen_workload(workload.recipe, processor, workload.fingerprint).form()
-            assert not workload.has_processor(processor)
-            workload.save_processor(processor)
+                registry.reopen_workload(workload.recipe, processor, workload.data.fingerprint)
+            assert not workload.processor.is_saved(processor)
+            workload.processor.save(processor)
             assert file.read_bytes() == whole
 
 
@@ -63,7 +60,7 @@ def test_what_was_cut_short_is_written_again(which: str, tmp_path: Path) -> None
 def test_a_last_digit_of_loudness_is_no_other_data(which: str, tmp_path: Path) -> None:
     """Another processor adds up in another order."""
     workload, processor = opened(which, tmp_path), tmp_path / "processor"
-    workload.save_processor(processor)
+    workload.processor.save(processor)
     file = processor / "mel.json"
     whole = json.loads(file.read_text())
 
@@ -72,17 +69,17 @@ def test_a_last_digit_of_loudness_is_no_other_data(which: str, tmp_path: Path) -
         file.write_text(json.dumps({**whole, "scale": scale}))
 
     moved(5e-4)
-    assert workload.has_processor(processor)
+    assert workload.processor.is_saved(processor)
     moved(0.01)
     with pytest.raises(DataError, match="another form or loudness"):
-        workload.has_processor(processor)
+        workload.processor.is_saved(processor)
 
 
 @pytest.mark.parametrize("which", ["image_vae", "image_tokens", "classify"])
 def test_other_sizes_are_other_data(which: str, tmp_path: Path) -> None:
-    opened(which, tmp_path).save_processor(tmp_path / "processor")
+    opened(which, tmp_path).processor.save(tmp_path / "processor")
     with pytest.raises(DataError, match="other sizes or classes"):
-        opened(which, tmp_path, **{"data.image_size": 16}).has_processor(tmp_path / "processor")
+        opened(which, tmp_path, **{"data.image_size": 16}).processor.is_saved(tmp_path / "processor")
 
 
 @pytest.mark.parametrize("which", ["image_vae", "image_tokens", "classify", "image"])
@@ -92,9 +89,9 @@ def test_pictures_that_are_no_squares_must_be_of_the_same_sides(which: str, tmp_
         image = draw.integers(0, 256, (36, height, width), np.uint8)
         np.savez(tmp_path / f"{height}.npz", image=image, label=np.array(small_media.NAMES)[np.arange(36) % 3])
     workload = opened(which, tmp_path, **{"data.train.path": str(tmp_path / "8.npz")})
-    assert len(workload.read_given(ExternalData(SourceOptions(path=str(tmp_path / "8.npz"))))) == 36
+    assert len(workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "8.npz"))))) == 36
     with pytest.raises(DataError, match=r"16\.npz: is of 16 x 8 x 1, and this run has learnt from 8 x 16 x 1"):
-        workload.read_given(ExternalData(SourceOptions(path=str(tmp_path / "16.npz"))))
+        workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "16.npz"))))
 
 
 def test_clips_of_other_sides_are_brought_to_those_of_the_run(tmp_path: Path) -> None:
@@ -102,7 +99,7 @@ def test_clips_of_other_sides_are_brought_to_those_of_the_run(tmp_path: Path) ->
     workload = registry.open_workload(load_recipe([settings]).recipe, progress=lambda *_: None)
     video = np.zeros((4, 4, 16, 12), np.uint8)
     np.savez(tmp_path / "large.npz", video=video, label=np.array(["dark"] * 4), fps=np.full(4, 8, np.uint8))
-    rows = workload.read_given(ExternalData(SourceOptions(path=str(tmp_path / "large.npz")))).rows(
+    rows = workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "large.npz")))).rows(
         np.arange(4), np.zeros(4, int)
     )
     assert rows["video"].shape == (4, 4, 8, 8, 1)

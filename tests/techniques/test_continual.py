@@ -309,7 +309,7 @@ def test_a_limit_and_few_batches_still_measure_every_source(tmp_path: Path) -> N
     run = train("classify", tmp_path, **{"data.validation.limit": 6, "evaluation.max_batches": 1})
     assert np.isfinite([run.metrics[f"{name}/accuracy"] for name in ("early", "late")]).all()
     saved = bottega.load(run.path)
-    held_out: Source = saved.workload.validation()
+    held_out: Source = saved.workload.data.validation()
     assert isinstance(held_out, Take)
     assert len(held_out) == 6
     result = bottega.evaluate(run.path)
@@ -322,7 +322,7 @@ def test_what_evaluate_writes_names_the_right_examples(tmp_path: Path) -> None:
     saved = bottega.load(train("classify", tmp_path).path)
     _, rows, held_out = saved.evaluate_data(saved.select_data(DataRequest()))
     lines = ClassifierPredictions(rows, held_out, tuple(saved.workload.classes.names)).to_rows()
-    table = saved.workload.prepared.table("validation")
+    table = saved.workload.data.prepared.table("validation")
     labels = {table.row("key", i): table.row("label", i) for i in range(len(table))}
     assert {line["key"]: line["label"] for line in lines} == labels
 
@@ -332,7 +332,7 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
         "classify", tmp_path, **{"training.max_steps": None, "training.num_epochs": 1, "training.batch_size": 7}
     )
     saved = bottega.load(run.path)
-    sizes = [saved.workload.prepared.tables[f"train.{i}"]["rows"] for i in range(2)]
+    sizes = [saved.workload.data.prepared.tables[f"train.{i}"]["rows"] for i in range(2)]
     assert run.step == sum(-(-size // 7) for size in sizes)
 
 

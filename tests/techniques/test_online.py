@@ -173,7 +173,7 @@ def test_a_kill_changes_neither_weights_nor_what_was_measured(case: str, tmp_pat
 
 def test_the_run_is_as_long_as_the_stream_and_the_ledger_knows_it(tmp_path: Path) -> None:
     run = train("routing", tmp_path)
-    size = len(bottega.load(run.path).workload.training())
+    size = len(bottega.load(run.path).workload.data.training())
     order = OnlineStream(size, 0, replay_fraction=0.25, memory_size=20, batch_size=8)
     assert run.step == -(-order.epoch_length // 8)
     seen = [list_step_samples(run.path, step=step, replay=False) for step in range(1, run.step + 1)]
@@ -245,7 +245,7 @@ def test_all_of_a_batch_counts_where_all_of_it_is_new(tmp_path: Path) -> None:
     run = train("routing", tmp_path, **{"data.online": {"replay": 0.0}, "checkpoint.keep": 9})
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     note = json.loads((run.path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
-    assert note["accuracy"][1] == len(bottega.load(run.path).workload.training())
+    assert note["accuracy"][1] == len(bottega.load(run.path).workload.data.training())
     assert rows[0]["online/accuracy"] == pytest.approx(rows[0]["accuracy"])
 
 

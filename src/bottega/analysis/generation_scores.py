@@ -87,25 +87,25 @@ def score_samples(
     workload = saved.workload
     assert isinstance(workload, GenerationWorkload)
     given, split = data.given, str(data.split)
-    if given is None and split not in workload.prepared.tables:
+    if given is None and split not in workload.data.prepared.tables:
         raise UsageError(f"this run has no {split} data; name other data with --data")
     if count is not None:  # pixels are kept as bytes
-        check_sample_memory(count, count, max(1, math.prod(workload.facts.sample) // 8))
+        check_sample_memory(count, count, max(1, math.prod(workload.metadata.sample) // 8))
     fid = _fid(inception, workload, saved.engine.device) if inception is not None else None
     notes: list[str] = []
     has_own = given is None or _has_own_data(workload, notes)
     # What is wrong with it is said before anything is drawn.
     judge = JudgeModel.open_judge(saved, workload, notes, has_own=has_own, quiet=quiet)
     held_out = collect_samples(
-        workload, [workload.read_given_raw(given) if given is not None else workload.read_raw(split)]
+        workload, [workload.read_external_raw(given) if given is not None else workload.read_raw(split)]
     )
-    own = [workload.read_raw(table) for table in workload.prepared.training_tables] if has_own else None
+    own = [workload.read_raw(table) for table in workload.data.prepared.training_tables] if has_own else None
     training = collect_samples(workload, own) if own is not None else None
-    count = max(DEFAULT_COUNTS[workload.medium], len(held_out.samples)) if count is None else count
+    count = max(DEFAULT_COUNTS[workload.medium.name], len(held_out.samples)) if count is None else count
     places = _places(count, len(held_out.samples))
     generated = _generated(saved, workload, held_out, places, seed, report_progress)
     several = {"generated": generated, "real": held_out}
-    if workload.medium == "audio" or workload.task.latents is not None:
+    if workload.medium.name == "audio" or workload.task.latents is not None:
         several["through_processor"] = SampleSet(
             _through_processor(saved, workload, held_out.samples), held_out.conditions
         )
@@ -121,7 +121,7 @@ def score_samples(
     counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": compared}
     if training is not None:
         counts |= {"training": len(training.samples), "training_available": training.num_available}
-    judged = _weakly_judged(found["real"], len(workload.facts.classes), notes)
+    judged = _weakly_judged(found["real"], len(workload.metadata.classes), notes)
     return GenerationScores(**found, counts=counts, notes=notes, weakly_judged=judged)
 
 
@@ -145,7 +145,7 @@ def _weakly_judged(real: dict[str, float], num_classes: int, notes: list[str]) -
 def _has_own_data(workload: GenerationWorkload, notes: list[str]) -> bool:
     """Whether what the run learnt from is still there; beside other data it can be done without."""
     try:
-        return bool(workload.prepared.tables)
+        return bool(workload.data.prepared.tables)
     except DataError as error:
         reason = str(error).partition(";")[0]
         notes.append(f"{reason}; what is compared with it is left out: frechet_distance, nearest_ratio, fid")
@@ -174,7 +174,7 @@ class Reference:
     def measure(self, one: SampleSet, compared: np.ndarray) -> dict[str, float]:
         """`compared` are the places of the samples whose distribution is compared."""
         found: dict[str, float] = {}
-        names, is_real = self.workload.facts.classes, one is self.held_out
+        names, is_real = self.workload.metadata.classes, one is self.held_out
         if self.judge is not None:
             chances, features = self.judge.classify(one.samples)
             if one.labels is not None:
@@ -196,16 +196,16 @@ class Reference:
 
 def _medium_measures(workload: GenerationWorkload, one: SampleSet) -> dict[str, float]:
     """What can be measured in the samples themselves, without anybody's judgement."""
-    names = workload.facts.classes
+    names = workload.metadata.classes
     assert one.labels is not None
-    if workload.medium == "audio":
+    if workload.medium.name == "audio":
         notes = [note_frequency(name) for name in names]
         if names and all(note is not None for note in notes):
             wanted = np.array(notes, np.float64)[one.labels]
             assert workload.mel is not None
             apart = np.abs(semitone_difference(estimate_pitch(one.samples, workload.mel.mel.sample_rate), wanted))
             return {"pitch_accuracy": float((apart <= HALF_A_SEMITONE).mean())}
-    if workload.medium == "video":
+    if workload.medium.name == "video":
         ways = parse_attributes(names).get("direction", list(names))
         if ways and all(way in DIRECTIONS for way in ways):
             went = [motion_direction(video) for video in one.samples.astype(np.float32)]
@@ -230,7 +230,7 @@ class JudgeModel:
         """None where there is none, or nothing to train it on: one class, or data that is not there any more."""
         need, number, beside = (
             workload.recipe.needs.get("judge"),
-            len(workload.facts.classes),
+            len(workload.metadata.classes),
             saved.directory.path.parent,
         )
         if need is None:
@@ -247,7 +247,7 @@ class JudgeModel:
             notes.append("needs.judge: is not trained yet, and learns from that data; conditional_accuracy is left out")
             return None
         how: dict[str, Any] = {"quiet": quiet, "beside": beside, "allow_data_change": not has_own}
-        path = ensure_dependency(workload.recipe, "judge", **how, started_in=workload.started_in)
+        path = ensure_dependency(workload.recipe, "judge", **how, started_in=workload.data.started_in)
         try:
             # Not its best step: that was chosen on the data which are held out here, and would flatter the real ones.
             opened = load(path, checkpoint="last", device=str(saved.engine.device))
@@ -299,8 +299,8 @@ def _generated(
                 say(stage, before * total // size + done, count * total // size)
 
             # A sample is a function of its number, so it is the same in parts; all of it as floats would be large.
-            x = workload.draw(models, part, device=saved.engine.device, seed=seed, guidance=1.0, say=tell)
-            made.append(workload.to_medium(x))
+            x = workload.sampler.draw(models, part, device=saved.engine.device, seed=seed, guidance=1.0, say=tell)
+            made.append(workload.medium.from_values(x, device=saved.engine.device))
     return SampleSet(np.concatenate(made), asked)
 
 
@@ -334,7 +334,7 @@ def collect_samples(workload: GenerationWorkload, sources: list[Source]) -> Samp
 
 
 def _as_known(workload: GenerationWorkload, rows: Any) -> np.ndarray:
-    values: np.ndarray = rows["audio"] if workload.medium == "audio" else workload.to_medium(rows[workload.medium])
+    values: np.ndarray = rows["audio"] if workload.medium.name == "audio" else workload.medium.from_values(rows[workload.medium.name])
     return values
 
 
@@ -360,7 +360,7 @@ def _through_processor(saved: SavedRun, workload: GenerationWorkload, samples: n
 
 def _fid(weights: Path, workload: GenerationWorkload, device: Any) -> Callable[[np.ndarray, np.ndarray], float]:
     """The usual FID, for pictures; clips are read frame by frame."""
-    if workload.medium == "audio":
+    if workload.medium.name == "audio":
         raise UsageError("--inception: sounds are no pictures; leave it out")
     import torch
 

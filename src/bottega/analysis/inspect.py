@@ -13,7 +13,7 @@ from bottega.data.loading.loader import Loader
 def inspect_model(what: str, words: list[str]) -> dict[str, Any]:
     """One row for each module; gradient norms come from one batch of the training data, and nothing is changed."""
     engine, workload, batch_size, seed = _open(what, words)
-    return engine.inspect(Loader(workload.training(), batch_size, seed=seed, order=workload.order).batch(0))
+    return engine.inspect(Loader(workload.data.training(), batch_size, seed=seed, order=workload.data.order).batch(0))
 
 
 def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:

@@ -20,7 +20,7 @@ def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
         raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
     saved = open_run(path, device="cpu")
     plan = build_training_plan(
-        resolve_paths(dependencies.resolve_references(saved.recipe), saved.workload.started_in), saved.workload
+        resolve_paths(dependencies.resolve_references(saved.recipe), saved.workload.data.started_in), saved.workload
     )
     source = plan.training
     world = _world(saved.directory.environment)

@@ -68,7 +68,7 @@ def find_learning_rate(
     is_main = World.from_environment().is_main
     console = Console(unit="samples", quiet=quiet or not is_main)
     workload = prepare_workload(resolve_paths(dependencies.resolve_references(recipe), folders), console)
-    if start is not None and start[1] != workload.fingerprint:
+    if start is not None and start[1] != workload.data.fingerprint:
         raise DataError(f"{run}: the data has changed since its last checkpoint; undo the change")
     with progress_bars(console.rich, in_bytes=False) as say:
         return run_range_test(

@@ -30,7 +30,7 @@ def open_personalized_generator(
     workload, device = saved.workload, saved.engine.device
     assert isinstance(workload, PersonalizeWorkload)
     table = find_personal_rows(source)
-    tables = [workload.personal_rows(name) for name in workload.prepared.tables] if is_own else [table]
+    tables = [workload.personal_rows(name) for name in workload.data.prepared.tables] if is_own else [table]
     with saved.engine.sampling() as models:
 
         def keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:

@@ -170,12 +170,12 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     saved = open_run(_run_path(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
-        saved.workload.check_output(out)
+        saved.workload.sampler.check_output(out)
     # A text is read while it is written, and a bar would write over it.
-    quiet = arguments.json or "max_tokens" in saved.workload.requests
+    quiet = arguments.json or "max_tokens" in saved.workload.sampler.requests
     with progress_bars(open_console(quiet=quiet), in_bytes=False) as say:
         made = saved.generate_samples(asked, stream=None if arguments.json else ResultStream(), say=say)
-    result = saved.workload.present(made, out, run=saved.directory.path, **asked)
+    result = saved.workload.sampler.present(made, out, run=saved.directory.path, **asked)
     if not arguments.json:
         for line in (*result.get("files", ()), *result.get("notes", ())):
             print_result(line)

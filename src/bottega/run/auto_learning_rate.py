@@ -140,7 +140,7 @@ def _has_rate(directory: RunDirectory, recipe: Recipe, workload: Workload) -> bo
 
 def _key(recipe: Recipe, workload: Workload) -> str:
     """Return a hash of the recipe and the data that a rate was found for."""
-    text = json.dumps([recipe.results_key(), workload.fingerprint], sort_keys=True)
+    text = json.dumps([recipe.results_key(), workload.data.fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -118,9 +118,9 @@ class SavedRun:
 
     def generate_samples(self, request: dict[str, Any], **display: Any) -> Any:
         """Generate for the command line; `display` are the callbacks `stream` and `say`."""
-        self.workload.check_request(request)
+        self.workload.sampler.check_request(request)
         with self.engine.sampling() as models:
-            return self.workload.generate(models, device=self.engine.device, **request, **display)
+            return self.workload.sampler.generate(models, device=self.engine.device, **request, **display)
 
     def export(self, folder: str | Path | None = None) -> Path:
         """Export the model in the layout of its ecosystem to `folder`, or to `final` of the run; return the folder."""

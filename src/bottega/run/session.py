@@ -132,14 +132,14 @@ class Session:
         fingerprint = environment.build_fingerprint(
             str(engine.device),
             engine.world,
-            data=workload.fingerprint,
-            derived=workload.derived_fingerprint,
+            data=workload.data.fingerprint,
+            derived=workload.data.derived_fingerprint,
             frozen=dict(plan.frozen),
-            held_out=workload.held_out,
+            held_out=workload.data.held_out,
         )
         resumed_from, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
         rate = recipe.training.learning_rate
-        data = f"{workload.fingerprint} {workload.derived_fingerprint}"
+        data = f"{workload.data.fingerprint} {workload.data.derived_fingerprint}"
         if not engine.all_ranks_equal(f"{progress.step} {rate} {data} {sorted(plan.frozen.items())}"):
             raise CheckpointError(
                 f"rank {engine.rank} would resume at step {progress.step}, and another rank elsewhere or with other data or "
@@ -245,7 +245,7 @@ class Session:
         try:
             if directory.processor.exists() and not resume.has_begun(directory):
                 delete_folder(directory.processor)  # written by an earlier start, maybe of another recipe or data
-            workload.save_processor(directory.processor)
+            workload.processor.save(directory.processor)
         except OSError as error:
             raise explain_os_error(error, directory.processor) from None
         check_disk_space(directory.checkpoints, size=engine.checkpoint_bytes(), keep=self.recipe.checkpoint.keep)
@@ -277,7 +277,7 @@ class Session:
 
     def _write_samples(self, workload: Workload, engine: Engine, folder: Path) -> None:
         with writing_folder(folder) as temporary, engine.sampling() as models:
-            workload.sample(models, temporary, device=engine.device)
+            workload.sampler.sample(models, temporary, device=engine.device)
 
     def _recovery(self, engine: Engine, loader: Loader, saver: Saver) -> NonfiniteRecovery:
         return NonfiniteRecovery(
@@ -307,7 +307,7 @@ class Session:
         diverged = diagnose_losses(read_metrics(self.directory.metrics), self.recipe) if is_main else None
         if diverged is not None:
             console.warn(diverged)
-        verbs = [f"generate {path}{example}"] if (example := self.workload.example_flags()) is not None else []
+        verbs = [f"generate {path}{example}"] if (example := self.workload.sampler.example_flags()) is not None else []
         verbs += [f"evaluate {path}{'' if is_held_out else ' --data PATH'}", f"export {path}"]
         for number, verb in enumerate(verbs):
             console.info(f"{'next:' if not number else '':<7}bottega {verb}{plugins.quoted_plugin_flags()}")

@@ -17,9 +17,10 @@ from bottega.data.formats.split_names import normalize_split_name
 from bottega.data.prepare.prepared import is_prepared, open_prepared
 from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
-from bottega.tasks.multitask.workload import MultitaskWorkload
+from bottega.tasks.multitask.data import MultitaskData
 from bottega.tasks.recipes import check_recipe
-from bottega.tasks.table_workload import TableWorkload
+from bottega.tasks.table_data import TableData
+from bottega.tasks.task_data import TaskData
 from bottega.tasks.workload import Workload
 
 SPLITS = ("validation", "test", "train")
@@ -63,9 +64,9 @@ class EvaluationData:
     def source(self, workload: Workload) -> Source:
         """Its samples."""
         if self.given is not None:
-            return workload.read_given(self.given)
+            return workload.data.read_external(self.given)
         assert self.split is not None
-        samples = workload.split(self.split)
+        samples = workload.data.split(self.split)
         if samples is None:
             raise UsageError(f"this run has no {self.split} data; name other data with --data")
         return samples
@@ -82,15 +83,16 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
             )
         return EvaluationData(request.split or "validation")
     given, split = _given(recipe, request)
-    if isinstance(workload, MultitaskWorkload):
+    data = workload.data
+    if isinstance(data, MultitaskData):
         if request.path is None:
             raise UsageError(f"--data_config {request.config}: name data of one part with --data PART=PATH")
-        name, path = workload.parse_part_path(given.path)
+        name, path = data.parse_part_path(given.path)
         inner = replace(given, source=given.source.model_copy(update={"path": path}))
-        shared, notes = _shared_files(inner, workload.parts[name])
+        shared, notes = _shared_files(inner, data.parts[name].data)
     else:
         given, split = _named_part(given, split, explicit=request.split)
-        shared, notes = _shared_files(given, workload)
+        shared, notes = _shared_files(given, data)
     if not shared:
         return EvaluationData(split, given, notes)
     return _held_back(workload, given, shared, request.split or split or "validation")
@@ -105,7 +107,7 @@ def _held_back(workload: Workload, given: ExternalData, shared: str, split: str)
         )
     if split == "train":
         return EvaluationData("train", None, [f"{given.path} is what this run has learnt from: training samples"])
-    if workload.split(split) is None:
+    if workload.data.split(split) is None:
         raise UsageError(
             f"{given.path} is what this run has learnt from, and no {split} part of it was held back; name other data, "
             "or say --split train to measure training samples"
@@ -192,14 +194,17 @@ def _task_of(folder: Path) -> str:
     return str(json.loads((folder / "meta.json").read_bytes())["task"])
 
 
-def _shared_files(given: ExternalData, workload: Workload) -> tuple[str | None, list[str]]:
+def _shared_files(given: ExternalData, own_data: TaskData) -> tuple[str | None, list[str]]:
     """Whether the files of `given` are training files of the run: "all", or the first of some; with notes."""
-    if not isinstance(workload, TableWorkload):
+    if not isinstance(own_data, TableData):
         return None, []
     folder = Path(given.path).expanduser()
-    if is_prepared(folder) and open_prepared(folder, task=_task_of(folder)).fingerprint == workload.data_fingerprint:
+    if (
+        is_prepared(folder)
+        and open_prepared(folder, task=_task_of(folder)).fingerprint == own_data.recorded_fingerprint
+    ):
         return "all", []
-    data = workload.located_recipe().data
+    data = own_data.located_recipe().data
     own = [*(data.sources or (data.train,)), *([data.replay] if data.replay is not None else [])]
     merged = given.replace_in(data).train
     if merged.kind in ("embedded", "synthetic"):
@@ -207,7 +212,7 @@ def _shared_files(given: ExternalData, workload: Workload) -> tuple[str | None, 
     try:
         learnt = {content for one in own for content in _contents(one).values()}
     except (DataError, UsageError, OSError):
-        reason = f"{workload.describe_source()} is not there any more"
+        reason = f"{own_data.describe_source()} is not there any more"
         return None, [f"whether {given.path} was learnt from cannot be told: {reason}"]
     contents = _contents(merged)
     shared = [name for name, content in contents.items() if content in learnt]

@@ -1,4 +1,4 @@
-"""Facts that a run keeps beside its weights, written and read back whole or not at all."""
+"""Metadata files that a run saves beside its weights."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from bottega.core.errors import CheckpointError, DataError
-from bottega.storage.durable import writing_folder
+from bottega.core.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -22,19 +21,3 @@ def read_metadata(path: Path, parse: Callable[[bytes], T]) -> T:
         return parse(path.read_bytes())
     except (OSError, ValueError, TypeError):
         raise MetadataMissing(f"{path} cannot be read; start the same training again to have it written") from None
-
-
-def write_metadata_once(
-    path: Path, text: str, *, parse: Callable[[bytes], T], is_same: Callable[[T], bool], mismatch: str
-) -> None:
-    """Write `text` as the one file of its folder, unless it is there; what is there must be the same, or `otherwise` is said."""
-    try:
-        before = read_metadata(path, parse)
-    except MetadataMissing:
-        pass  # it is written again
-    else:
-        if not is_same(before):
-            raise DataError(mismatch)
-        return
-    with writing_folder(path.parent) as temporary:
-        (temporary / path.name).write_text(text)

@@ -60,7 +60,7 @@ def open_workload(recipe: Recipe, *, progress: Any, processor: Path | None = Non
     """
     spec = find_spec(recipe)
     more = {"processor": processor} if processor is not None and spec.reuses_processor else {}
-    workload: Workload = resolve_reference(spec.open)(recipe, say=progress, **more)
+    workload: Workload = resolve_reference(spec.open)(recipe, progress=progress, **more)
     return workload
 
 
@@ -69,5 +69,5 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Worklo
     from bottega.tasks.data_paths import read_start_folders
 
     workload: Workload = resolve_reference(find_spec(recipe).reopen)(recipe, processor, fingerprint)
-    workload.started_in = read_start_folders(processor)
+    workload.data.started_in = read_start_folders(processor)
     return workload

@@ -27,9 +27,12 @@ from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
 from bottega.data.tables.cache import default_cache
 from bottega.data.tables.shards import Table
-from bottega.tasks.metadata import read_metadata, write_metadata_once
+from bottega.tasks.metadata import read_metadata
 from bottega.tasks.prediction import NewSamples, is_missing
-from bottega.tasks.table_workload import TableWorkload
+from bottega.tasks.processor import FileProcessor
+from bottega.tasks.sampler import Sampler
+from bottega.tasks.table_data import TableData
+from bottega.tasks.workload import PredictionInput, Predictor, Workload
 
 STATISTICS = "statistics.json"
 
@@ -71,7 +74,7 @@ class TableRows(Source):
         return "\n".join((f"row {index} of {len(self)}: {self.table.row('key', index)}", *values))
 
 
-class TableTraining(TableWorkload):
+class TableTraining(Workload, Sampler):
     """The data of a run as tables and the task that learns from them.
 
     A subclass says how a record becomes a row (`encoder`), what the run must know of its training rows (`fit_statistics`), and
@@ -79,6 +82,8 @@ class TableTraining(TableWorkload):
     the bundled tasks: sources and mixtures, splits and folds, caching, resuming, evaluating other data, exporting.
     """
 
+    predicts: ClassVar[PredictionInput | None] = None
+    """What `bottega predict` takes, where the class defines `predict_rows`."""
     version: ClassVar[int] = 1
     """Raised when the same records would give other rows, where the encoder's fields and its own lines do not show it."""
 
@@ -90,8 +95,24 @@ class TableTraining(TableWorkload):
         expected: str | None = None,
     ) -> None:
         self.recipe, self.statistics = recipe, statistics
-        self._prepared, self._expected = prepared, expected
         self.task: Task = self.build_task()
+        self.data = TableData(
+            recipe,
+            prepare=lambda recipe: self.prepare(recipe, _silent),
+            read_table=_read_table,
+            read_external=self._read_external,
+            prepared=prepared,
+            expected=expected,
+        )
+        self.processor = FileProcessor(
+            STATISTICS,
+            json.dumps(statistics, indent=1) + "\n",
+            parse=json.loads,
+            is_same=lambda previous: bool(previous == statistics),
+            mismatch="the data has other statistics than those this run was trained with; use --fresh",
+        )
+        self.sampler = self
+        self.predictor = Predictor(self.predicts or "rows", self._predict_new)
 
     @classmethod
     @abstractmethod
@@ -122,10 +143,9 @@ class TableTraining(TableWorkload):
         return TaskSpec(name=name, recipe=recipe, **{**functions, **asks, "combines": False, **more})
 
     @classmethod
-    def open(cls, recipe: Recipe, *, say: ProgressCallback) -> Self:
-        prepared = cls.prepare(recipe, say)
-        content = f"{prepared.fingerprint} {prepared.training_tables[0]}"
-        statistics = cls.fit_statistics(recipe, TableRows(prepared.table(prepared.training_tables[0]), content))
+    def open(cls, recipe: Recipe, *, progress: ProgressCallback) -> Self:
+        prepared = cls.prepare(recipe, progress)
+        statistics = cls.fit_statistics(recipe, _read_table(prepared, prepared.training_tables[0]))
         return cls(recipe, json.loads(json.dumps(statistics)), prepared)
 
     @classmethod
@@ -152,29 +172,11 @@ class TableTraining(TableWorkload):
         )
         return prepare(plan, cache=cache or default_cache(), progress=progress)
 
-    # What a run asks
+    def _read_external(self, external: ExternalData) -> Source:
+        recipe = self.recipe.model_copy(update={"data": external.replace_in(self.recipe.data)})
+        return _read_table(self.prepare(recipe, _silent), external.table)
 
-    def prepare_again(self, recipe: Any) -> PreparedData:
-        return self.prepare(recipe, lambda stage, done, total: None)
-
-    def table(self, name: str, *, is_training: bool) -> Source:
-        return TableRows(self.prepared.table(name), f"{self.prepared.fingerprint} {name}")
-
-    def read_given(self, given: ExternalData) -> Source:
-        recipe = self.recipe.model_copy(update={"data": given.replace_in(self.recipe.data)})
-        prepared = self.prepare_again(recipe)
-        return TableRows(prepared.table(given.table), f"{prepared.fingerprint} {given.table}")
-
-    def save_processor(self, folder: Path) -> None:
-        write_metadata_once(
-            folder / STATISTICS,
-            json.dumps(self.statistics, indent=1) + "\n",
-            parse=json.loads,
-            is_same=lambda known: bool(known == self.statistics),
-            mismatch="the data has other statistics than those this run was trained with; use --fresh",
-        )
-
-    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+    def _predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
         if not new.paths:
             raise UsageError("name a table of rows to predict: bottega predict RUN FILE")
         for path in filter(is_missing, new.paths):
@@ -203,9 +205,6 @@ class TableTraining(TableWorkload):
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Nothing is drawn while training, unless a subclass does."""
 
-    def example_flags(self) -> str | None:
-        return None
-
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """config.json, which says all that decides the network, and model.safetensors."""
         from safetensors.torch import save_file
@@ -220,6 +219,14 @@ class TableTraining(TableWorkload):
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega"}
+
+
+def _read_table(prepared: PreparedData, name: str, *, is_training: bool = False) -> TableRows:
+    return TableRows(prepared.table(name), f"{prepared.fingerprint} {name}")
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
 
 
 def _source_hash(kind: type) -> str:

@@ -1,157 +1,90 @@
-"""What the run asks of a branch."""
+"""A workload: a task opened for one recipe, with its data, processor, sampler, exporter and predictor."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, final
 
+from bottega.config.data import get_source_names
 from bottega.core.errors import UsageError
 from bottega.core.task import Task
 from bottega.core.types import Models
-from bottega.data.order.orders import Order
-from bottega.data.sources.external import ExternalData
-from bottega.data.sources.source import Source
+from bottega.tasks.prediction import NewSamples
+from bottega.tasks.processor import Processor
 from bottega.tasks.registry import refusal_error
+from bottega.tasks.sampler import Sampler
+from bottega.tasks.task_data import TaskData
 
-if TYPE_CHECKING:
-    from bottega.tasks.prediction import NewSamples
+PredictionInput = Literal["texts", "rows", "files"]
+
+
+@final
+@dataclass(frozen=True)
+class Predictor:
+    """Predictions for new samples (`bottega predict`)."""
+
+    input: PredictionInput
+    """What a sample is external as."""
+    predict: Callable[..., list[dict[str, Any]]]
+    """(models, new samples, *, device) -> a dict for each sample: "predicted", and "text", "file" or "row" to identify it."""
 
 
 class Workload(ABC):
-    """A task with its data and codec. A reopened branch has no training data of its own until asked."""
+    """A task opened for one recipe. A reopened workload prepares its training data only when it is used."""
 
     recipe: Any
     task: Task
+    data: TaskData
+    processor: Processor
+    """What is saved with the run so that it can be used without its data."""
+    sampler: Sampler
+    predictor: Predictor | None = None
+    """None where the task makes no predictions for new samples."""
     metrics: tuple[str, ...] = ("loss",)
-    """What an evaluation measures."""
+    """Names of the metrics that an evaluation computes."""
     unit: str = "samples"
-    """What a second's work is counted in."""
-    requests: tuple[str, ...] = ()
-    """What `generate` can be told, by the names of its flags."""
-
-    predicts: Literal["texts", "rows", "files"] | None = None
-    """What `predict` takes, where new samples can be asked about. Of several tasks, the first of these is asked."""
-
-    started_in: tuple[Path, ...] = ()
-    """Of a finished run: the folders that its training may have been started in, the likeliest first."""
+    """Unit of the throughput, such as images or tokens."""
 
     @property
     def headline(self) -> tuple[str, ...] | None:
-        """The measures that a person follows on the screen; None is all of them. Files have all in any case."""
-        return None
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """A hash of the prepared data; a resumed run must find the same."""
-
-    @property
-    def derived_fingerprint(self) -> str | None:
-        """A hash of what models said of the data, where training goes by that; the same data can be told otherwise on
-        another machine, and a resumed run must not be."""
+        """Metrics shown on the console; None shows all. Log files always hold all of them."""
         return None
 
     @property
     def frozen_hashes(self) -> dict[str, str]:
-        """Name -> hash of the models it is built on and does not train; a resumed run must find the same."""
+        """Name -> hash of each model that the run uses and does not train; a resumed run must find the same."""
         return {}
 
-    @property
-    def held_out(self) -> dict[str, str]:
-        """Table -> hash of the keys and labels of the samples that it holds back from training, however they are read; and
-        TABLE.content -> hash of the files that they come from, where that is known."""
-        return {}
-
-    @abstractmethod
-    def training(self) -> Source: ...
-
-    @property
-    def notes(self) -> list[str]:
-        """What a person should know of the data: what was left out of it, and why."""
-        return []
-
-    @property
-    def order(self) -> Order | None:
-        """How several sources are mixed; None is the plain shuffle."""
-        return None
-
-    @abstractmethod
-    def validation(self) -> Source | None: ...
-
-    @abstractmethod
-    def test(self) -> Source | None:
-        """What the recipe sets aside for the end, never looked at while training."""
-
-    def training_samples(self) -> Source:
-        """The training samples, unchanged and in order, to be measured."""
-        return self.training()
-
-    def split(self, split: str) -> Source | None:
-        """One part of the run's own data: train, validation or test. None where it has none."""
-        if split == "train":
-            return self.training_samples()
-        return self.test() if split == "test" else self.validation()
-
-    @abstractmethod
-    def read_given(self, given: ExternalData) -> Source:
-        """Other data than the run's own, seen through this run's codec."""
-
-    @abstractmethod
-    def save_processor(self, folder: Path) -> None: ...
-
-    @abstractmethod
-    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Draw what the recipe asks for and write it where a person would look."""
-
-    def generate(self, models: Models, *, device: Any, **asked: Any) -> Any:
-        """What was asked for, as this medium holds it: texts, or an array."""
-        raise refusal_error(self.recipe, "generate")
-
-    def example_flags(self) -> str | None:
-        """What a person could add to `bottega generate RUN`; None where nothing can be generated."""
-        return ""
-
-    def check_output(self, path: Path) -> None:
-        """Refuses what `present` could not write to, before anything is made for it."""
-        if path.is_dir():
-            raise UsageError(f"--out {path}: is a folder; name a file in it")
-
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
-        """Show or write what `generate` made; gives what --json prints."""
-        raise AssertionError("nothing was generated")
+    def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Add metrics that are functions of the means, such as perplexity."""
+        return metrics
 
     @abstractmethod
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """The model in the layout of the ecosystem. Gives what its card says: library, pipeline tag, and
-        under `needs` which models are not in it."""
+        """Write the model in a layout that other libraries open.
+
+        Return fields of its model card: library, pipeline tag, and under `needs` the models that are not included.
+        """
 
     def predict_samples(
         self, models: Models, new: NewSamples, *, part: str | None, device: Any
     ) -> list[dict[str, Any]]:
-        """What `bottega predict` says of new samples; `part` is for a run of several tasks."""
+        """Return predictions for new samples; `part` selects the task of a multitask run."""
         if part is not None:
-            raise UsageError(f"--part {part}: this is a run of one task; leave it out")
-        return self.predict_new(models, new, device=device)
+            raise UsageError(f"--part {part}: this run has one task only; leave --part out")
+        if self.predictor is None:
+            raise refusal_error(self.recipe, "predict")
+        return self.predictor.predict(models, new, device=device)
 
-    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
-        """A dict for each sample: "predicted", and "text", "file" or "row" for which one it is."""
-        raise refusal_error(self.recipe, "predict")
 
-    def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
-        return metrics
-
-    @property
-    def supported_requests(self) -> tuple[str, ...]:
-        """Those of the requests that this very run has a use for."""
-        return self.requests
-
-    def check_request(self, asked: Mapping[str, Any]) -> None:
-        """A flag that this task has no use for is an error, not a silence. Where nothing can be generated, `generate` says so."""
-        if not self.requests:
-            return
-        unknown = [name for name in asked if name not in self.requests]
-        if unknown:
-            named = ", ".join(f"--{name}" for name in self.supported_requests) or "nothing"
-            raise UsageError(f"--{unknown[0]}: this run cannot be told that; it takes {named}")
+def headline_metrics(recipe: Any, *names: str) -> tuple[str, ...]:
+    """Return `names`, the metric that selects the best checkpoint, and in a sequence that metric of each source."""
+    watched, stopping = recipe.evaluation.metric, recipe.training.early_stopping
+    metrics = [*names, watched, *([stopping.metric] if stopping is not None else [])]
+    if recipe.data.mixture == "sequence":
+        metrics += [f"{name}/{watched}" for name in get_source_names(recipe.data.sources or ())]
+        metrics += ["average", "backward_transfer", "forgetting"]
+    return tuple(dict.fromkeys(metrics))

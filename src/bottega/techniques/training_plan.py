@@ -58,12 +58,12 @@ class TrainingPlan:
         """Return the plan of a workload without techniques."""
         return cls(
             task=workload.task,
-            training=workload.training(),
-            order=workload.order,
-            validation=workload.validation(),
+            training=workload.data.training(),
+            order=workload.data.order,
+            validation=workload.data.validation(),
             metrics=workload.metrics,
             frozen=workload.frozen_hashes,
-            notes=tuple(workload.notes),
+            notes=tuple(workload.data.notes),
             open_run=open_run,
         )
 

@@ -233,7 +233,7 @@ def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
 
             def ordered(recipe: Any = recipe) -> Loader:
                 workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
-                return build_plain_loader(recipe, workload.training(), data_size=1)
+                return build_plain_loader(recipe, workload.data.training(), data_size=1)
 
             if said is None:
                 assert isinstance(ordered().order, CurriculumOrder)

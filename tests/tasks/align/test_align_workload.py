@@ -165,7 +165,7 @@ def test_nothing_is_generated_and_that_is_said(run: Path, capsys: pytest.Capture
 def test_a_sheet_shows_pictures_with_what_fits_best(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
     with saved.engine.sampling() as models:
-        saved.workload.sample(models, tmp_path / "sheet", device="cpu")
+        saved.workload.sampler.sample(models, tmp_path / "sheet", device="cpu")
     assert len(list((tmp_path / "sheet").glob("*.png"))) == 5
 
 
@@ -191,7 +191,7 @@ def test_a_run_goes_on_with_its_own_processor_and_begins_from_another(
 
 def test_grey_pictures_are_seen_as_colour(pictures: Path, tmp_path: Path) -> None:
     path = train(tmp_path, pictures, **{"data.channels": 1, "training.max_steps": 2})
-    assert bottega.load(path).workload.frame() == (8, 8, 1)
+    assert bottega.load(path).workload.tables.frame == (8, 8, 1)
 
 
 def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path: Path) -> None:

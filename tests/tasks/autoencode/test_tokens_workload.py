@@ -87,7 +87,7 @@ def test_the_codes_of_a_data_set_are_counted_over_all_of_it(tokenizer: Path) -> 
     saved = bottega.load(tokenizer)
     workload = saved.workload
     assert isinstance(workload, TokensWorkload)
-    source = workload.validation()
+    source = workload.data.validation()
     assert source is not None
     with saved.engine.sampling() as models:
         found = workload.code_usage(models, source, device="cpu")
@@ -158,7 +158,7 @@ def test_a_generator_over_codes_draws_the_class_that_is_asked_for(run: Path) -> 
     assert made.dtype == np.uint8
     assert made.shape == (24, 8, 8, 1)
     level = made.reshape(3, -1).mean(1)
-    names = saved.workload.facts.classes
+    names = saved.workload.metadata.classes
     order = [small_media.NAMES.index(name) for name in names]
     assert np.abs(level - (30 + 100 * np.array(order))).max() < 40, dict(zip(names, level, strict=True))
     found = saved.evaluate()

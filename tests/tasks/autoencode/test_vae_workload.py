@@ -78,13 +78,13 @@ def test_nothing_is_generated(digits: Any, capsys: pytest.CaptureFixture[str]) -
     said = capsys.readouterr().err
     assert "an autoencoder does not generate" in said
     assert said.count("\n") == 1
-    assert bottega.load(digits.path).workload.example_flags() is None
+    assert bottega.load(digits.path).workload.sampler.example_flags() is None
 
 
 def test_exported_latents_are_as_large_as_noise(digits: Any, exported: Path) -> None:
     workload, vae = bottega.load(digits.path).workload, load_autoencoder(exported)
-    index = np.arange(len(workload.training()))
-    x = torch.from_numpy(workload.training().rows(index, 0 * index)["image"])
+    index = np.arange(len(workload.data.training()))
+    x = torch.from_numpy(workload.data.training().rows(index, 0 * index)["image"])
     with torch.no_grad():
         mean, log_variance = vae.encode(x)
     noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
@@ -102,7 +102,9 @@ def test_an_export_is_the_same_each_time(digits: Any, exported: Path, tmp_path: 
 def test_diffusers_opens_an_autoencoder_of_images(digits: Any, exported: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     theirs = diffusers.AutoencoderKL.from_pretrained(exported, local_files_only=True).eval()
-    x = torch.from_numpy(bottega.load(digits.path).workload.training().rows(np.arange(4), np.zeros(4, int))["image"])
+    x = torch.from_numpy(
+        bottega.load(digits.path).workload.data.training().rows(np.arange(4), np.zeros(4, int))["image"]
+    )
     with torch.no_grad():
         mean = theirs.encode(x.movedim(-1, 1)).latent_dist.mean.movedim(1, -1)
         ours = load_autoencoder(exported).encode(x)[0]

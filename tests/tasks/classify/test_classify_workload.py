@@ -106,7 +106,7 @@ def test_a_run_learns_measures_accuracy_and_draws_nothing(trained: Path) -> None
 
 def test_a_judge_reads_samples_as_they_are_and_leaves_the_model_as_it_was(trained: Path) -> None:
     run = bottega.load(trained, device="cpu")
-    workload, source = run.workload, run.workload.validation()
+    workload, source = run.workload, run.workload.data.validation()
     assert isinstance(workload, MediaClassifyWorkload)
     assert source is not None
     batch = next(iter(iter_eval_batches(source, 24)))
@@ -141,7 +141,7 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
     assert (config["input"], config["normalise"], config["mel"]) == ("image", "symmetric", None)
     workload = opened("image", tmp_path, **{"model.from": str(trained)})
     models = build_models(workload.task, 0)
-    source = workload.validation()
+    source = workload.data.validation()
     assert source is not None
     batch = source.rows(np.arange(24), np.zeros(24, int))
     assert (
@@ -156,10 +156,12 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
 @pytest.mark.parametrize("medium", MEDIA)
 def test_a_workload_comes_back_from_its_processor(medium: str, tmp_path: Path) -> None:
     workload = opened(medium, tmp_path)
-    assert workload.prepared.metadata["task"] == medium, "a generator of the same medium and classes can use it too"
-    workload.save_processor(tmp_path / "processor")
-    workload.save_processor(tmp_path / "processor")
-    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.fingerprint)
+    assert workload.data.prepared.metadata["task"] == medium, (
+        "a generator of the same medium and classes can use it too"
+    )
+    workload.processor.save(tmp_path / "processor")
+    workload.processor.save(tmp_path / "processor")
+    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.data.fingerprint)
     assert isinstance(again, MediaClassifyWorkload)
     assert (again.shape, again.classes, again.mel, again.task) == (
         workload.shape,
@@ -167,7 +169,7 @@ def test_a_workload_comes_back_from_its_processor(medium: str, tmp_path: Path) -
         workload.mel,
         workload.task,
     )
-    first, second = workload.validation(), again.validation()
+    first, second = workload.data.validation(), again.validation()
     assert first is not None
     assert second is not None
     assert first.fingerprint == second.fingerprint
@@ -201,7 +203,7 @@ def test_held_out_sounds_are_as_long_as_those_learned_from(tmp_path: Path) -> No
     audio = np.pad(np.load(folder / "audio.npy"), ((0, 0), (0, 1000)))
     np.save(folder / "audio.npy", audio)
     workload = opened("audio", tmp_path, **{"data.validation.path": str(folder), "data.validation.split": None})
-    held_out = workload.validation()
+    held_out = workload.data.validation()
     assert held_out is not None
     assert workload.mel is not None
     assert workload.mel.num_samples == 2000
@@ -217,12 +219,17 @@ def test_the_loss_is_the_one_of_the_recipe(tmp_path: Path) -> None:
     loss = {"loss.name": "focal", "loss.gamma": 1.5, "loss.class_weights": "balanced"}
     workload = opened("image", tmp_path, **{"data.train.path": str(few), **loss})
     counts = np.bincount(
-        workload.training().rows(np.arange(len(workload.training())), np.zeros(len(workload.training()), int))["label"]
+        workload.data.training().rows(
+            np.arange(len(workload.data.training())), np.zeros(len(workload.data.training()), int)
+        )["label"]
     )
     np.testing.assert_allclose(workload.task.class_weights, counts.sum() / (3 * counts))
     assert (workload.task.objective, workload.task.gamma) == ("focal", 1.5)
-    workload.save_processor(tmp_path / "processor")
-    assert registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.fingerprint).task == workload.task
+    workload.processor.save(tmp_path / "processor")
+    assert (
+        registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.data.fingerprint).task
+        == workload.task
+    )
 
 
 def test_what_cannot_be_classified_is_refused_by_name(tmp_path: Path) -> None:

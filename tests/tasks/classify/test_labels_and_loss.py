@@ -106,8 +106,8 @@ def test_weights_by_the_names_of_classes(tmp_path: Path) -> None:
     workload = prepared(tmp_path, {"loss.class_weights": {"sing": 3, "cook": 2}})
     assert workload.classes.names == ("cook", "sail", "sing")
     assert workload.task.class_weights == (2.0, 1.0, 3.0)
-    workload.save_processor(tmp_path / "processor")
-    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.fingerprint)
+    workload.processor.save(tmp_path / "processor")
+    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.data.fingerprint)
     assert again.task.class_weights == (2.0, 1.0, 3.0)  # type: ignore[attr-defined]
     with pytest.raises(
         UsageError, match=r"loss.class_weights: 'sings' is not one of the 3 classes; did you mean 'sing'"
@@ -121,7 +121,7 @@ def test_what_would_have_no_effect_is_said(tmp_path: Path) -> None:
     values: dict[str, Any] = dict.fromkeys(("model.hidden_size", "model.num_layers", "model.num_heads"))
     values |= {"model.kind": "pretrained", "model.from": str(small_texts.encoder(tmp_path / "encoder"))}
     workload = prepared(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
-    assert any("data.tokenizer.kind: bpe is not used" in note for note in workload.notes)
+    assert any("data.tokenizer.kind: bpe is not used" in note for note in workload.data.notes)
     assert not any("is not used" in note for note in prepared(tmp_path, values).notes)
 
 
@@ -129,7 +129,8 @@ def test_texts_that_are_cut_are_told(tmp_path: Path) -> None:
     workload = prepared(tmp_path, {"data.sequence_length": 8})
     lengths = [len(one) for one in workload._ids([row["text"] for row in small_texts.rows()])]
     assert any(
-        f"of {len(workload.training())} texts are cut at 8 tokens: data.sequence_length" in n for n in workload.notes
+        f"of {len(workload.data.training())} texts are cut at 8 tokens: data.sequence_length" in n
+        for n in workload.data.notes
     )
     assert workload.count_truncated([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)
     assert not any("are cut" in note for note in prepared(tmp_path, {"data.sequence_length": 128}).notes)

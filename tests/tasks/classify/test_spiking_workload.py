@@ -64,7 +64,7 @@ def opened(folder: Path, **changes: Any) -> MediaClassifyWorkload:
 
 
 def shown(workload: MediaClassifyWorkload) -> dict[str, torch.Tensor]:
-    source = workload.validation()
+    source = workload.data.validation()
     assert source is not None
     rows = source.rows(np.arange(len(source)), np.zeros(len(source), int))
     return {name: torch.from_numpy(np.asarray(rows[name])) for name in ("image", "label")}
@@ -177,8 +177,8 @@ def test_a_workload_comes_back_from_its_processor_as_the_kind_it_was(kind: str, 
     if kind == "convnet":
         base[1].pop("model.firing_rate")  # type: ignore[union-attr,call-arg]
     workload = registry.open_workload(load_recipe(base).recipe, progress=lambda *_: None)
-    workload.save_processor(tmp_path / "processor")
-    again: Any = registry.reopen_workload(load_recipe(base).recipe, tmp_path / "processor", workload.fingerprint)
+    workload.processor.save(tmp_path / "processor")
+    again: Any = registry.reopen_workload(load_recipe(base).recipe, tmp_path / "processor", workload.data.fingerprint)
     assert again.shape == workload.shape  # type: ignore[attr-defined]
     assert again.task == workload.task
     assert type(again.shape) is (SpikingNetShape if kind == "spiking" else ConvNetShape)

@@ -147,7 +147,7 @@ def test_an_encoder_is_frozen_then_thawed_layer_by_layer_and_exported(tmp_path: 
 
 def test_texts_of_like_length_are_measured_together_and_told_in_their_order(run: Path) -> None:
     saved = bottega.load(run)
-    source = saved.workload.validation()
+    source = saved.workload.data.validation()
     order = source.length_order(len(source))
     assert sorted(order) == list(range(len(source)))
     assert (np.diff(source.lengths()[order]) >= 0).all()
@@ -183,13 +183,13 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {**small_texts.settings(tmp_path), "data.train.path": str(path), "loss.class_weights": "balanced"}
     workload = prepared(values)
-    labels = workload.training().rows(np.arange(len(workload.training())), np.zeros(len(workload.training()), int))[
-        "label"
-    ]
+    labels = workload.data.training().rows(
+        np.arange(len(workload.data.training())), np.zeros(len(workload.data.training()), int)
+    )["label"]
     counts = np.bincount(labels)
     np.testing.assert_allclose(workload.task.class_weights, counts.sum() / (3 * counts))
-    workload.save_processor(tmp_path / "processor")
-    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.fingerprint)
+    workload.processor.save(tmp_path / "processor")
+    again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.data.fingerprint)
     assert again.task == workload.task, "a run that is opened again measures the same loss"
 
 

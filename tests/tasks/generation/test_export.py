@@ -96,9 +96,13 @@ def workload_of(
     def write_processor(folder: Path) -> None:
         (folder / "generator.json").write_text("{}")
 
-    facts = SimpleNamespace(classes=CLASSES if shape.condition.kind == "class" else ())
     return SimpleNamespace(
-        task=task, recipe=recipe, medium=medium, facts=facts, text=text, write_processor=write_processor
+        task=task,
+        recipe=recipe,
+        medium=SimpleNamespace(name=medium),
+        metadata=SimpleNamespace(classes=CLASSES if shape.condition.kind == "class" else ()),
+        text=text,
+        processor=SimpleNamespace(write=write_processor),
     )
 
 

@@ -18,7 +18,7 @@ from bottega.engines.torch.engine import TorchEngine
 from bottega.models.build import build_models
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.tasks.generation.paths import NoisePath
-from bottega.tasks.generation.samplers import sample
+from bottega.tasks.generation.solvers import sample
 from bottega.tasks.generation.task import Generation
 
 CONDITIONS = ["none", "class", "vector", "text"]

@@ -17,7 +17,7 @@ import small_media
 from bottega import cli
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import read_metrics
-from bottega.tasks.generation.workload import GenerationWorkload
+from bottega.tasks.generation.sampler import GenerationSampler
 from small_media import NAMES
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -93,7 +93,7 @@ def test_a_folder_gets_a_file_for_each_and_the_run_is_the_usual_place(say: Any, 
 
 def test_a_class_has_a_name_and_a_number(run: Path) -> None:
     saved = bottega.load(run)
-    names = saved.workload.facts.classes
+    names = saved.workload.metadata.classes
     assert set(names) == set(NAMES)
     by_name = saved.generate(**{"class": [names[2]]}, count=2, steps=2)
     for wanted in ("2", 2, ["2"]):
@@ -104,11 +104,11 @@ def test_a_class_has_a_name_and_a_number(run: Path) -> None:
 def test_a_picture_does_not_depend_on_how_many_are_drawn_at_once(run: Path) -> None:
     saved = bottega.load(run)
     with saved.engine.sampling() as models:
-        rows = saved.workload.encode_request({}, 9)
+        rows = saved.workload.sampler.encode_request({}, 9)
         options: dict[str, Any] = {"device": "cpu", "seed": 0, "steps": 3, "guidance": 2.0}
         seen: list[tuple[int, int]] = []
-        whole = saved.workload.draw(models, rows, **options)
-        parts = saved.workload.draw(
+        whole = saved.workload.sampler.draw(models, rows, **options)
+        parts = saved.workload.sampler.draw(
             models, rows, **options, batch_size=2, say=lambda stage, done, total: seen.append((done, total))
         )
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-5)
@@ -194,7 +194,8 @@ def test_vectors_are_a_condition_from_training_to_files(say: Any, tmp_path: Path
 def test_a_width_of_vectors_that_the_data_do_not_have(tmp_path: Path) -> None:
     data = {"data.train.path": str(with_vectors(tmp_path)), "model.condition": "vector"}
     assert (
-        bottega.load(started(tmp_path, **data, **{"model.condition_size": 2})).workload.facts.shape.condition.size == 2
+        bottega.load(started(tmp_path, **data, **{"model.condition_size": 2})).workload.metadata.shape.condition.size
+        == 2
     )
     with pytest.raises(DataError, match=r"model\.condition_size: 3 .* have 2 numbers"):
         started(tmp_path / "other", **data, **{"model.condition_size": 3})
@@ -224,11 +225,13 @@ def test_without_a_class_sixteen_are_drawn_in_turn(say: Any, run: Path, tmp_path
     """16 of each would be 640 where there are 40 classes."""
     saved = bottega.load(run)
     assert saved.generate(steps=1).shape == (16, 8, 8, 1)
-    assert saved.workload.encode_request({}, None)["label"].tolist() == [n % 3 for n in range(16)]
-    assert saved.workload.asks.captions({}, None) == [saved.workload.facts.classes[n % 3] for n in range(16)]
-    assert len(saved.workload.encode_request({"class": ["grey", "dark"]}, None)["label"]) == 32
-    assert saved.workload.encode_request({}, 4)["label"].tolist() == [0, 1, 2, 0]
-    assert len(saved.workload.encode_request({"class": ["grey", "dark"]}, 2)["label"]) == 4
+    assert saved.workload.sampler.encode_request({}, None)["label"].tolist() == [n % 3 for n in range(16)]
+    assert saved.workload.sampler.encoder.captions({}, None) == [
+        saved.workload.metadata.classes[n % 3] for n in range(16)
+    ]
+    assert len(saved.workload.sampler.encode_request({"class": ["grey", "dark"]}, None)["label"]) == 32
+    assert saved.workload.sampler.encode_request({}, 4)["label"].tolist() == [0, 1, 2, 0]
+    assert len(saved.workload.sampler.encode_request({"class": ["grey", "dark"]}, 2)["label"]) == 4
     said = say("generate", run, "--steps", 1, "--out", tmp_path / "made", "--json")
     assert json.loads(said.out)["count"] == 16
 
@@ -236,7 +239,7 @@ def test_without_a_class_sixteen_are_drawn_in_turn(say: Any, run: Path, tmp_path
 def test_an_impossible_file_is_refused_before_anything_is_drawn(
     say: Any, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GenerationWorkload, "draw", lambda *_, **__: pytest.fail("drawn for nothing"))
+    monkeypatch.setattr(GenerationSampler, "draw", lambda *_, **__: pytest.fail("drawn for nothing"))
     say("generate", run, "--out", "x.bmp").refused("x.bmp", ".png")
 
 

@@ -79,12 +79,12 @@ def test_the_generator_works_in_latents_as_large_as_noise(run: Any) -> None:
     saved, config = bottega.load(run.path), json.loads((vae_of(run) / "config.json").read_text())
     task, workload = saved.task, saved.workload
     assert task.shape.sample == (4, 4, 2)
-    assert workload.facts.sample == (8, 8, 1)
+    assert workload.metadata.sample == (8, 8, 1)
     assert (task.latents.scale, task.latents.shift) == (config["scaling_factor"], 0)
     assert task.latents.scale != 1
     assert not [name for name in saved.model.state_dict() if "encoder" in name or "decoder" in name]
-    index = np.arange(len(workload.training()))
-    x = torch.from_numpy(workload.training().rows(index, 0 * index)["image"])
+    index = np.arange(len(workload.data.training()))
+    x = torch.from_numpy(workload.data.training().rows(index, 0 * index)["image"])
     with saved.engine.sampling() as models:
         vae = models["vae"]
         seen = task.latents.encode(vae, {"image": x}, "image", Noise(0, 0, torch.from_numpy(index), torch))

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 from bottega.tasks.generation.paths import NoisePath
-from bottega.tasks.generation.samplers import Method, Predict, sample
 from bottega.tasks.generation.schedules import STEPS
+from bottega.tasks.generation.solvers import Method, Predict, sample
 
 MU, S = 1.5, 0.5
 FLOW, COSINE, LINEAR = NoisePath(), NoisePath(objective="v"), NoisePath(objective="noise", schedule="linear")

@@ -91,12 +91,14 @@ def test_a_sample_depends_on_its_own_prompt_alone(run: Path) -> None:
 
 def test_without_a_prompt_the_captions_of_the_data_are_drawn(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
-    assert len(set(saved.workload.asks.captions({}, 4) or ())) == 2, "there are two different captions, in turn"
+    assert len(set(saved.workload.sampler.encoder.captions({}, 4) or ())) == 2, (
+        "there are two different captions, in turn"
+    )
     made = saved.generate(count=3, steps=2)
-    shown = saved.workload.present(made, tmp_path / "out", run=run, count=3)
+    shown = saved.workload.sampler.present(made, tmp_path / "out", run=run, count=3)
     assert shown["count"] == 3
     with saved.engine.sampling() as models:
-        saved.workload.sample(models, tmp_path / "sheet", device="cpu")
+        saved.workload.sampler.sample(models, tmp_path / "sheet", device="cpu")
     assert any((tmp_path / "sheet").iterdir())
 
 

@@ -79,7 +79,7 @@ def test_facts_that_have_no_end_are_measured_past_their_first_epoch(tmp_path: Pa
     settings["data.parts.memory"]["settings"]["data.num_samples"] = 8
     path = bottega.train("routing/mind", settings).path
     counted = json.loads((path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
-    facts = bottega.load(path, device="cpu").workload.parts["memory"].training()
+    facts = bottega.load(path, device="cpu").workload.parts["memory"].data.training()
     batch = load_recipe([path / "recipe.yaml"]).recipe.training.batch_size
     number = np.arange(6 * batch)
     answers = facts.rows(number % 8, number // 8)["answers"]

@@ -66,12 +66,12 @@ def test_each_part_is_measured_as_it_would_be_alone(run: Path) -> None:
     """On its own validation samples, each once: the parts have 4 and 24 of them."""
     saved = bottega.load(run)
     together = saved.evaluate()
-    sizes = {name: len(part.validation() or ()) for name, part in saved.workload.parts.items()}
+    sizes = {name: len(part.data.validation() or ()) for name, part in saved.workload.parts.items()}
     assert len(set(sizes.values())) == 2
     for name, part in saved.workload.parts.items():
         alone = TorchEngine(part.task, saved.recipe.training, rate=lambda step: 0.0, device="cpu")
         alone.model.load_state_dict(saved.model.part(name).state_dict())
-        source = part.validation()
+        source = part.data.validation()
         assert source is not None
         measured = evaluate(alone, iter_eval_batches(source, 3), score=part.task.score)
         for key, value in part.summarise(measured).items():

@@ -26,7 +26,7 @@ COUNT = 6
 def opened(folder: Any) -> tuple[Personalize, Models, dict[str, Tensor]]:
     recipe = load_recipe(["personalize", small_personal.settings(folder)]).recipe
     workload: Any = registry.open_workload(recipe, progress=lambda stage, done, total: None)
-    batch = next(iter_eval_batches(workload.validation(), COUNT))
+    batch = next(iter_eval_batches(workload.data.validation(), COUNT))
     rows = {name: torch.from_numpy(value) for name, value in batch.items() if name != "index"}
     rows |= {
         name: torch.from_numpy(v) for name, v in workload.teller.sayings.encode_texts("negative", [""] * COUNT).items()

@@ -484,7 +484,7 @@ def test_samples_are_written_as_files_or_as_a_sheet(saved: SavedRun, tmp_path: P
     made.write(tmp_path / "several.png")
     assert np.asarray(Image.open(tmp_path / "several.png")).shape[0] > 400, "several are a sheet"
     with pytest.raises(UsageError, match=r"cannot write \.txt"):
-        saved.workload.check_output(tmp_path / "a.txt")
+        saved.workload.sampler.check_output(tmp_path / "a.txt")
 
 
 def answers(count: int, *, wish: str = "a star", user: str = "somebody", pictures: int = 1) -> list[GeneratedRow]:
@@ -548,7 +548,7 @@ def test_a_history_that_is_wrong_is_told_before_anything_is_drawn(said: Any, rea
 
 
 def test_memory_is_measured_with_the_longest_histories(saved: SavedRun) -> None:
-    rows = saved.workload.table("train", is_training=True)  # type: ignore[attr-defined]
+    rows = saved.workload.data.table("train", is_training=True)  # type: ignore[attr-defined]
     every = rows.rows(np.arange(len(rows)), np.zeros(len(rows), np.int64))["prompt_mask"].sum(1)
     some = longest_batch(rows, 2)["prompt_mask"].sum(1)
     assert len(set(every)) > 1, "histories of one length show nothing"

@@ -389,12 +389,12 @@ def trained(recipe: str, steps: int, folder: Path, **changes: Any) -> dict[str, 
     one = load_recipe([recipe, settings]).recipe
     workload = registry.open_workload(one, progress=None)
     engine = build_engine(one, workload.task)
-    loader = build_loader(one, workload.training(), engine, workload.order)
+    loader = build_loader(one, workload.data.training(), engine, workload.data.order)
     set_learning_rate_schedule(one, engine, total=steps, steps_per_epoch=100)
     stream = loader(0)
     for step in range(steps):
         engine.train_step(step, next(stream))
-    source = workload.validation()
+    source = workload.data.validation()
     assert source is not None
     return evaluate(engine, iter_eval_batches(source, 250))
 

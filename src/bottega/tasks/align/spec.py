@@ -8,8 +8,8 @@ from bottega.tasks.align.config import AlignRecipe
 SPEC = TaskSpec(
     name="align",
     recipe=AlignRecipe,
-    open="bottega.tasks.align.workload:prepare",
-    reopen="bottega.tasks.align.workload:reopen",
+    open="bottega.tasks.align.workload:open_workload",
+    reopen="bottega.tasks.align.workload:reopen_workload",
     prepare="bottega.data.prepare.media:prepare_media",
     refuses={
         "generate": "a CLIP does not generate; bottega train image model.condition=text model.text.from=RUN trains one that "

@@ -1,6 +1,6 @@
-"""The branch of tokenizers: images or sounds, and an autoencoder whose latents are whole numbers.
+"""The workload of tokenizers: autoencoders of images or audio whose latents are discrete codes.
 
-An exported one is what a language model over codes generates with: branches/codes.py.
+An exported tokenizer is what a generator with `model.backbone: tokens` predicts the codes of.
 """
 
 from __future__ import annotations
@@ -30,18 +30,23 @@ from bottega.models.autoencoder.config import AutoencoderShape, CodesShape, stag
 from bottega.tasks.autoencode.tokens_config import AudioTokensRecipe, ImageTokensRecipe
 from bottega.tasks.autoencode.tokens_task import Codes, measure_code_usage
 from bottega.tasks.base_model import resolve_base_folder
-from bottega.tasks.media_workload import MediaWorkload
+from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
 from bottega.tasks.metadata import read_metadata
+from bottega.tasks.sampler import Sampler
+from bottega.tasks.table_data import TableData
+from bottega.tasks.workload import Workload
 
 SHAPE = "codes.json"
 CHUNK = 256
 SHEET_COLUMNS = 8
-"""Even, so that a picture and what came back of it are neighbours."""
+"""Even, so that an image and its reconstruction are neighbours."""
+MEL_RANGE = 2.0
+"""Spectrograms are scaled so that most of their values lie between -1 and 1."""
 TokensRecipe = ImageTokensRecipe | AudioTokensRecipe
 
 
 class TokensMetadata(BaseModel):
-    """What a run remembers of its model and of the sides that its data had."""
+    """Shape of the model and sides of the data; saved with the run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -49,45 +54,48 @@ class TokensMetadata(BaseModel):
     grid: tuple[int, ...]
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> TokensWorkload:
+def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> TokensWorkload:
+    """Prepare the data of a recipe and choose the model."""
     assert isinstance(recipe, TokensRecipe)
     if isinstance(recipe, ImageTokensRecipe) and recipe.data.buckets is not None:
-        raise UsageError("data.buckets: a tokenizer sees pictures of one shape; leave it out")
+        raise UsageError("data.buckets: a tokenizer needs images of one shape; leave it out")
     if recipe.model.dropout:
         raise UsageError(f"model.dropout: {recipe.model.dropout:g}, and a tokenizer has none; leave it out")
-    prepared = prepare_media(recipe, progress=say)
+    prepared = prepare_media(recipe, progress=progress)
     if isinstance(recipe, AudioTokensRecipe):
         mel = fit_mel_processor(recipe, prepared, multiple=recipe.model.downsample)
         *grid, channels = mel.shape
     else:
         mel = None
         *grid, channels = load_image_encoder(prepared).bucket_shape(0)
-    kept = TokensMetadata(shape=_shape_of(recipe, grid, channels), grid=tuple(grid))
-    return TokensWorkload(recipe, kept, mel, prepared=prepared)
+    metadata = TokensMetadata(shape=_build_shape(recipe, grid, channels), grid=tuple(grid))
+    return TokensWorkload(recipe, metadata, mel, prepared=prepared)
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> TokensWorkload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> TokensWorkload:
+    """Return the workload of a finished run, from its saved processor."""
     assert isinstance(recipe, TokensRecipe)
     mel = MelProcessor.load(processor) if isinstance(recipe, AudioTokensRecipe) else None
-    return TokensWorkload(recipe, _read(processor), mel, expected=fingerprint)
+    return TokensWorkload(recipe, _read_metadata(processor), mel, expected=fingerprint)
 
 
 @final
-class TokensWorkload(MediaWorkload):
+class TokensWorkload(Workload):
+    """An autoencoder whose latents are discrete codes."""
+
     metrics = ("loss", "mse", "psnr")
 
     def __init__(
         self,
         recipe: TokensRecipe,
-        kept: TokensMetadata,
+        metadata: TokensMetadata,
         mel: MelProcessor | None,
         *,
         prepared: PreparedData | None = None,
         expected: str | None = None,
     ) -> None:
-        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
-        super().__init__(recipe, prepared, expected=expected)
-        self.kept, self.shape, self.mel = kept, kept.shape, mel
+        """Take either prepared data, or the fingerprint that the data of a finished run must have."""
+        self.recipe, self.metadata, self.shape, self.mel = recipe, metadata, metadata.shape, mel
         self.key: Literal["image", "mel"] = "image" if mel is None else "mel"
         self.unit = "images" if mel is None else "sounds"
         start = recipe.model.from_ if prepared is not None else None
@@ -96,79 +104,76 @@ class TokensWorkload(MediaWorkload):
             shape=self.shape,
             distance=recipe.model.distance,
             commitment_weight=recipe.model.commitment_weight,
-            value_range=self._value_range(),
-            pretrained=str(_start(start, self.shape)) if start is not None else None,
+            value_range=_value_range(recipe.data.normalise, self.shape.autoencoder.channels)
+            if mel is None
+            else MEL_RANGE,
+            pretrained=str(_resolve_start(start, self.shape)) if start is not None else None,
         )
+        frame = (*metadata.grid, self.shape.autoencoder.channels)
+        self.tables = MediaTables(recipe, frame=frame, classes=Classes(()), mel=mel)
+        self.data: TableData = media_data(self.tables, prepared=prepared, expected=expected)
+        self.processor = MediaProcessor(metadata, read=_read_metadata, write_files=self._write_metadata, mel=mel)
+        self.sampler = TokensSampler(recipe, mel, self.data, key=self.key)
 
-    def frame(self) -> tuple[int, ...]:
-        return (*self.kept.grid, self.shape.autoencoder.channels)
-
-    def class_names(self) -> Classes:
-        return Classes(())
-
-    @property
-    def metadata(self) -> TokensMetadata:
-        return self.kept
-
-    def read_metadata(self, folder: Path) -> TokensMetadata:
-        return _read(folder)
-
-    def write_processor(self, folder: Path) -> None:
-        if self.mel is not None:
-            self.mel.save(folder)
-        (folder / SHAPE).write_text(self.kept.model_dump_json(indent=1) + "\n")
+    def _write_metadata(self, folder: Path) -> None:
+        (folder / SHAPE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         return self.task.summary(metrics)
 
     def code_usage(self, models: Models, source: Source, *, device: Any) -> dict[str, float]:
-        """How many of the codes a data set uses. No mean over its samples, so it is counted over all of them at once."""
+        """Return how many of the codes a data set uses: not a mean over samples, so counted over all of them at once."""
         codes = [
-            models["model"].encode(torch.from_numpy(self._some(source, first)).to(device)).cpu().numpy()
+            models["model"].encode(torch.from_numpy(_read_chunk(source, first, self.key)).to(device)).cpu().numpy()
             for first in range(0, len(source), CHUNK)
         ]
         return measure_code_usage(np.concatenate(codes), self.shape.num_codes)
 
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """Write config.json, model.safetensors and for audio mel.json, which `load_codes` opens."""
+        data = self.recipe.data
+        write_codes(models["model"], folder, input=data.input, normalise=data.normalise)
+        if self.mel is not None:
+            self.mel.save(folder)
+        return {"library_name": "bottega"}
+
+
+@final
+class TokensSampler(Sampler):
+    """Reconstructions of held-out samples, each beside its original."""
+
+    def __init__(self, recipe: TokensRecipe, mel: MelProcessor | None, data: TableData, *, key: str) -> None:
+        self.recipe, self.mel, self.data, self.key = recipe, mel, data, key
+
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Samples that were held out, where there are such, each beside what comes back of it."""
-        source = self.validation() or self.table(self.prepared.training_tables[0], is_training=False)
-        x = self._some(source, 0)[: self.recipe.samples.count]
-        found = models["model"](torch.from_numpy(x).to(device))[0].float().cpu().numpy()
-        pairs = np.stack([x, found], axis=1).reshape(-1, *x.shape[1:])
+        """Write reconstructions of validation samples, or of training samples where none are held out."""
+        source = self.data.validation() or self.data.table(self.data.prepared.training_tables[0], is_training=False)
+        x = _read_chunk(source, 0, self.key)[: self.recipe.samples.count]
+        outputs = models["model"](torch.from_numpy(x).to(device))[0].float().cpu().numpy()
+        pairs = np.stack([x, outputs], axis=1).reshape(-1, *x.shape[1:])
         captions = ["original", "from its codes"] * len(x)
         if self.mel is None:
             pixels = denormalise_pixels(pairs, mode=self.recipe.data.normalise)
             write_images(pixels, folder, captions=captions, columns=SHEET_COLUMNS)
         else:
-            # Both by Griffin-Lim: what is heard is then the codes, and not the way from a spectrogram to sound.
+            # Both by Griffin-Lim, so that the difference is due to the codes and not to the way from mel to audio.
             write_audio_files(self.mel.decode(pairs), self.mel.mel.sample_rate, folder, captions=captions)
 
-    def example_flags(self) -> None:
-        return None
 
-    def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """config.json, model.safetensors and for sound mel.json; `bottega.models.autoencoder.codes_folder.load_codes` opens it."""
-        said = {"input": self.recipe.data.input, "normalise": self.recipe.data.normalise}
-        write_codes(models["model"], folder, **said)
-        if self.mel is not None:
-            self.mel.save(folder)
-        return {"library_name": "bottega"}
-
-    def _some(self, source: Source, first: int) -> np.ndarray:
-        index = np.arange(first, min(first + CHUNK, len(source)))
-        x: np.ndarray = source.rows(index, np.zeros_like(index))[self.key]
-        return np.ascontiguousarray(x)
-
-    def _value_range(self) -> float:
-        """From black to white. Spectrograms are scaled so that most of their values lie between -1 and 1."""
-        if self.mel is not None:
-            return 2.0
-        ends = np.zeros((2, 1, 1, self.shape.autoencoder.channels), np.uint8)
-        ends[1] = 255
-        return float(np.ptp(normalise_pixels(ends, mode=self.recipe.data.normalise), axis=0).mean())
+def _read_chunk(source: Source, first: int, key: str) -> np.ndarray:
+    index = np.arange(first, min(first + CHUNK, len(source)))
+    x: np.ndarray = source.rows(index, np.zeros_like(index))[key]
+    return np.ascontiguousarray(x)
 
 
-def _shape_of(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesShape:
+def _value_range(mode: Any, channels: int) -> float:
+    """Return the difference of white and black as the model reads them."""
+    ends = np.zeros((2, 1, 1, channels), np.uint8)
+    ends[1] = 255
+    return float(np.ptp(normalise_pixels(ends, mode=mode), axis=0).mean())
+
+
+def _build_shape(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesShape:
     model = recipe.model
     is_finite = model.quantiser == "fsq"
     inner = AutoencoderShape(
@@ -178,7 +183,7 @@ def _shape_of(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesShap
         widths=stage_widths(model.hidden_size, model.downsample),
         layers_per_block=model.layers_per_block,
     )
-    inner.latent_grid(grid)  # sides that cannot be halved so often are an error now
+    inner.latent_grid(grid)  # raises if a side cannot be halved that often
     try:
         return CodesShape(
             autoencoder=inner,
@@ -189,20 +194,20 @@ def _shape_of(recipe: TokensRecipe, grid: list[int], channels: int) -> CodesShap
         raise UsageError(f"model.{error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
-def _read(processor: Path) -> TokensMetadata:
+def _read_metadata(processor: Path) -> TokensMetadata:
     return read_metadata(processor / SHAPE, TokensMetadata.model_validate_json)
 
 
-def _start(name: str, shape: CodesShape) -> Path:
-    """The folder to start from, refused by name where its model is another one."""
+def _resolve_start(name: str, shape: CodesShape) -> Path:
+    """Return the folder to start from; raises UsageError if its model has other sizes."""
     folder = resolve_base_folder(name)
-    found = read_codes_config(folder)[0]
-    if found != shape:
-        pairs = zip(_flat(shape).items(), _flat(found).items(), strict=True)
-        key, asked, has = next((key, asked, has) for (key, asked), (_, has) in pairs if asked != has)
-        raise UsageError(f"model.from: {name} has {key} {has}, and {asked} is needed here")
+    base = read_codes_config(folder)[0]
+    if base != shape:
+        pairs = zip(_flatten(shape).items(), _flatten(base).items(), strict=True)
+        key, needed, actual = next((key, needed, actual) for (key, needed), (_, actual) in pairs if needed != actual)
+        raise UsageError(f"model.from: {name} has {key} {actual}, and {needed} is needed here")
     return folder
 
 
-def _flat(shape: CodesShape) -> dict[str, Any]:
+def _flatten(shape: CodesShape) -> dict[str, Any]:
     return {**shape.model_dump(exclude={"autoencoder"}), **shape.autoencoder.model_dump()}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, final
 
@@ -41,11 +42,11 @@ from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_media
 from bottega.tasks.classify.raster import write_raster
 from bottega.tasks.classify.task import Classification
-from bottega.tasks.classify.teller import Teller
-from bottega.tasks.media_workload import MediaWorkload
+from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
 from bottega.tasks.metadata import read_metadata
-from bottega.tasks.prediction import NewSamples
-from bottega.tasks.workload import Workload
+from bottega.tasks.sampler import NoSampler, Sampler
+from bottega.tasks.table_data import TableData
+from bottega.tasks.workload import Predictor, Workload, headline_metrics
 
 CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
 MODEL_TYPE, SPIKING_TYPE = "bottega-convnet", "bottega-spiking"
@@ -54,11 +55,11 @@ Shape = ConvNetShape | SpikingNetShape
 SHAPES: TypeAdapter[Shape] = TypeAdapter(Shape)
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> Workload:
+def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Workload:
     if isinstance(recipe, ClassifyRecipe):
-        return text_classify.prepare(recipe, say=say)
+        return text_classify.prepare(recipe, progress=progress)
     checked = _checked(recipe)
-    prepared = prepare_media(checked, progress=say)
+    prepared = prepare_media(checked, progress=progress)
     classes = Classes(prepared.classes.names)
     if len(classes) < 2:
         named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
@@ -92,8 +93,8 @@ def _checked(recipe: Recipe) -> MediaRecipe:
 
 
 @final
-class MediaClassifyWorkload(Teller, MediaWorkload):
-    predicts = "files"
+class MediaClassifyWorkload(Workload):
+    """A classifier of images, audio or video."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class MediaClassifyWorkload(Teller, MediaWorkload):
         processor: Path | None = None,
     ) -> None:
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
-        super().__init__(recipe, prepared, expected=expected)
+        self.recipe = recipe
         self.shape, self.classes, self.mel, self.objective = shape, classes, mel, objective
         self.batch_key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
         start = find_base_folder(recipe, processor=processor)
@@ -129,43 +130,32 @@ class MediaClassifyWorkload(Teller, MediaWorkload):
                 *(("firing",) if self.task.has_firing_rate_target else ()),
             )
 
+        self.tables = MediaTables(recipe, frame=(*shape.grid[-2:], shape.channels), classes=classes, mel=mel)
+        self.data = media_data(
+            self.tables,
+            prepared=prepared,
+            expected=expected,
+            notes=lambda prepared: describe_rare_classes(prepared, classes),
+        )
+        self.processor = MediaProcessor(
+            (shape, classes),
+            read=lambda folder: (_read_shape(folder), _read_classes(folder)),
+            write_files=self._write_files,
+            mel=mel,
+        )
+        is_spiking = isinstance(shape, SpikingNetShape)
+        self.sampler = SpikeSampler(recipe, classes, self.data) if is_spiking else NoSampler(recipe)
+        self.predictor = Predictor("files", partial(predict_media, self))
+
     @property
     def headline(self) -> tuple[str, ...] | None:
         is_spiking = isinstance(self.shape, SpikingNetShape)
-        return self.headline_metrics("loss", "accuracy", "firing_rate", "dead") if is_spiking else None
+        return headline_metrics(self.recipe, "loss", "accuracy", "firing_rate", "dead") if is_spiking else None
 
-    @property
-    def notes(self) -> list[str]:
-        return [*super().notes, *describe_rare_classes(self.prepared, self.classes)]
-
-    def frame(self) -> tuple[int, ...]:
-        return (*self.shape.grid[-2:], self.shape.channels)
-
-    def class_names(self) -> Classes:
-        return self.classes
-
-    @property
-    def metadata(self) -> tuple[Shape, Classes]:
-        return self.shape, self.classes
-
-    def read_metadata(self, folder: Path) -> tuple[Shape, Classes]:
-        return _read_shape(folder), _read_classes(folder)
-
-    def write_processor(self, folder: Path) -> None:
+    def _write_files(self, folder: Path) -> None:
         (folder / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
-        if self.mel is not None:
-            self.mel.save(folder)
         (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
         self.objective.save(folder)
-
-    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Of spiking units, who fires when; else there is nothing to look at."""
-        if isinstance(self.shape, SpikingNetShape):
-            held_out = self.validation()
-            source = held_out if held_out is not None else self.training()
-            first = np.arange(min(self.recipe.samples.count, len(source)))
-            rows = source.rows(first, np.zeros_like(first))
-            write_raster(models["model"], rows, self.classes, folder, device=device)
 
     @torch.no_grad()
     def predict_with_features(
@@ -195,16 +185,13 @@ class MediaClassifyWorkload(Teller, MediaWorkload):
         none = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
         return np.concatenate([none[0], *chances]), np.concatenate([none[1], *features])
 
-    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
-        return predict_media(self, models, new, device=device)
-
     @torch.no_grad()
     def predict(
-        self, models: Models, given: ExternalData, *, device: Any, batch_size: int = 64
+        self, models: Models, external: ExternalData, *, device: Any, batch_size: int = 64
     ) -> tuple[list[str], np.ndarray]:
         """The names of other samples, which need no label, and how likely each class is of each, float32 [n, K]."""
-        rows = self.read_unlabelled(given)
-        source = self.served(rows)
+        rows = self.tables.unlabelled_rows(external)
+        source = self.tables.samples(rows)
         found = [np.zeros((0, len(self.classes)), np.float32)]
         for first in range(0, len(source), batch_size):
             index = np.arange(first, min(first + batch_size, len(source)))
@@ -230,6 +217,22 @@ class MediaClassifyWorkload(Teller, MediaWorkload):
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega", "pipeline_tag": f"{self.recipe.data.input}-classification"}
+
+
+@final
+class SpikeSampler(Sampler):
+    """Raster plots of the spikes of held-out samples."""
+
+    def __init__(self, recipe: MediaRecipe, classes: Classes, data: TableData) -> None:
+        self.recipe, self.classes, self.data = recipe, classes, data
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Write a raster plot of validation samples, or of training samples where none are held out."""
+        held_out = self.data.validation()
+        source = held_out if held_out is not None else self.data.training()
+        first = np.arange(min(self.recipe.samples.count, len(source)))
+        rows = source.rows(first, np.zeros_like(first))
+        write_raster(models["model"], rows, self.classes, folder, device=device)
 
 
 def _shape_of(recipe: MediaRecipe, prepared: PreparedData, num_labels: int, mel: MelProcessor | None) -> Shape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -30,17 +31,17 @@ from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.models.text_classifier.pretrained import export_pretrained, read_pretrained_shape
-from bottega.storage.durable import writing_folder
 from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
 from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_texts
 from bottega.tasks.classify.prepare import prepare_classify
 from bottega.tasks.classify.task import Classification
-from bottega.tasks.classify.teller import Teller
 from bottega.tasks.metadata import MetadataMissing, read_metadata
-from bottega.tasks.prediction import NewSamples
-from bottega.tasks.table_workload import TableWorkload
+from bottega.tasks.processor import FolderProcessor
+from bottega.tasks.sampler import NoSampler
+from bottega.tasks.table_data import TableData
+from bottega.tasks.workload import Predictor, Workload
 
 CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
 MODEL_TYPE = "bottega-text-classifier"
@@ -49,8 +50,8 @@ SINGLE_LABEL_METRICS = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "a
 MULTI_LABEL_METRICS = ("loss", "exact_match", "label_accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
 
 
-def prepare(recipe: ClassifyRecipe, *, say: Callable[[str, int, int], None]) -> TextClassifyWorkload:
-    prepared = _prepared(recipe, say)
+def prepare(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int], None]) -> TextClassifyWorkload:
+    prepared = _prepared(recipe, progress)
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe))
     shape = resolve_text_classifier_shape(recipe, prepared.tokenizer.vocab_size, classes.names)
 
@@ -71,15 +72,16 @@ def reopen(recipe: ClassifyRecipe, processor: Path, fingerprint: str) -> TextCla
 
 
 def _prepared(
-    recipe: ClassifyRecipe, say: Callable[[str, int, int], None], *, processor: Path | None = None
+    recipe: ClassifyRecipe, progress: Callable[[str, int, int], None], *, processor: Path | None = None
 ) -> PreparedData:
     spec = resolve_tokenizer_spec(recipe, processor=processor)
-    return prepare_classify(recipe.data, spec, seed=recipe.seed, num_classes=recipe.model.num_labels, progress=say)
+    return prepare_classify(recipe.data, spec, seed=recipe.seed, num_classes=recipe.model.num_labels, progress=progress)
 
 
 @final
-class TextClassifyWorkload(Teller, TableWorkload):
-    predicts = "texts"
+class TextClassifyWorkload(Workload):
+    """A classifier of texts."""
+
     unit = "texts"
 
     def __init__(
@@ -97,7 +99,7 @@ class TextClassifyWorkload(Teller, TableWorkload):
         """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
         self.objective = objective
-        self._prepared, self._expected, self._processor = prepared, expected, processor
+        self._processor = processor
         start = find_base_folder(recipe, processor=processor)
         unknown = tokenizer.unk_token_id if recipe.model.word_dropout else None
         self.task: Classification = Classification(
@@ -112,10 +114,21 @@ class TextClassifyWorkload(Teller, TableWorkload):
         )
         self.metrics = MULTI_LABEL_METRICS if recipe.data.multi_label else SINGLE_LABEL_METRICS
         self.metrics += ("objective",) if self.task.has_modified_loss else ()
+        self.data = TableData(
+            recipe,
+            prepare=self._prepare,
+            read_table=self._read_table,
+            read_external=self._read_external,
+            prepared=prepared,
+            expected=expected,
+            notes=self._notes,
+        )
+        self.processor = TextClassifyProcessor(tokenizer, classes, shape, objective)
+        self.sampler = NoSampler(recipe)
+        self.predictor = Predictor("texts", partial(predict_texts, self))
 
-    @property
-    def notes(self) -> list[str]:
-        return [*super().notes, *describe_rare_classes(self.prepared, self.classes), *self._cut(), *self._unasked()]
+    def _notes(self, prepared: PreparedData) -> list[str]:
+        return [*describe_rare_classes(prepared, self.classes), *self._cut(prepared), *self._unasked()]
 
     def _unasked(self) -> list[str]:
         """What the recipe says and what happens in its place."""
@@ -129,10 +142,10 @@ class TextClassifyWorkload(Teller, TableWorkload):
             )
         return found
 
-    def _cut(self) -> list[str]:
+    def _cut(self, prepared: PreparedData) -> list[str]:
         """How many training texts are longer than what the model reads."""
-        form = TextCollator.from_metadata(self.prepared.metadata, sequence_length=self.sequence_length)
-        lengths = [self.prepared.table(name).lengths("input_ids") for name in self.prepared.training_tables]
+        form = TextCollator.from_metadata(prepared.metadata, sequence_length=self.sequence_length)
+        lengths = [prepared.table(name).lengths("input_ids") for name in prepared.training_tables]
         cut, count = sum(map(form.count_truncated, lengths)), sum(map(len, lengths))
         return [f"{cut:,} of {count:,} texts are cut at {form.max_length} tokens: data.sequence_length"] if cut else []
 
@@ -142,15 +155,15 @@ class TextClassifyWorkload(Teller, TableWorkload):
         limits = [n for n in (self.recipe.data.sequence_length, self.shape.max_positions) if n is not None]
         return min(limits, default=None)
 
-    def prepare_again(self, recipe: ClassifyRecipe) -> PreparedData:
+    def _prepare(self, recipe: ClassifyRecipe) -> PreparedData:
         return _prepared(recipe, lambda stage, done, total: None, processor=self._processor)
 
-    def table(self, name: str, *, is_training: bool) -> LabelledTexts:
-        return self._texts(self.prepared, name)
+    def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> LabelledTexts:
+        return self._texts(prepared, name)
 
-    def read_given(self, given: ExternalData) -> Source:
+    def _read_external(self, external: ExternalData) -> Source:
         """Other texts through this run's own tokenizer, with the classes that it has learnt."""
-        data = given.replace_in(self.recipe.data)
+        data = external.replace_in(self.recipe.data)
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             prepared = prepare_classify(
@@ -159,29 +172,10 @@ class TextClassifyWorkload(Teller, TableWorkload):
                 seed=self.recipe.seed,
                 progress=lambda stage, done, total: None,
             )
-        return self._texts(prepared, given.table)
+        return self._texts(prepared, external.table)
 
     def _texts(self, prepared: PreparedData, table: str) -> LabelledTexts:
         return open_labelled_texts(prepared, table, classes=self.classes, sequence_length=self.sequence_length)
-
-    def save_processor(self, folder: Path) -> None:
-        """Once, whole or not at all."""
-        try:
-            before = (_read_shape(folder), _read_classes(folder), Tokenizer.load(folder).fingerprint)
-        except (MetadataMissing, OSError, DataError):
-            before = None  # it is written again
-        if before is not None:
-            if before != (self.shape, self.classes, self.tokenizer.fingerprint):
-                raise DataError("the data gives another tokenizer or other classes than this run has; use --fresh")
-            return
-        with writing_folder(folder) as temporary:
-            self.tokenizer.save(temporary)
-            (temporary / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
-            (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
-            self.objective.save(temporary)
-
-    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
-        return predict_texts(self, models, new, device=device)
 
     @torch.no_grad()
     def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:
@@ -228,6 +222,31 @@ class TextClassifyWorkload(Teller, TableWorkload):
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega", "pipeline_tag": "text-classification"}
+
+
+@final
+class TextClassifyProcessor(FolderProcessor):
+    """The tokenizer, the classes, the shape of the model and its loss."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, classes: Classes, shape: TextClassifierShape, objective: Objective
+    ) -> None:
+        self.tokenizer, self.classes, self.shape, self.objective = tokenizer, classes, shape, objective
+
+    def is_saved(self, folder: Path) -> bool:
+        try:
+            previous = (_read_shape(folder), _read_classes(folder), Tokenizer.load(folder).fingerprint)
+        except (MetadataMissing, OSError, DataError):
+            return False
+        if previous != (self.shape, self.classes, self.tokenizer.fingerprint):
+            raise DataError("the data gives another tokenizer or other classes than this run has; use --fresh")
+        return True
+
+    def write(self, folder: Path) -> None:
+        self.tokenizer.save(folder)
+        (folder / CLASSES).write_text(json.dumps(self.classes.names, indent=1) + "\n")
+        (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+        self.objective.save(folder)
 
 
 def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names: Sequence[str]) -> TextClassifierShape:

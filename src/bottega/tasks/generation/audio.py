@@ -1,8 +1,8 @@
-"""The audio branch: sound as its mel spectrogram, and back."""
+"""Audio as a medium of generation: mel spectrograms, and back to a waveform by Griffin-Lim or a vocoder."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, final
@@ -10,128 +10,102 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from bottega.config.recipe import Recipe
 from bottega.core.errors import BottegaError, CheckpointError
-from bottega.core.types import Batch, Models
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.audio.write import WRITABLE_SUFFIXES, write_audio_files
-from bottega.data.prepare.media import prepare_media
+from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.samples import fit_mel_processor
 from bottega.models.vocoder import Vocoder, load_vocoder
+from bottega.tasks.generation.code_tokenizer import CodeTokenizer
 from bottega.tasks.generation.config import AudioRecipe
-from bottega.tasks.generation.latent_space import load_mel_processor
-from bottega.tasks.generation.workload import GenerationWorkload, Say
+from bottega.tasks.generation.latent_space import LatentSpace, load_mel_processor
+from bottega.tasks.generation.media import Medium
 
 VOCODER = "vocoder"
-# Samples that become sound at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has two
+# Samples that become audio at once: 48 s at 22 kHz. With hops of a quarter window, each of Griffin-Lim's arrays has two
 # complex numbers for a sample, and there are about six.
-AT_ONCE = 1 << 20
-
-
-def prepare(recipe: Recipe, *, say: Say) -> AudioWorkload:
-    assert isinstance(recipe, AudioRecipe)
-    return AudioWorkload(recipe, prepare_media(recipe, progress=say)).keep_latents(say)
-
-
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> AudioWorkload:
-    assert isinstance(recipe, AudioRecipe)
-    return AudioWorkload(recipe, None, processor=processor, expected=fingerprint)
+MAX_SAMPLES = 1 << 20
 
 
 @final
-class AudioWorkload(GenerationWorkload):
-    key, medium = "mel", "audio"
-    recipe: AudioRecipe
-    unit = "sounds"
-    endings = WRITABLE_SUFFIXES
-    _device: Any = "cpu"
-    """Where samples were drawn last, and the vocoder works."""
+class AudioMedium(Medium):
+    """Audio: float32 (n, samples), generated as mel spectrograms."""
 
-    @cached_property
-    def mel(self) -> MelProcessor:  # type: ignore[override]
-        """Measured on the training data, or as the run has kept it; in the bands of the vocoder, where there is one."""
-        if self._processor is not None:
-            return MelProcessor.load(self._processor)
-        vocoder, data = self.vocoder, self.recipe.data
-        band: dict[str, Any] = {}
-        if vocoder is not None:
-            rate = int(self.prepared.metadata["sample_rate"])
-            vocoder.check_spectrogram(sample_rate=rate, num_mels=data.num_mels, hop_size=data.hop_size)
-            band = {"low": vocoder.low, "high": vocoder.high}
-        if self.space is not None:
-            return load_mel_processor(self.space.folder, self.recipe, self.prepared, **band)
-        own = fit_mel_processor(self.recipe, self.prepared, multiple=self._multiple(), **band)
-        return own if self.codes is None else self.codes.match_mel(own)
+    name, key, unit = "audio", "mel", "sounds"
+    endings = WRITABLE_SUFFIXES
+
+    def __init__(self, recipe: AudioRecipe, mel: MelProcessor, load: Callable[[], Vocoder | None]) -> None:
+        """`load` returns the vocoder, which is loaded when it is first used; None is Griffin-Lim."""
+        self.recipe, self.mel, self._load = recipe, mel, load
 
     @cached_property
     def vocoder(self) -> Vocoder | None:
-        """That of the recipe; a run keeps a copy, so that it can be heard where the folder is not."""
-        if self.recipe.model.vocoder is None:
-            return None
-        if self._processor is None:
-            return load_vocoder(self.recipe.model.vocoder)
-        folder = self._processor / VOCODER
-        try:
-            found = load_vocoder(folder)
-            mel = self.mel.mel
-            found.check_spectrogram(sample_rate=mel.sample_rate, num_mels=mel.num_mels, hop_size=mel.hop_size)
-        except BottegaError as error:
-            raise CheckpointError(
-                f"the vocoder of this run: {error}; copy {self.recipe.model.vocoder} to {folder}"
-            ) from error
-        return found
+        """Turns spectrograms into waveforms; None is Griffin-Lim."""
+        return self._load()
 
-    @property
-    def sample_rate(self) -> int:
-        return self.mel.mel.sample_rate
-
-    def sides(self) -> tuple[tuple[int, ...], int]:
+    def sides(self, prepared: PreparedData) -> tuple[tuple[int, ...], int]:
         frames, bands, channels = self.mel.shape
         return ((frames,), bands) if self.recipe.model.axes == 1 else ((frames, bands), channels)
 
     def patch(self) -> tuple[int, ...]:
         return (self.recipe.model.patch_size,) * self.recipe.model.axes
 
-    def draw(self, models: Models, rows: Batch, *, device: Any, **options: Any) -> np.ndarray:
-        self._device = device
-        return super().draw(models, rows, device=device, **options)
-
-    def to_medium(self, x: np.ndarray) -> np.ndarray:
+    def from_values(self, x: np.ndarray, *, device: Any = "cpu") -> np.ndarray:
         x = x.reshape(len(x), *self.mel.shape)
-        step = max(1, AT_ONCE // self.mel.num_samples)
-        return np.concatenate([self._heard(x[i : i + step]) for i in range(0, len(x), step)])
+        step = max(1, MAX_SAMPLES // self.mel.num_samples)
+        return np.concatenate([self._to_waveform(x[i : i + step], device) for i in range(0, len(x), step)])
 
-    def _heard(self, x: np.ndarray) -> np.ndarray:
+    def _to_waveform(self, x: np.ndarray, device: Any) -> np.ndarray:
         if self.vocoder is None:
             return self.mel.decode(x)
-        log_mel = torch.from_numpy(self.mel.scale.undo(x[..., 0])).to(self._device)
+        log_mel = torch.from_numpy(self.mel.scale.undo(x[..., 0])).to(device)
         return self.vocoder(log_mel)[:, : self.mel.num_samples].cpu().numpy()
 
     def to_values(self, samples: np.ndarray) -> np.ndarray:
-        values = self.mel.encode(samples)
-        return values if self.facts.latents is not None else values.reshape(-1, *self.facts.shape.sample)
+        return self.mel.encode(samples)
 
-    def round_trip(self, models: Models, samples: np.ndarray, device: Any) -> np.ndarray:
-        self._device = device
-        if self.task.latents is not None:
-            return super().round_trip(models, samples, device)
-        return self.to_medium(self.to_values(samples))
+    def write(self, samples: np.ndarray, path: Path, captions: Sequence[str] | None) -> list[Path]:
+        return write_audio_files(samples, self.mel.mel.sample_rate, path, captions=captions)
 
-    def write(self, made: np.ndarray, path: Path, captions: Sequence[str] | None) -> list[Path]:
-        return write_audio_files(made, self.sample_rate, path, captions=captions)
 
-    def has_processor(self, folder: Path) -> bool:
-        return super().has_processor(folder) and (self.vocoder is None or (folder / VOCODER).is_dir())
+def open_audio(
+    recipe: AudioRecipe, prepared: PreparedData, *, space: LatentSpace | None, codes: CodeTokenizer | None
+) -> AudioMedium:
+    """Measure the spectrograms of the training data, with the bands of the vocoder and the scale of a frozen model."""
+    vocoder = load_vocoder(recipe.model.vocoder) if recipe.model.vocoder is not None else None
+    band: dict[str, Any] = {}
+    if vocoder is not None:
+        rate, data = int(prepared.metadata["sample_rate"]), recipe.data
+        vocoder.check_spectrogram(sample_rate=rate, num_mels=data.num_mels, hop_size=data.hop_size)
+        band = {"low": vocoder.low, "high": vocoder.high}
+    if space is not None:
+        mel = load_mel_processor(space.folder, recipe, prepared, **band)
+    else:
+        mel = fit_mel_processor(recipe, prepared, multiple=_frame_multiple(recipe, codes), **band)
+        mel = mel if codes is None else codes.match_mel(mel)
+    return AudioMedium(recipe, mel, lambda: vocoder)
 
-    def write_processor(self, folder: Path) -> None:
-        super().write_processor(folder)
-        self.mel.save(folder)
-        if self.vocoder is not None:
-            self.vocoder.save(folder / VOCODER)
 
-    def _multiple(self) -> int:
-        """What the number of frames has to be divisible by."""
-        if self.codes is not None:
-            return self.codes.downsample
-        model = self.recipe.model
-        return model.patch_size if model.backbone == "dit" else 2 ** (model.stages - 1)
+def reopen_audio(recipe: AudioRecipe, processor: Path) -> AudioMedium:
+    """Return the audio of a finished run, from its saved processor."""
+    mel = MelProcessor.load(processor)
+    return AudioMedium(recipe, mel, lambda: _load_saved_vocoder(recipe, mel, processor / VOCODER))
+
+
+def _load_saved_vocoder(recipe: AudioRecipe, processor: MelProcessor, folder: Path) -> Vocoder | None:
+    if recipe.model.vocoder is None:
+        return None
+    try:
+        vocoder, mel = load_vocoder(folder), processor.mel
+        vocoder.check_spectrogram(sample_rate=mel.sample_rate, num_mels=mel.num_mels, hop_size=mel.hop_size)
+    except BottegaError as error:
+        raise CheckpointError(f"the vocoder of this run: {error}; copy {recipe.model.vocoder} to {folder}") from error
+    return vocoder
+
+
+def _frame_multiple(recipe: AudioRecipe, codes: CodeTokenizer | None) -> int:
+    """Return what the number of frames has to be divisible by."""
+    if codes is not None:
+        return codes.downsample
+    model = recipe.model
+    return model.patch_size if model.backbone == "dit" else 2 ** (model.stages - 1)

@@ -57,7 +57,7 @@ def export_generator(workload: GenerationWorkload, models: Models, folder: Path)
         _write_text(workload, models["text_encoder"], folder)
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(task.path, pipeline))
     (folder / "processor").mkdir(exist_ok=True)
-    workload.write_processor(folder / "processor")
+    workload.processor.write(folder / "processor")
     if pipeline is not None:
         _write_json(folder / INDEX, _index(workload, pipeline))
     _write_json(folder / CONFIG, _config(workload))
@@ -91,7 +91,7 @@ def find_stock_pipeline(workload: GenerationWorkload, models: Models) -> str | N
     """The stock pipeline that samples this model rightly, or None."""
     task, backbone = workload.task, workload.task.shape.backbone
     # The pipelines take what a model made for pixels from -1 to 1.
-    if workload.medium != "image" or getattr(workload.recipe.data, "normalise", None) != "symmetric":
+    if workload.medium.name != "image" or getattr(workload.recipe.data, "normalise", None) != "symmetric":
         return None
     kind, is_unet = task.shape.condition.kind, isinstance(backbone, UNetShape)
     if is_unet and kind == "none" and task.latents is None:
@@ -172,9 +172,9 @@ def _config(workload: GenerationWorkload) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "medium": workload.medium,
+        "medium": workload.medium.name,
         "task": task,
-        "classes": list(workload.facts.classes),
+        "classes": list(workload.metadata.classes),
         "samples": {"steps": options.steps, "sampler": options.sampler, "guidance": options.guidance},
     }
 
@@ -187,7 +187,7 @@ def _index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
     head["vae"] = ["diffusers", "AutoencoderKL"]
     if pipeline == "DiTPipeline":
         # A comma parts the names of one class there, and would make several of ours.
-        names = {str(i): name.replace(",", " ") for i, name in enumerate(workload.facts.classes)}
+        names = {str(i): name.replace(",", " ") for i, name in enumerate(workload.metadata.classes)}
         return head | {"transformer": ["diffusers", layout.CLASS], "id2label": names}
     return head | {
         "unet": ["diffusers", "UNet2DConditionModel"],
@@ -205,7 +205,7 @@ def _card(workload: GenerationWorkload, *, is_stock: bool) -> dict[str, Any]:
     has_text = workload.task.shape.condition.kind == "text"
     tags = {"image": "text-to-image" if has_text else "unconditional-image-generation"}
     tags |= {"audio": "text-to-audio", "video": "text-to-video"} if has_text else {}
-    return said | ({"pipeline_tag": tags[workload.medium]} if workload.medium in tags else {})
+    return said | ({"pipeline_tag": tags[workload.medium.name]} if workload.medium.name in tags else {})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -47,17 +47,17 @@ def export_code_generator(workload: GenerationWorkload, models: Models, folder: 
     for name in (*SETTINGS, WEIGHTS):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / TOKENIZER / name)
-    workload.write_processor(folder / CODEC)
+    workload.processor.write(folder / CODEC)
     config = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "medium": workload.medium,
+        "medium": workload.medium.name,
         "task": task.model_dump(mode="json", exclude={"pretrained", "latents"}),
-        "classes": list(workload.facts.classes),
+        "classes": list(workload.metadata.classes),
         "samples": {name: getattr(options, name) for name in sampling_option_names(workload.recipe.model)},
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    tag = {"pipeline_tag": "unconditional-image-generation"} if workload.medium == "image" else {}
+    tag = {"pipeline_tag": "unconditional-image-generation"} if workload.medium.name == "image" else {}
     return {"library_name": "bottega", **tag}
 
 

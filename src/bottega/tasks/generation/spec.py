@@ -8,15 +8,16 @@ from bottega.config.task_spec import TaskSpec
 from bottega.core.model_spec import resolve_reference
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 
+OPEN = "bottega.tasks.generation.workload:open_workload"
+
 
 def _prepare(recipe: Any, progress: Any) -> Any:
     from bottega.data.prepare.media import prepare_media
 
     prepared = prepare_media(recipe, progress=progress)
     if recipe.data.latents:
-        # With an autoencoder, and so with a framework; training finds them in the cache.
-        spec = next(spec for spec in SPECS if spec.name == recipe.task)
-        resolve_reference(spec.open)(recipe, say=progress)
+        # Encoding needs a framework; training then finds the latents in the cache.
+        resolve_reference(OPEN)(recipe, progress=progress)
     return prepared
 
 
@@ -24,8 +25,8 @@ SPECS = tuple(
     TaskSpec(
         name=medium,
         recipe=recipe,
-        open=f"bottega.tasks.generation.{medium}:prepare",
-        reopen=f"bottega.tasks.generation.{medium}:reopen",
+        open=OPEN,
+        reopen="bottega.tasks.generation.workload:reopen_workload",
         prepare=_prepare,
         preview=f"bottega.data.{medium}.preview:{medium.capitalize()}Preview",
         files=files,

@@ -15,7 +15,7 @@ from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models
 from bottega.models.generator.config import GeneratorShape, UNetShape
-from bottega.tasks.generation import samplers
+from bottega.tasks.generation import solvers
 from bottega.tasks.generation.latents import PRECOMPUTED, Latents
 from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.text import FrozenText
@@ -90,7 +90,7 @@ class Generation(Task):
         rng: Noise,
         *,
         steps: int,
-        method: samplers.Method = "heun",
+        method: solvers.Method = "heun",
         guidance: float = 1.0,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Tensor:
@@ -108,7 +108,7 @@ class Generation(Task):
                 return plain
             return plain + guidance * (models["model"](x, time, **with_condition).float() - plain)
 
-        x = samplers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
+        x = solvers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
         return x if self.latents is None else self.latents.decode(models["vae"], x)
 
     def _clean(self, models: Models, batch: Batch, rng: Noise) -> Tensor:

@@ -6,7 +6,7 @@ import shlex
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, final
 
 from pydantic import ValidationError
 
@@ -32,24 +32,26 @@ from bottega.models.decoder.kinds import (
 )
 from bottega.models.decoder.layout import OWN_MODEL_TYPE, select_layout
 from bottega.models.folders.pretrained import export_transformers, read_decoder_shape
-from bottega.storage.durable import writing_folder
 from bottega.tasks.base_model import find_base_folder, resolve_tokenizer_spec
 from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.language.prepare import prepare_language
 from bottega.tasks.language.sampling import generate_tokens
 from bottega.tasks.language.task import Language
-from bottega.tasks.table_workload import TableWorkload
+from bottega.tasks.processor import FolderProcessor
+from bottega.tasks.sampler import Sampler
+from bottega.tasks.table_data import TableData
+from bottega.tasks.workload import Workload, headline_metrics
 
 SHAPE = "shape.json"
 MAX_TEXTS = 100_000
 """At once: they are one batch, and its cache is what fills the memory."""
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> LanguageWorkload:
+def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> LanguageWorkload:
     assert isinstance(recipe, LanguageRecipe)
-    prepared = prepare_language(recipe.data, resolve_tokenizer_spec(recipe), progress=say)
+    prepared = prepare_language(recipe.data, resolve_tokenizer_spec(recipe), progress=progress)
     workload = LanguageWorkload(recipe, prepared.tokenizer, prepared)
-    workload.sample_prompts()  # now rather than at the first sample
+    workload.sampler.sample_prompts()  # now rather than at the first sample
     return workload
 
 
@@ -67,11 +69,10 @@ def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> LanguageWorkloa
     )
 
 
-class LanguageWorkload(TableWorkload):
+class LanguageWorkload(Workload):
     recipe: LanguageRecipe
     unit = "tokens"
     metrics: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
-    requests = ("prompt", "count", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
     def __init__(
         self,
@@ -84,39 +85,49 @@ class LanguageWorkload(TableWorkload):
         processor: Path | None = None,
     ) -> None:
         self.recipe, self.tokenizer = recipe, tokenizer
-        self._prepared, self._expected, self._processor = prepared, expected, processor
+        self._processor = processor
         self.shape = shape or resolve_decoder_shape(recipe, tokenizer.vocab_size)
         self.sequence_length = recipe.data.sequence_length or self.shape.context
         start = find_base_folder(recipe, processor=processor)
         weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
         self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None, **weights)
         self.metrics = (*type(self).metrics, *self.task.evaluation_metrics)
+        self.data = TableData(
+            recipe,
+            prepare=self._prepare,
+            read_table=self._read_table,
+            read_external=self._read_external,
+            prepared=prepared,
+            expected=expected,
+        )
+        self.processor = LanguageProcessor(tokenizer, self.shape)
+        self.sampler: LanguageSampler = LanguageSampler(recipe, tokenizer)
 
     @property
     def headline(self) -> tuple[str, ...] | None:
         """Of a model with experts, the load of each would be a line of its own."""
         return (
-            self.headline_metrics("loss", "perplexity", "bits_per_byte", "load_entropy", "firing_rate")
+            headline_metrics(self.recipe, "loss", "perplexity", "bits_per_byte", "load_entropy", "firing_rate")
             if self.task.evaluation_metrics
             else None
         )
 
-    def prepare_again(self, recipe: LanguageRecipe) -> PreparedData:
+    def _prepare(self, recipe: LanguageRecipe) -> PreparedData:
         spec = resolve_tokenizer_spec(recipe, processor=self._processor)
         return prepare_language(recipe.data, spec, progress=lambda stage, done, total: None)
 
-    def table(self, name: str, *, is_training: bool) -> Source:
-        return self._samples(self.prepared, name, seed=self.recipe.seed if is_training else None)
+    def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
+        return self._samples(prepared, name, seed=self.recipe.seed if is_training else None)
 
-    def read_given(self, given: ExternalData) -> Source:
+    def _read_external(self, external: ExternalData) -> Source:
         """Other text through this run's own tokenizer."""
         own = self.recipe.data
-        data = given.replace_in(TextData(train=own.train, sources=own.sources, clean=own.clean))
+        data = external.replace_in(TextData(train=own.train, sources=own.sources, clean=own.clean))
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             spec = TokenizerSpec(kind="pretrained", path=folder)
             prepared = prepare_language(data, spec, progress=lambda stage, done, total: None)
-        return self._samples(prepared, given.table, seed=None)
+        return self._samples(prepared, external.table, seed=None)
 
     def _samples(self, prepared: PreparedData, table: str, *, seed: int | None) -> Source:
         data = self.recipe.data
@@ -132,15 +143,46 @@ class LanguageWorkload(TableWorkload):
             with_bytes=with_bytes,
         )
 
-    def save_processor(self, folder: Path) -> None:
-        """Once: a disk that is full by now must not cost a finished run its tokenizer."""
-        if (folder / SHAPE).is_file():
-            if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
-                raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
-            return
-        with writing_folder(folder) as temporary:
-            self.tokenizer.save(temporary)
-            (temporary / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """The layout of transformers where it has a class that computes the same; else our own, which `model.from` reads."""
+        end, state = self.tokenizer.eos_token_id, models["model"].state_dict()
+        export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
+        self.tokenizer.save(folder)
+        library = "bottega" if select_layout(self.shape, state) == OWN_MODEL_TYPE else "transformers"
+        return {"library_name": library, "pipeline_tag": "text-generation"}
+
+    def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
+        return self.task.add_perplexity(metrics)
+
+
+@final
+class LanguageProcessor(FolderProcessor):
+    """The tokenizer and the shape of the model."""
+
+    def __init__(self, tokenizer: Tokenizer, shape: TransformerShape) -> None:
+        self.tokenizer, self.shape = tokenizer, shape
+
+    def is_saved(self, folder: Path) -> bool:
+        if not (folder / SHAPE).is_file():
+            return False
+        if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
+            raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
+        return True
+
+    def write(self, folder: Path) -> None:
+        self.tokenizer.save(folder)
+        (folder / SHAPE).write_text(self.shape.model_dump_json(indent=1) + "\n")
+
+
+@final
+class LanguageSampler(Sampler):
+    """Continues prompts."""
+
+    recipe: LanguageRecipe
+    requests = ("prompt", "count", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+
+    def __init__(self, recipe: LanguageRecipe, tokenizer: Tokenizer) -> None:
+        self.recipe, self.tokenizer = recipe, tokenizer
 
     def sample_prompts(self) -> tuple[str, ...]:
         """What the samples continue; one that the vocabulary lacks is an error.
@@ -220,23 +262,12 @@ class LanguageWorkload(TableWorkload):
         first = next(iter(self.recipe.samples.prompts), "")
         return f" --prompt {shlex.quote(first)}" if first.strip() else ""
 
-    def present(self, made: list[str], out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
+    def present(self, generated: list[str], out: Path | None, *, run: Path, **request: Any) -> dict[str, Any]:
         """Texts are shown while they are made."""
         if out is not None:
             with explain_write_errors(out):
-                out.write_text("\n\n".join(made) + "\n", encoding="utf-8")
-        return {"texts": made}
-
-    def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """The layout of transformers where it has a class that computes the same; else our own, which `model.from` reads."""
-        end, state = self.tokenizer.eos_token_id, models["model"].state_dict()
-        export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
-        self.tokenizer.save(folder)
-        library = "bottega" if select_layout(self.shape, state) == OWN_MODEL_TYPE else "transformers"
-        return {"library_name": library, "pipeline_tag": "text-generation"}
-
-    def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
-        return self.task.add_perplexity(metrics)
+                out.write_text("\n\n".join(generated) + "\n", encoding="utf-8")
+        return {"texts": generated}
 
 
 def resolve_decoder_shape(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
@@ -14,11 +12,6 @@ from bottega.config.load import to_yaml
 from bottega.config.recipe import Recipe, diff_recipes
 from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.core.types import Models
-from bottega.data.order.online import build_online_stream
-from bottega.data.order.orders import Order, Shuffled
-from bottega.data.sources.external import ExternalData
-from bottega.data.sources.source import Source
-from bottega.data.sources.zip_sources import Unshuffled, Zip
 from bottega.models.build import build_models
 from bottega.models.decoder.config import MLP_RATIO
 from bottega.similar_names import find_similar_names
@@ -28,17 +21,20 @@ from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.language.config import LanguageRecipe
 from bottega.tasks.metadata import MetadataMissing, read_metadata
 from bottega.tasks.multitask.config import MultitaskRecipe
+from bottega.tasks.multitask.data import MultitaskData
 from bottega.tasks.multitask.task import Multitask, add_prefix, part_modules, strip_prefix
 from bottega.tasks.prediction import NewSamples
+from bottega.tasks.processor import Processor
 from bottega.tasks.recipes import check_recipe, load_recipe
 from bottega.tasks.registry import TASKS
+from bottega.tasks.sampler import Sampler
 from bottega.tasks.workload import Workload
 
 PARTS = "parts.json"
 Say = Callable[[str, int, int], None]
 
 
-def prepare(recipe: Recipe, *, say: Say) -> MultitaskWorkload:
+def prepare(recipe: Recipe, *, progress: Say) -> MultitaskWorkload:
     assert isinstance(recipe, MultitaskRecipe)
     recipes = {name: build_part_recipe(recipe, name) for name in recipe.data.parts}
     parts: dict[str, Workload] = {}
@@ -49,9 +45,9 @@ def prepare(recipe: Recipe, *, say: Say) -> MultitaskWorkload:
         if isinstance(one, LanguageRecipe | ClassifyRecipe) and tokenizer is not None and one.model.from_ is None:
             recipes[name] = _with_tokenizer(one, tokenizer)
             given.append(name)
-        parts[name] = _told(name, partial(registry.open_workload, recipes[name], progress=say))
+        parts[name] = _told(name, partial(registry.open_workload, recipes[name], progress=progress))
         if isinstance(one, LanguageRecipe | ClassifyRecipe) and tokenizer is None:
-            tokenizer = str(parts[name].prepared.folder / "tokenizer")  # type: ignore[attr-defined]
+            tokenizer = str(parts[name].data.prepared.folder / "tokenizer")  # type: ignore[attr-defined]
     workload = MultitaskWorkload(recipe, recipes, {name: parts[name] for name in recipes}, given_tokenizer=given)
     workload.check_parts()
     return workload
@@ -167,16 +163,14 @@ class MultitaskWorkload(Workload):
     ) -> None:
         """`recipes` are those of the parts, whole; `given_tokenizer` names the parts that read with another's."""
         self.recipe, self.recipes, self.parts = recipe, dict(recipes), dict(parts)
-        self.given_tokenizer = list(given_tokenizer)
         self.weights = {name: part.weight for name, part in recipe.data.parts.items()}
         self.task = Multitask(
             parts={name: part.task for name, part in parts.items()}, weights=self.weights, balance=recipe.data.weights
         )
         self.unit = next(iter(parts.values())).unit
-        asked = dict.fromkeys(
-            name for part in parts.values() if part.example_flags() is not None for name in part.requests
-        )
-        self.requests = ("part", *asked)
+        self.data = MultitaskData(recipe, self.parts, lambda: self.sharing_summary)
+        self.processor = MultitaskProcessor(self.recipes, self.parts, self.data, given_tokenizer)
+        self.sampler = MultitaskSampler(recipe, self.parts)
 
     def check_parts(self) -> None:
         """What only the parts together can show, before anything is trained."""
@@ -196,7 +190,7 @@ class MultitaskWorkload(Workload):
 
     @property
     def metrics(self) -> tuple[str, ...]:  # type: ignore[override]
-        measured = [name for name, part in self.parts.items() if part.validation() is not None]
+        measured = [name for name, part in self.parts.items() if part.data.validation() is not None]
         return ("loss", *(f"{name}/{metric}" for name in measured for metric in self.parts[name].metrics))
 
     @property
@@ -208,13 +202,6 @@ class MultitaskWorkload(Workload):
             for metric in dict.fromkeys((self.recipe.data.parts[name].metric, *(part.headline or ())))
         ]
         return ("loss", *shown)
-
-    @property
-    def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps(self._fingerprints()).encode()).hexdigest()
-
-    def _fingerprints(self) -> dict[str, str]:
-        return {name: part.fingerprint for name, part in self.parts.items()}
 
     @property
     def frozen_hashes(self) -> dict[str, str]:
@@ -235,59 +222,6 @@ class MultitaskWorkload(Workload):
         alone = ", ".join(f"{name} {number:,}" for name, number in size.items())
         return f"shared: {shared}: {once:,} parameters (with their own: {alone})"
 
-    @property
-    def notes(self) -> list[str]:
-        told = [f"{name}: {note}" for name, part in self.parts.items() for note in part.notes]
-        return [*told, self.sharing_summary]
-
-    def training(self) -> Source:
-        sources = {name: part.training() for name, part in self.parts.items()}
-        if self.recipe.data.online is not None:
-            return self._streams(sources)
-        seed = self.recipe.seed
-        orders = {name: self.parts[name].order or Shuffled(len(source), seed) for name, source in sources.items()}
-        return Zip(sources, orders=orders)
-
-    def _streams(self, sources: Mapping[str, Source]) -> Source:
-        """Each part as it comes. One that has ended before the others repeats what was there before; one whose samples
-        tell what happens, one after the other, goes on as it would without a stream, and nothing of it comes again."""
-        own = {name: order for name in sources if (order := self.parts[name].order) is not None}
-        for name, order in own.items():
-            if not isinstance(order, Unshuffled):
-                raise UsageError(
-                    f"data.parts.{name}: data.mixture: a stream (data.online) takes its sources as they come; leave one out"
-                )
-        streams = {
-            name: build_online_stream(self.recipe, len(source)) for name, source in sources.items() if name not in own
-        }
-        orders = {name: own[name] if name in own else streams[name] for name in sources}
-        lengths = [order.epoch_length for order in (streams or own).values()]
-        return Zip(sources, orders=orders, length=max(lengths))
-
-    @property
-    def order(self) -> Order:
-        return Unshuffled(len(self.training()))
-
-    def validation(self) -> Source | None:
-        return _measured({name: part.validation() for name, part in self.parts.items()})
-
-    def test(self) -> Source | None:
-        return _measured({name: part.test() for name, part in self.parts.items()})
-
-    def read_given(self, given: ExternalData) -> Source:
-        """Data of one part, as PART=PATH."""
-        name, path = self.parse_part_path(given.path)
-        source = given.source.model_copy(update={"path": path})
-        return Zip({name: self.parts[name].read_given(replace(given, source=source))})
-
-    def parse_part_path(self, text: str) -> tuple[str, str]:
-        """A part and a path of PART=PATH."""
-        name, is_named, path = text.partition("=")
-        if not is_named or name not in self.parts:
-            there = " or ".join(f"{name}=PATH" for name in self.parts)
-            raise UsageError(f"--data {text}: say which part it is of: {there}")
-        return name, path
-
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """The parts' own words for what was measured, and the weighted sum of their losses."""
         found = {name: part.summarise(own) for name, part in self.parts.items() if (own := strip_prefix(name, metrics))}
@@ -300,9 +234,40 @@ class MultitaskWorkload(Workload):
         said = {key: value for name, own in found.items() for key, value in add_prefix(name, own).items()}
         return {"loss": total, **first, **said}
 
-    # Codec
+    def predict_samples(
+        self, models: Models, new: NewSamples, *, part: str | None, device: Any
+    ) -> list[dict[str, Any]]:
+        there = {one.predictor.input for one in self.parts.values() if one.predictor is not None}
+        kinds = [kind for kind in ("texts", "rows", "files") if kind in there]
+        wanted = kinds if part is not None else kinds[:1]
 
-    def save_processor(self, folder: Path) -> None:
+        def is_wanted(one: Workload) -> bool:
+            return one.predictor is not None and one.predictor.input in wanted
+
+        name = _select_part(self.parts, part, wanted=is_wanted, verb="predict")
+        return self.parts[name].predict_samples(part_modules(models, name), new, part=None, device=device)
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """A folder for each part, in the layout of its own ecosystem."""
+        for name, part in self.parts.items():
+            part.export(part_modules(models, name), folder / name)
+        return {"library_name": "bottega", "pipeline_tag": "multitask"}
+
+
+@final
+class MultitaskProcessor(Processor):
+    """The processors and recipes of all parts."""
+
+    def __init__(
+        self,
+        recipes: Mapping[str, Recipe],
+        parts: Mapping[str, Workload],
+        data: MultitaskData,
+        given_tokenizer: Sequence[str],
+    ) -> None:
+        self.recipes, self.parts, self.data, self.given_tokenizer = recipes, parts, data, list(given_tokenizer)
+
+    def save(self, folder: Path) -> None:
         """Each part's own, and its recipe: a file that named it may be changed or gone when the run is opened again."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in self.parts.items():
@@ -314,68 +279,69 @@ class MultitaskWorkload(Workload):
                 raise DataError(
                     f"data.parts.{name}: {key}: {was} -> {now} since this run began; start over with --fresh"
                 )
-            part.save_processor(folder / name)
+            part.processor.save(folder / name)
             with replacing_file(folder / f"{name}.yaml") as file:
                 file.write_text(to_yaml(self.recipes[name]), encoding="utf-8")
         with replacing_file(folder / PARTS) as file:
-            known = {"data": self._fingerprints(), "given_tokenizer": self.given_tokenizer}
+            known = {"data": self.data.part_fingerprints(), "given_tokenizer": self.given_tokenizer}
             file.write_text(json.dumps(known, indent=1) + "\n")
 
-    # What is asked of one part
 
-    def select_part(self, name: str | None, *, wanted: Callable[[Workload], bool], verb: str) -> str:
-        """The part that is meant: the one that is named, or the only one that can do it."""
-        able = [one for one, part in self.parts.items() if wanted(part)]
-        if name is None and len(able) == 1:
-            return able[0]
-        if name in able:
-            return name
-        those = f"--part {' or '.join(able)}" if able else "(none can)"
-        if name is None:
-            raise UsageError(f"say which part is to {verb}: {those}")
-        if name not in self.parts:
-            raise UsageError(f"--part {name}: there is no such part; there are {', '.join(self.parts)}")
-        raise UsageError(f"--part {name}: this part does not {verb}; say {those}")
+@final
+class MultitaskSampler(Sampler):
+    """Samples of all parts; generates with the part that a request names."""
 
-    def predict_samples(
-        self, models: Models, new: NewSamples, *, part: str | None, device: Any
-    ) -> list[dict[str, Any]]:
-        there = {one.predicts for one in self.parts.values()}
-        kinds = [kind for kind in ("texts", "rows", "files") if kind in there]
-        wanted = kinds if part is not None else kinds[:1]
-        name = self.select_part(part, wanted=lambda one: one.predicts in wanted, verb="predict")
-        return self.parts[name].predict_new(part_modules(models, name), new, device=device)
+    def __init__(self, recipe: MultitaskRecipe, parts: Mapping[str, Workload]) -> None:
+        self.recipe, self.parts = recipe, parts
+        flags = dict.fromkeys(
+            name
+            for part in parts.values()
+            if part.sampler.example_flags() is not None
+            for name in part.sampler.requests
+        )
+        self.requests = ("part", *flags)
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         for name, part in self.parts.items():
-            part.sample(part_modules(models, name), folder / name, device=device)
+            part.sampler.sample(part_modules(models, name), folder / name, device=device)
 
     def check_request(self, asked: Mapping[str, Any]) -> None:
         self._drawing(asked.get("part")).check_request({key: value for key, value in asked.items() if key != "part"})
 
     def generate(self, models: Models, *, device: Any, part: str | None = None, **asked: Any) -> Any:
-        name = self.select_part(part, wanted=_draws, verb="generate")
-        return self.parts[name].generate(part_modules(models, name), device=device, **asked)
+        name = _select_part(self.parts, part, wanted=_draws, verb="generate")
+        return self.parts[name].sampler.generate(part_modules(models, name), device=device, **asked)
 
     def example_flags(self) -> str | None:
-        able = {name: found for name, part in self.parts.items() if (found := part.example_flags()) is not None}
+        able = {name: found for name, part in self.parts.items() if (found := part.sampler.example_flags()) is not None}
         name = next(iter(able), None)
         return f" --part {name}{able[name]}" if name is not None else None
 
-    def present(self, made: Any, out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
-        part = self._drawing(asked.pop("part", None))
+    def present(self, generated: Any, out: Path | None, *, run: Path, **request: Any) -> dict[str, Any]:
+        part = self._drawing(request.pop("part", None))
         if out is not None:
             part.check_output(out)
-        return part.present(made, out, run=run, **asked)
+        return part.present(generated, out, run=run, **request)
 
-    def _drawing(self, name: str | None) -> Workload:
-        return self.parts[self.select_part(name, wanted=_draws, verb="generate")]
+    def _drawing(self, name: str | None) -> Sampler:
+        return self.parts[_select_part(self.parts, name, wanted=_draws, verb="generate")].sampler
 
-    def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """A folder for each part, in the layout of its own ecosystem."""
-        for name, part in self.parts.items():
-            part.export(part_modules(models, name), folder / name)
-        return {"library_name": "bottega", "pipeline_tag": "multitask"}
+
+def _select_part(
+    parts: Mapping[str, Workload], name: str | None, *, wanted: Callable[[Workload], bool], verb: str
+) -> str:
+    """The part that is meant: the one that is named, or the only one that can do it."""
+    able = [one for one, part in parts.items() if wanted(part)]
+    if name is None and len(able) == 1:
+        return able[0]
+    if name in able:
+        return name
+    those = f"--part {' or '.join(able)}" if able else "(none can)"
+    if name is None:
+        raise UsageError(f"say which part is to {verb}: {those}")
+    if name not in parts:
+        raise UsageError(f"--part {name}: there is no such part; there are {', '.join(parts)}")
+    raise UsageError(f"--part {name}: this part does not {verb}; say {those}")
 
 
 def _is_its_own(key: str) -> bool:
@@ -385,13 +351,7 @@ def _is_its_own(key: str) -> bool:
 
 
 def _draws(part: Workload) -> bool:
-    return part.example_flags() is not None
-
-
-def _measured(sources: Mapping[str, Source | None]) -> Source | None:
-    """Those that have something held out."""
-    there = {name: source for name, source in sources.items() if source is not None}
-    return Zip(there) if there else None
+    return part.sampler.example_flags() is not None
 
 
 def _kept_recipe(processor: Path, name: str) -> Recipe | None:

@@ -21,7 +21,7 @@ from bottega.core.types import Batch, Loss, Models
 from bottega.models.frozen.config import FrozenPrecision, SoftPromptShape
 from bottega.models.frozen.image import TextEmbeddings
 from bottega.models.frozen.soft_prompts import SoftPrompts, initialise_soft_prompts
-from bottega.tasks.generation import samplers
+from bottega.tasks.generation import solvers
 from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.personalize.config import ConditionWeights
 
@@ -142,7 +142,7 @@ class Personalize(Task):
         *,
         weights: ConditionWeights,
         steps: int,
-        method: samplers.Method = "heun",
+        method: solvers.Method = "heun",
         guidance: float = 1.0,
         drop_keywords: bool = False,
         zero_negative: bool = False,
@@ -170,7 +170,7 @@ class Personalize(Task):
             plain = self._predict(image, x, time, negative)
             return plain + guidance * (self._predict(image, x, time, condition) - plain) if guidance else plain
 
-        x = samplers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
+        x = solvers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
         return image.decode(x).float()
 
     def _predict(self, image: Any, x: Tensor, time: Tensor, condition: TextEmbeddings) -> Tensor:

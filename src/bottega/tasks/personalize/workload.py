@@ -21,9 +21,9 @@ from bottega.models.device import choose_device
 from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.language import load_language_model
 from bottega.storage.durable import replacing_file
-from bottega.tasks.generation.paths import NoisePath as NoisePath
+from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.sampling_options import check_steps
-from bottega.tasks.metadata import read_metadata, write_metadata_once
+from bottega.tasks.metadata import read_metadata
 from bottega.tasks.personalize.arms import generate_arm
 from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.personalize.contact_sheets import Comparison, write_comparison_sheet
@@ -37,7 +37,10 @@ from bottega.tasks.personalize.keywords import Say
 from bottega.tasks.personalize.prompts import Teller
 from bottega.tasks.personalize.task import Personalize
 from bottega.tasks.personalize.user_requests import UserRequest, find_users, read_history, request_for_record
-from bottega.tasks.table_workload import TableWorkload
+from bottega.tasks.processor import FileProcessor, Processor
+from bottega.tasks.sampler import Sampler
+from bottega.tasks.table_data import TableData
+from bottega.tasks.workload import Workload
 
 __all__ = ["PersonalizeWorkload", "generate_arm", "prepare", "reopen"]
 
@@ -53,12 +56,13 @@ def _silent(stage: str, done: int, total: int) -> None:
     pass
 
 
-def prepare(recipe: Recipe, *, say: Say, processor: Path | None = None) -> PersonalizeWorkload:
+def prepare(recipe: Recipe, *, progress: Say, processor: Path | None = None) -> PersonalizeWorkload:
     """With `codec`, a run that goes on with the keywords it began with, on whichever machine."""
     assert isinstance(recipe, PersonalizeRecipe)
     facts = find_frozen_models(recipe)  # before the data, which may take long
     said = read_cached_answers(processor / ANSWERS_FILE) if processor is not None else {}
-    return PersonalizeWorkload(recipe, facts, prepare_people(recipe.data, progress=say), remembered=said).ask_all(say)
+    prepared = prepare_people(recipe.data, progress=progress)
+    return PersonalizeWorkload(recipe, facts, prepared, remembered=said).ask_all(progress)
 
 
 def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> PersonalizeWorkload:
@@ -80,11 +84,13 @@ def resolve_precision(recipe: PersonalizeRecipe) -> FrozenPrecision:
 
 
 @final
-class PersonalizeWorkload(TableWorkload):
+class PersonalizeWorkload(Workload):
+    """A frozen image generator that learns to follow what a person likes."""
+
     recipe: PersonalizeRecipe
     task: Personalize
+    data: TableData
     unit = "images"
-    requests = ("user", "wish", "history", "count", "seed", "steps", "sampler", "guidance", "negative_prompt")
 
     def __init__(
         self,
@@ -97,12 +103,24 @@ class PersonalizeWorkload(TableWorkload):
     ) -> None:
         """Either with prepared data, or again for a finished run, whose data is prepared when asked for. `remembered` is what
         the language model has said in this run."""
-        self.recipe, self.metadata, self._prepared, self._expected = recipe, facts, prepared, expected
+        self.recipe, self.metadata = recipe, facts
         self.teller = Teller(recipe, facts, precision=resolve_precision(recipe), remembered=remembered or {})
         self.task = self._task()
         self._said: dict[str, list[Said]] = {}
         samples = recipe.samples
         check_steps(samples.steps, samples.sampler, self.task.path.max_steps, prefix="samples.")
+        self.data = TableData(
+            recipe,
+            prepare=lambda recipe: prepare_people(recipe.data, progress=_silent),
+            read_table=self._read_table,
+            read_external=self._read_external,
+            prepared=prepared,
+            expected=expected,
+            notes=lambda prepared: self.teller.prompts.keyworder.notes,
+            derived_fingerprint=self._hash_keywords,
+        )
+        self.processor = PersonalizeProcessor(facts, self.teller)
+        self.sampler = PersonalizeSampler(self)
 
     # The models
 
@@ -135,27 +153,23 @@ class PersonalizeWorkload(TableWorkload):
     def frozen_hashes(self) -> dict[str, str]:
         return self.metadata.frozen
 
-    @property
-    def derived_fingerprint(self) -> str | None:
+    def _hash_keywords(self) -> str:
         said = sorted((name, keywords) for name, keywords in self._said.items())
         return hashlib.sha256(repr(said).encode()).hexdigest()
 
     # Data
 
-    def prepare_again(self, recipe: Any) -> PreparedData:
-        return prepare_people(recipe.data, progress=_silent)
-
     def personal_rows(self, name: str) -> PersonalRows:
-        return PersonalRows(self.prepared, name)
+        return PersonalRows(self.data.prepared, name)
 
-    def table(self, name: str, *, is_training: bool) -> Source:
+    def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
         if name not in self._said:
             self._ask([name], _silent)
-        return PromptedRows(self.personal_rows(name), self._said[name], self.teller.sayings)
+        return PromptedRows(PersonalRows(prepared, name), self._said[name], self.teller.sayings)
 
     def ask_all(self, say: Say) -> PersonalizeWorkload:
         """Has the language model say its keywords of everybody."""
-        self._ask(list(self.prepared.tables), say)
+        self._ask(list(self.data.prepared.tables), say)
         return self
 
     def _ask(self, names: Sequence[str], say: Say) -> None:
@@ -183,24 +197,9 @@ class PersonalizeWorkload(TableWorkload):
             return self.teller.keywords(records, model, next(model.parameters()).device, say)
         return self.teller.keywords(records, load, device, say)
 
-    @property
-    def notes(self) -> list[str]:
-        return [*super().notes, *self.teller.prompts.keyworder.notes]
-
-    def read_given(self, given: ExternalData) -> Source:
-        rows = PersonalRows(prepare_people(given.replace_in(self.recipe.data), progress=_silent), given.table)
+    def _read_external(self, external: ExternalData) -> Source:
+        rows = PersonalRows(prepare_people(external.replace_in(self.recipe.data), progress=_silent), external.table)
         return PromptedRows(rows, self.keywords(_records(rows)), self.teller.sayings)
-
-    def save_processor(self, folder: Path) -> None:
-        write_metadata_once(
-            folder / METADATA_FILE,
-            self.metadata.model_dump_json(indent=1) + "\n",
-            parse=PersonalizeMetadata.model_validate_json,
-            is_same=self.metadata.check_same_models,
-            mismatch="the frozen models have other sizes than this run began with; start over with --fresh",
-        )
-        with replacing_file(folder / ANSWERS_FILE) as temporary:
-            append_answers(temporary, self.teller.prompts.keyworder.answered)
 
     # Pictures
 
@@ -208,21 +207,58 @@ class PersonalizeWorkload(TableWorkload):
     def image_sampler(self) -> PersonalSampler:
         return PersonalSampler(self.recipe, self.task, self.teller, self.metadata)
 
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        from bottega.tasks.personalize.export import export_personalize
+
+        return export_personalize(self, models, folder)
+
+
+@final
+class PersonalizeProcessor(Processor):
+    """Metadata of the frozen models, and the keywords that the language model answered with."""
+
+    def __init__(self, metadata: PersonalizeMetadata, teller: Teller) -> None:
+        self.metadata, self.teller = metadata, teller
+
+    def save(self, folder: Path) -> None:
+        FileProcessor(
+            METADATA_FILE,
+            self.metadata.model_dump_json(indent=1) + "\n",
+            parse=PersonalizeMetadata.model_validate_json,
+            is_same=self.metadata.check_same_models,
+            mismatch="the frozen models have other sizes than this run began with; start over with --fresh",
+        ).save(folder)
+        with replacing_file(folder / ANSWERS_FILE) as temporary:
+            append_answers(temporary, self.teller.prompts.keyworder.answered)
+
+
+@final
+class PersonalizeSampler(Sampler):
+    """Images for users and wishes."""
+
+    requests = ("user", "wish", "history", "count", "seed", "steps", "sampler", "guidance", "negative_prompt")
+
+    def __init__(self, workload: PersonalizeWorkload) -> None:
+        self.workload, self.recipe = workload, workload.recipe
+
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Held-out people: what they liked, what they wish for, and that drawn without and with personalisation."""
         name = next(
-            (one for one in ("validation", "test") if one in self.prepared.tables), self.prepared.training_tables[0]
+            (one for one in ("validation", "test") if one in self.workload.data.prepared.tables),
+            self.workload.data.prepared.training_tables[0],
         )
-        rows = self.personal_rows(name)
+        rows = self.workload.personal_rows(name)
         people = [request_for_record(rows, number) for number in evenly_spaced(len(rows), self.recipe.samples.count)]
         records = [person.record for person in people]
-        said = self.keywords(records, models)
+        said = self.workload.keywords(records, models)
         seed = self.recipe.seed
-        without, _ = generate_arm(self, models, records, arm="none", device=device, seed=seed, keywords=said)
+        without, _ = generate_arm(self.workload, models, records, arm="none", device=device, seed=seed, keywords=said)
         personal, _ = generate_arm(
-            self, models, records, arm="both", device=device, seed=seed, keywords=said, pick=True
+            self.workload, models, records, arm="both", device=device, seed=seed, keywords=said, pick=True
         )
-        known = [self.image_sampler.summarize_user(person, one) for person, one in zip(people, said, strict=True)]
+        known = [
+            self.workload.image_sampler.summarize_user(person, one) for person, one in zip(people, said, strict=True)
+        ]
         write_comparison_sheet(
             [Comparison(*row) for row in zip(known, without, personal, strict=True)], folder / "sheet.png"
         )
@@ -253,8 +289,10 @@ class PersonalizeWorkload(TableWorkload):
                 f"--count {each}: {len(people) * each:,} pictures are asked for at once; {MAX_IMAGES:,} are the most, so "
                 "ask several times, with another --seed"
             )
-        said = self.keywords([person.record for person in people], models)
-        return self.image_sampler.generate(models, people, said, each=each, device=device, seed=seed, say=say, **how)
+        said = self.workload.keywords([person.record for person in people], models)
+        return self.workload.image_sampler.generate(
+            models, people, said, each=each, device=device, seed=seed, say=say, **how
+        )
 
     def _asked_for(self, users: list[str], wishes: list[str], history: Any) -> list[UserRequest]:
         if history is not None and users:
@@ -264,28 +302,23 @@ class PersonalizeWorkload(TableWorkload):
         if history is not None:
             people = read_history(Path(history), wishes=wishes)
         else:
-            held_out_first = sorted(self.prepared.tables, key=lambda name: name.startswith("train"))
-            tables = [self.personal_rows(name) for name in held_out_first]
+            held_out_first = sorted(self.workload.data.prepared.tables, key=lambda name: name.startswith("train"))
+            tables = [self.workload.personal_rows(name) for name in held_out_first]
             shown = list(dict.fromkeys(tables[0].users))[: 1 if wishes else PEOPLE]
             people = find_users(users or shown, tables)
         return [person.with_wish(one) for person in people for one in wishes] if wishes else people
 
     def example_flags(self) -> str:
-        held_out = sorted(self.prepared.tables, key=lambda name: name.startswith("train"))
-        record = self.personal_rows(held_out[0]).record(0)
+        held_out = sorted(self.workload.data.prepared.tables, key=lambda name: name.startswith("train"))
+        record = self.workload.personal_rows(held_out[0]).record(0)
         return f" --user {shlex.quote(record.user)} --wish {shlex.quote(record.wish_or_caption)}"
 
     def check_output(self, path: Path) -> None:
         if not is_folder(path):
             require_suffix(path, FORMATS)
 
-    def present(self, made: PersonalImages, out: Path | None, *, run: Path, **asked: Any) -> dict[str, Any]:
-        return made.write(out or run / "generated")
-
-    def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        from bottega.tasks.personalize.export import export_personalize
-
-        return export_personalize(self, models, folder)
+    def present(self, generated: PersonalImages, out: Path | None, *, run: Path, **request: Any) -> dict[str, Any]:
+        return generated.write(out or run / "generated")
 
 
 def _records(rows: PersonalRows) -> list[Record]:

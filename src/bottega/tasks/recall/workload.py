@@ -21,9 +21,11 @@ from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
 from bottega.data.sources.zip_sources import Unshuffled
 from bottega.models.memory.config import MemoryShape
-from bottega.tasks.metadata import write_metadata_once
+from bottega.tasks.processor import FileProcessor
 from bottega.tasks.recall.config import LastingRecipe, RecallRecipe
 from bottega.tasks.recall.task import ACCURACY, ACCURACY_WITHOUT_MEMORY, Recall, RecallFacts, RecallStreams
+from bottega.tasks.sampler import Sampler
+from bottega.tasks.task_data import TaskData
 from bottega.tasks.workload import Workload
 from bottega.world import World
 
@@ -31,7 +33,7 @@ DATA, CONFIG = "data.json", "config.json"
 MODEL_TYPE = "bottega-recall"
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RecallWorkload:
+def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RecallWorkload:
     """There is nothing to prepare: a sample is made when it is asked for."""
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     if isinstance(recipe, LastingRecipe):
@@ -45,13 +47,15 @@ def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RecallWo
 def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> RecallWorkload:
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     workload = RecallWorkload(recipe)
-    if workload.fingerprint != fingerprint:
+    if workload.data.fingerprint != fingerprint:
         raise DataError("the made-up data of this run is made in another way by now; train it again")
     return workload
 
 
 @final
 class RecallWorkload(Workload):
+    """A model with memory that answers questions about synthetic facts."""
+
     unit = "segments"
 
     def __init__(self, recipe: RecallRecipe | LastingRecipe) -> None:
@@ -63,6 +67,15 @@ class RecallWorkload(Workload):
         distances: tuple[str, ...] = ()
         if isinstance(recipe, RecallRecipe):
             distances = tuple(f"distance_{d}/{ACCURACY}" for d in range(1, recipe.data.distance + 1))
+        self.data = RecallData(recipe, self.tokens)
+        self.processor = FileProcessor(
+            DATA,
+            json.dumps(self._known(), indent=1) + "\n",
+            parse=json.loads,
+            is_same=lambda previous: bool(previous == self._known()),
+            mismatch="the tokens are other ones than this run has; start over with --fresh",
+        )
+        self.sampler = RecallSampler(recipe, self.task, self.tokens, self.data)
         self.metrics = ("loss", ACCURACY, *((ACCURACY_WITHOUT_MEMORY,) if self.task.has_memory else ()), *distances)
 
     def _task(self) -> Recall:
@@ -81,6 +94,34 @@ class RecallWorkload(Workload):
             temperature=options.temperature if options is not None else 1.0,
         )
 
+    def _known(self) -> dict[str, Any]:
+        return {
+            "ask": 0,
+            "num_keys": self.tokens.num_keys,
+            "num_values": self.tokens.num_values,
+            "num_fillers": self.tokens.num_fillers,
+        }
+
+    def export(self, models: Models, folder: Path) -> dict[str, Any]:
+        """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {"model_type": MODEL_TYPE, "tokens": self._known(), **self.task.model_dump(), "seed": self.recipe.seed}
+        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
+        model = models["model"]
+        state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
+        if hasattr(model, "codes"):
+            state["codes"] = model.codes.detach().contiguous().cpu()
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+        return {"library_name": "bottega", "pipeline_tag": "question-answering"}
+
+
+@final
+class RecallData(TaskData):
+    """Synthetic facts and questions, generated when they are read."""
+
+    def __init__(self, recipe: RecallRecipe | LastingRecipe, tokens: Tokens) -> None:
+        self.recipe, self.tokens = recipe, tokens
+
     @property
     def fingerprint(self) -> str:
         return self.training().fingerprint
@@ -88,8 +129,6 @@ class RecallWorkload(Workload):
     @property
     def notes(self) -> list[str]:
         return [f"a guess is right once in {self.recipe.data.num_values}: {1 / self.recipe.data.num_values:.4f}"]
-
-    # Data
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
@@ -160,49 +199,23 @@ class RecallWorkload(Workload):
         every_key = -(-data.num_lasting // data.num_questions)
         return Lasting(self._facts, min(every_key, getattr(data, name).limit or every_key))
 
-    def read_given(self, given: ExternalData) -> NoReturn:
+    def read_external(self, external: ExternalData) -> NoReturn:
         raise UsageError(
-            f"--data {given.path}: the data of recall is generated; leave --data out, and change data.* in the recipe"
+            f"--data {external.path}: the data of recall is generated; leave --data out, and change data.* in the recipe"
         )
 
-    # Codec and export
 
-    def save_processor(self, folder: Path) -> None:
-        """Which token is what, for people; the recipe decides all of it."""
-        write_metadata_once(
-            folder / DATA,
-            json.dumps(self._known(), indent=1) + "\n",
-            parse=json.loads,
-            is_same=lambda before: before == self._known(),
-            mismatch="the tokens are other ones than this run has; start over with --fresh",
-        )
+@final
+class RecallSampler(Sampler):
+    """Questions from held-out data with the model's answers."""
 
-    def _known(self) -> dict[str, Any]:
-        return {
-            "ask": 0,
-            "num_keys": self.tokens.num_keys,
-            "num_values": self.tokens.num_values,
-            "num_fillers": self.tokens.num_fillers,
-        }
-
-    def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
-        folder.mkdir(parents=True, exist_ok=True)
-        config = {"model_type": MODEL_TYPE, "tokens": self._known(), **self.task.model_dump(), "seed": self.recipe.seed}
-        (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
-        model = models["model"]
-        state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
-        if hasattr(model, "codes"):
-            state["codes"] = model.codes.detach().contiguous().cpu()
-        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-        return {"library_name": "bottega", "pipeline_tag": "question-answering"}
-
-    # What is shown
+    def __init__(self, recipe: RecallRecipe | LastingRecipe, task: Recall, tokens: Tokens, data: RecallData) -> None:
+        self.recipe, self.task, self.tokens, self.data = recipe, task, tokens, data
 
     @torch.no_grad()
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Questions from held-out data, with what was told and what is right."""
-        source = self.validation() or self.training()
+        source = self.data.validation() or self.data.training()
         rows = source.rows(np.arange(min(self.recipe.samples.count, len(source))), np.zeros(1, np.int64))
         tokens = torch.from_numpy(rows["tokens"]).to(device)
         ways = [True, False] if self.task.has_memory else [True]
@@ -217,6 +230,3 @@ class RecallWorkload(Workload):
                 lines.append(f"? {key}  told {said[0]}{without}, right is v{rows['answers'][number][place]}")
             text = f"{source.describe(number, 0)}\n\n" + "\n".join(lines) + "\n"
             (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")
-
-    def example_flags(self) -> None:
-        return None

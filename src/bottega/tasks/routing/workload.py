@@ -34,16 +34,17 @@ from bottega.models.ssm.config import SSMShape
 from bottega.plots.figure import try_plot
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.classify.objective import includes_unseen_classes
-from bottega.tasks.classify.teller import Teller
 from bottega.tasks.measures import routing as measures
-from bottega.tasks.metadata import read_metadata, write_metadata_once
-from bottega.tasks.prediction import NewSamples
+from bottega.tasks.metadata import read_metadata
+from bottega.tasks.processor import FileProcessor
 from bottega.tasks.routing.config import RoutingModel, RoutingRecipe, rules_problem
 from bottega.tasks.routing.metadata import CONFIG, METADATA_FILE, RoutingMetadata, apply_start_scale
 from bottega.tasks.routing.plots import describe_routing, draw_experts, draw_raster
 from bottega.tasks.routing.predict import predict_rows
 from bottega.tasks.routing.task import RoutingTask
-from bottega.tasks.table_workload import TableWorkload
+from bottega.tasks.sampler import Sampler
+from bottega.tasks.table_data import TableData
+from bottega.tasks.workload import Predictor, Workload, headline_metrics
 
 MODEL_TYPE = "bottega-routing"
 MANY_LABELS = 10
@@ -52,9 +53,9 @@ LOOKED_AT = 2000
 """Samples that the picture of a run is drawn from."""
 
 
-def prepare(recipe: Recipe, *, say: Callable[[str, int, int], None]) -> RoutingWorkload:
+def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RoutingWorkload:
     assert isinstance(recipe, RoutingRecipe)
-    prepared = prepare_vectors(recipe.data, progress=say)
+    prepared = prepare_vectors(recipe.data, progress=progress)
     if not len(prepared.classes):
         raise DataError(
             f"{_named(recipe)}: has rows without a label, and routing learns to tell labels; "
@@ -90,8 +91,9 @@ def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> RoutingWorkload
 
 
 @final
-class RoutingWorkload(Teller, TableWorkload):
-    predicts = "rows"
+class RoutingWorkload(Workload):
+    """A router over experts that classifies rows of numbers."""
+
     recipe: RoutingRecipe
 
     def __init__(
@@ -108,7 +110,6 @@ class RoutingWorkload(Teller, TableWorkload):
         if start is not None:
             known = apply_start_scale(start, known)
         self.recipe, self.metadata, self.classes = recipe, known, Classes(known.classes)
-        self._prepared, self._expected = prepared, expected
         model = recipe.model
         self.task: RoutingTask = RoutingTask(
             shape=known.shape,
@@ -125,34 +126,48 @@ class RoutingWorkload(Teller, TableWorkload):
             pretrained=str(start) if start is not None else None,
         )
         self.metrics = self.task.evaluation_metrics
+        self.data = TableData(
+            recipe,
+            prepare=lambda recipe: prepare_vectors(recipe.data, progress=lambda stage, done, total: None),
+            read_table=self._read_table,
+            read_external=self._read_external,
+            prepared=prepared,
+            expected=expected,
+            notes=self._notes,
+        )
+        self.processor = FileProcessor(
+            METADATA_FILE,
+            known.model_dump_json(indent=1) + "\n",
+            parse=RoutingMetadata.model_validate_json,
+            is_same=known.matches,
+            mismatch="the data gives other inputs, labels or rules than this run has; use --fresh",
+        )
+        self.sampler = RoutingSampler(recipe, self.task, known, self.data)
+        self.predictor = Predictor("rows", partial(predict_rows, self))
 
     @property
     def headline(self) -> tuple[str, ...]:
-        return self.headline_metrics(
-            *("loss", "accuracy", "bayes_accuracy", "load_entropy", "rule_information", "firing_rate")
+        return headline_metrics(
+            self.recipe, *("loss", "accuracy", "bayes_accuracy", "load_entropy", "rule_information", "firing_rate")
         )
 
-    @property
-    def notes(self) -> list[str]:
+    def _notes(self, prepared: PreparedData) -> list[str]:
         left_out = [
             f"column {name!r} holds no numbers and is left out"
-            for name in self.prepared.metadata.get("left_out_columns", ())
+            for name in prepared.metadata.get("left_out_columns", ())
         ]
-        return [*super().notes, *left_out, *describe_rare_classes(self.prepared, self.classes)]
+        return [*left_out, *describe_rare_classes(prepared, self.classes)]
 
-    def prepare_again(self, recipe: Any) -> PreparedData:
-        return prepare_vectors(recipe.data, progress=lambda stage, done, total: None)
+    def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
+        return self._checked(_rows(self.recipe, prepared, name, self.classes, is_training=is_training), name)
 
-    def table(self, name: str, *, is_training: bool) -> Source:
-        return self._checked(_rows(self.recipe, self.prepared, name, self.classes, is_training=is_training), name)
-
-    def read_given(self, given: ExternalData) -> Source:
+    def _read_external(self, external: ExternalData) -> Source:
         """Other rows with the labels of this run's own."""
-        path = given.path
-        recipe = self.recipe.model_copy(update={"data": given.replace_in(self.recipe.data)})
+        path = external.path
+        recipe = self.recipe.model_copy(update={"data": external.replace_in(self.recipe.data)})
         prepared = prepare_vectors(recipe.data, progress=lambda stage, done, total: None)
         self.metadata.check_columns(_columns_of(prepared), path)
-        return self._checked(_rows(recipe, prepared, given.table, self.classes, is_training=False), path)
+        return self._checked(_rows(recipe, prepared, external.table, self.classes, is_training=False), path)
 
     def _checked(self, rows: VectorRows, where: str) -> VectorRows:
         if rows.num_inputs != self.metadata.shape.num_inputs:
@@ -174,58 +189,6 @@ class RoutingWorkload(Teller, TableWorkload):
             f"{key}: has rule {rows.rules[first]}, and this run has {experts} experts, one for each of the rules 0 to "
             f"{experts - 1}; leave such rows out, or the column"
         )
-
-    def save_processor(self, folder: Path) -> None:
-        """Once, whole or not at all."""
-        write_metadata_once(
-            folder / METADATA_FILE,
-            self.metadata.model_dump_json(indent=1) + "\n",
-            parse=RoutingMetadata.model_validate_json,
-            is_same=self.metadata.matches,
-            mismatch="the data gives other inputs, labels or rules than this run has; use --fresh",
-        )
-
-    @torch.no_grad()
-    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """What the router does with held-out samples: in words, and as pictures where they can be drawn."""
-        held_out = self.validation()
-        source = held_out or self.training()
-        index = np.arange(min(LOOKED_AT, len(source)))
-        rows = source.rows(index, np.zeros(len(index), np.int64))
-        size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
-        parts = [
-            self.task.predict(models, torch.from_numpy(rows["x"][at : at + size]).to(device))
-            for at in range(0, len(index), size)
-        ]
-        chosen = torch.cat([part.routing.chosen for part in parts]).cpu().numpy()
-        found = torch.cat([part.logits for part in parts]).argmax(1).cpu().numpy()
-        experts, rule = self.metadata.shape.experts.num_experts, rows.get("rule")
-        counts = None
-        if rule is not None and self.metadata.num_rules is not None and experts > 1:
-            counts = measures.count_rule_experts(
-                rule, chosen[:, 0], num_rules=self.metadata.num_rules, num_experts=experts
-            )
-        load = measures.expert_load(chosen, experts)
-        spikes = parts[0].spikes
-        text = describe_routing(
-            accuracy=float((found == rows["label"]).mean()),
-            bayes=float(rows["bayes"].mean()) if "bayes" in rows else None,
-            samples=f"{_some(len(index), len(source))} {'held-out' if held_out else 'training'} samples{_step_of(folder)}",
-            load=load,
-            counts=counts,
-            top_k=chosen.shape[1],
-            firing=_fired([part.spikes for part in parts if part.spikes is not None]),
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "00.txt").write_text(text + "\n", encoding="utf-8")
-        if experts > 1:
-            try_plot(partial(draw_experts, load, counts, top_k=chosen.shape[1]), folder / "experts.png")
-        if spikes is not None:
-            num_layers = self.metadata.shape.num_layers
-            try_plot(partial(draw_raster, spikes.cpu().numpy(), num_layers), folder / "spikes.png")
-
-    def predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
-        return predict_rows(self, models, new, device=device)
 
     @torch.no_grad()
     def predict(self, models: Models, rows: np.ndarray, *, device: Any, batch_size: int = 1024) -> np.ndarray:
@@ -262,6 +225,53 @@ class RoutingWorkload(Teller, TableWorkload):
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
         save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
         return {"library_name": "bottega", "pipeline_tag": "tabular-classification"}
+
+
+@final
+class RoutingSampler(Sampler):
+    """A description and plots of how held-out samples are routed."""
+
+    def __init__(self, recipe: RoutingRecipe, task: RoutingTask, metadata: RoutingMetadata, data: TableData) -> None:
+        self.recipe, self.task, self.metadata, self.data = recipe, task, metadata, data
+
+    @torch.no_grad()
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """What the router does with held-out samples: in words, and as pictures where they can be drawn."""
+        held_out = self.data.validation()
+        source = held_out or self.data.training()
+        index = np.arange(min(LOOKED_AT, len(source)))
+        rows = source.rows(index, np.zeros(len(index), np.int64))
+        size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
+        parts = [
+            self.task.predict(models, torch.from_numpy(rows["x"][at : at + size]).to(device))
+            for at in range(0, len(index), size)
+        ]
+        chosen = torch.cat([part.routing.chosen for part in parts]).cpu().numpy()
+        found = torch.cat([part.logits for part in parts]).argmax(1).cpu().numpy()
+        experts, rule = self.metadata.shape.experts.num_experts, rows.get("rule")
+        counts = None
+        if rule is not None and self.metadata.num_rules is not None and experts > 1:
+            counts = measures.count_rule_experts(
+                rule, chosen[:, 0], num_rules=self.metadata.num_rules, num_experts=experts
+            )
+        load = measures.expert_load(chosen, experts)
+        spikes = parts[0].spikes
+        text = describe_routing(
+            accuracy=float((found == rows["label"]).mean()),
+            bayes=float(rows["bayes"].mean()) if "bayes" in rows else None,
+            samples=f"{_some(len(index), len(source))} {'held-out' if held_out else 'training'} samples{_step_of(folder)}",
+            load=load,
+            counts=counts,
+            top_k=chosen.shape[1],
+            firing=_fired([part.spikes for part in parts if part.spikes is not None]),
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "00.txt").write_text(text + "\n", encoding="utf-8")
+        if experts > 1:
+            try_plot(partial(draw_experts, load, counts, top_k=chosen.shape[1]), folder / "experts.png")
+        if spikes is not None:
+            num_layers = self.metadata.shape.num_layers
+            try_plot(partial(draw_raster, spikes.cpu().numpy(), num_layers), folder / "spikes.png")
 
 
 def resolve_routing_shape(model: RoutingModel, *, num_inputs: int, num_labels: int) -> RoutingShape:

@@ -224,11 +224,11 @@ def _compatibility(workload: Workload) -> dict[str, Any]:
     if isinstance(workload, MediaClassifyWorkload):
         sample = (workload.batch_key, *workload.shape.grid, workload.shape.channels)
         return {SAMPLE: sample, CLASSES: workload.classes.names, **scaling}
-    shape, path = workload.facts.shape, getattr(workload.task, "path", None)
+    shape, path = workload.metadata.shape, getattr(workload.task, "path", None)
     metadata: dict[str, Any] = {SAMPLE: (workload.key, *shape.sample), **scaling, **workload.frozen_hashes}
     metadata |= {"condition": shape.condition.kind, "condition size": shape.condition.size}
     if shape.condition.kind == "class":
-        metadata[CLASSES] = workload.facts.classes
+        metadata[CLASSES] = workload.metadata.classes
     if path is not None:
         metadata |= {"objective": path.objective, "noise_schedule": path.schedule if path.uses_schedule else None}
     return metadata

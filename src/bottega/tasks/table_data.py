@@ -1,66 +1,82 @@
-"""A branch whose data are prepared tables: what is learnt from, what is held out, and whether it is still the same."""
+"""The data of a workload as prepared tables, read again for a finished run when they are used."""
 
 from __future__ import annotations
 
 import glob
-from abc import abstractmethod
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, final
 
-from bottega.config.data import get_source_names
 from bottega.core.errors import DataError
 from bottega.data.formats.files import RANGE
 from bottega.data.order.interleaved import Interleaved
 from bottega.data.order.orders import Order
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources import combine
+from bottega.data.sources.external import ExternalData
 from bottega.data.sources.source import Source
 from bottega.data.sources.take import Take
 from bottega.tasks.data_paths import DataMissing, resolve_paths
-from bottega.tasks.workload import Workload
+from bottega.tasks.task_data import TaskData
 
 
-class TableWorkload(Workload):
-    """Either with prepared data, or again for a finished run, whose data is prepared when asked for."""
+class ReadTable(Protocol):
+    """Read one prepared table as samples; `is_training` turns augmentation on."""
 
-    recipe: Any
-    _prepared: PreparedData | None
-    _expected: str | None
-    """The fingerprint that data prepared again must have."""
+    def __call__(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source: ...
 
-    @abstractmethod
-    def prepare_again(self, recipe: Any) -> PreparedData:
-        """The data of the run's recipe, whose paths lead to where it is now, without a word about it."""
 
-    @abstractmethod
-    def table(self, name: str, *, is_training: bool) -> Source:
-        """One of its tables as samples."""
+@final
+class TableData(TaskData):
+    """PreparedData tables as the data of a run; what differs between tasks is passed in as functions."""
+
+    def __init__(
+        self,
+        recipe: Any,
+        *,
+        prepare: Callable[[Any], PreparedData],
+        read_table: ReadTable,
+        read_external: Callable[[ExternalData], Source],
+        prepared: PreparedData | None = None,
+        expected: str | None = None,
+        notes: Callable[[PreparedData], list[str]] = lambda prepared: [],
+        derived_fingerprint: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        """Take either prepared tables, or for a finished run the fingerprint that they must have when prepared again.
+
+        `prepare` prepares the data of a recipe whose paths are resolved; `notes` adds to the notes of the tables.
+        """
+        self.recipe = recipe
+        self._prepare, self._read_table, self._read_external = prepare, read_table, read_external
+        self._prepared, self._expected = prepared, expected
+        self._extra_notes, self._derive = notes, derived_fingerprint
 
     @property
     def prepared(self) -> PreparedData:
+        """The prepared tables. Raises DataMissing if the data of a finished run was removed or changed."""
         if self._prepared is None:
             recipe = self.located_recipe()
             try:
-                prepared = self.prepare_again(recipe)
+                prepared = self._prepare(recipe)
             except DataError as error:
-                raise self._gone(recipe) or error from None
+                raise self._missing_error(recipe) or error from None
             if prepared.fingerprint != self._expected:
                 raise DataMissing(f"{self.describe_source()}: has changed since this run learnt from it; restore it")
             self._prepared = prepared
         return self._prepared
 
     @property
-    def data_fingerprint(self) -> str | None:
-        """Of the data that the run has learnt from, also where that is not there any more."""
+    def recorded_fingerprint(self) -> str | None:
+        """Fingerprint of the data that the run was trained on, also where that data is gone."""
         return self._expected or (self._prepared.fingerprint if self._prepared is not None else None)
 
     def located_recipe(self) -> Any:
-        """The recipe with its relative data paths resolved against the folder that the run was started in."""
+        """Return the recipe with relative data paths resolved against the folder in which the run was started."""
         return self.recipe.model_copy(update={"data": resolve_paths(self.recipe.data, self.started_in)})
 
-    def _gone(self, recipe: Any) -> DataMissing | None:
-        """What to say where a file or folder of the recipe is not there."""
+    def _missing_error(self, recipe: Any) -> DataMissing | None:
+        """Return the error for the first file or folder of the recipe that does not exist."""
         data = recipe.data
         sources = [*(data.sources or (data.train,)), *filter(None, (data.validation, data.test))]
         for source in sources:
@@ -73,14 +89,18 @@ class TableWorkload(Workload):
         return None
 
     def describe_source(self) -> str:
-        """The run's own data in words, as its recipe names it."""
+        """Return the paths of the run's own data, as its recipe names them."""
         data = self.recipe.data
-        paths = [one.path for one in data.sources or (data.train,) if one.path is not None]
+        paths = [source.path for source in data.sources or (data.train,) if source.path is not None]
         return ", ".join(paths) or "the data of this run"
 
     @property
     def fingerprint(self) -> str:
         return self.prepared.fingerprint
+
+    @property
+    def derived_fingerprint(self) -> str | None:
+        return self._derive()
 
     @property
     def held_out(self) -> dict[str, str]:
@@ -94,16 +114,11 @@ class TableWorkload(Workload):
 
     @property
     def notes(self) -> list[str]:
-        return self.prepared.notes()
+        return [*self.prepared.notes(), *self._extra_notes(self.prepared)]
 
-    def headline_metrics(self, *names: str) -> tuple[str, ...]:
-        """A headline: these, what decides which checkpoint is best, and in a sequence that of each source."""
-        watched, stopping = self.recipe.evaluation.metric, self.recipe.training.early_stopping
-        found = [*names, watched, *([stopping.metric] if stopping is not None else [])]
-        if self.recipe.data.mixture == "sequence":
-            found += [f"{name}/{watched}" for name in get_source_names(self.recipe.data.sources or ())]
-            found += ["average", "backward_transfer", "forgetting"]
-        return tuple(dict.fromkeys(found))
+    def table(self, name: str, *, is_training: bool) -> Source:
+        """Return one of the run's tables as samples."""
+        return self._read_table(self.prepared, name, is_training=is_training)
 
     def training(self) -> Source:
         return self._combined[0]
@@ -115,29 +130,32 @@ class TableWorkload(Workload):
     @cached_property
     def _combined(self) -> tuple[Source, Order | None]:
         data, tables = self.recipe.data, self.prepared.training_tables
-        # Shards that were prepared elsewhere may hold several sources; they are then equal among themselves.
+        # Shards that were prepared elsewhere may hold several sources; they then have equal weights.
         options = data.sources if data.sources is not None else (data.train,) * len(tables)
-        parts = [(self.table(table, is_training=True), one) for table, one in zip(tables, options, strict=True)]
+        parts = [(self.table(table, is_training=True), source) for table, source in zip(tables, options, strict=True)]
         replay = self.table("replay", is_training=True) if "replay" in self.prepared.tables else None
         return combine.combine_sources(parts, data, seed=self.recipe.seed, replay=replay)
 
     def validation(self) -> Source | None:
-        return self._held_out("validation")
+        return self._held_out_samples("validation")
 
     def test(self) -> Source | None:
-        return self._held_out("test")
+        return self._held_out_samples("test")
 
     def training_samples(self) -> Source:
         tables = [self.table(name, is_training=False) for name in self.prepared.training_tables]
         return tables[0] if len(tables) == 1 else combine.Concat(tables)
 
-    def _held_out(self, name: str) -> Source | None:
+    def read_external(self, external: ExternalData) -> Source:
+        return self._read_external(external)
+
+    def _held_out_samples(self, name: str) -> Source | None:
         if name not in self.prepared.tables:
             return None
-        return self._limited(name, self.table(name, is_training=False))
+        return self.limit(name, self.table(name, is_training=False))
 
-    def _limited(self, name: str, samples: Source) -> Source:
-        """As many as the recipe measures of what is held out; of a sequence, of each source."""
+    def limit(self, name: str, samples: Source) -> Source:
+        """Return as many samples of a held-out table as the recipe evaluates; in a sequence, of each source."""
         rows = self.prepared.metadata.get("by_source", {}).get(name)
         if rows is not None:
             samples = Interleaved(samples, rows, name=name)

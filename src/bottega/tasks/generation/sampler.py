@@ -1,0 +1,141 @@
+"""Samples of a generator: drawn while it trains, and on request."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+
+from bottega.core.noise import Noise
+from bottega.core.types import Batch, Models
+from bottega.data.output_files import explain_write_errors, is_folder, replace_previous_files, require_suffix
+from bottega.tasks.generation.media import Medium
+from bottega.tasks.generation.metadata import GeneratorMetadata
+from bottega.tasks.generation.requests import RequestEncoder, supported_flags
+from bottega.tasks.generation.sampling_options import (
+    require_finite,
+    resolve_sampling_options,
+    sampling_option_names,
+    uses_bfloat16,
+)
+from bottega.tasks.generation.text_condition import TextCondition
+from bottega.tasks.sampler import Sampler
+
+Progress = Callable[[str, int, int], None]
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+@final
+class GenerationSampler(Sampler):
+    """Draws samples of a medium from noise, or code by code."""
+
+    def __init__(
+        self,
+        recipe: Any,
+        task: Any,
+        medium: Medium,
+        metadata: GeneratorMetadata,
+        *,
+        text: TextCondition | None,
+        training_vectors: Callable[[int], list[list[float]]],
+    ) -> None:
+        """`training_vectors` returns the condition vectors of the first training samples."""
+        self.recipe, self.task, self.medium, self.metadata, self.text = recipe, task, medium, metadata, text
+        self._training_vectors = training_vectors
+        self.requests = ("prompt", "class", "vector", "count", "seed", *sampling_option_names(recipe.model))
+        condition, size = metadata.shape.condition, math.prod(metadata.sample)
+        self.encoder = RequestEncoder(condition.kind, metadata.classes, condition.size, text, size)
+
+    def sample(self, models: Models, folder: Path, *, device: Any) -> None:
+        """Write a contact sheet that goes through the classes or prompts in turn."""
+        options = self.recipe.samples
+        request: dict[str, Any] = {}
+        if self.recipe.model.condition in ("class", "text"):
+            flag, names = ("class", self.metadata.classes) if self.text is None else ("prompt", self.text.prompts)
+            request = {flag: [names[i % len(names)] for i in range(options.count)]}
+        elif self.recipe.model.condition == "vector":
+            request = {"vector": self._training_vectors(options.count)}
+        count = 1 if request else options.count
+        samples = self.generate(models, device=device, **request, count=count, seed=self.recipe.seed)
+        self.medium.write(samples, folder, self.encoder.captions(request, count))
+
+    def generate(
+        self,
+        models: Models,
+        *,
+        device: Any,
+        count: int | None = None,
+        seed: int = 0,
+        stream: Any = None,
+        batch_size: int = 256,
+        say: Progress = _silent,
+        **request: Any,
+    ) -> np.ndarray:
+        """Return pixels uint8 (n, h, w, c), audio float32 (n, samples), or clips uint8 (n, frames, h, w, c)."""
+        options = {name: request.pop(name) for name in sampling_option_names(self.recipe.model) if name in request}
+        rows = self.encode_request(request, count)
+        values = self.draw(models, rows, device=device, seed=seed, batch_size=batch_size, say=say, **options)
+        return self.medium.from_values(values, device=device)
+
+    def draw(
+        self,
+        models: Models,
+        rows: Batch,
+        *,
+        device: Any,
+        seed: int,
+        batch_size: int = 256,
+        say: Progress = _silent,
+        **options: Any,
+    ) -> np.ndarray:
+        """Return the model's values, one sample for each row; a sample depends on its number and the seed alone."""
+        options = resolve_sampling_options(self.recipe, self.task, options)
+        total, samples = int(rows["number"].shape[0]), []
+        for start in range(0, total, batch_size):
+            part = {
+                name: torch.from_numpy(np.ascontiguousarray(v[start : start + batch_size])).to(device)
+                for name, v in rows.items()
+            }
+            rng = Noise(seed, 0, part.pop("number"), torch)
+
+            def report(done: int, of: int, before: int = start, size: int = batch_size) -> None:
+                say("samples", before * of + done * min(size, total - before), total * of)
+
+            # In bfloat16 where it was trained so: half the time on a GPU. float16 could overflow, and is not used.
+            is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
+            with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
+                x = self.task.draw(models, part, rng, **options, progress=report)
+            samples.append(x.float().cpu().numpy())
+        return require_finite(np.concatenate(samples))
+
+    def encode_request(self, request: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
+        """Return the rows of a batch for what is requested; raises UsageError for what this run cannot be asked for."""
+        self.check_request({name: value for name, value in request.items() if value is not None})
+        return self.encoder.encode(request, count)
+
+    @property
+    def supported_requests(self) -> tuple[str, ...]:
+        return supported_flags(self.requests, self.recipe.model)
+
+    def example_flags(self) -> str:
+        return self.encoder.example_flags()
+
+    def check_output(self, path: Path) -> None:
+        if not is_folder(path):
+            require_suffix(path, self.medium.endings)
+
+    def present(
+        self, generated: np.ndarray, out: Path | None, *, run: Path, count: int | None = None, **request: Any
+    ) -> dict[str, Any]:
+        target = out or run / "generated"
+        captions = self.encoder.captions(request, count)
+        with explain_write_errors(target):
+            files = replace_previous_files(target, lambda: self.medium.write(generated, target, captions))
+        return {"files": [str(path) for path in files], "count": len(generated)}

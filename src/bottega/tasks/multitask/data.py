@@ -1,0 +1,96 @@
+"""The data of several tasks that are trained together: one sample of each part at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import final
+
+from bottega.core.errors import UsageError
+from bottega.data.order.online import build_online_stream
+from bottega.data.order.orders import Order, Shuffled
+from bottega.data.sources.external import ExternalData
+from bottega.data.sources.source import Source
+from bottega.data.sources.zip_sources import Unshuffled, Zip
+from bottega.tasks.multitask.config import MultitaskRecipe
+from bottega.tasks.task_data import TaskData
+from bottega.tasks.workload import Workload
+
+
+@final
+class MultitaskData(TaskData):
+    """The data of all parts, one sample of each at a time."""
+
+    def __init__(
+        self, recipe: MultitaskRecipe, parts: Mapping[str, Workload], describe_sharing: Callable[[], str]
+    ) -> None:
+        self.recipe, self.parts, self._describe_sharing = recipe, parts, describe_sharing
+
+    @property
+    def fingerprint(self) -> str:
+        return hashlib.sha256(json.dumps(self.part_fingerprints()).encode()).hexdigest()
+
+    def part_fingerprints(self) -> dict[str, str]:
+        """Return the fingerprint of each part's data."""
+        return {name: part.data.fingerprint for name, part in self.parts.items()}
+
+    @property
+    def notes(self) -> list[str]:
+        told = [f"{name}: {note}" for name, part in self.parts.items() for note in part.data.notes]
+        return [*told, self._describe_sharing()]
+
+    def training(self) -> Source:
+        sources = {name: part.data.training() for name, part in self.parts.items()}
+        if self.recipe.data.online is not None:
+            return self._streams(sources)
+        seed = self.recipe.seed
+        orders = {name: self.parts[name].data.order or Shuffled(len(source), seed) for name, source in sources.items()}
+        return Zip(sources, orders=orders)
+
+    def _streams(self, sources: Mapping[str, Source]) -> Source:
+        """Each part as it comes. One that has ended before the others repeats what was there before; one whose samples
+        tell what happens, one after the other, goes on as it would without a stream, and nothing of it comes again."""
+        own = {name: order for name in sources if (order := self.parts[name].data.order) is not None}
+        for name, order in own.items():
+            if not isinstance(order, Unshuffled):
+                raise UsageError(
+                    f"data.parts.{name}: data.mixture: a stream (data.online) takes its sources as they come; leave one out"
+                )
+        streams = {
+            name: build_online_stream(self.recipe, len(source)) for name, source in sources.items() if name not in own
+        }
+        orders = {name: own[name] if name in own else streams[name] for name in sources}
+        lengths = [order.epoch_length for order in (streams or own).values()]
+        return Zip(sources, orders=orders, length=max(lengths))
+
+    @property
+    def order(self) -> Order:
+        return Unshuffled(len(self.training()))
+
+    def validation(self) -> Source | None:
+        return _measured({name: part.data.validation() for name, part in self.parts.items()})
+
+    def test(self) -> Source | None:
+        return _measured({name: part.data.test() for name, part in self.parts.items()})
+
+    def read_external(self, external: ExternalData) -> Source:
+        """Data of one part, as PART=PATH."""
+        name, path = self.parse_part_path(external.path)
+        source = external.source.model_copy(update={"path": path})
+        return Zip({name: self.parts[name].data.read_external(replace(external, source=source))})
+
+    def parse_part_path(self, text: str) -> tuple[str, str]:
+        """A part and a path of PART=PATH."""
+        name, is_named, path = text.partition("=")
+        if not is_named or name not in self.parts:
+            there = " or ".join(f"{name}=PATH" for name in self.parts)
+            raise UsageError(f"--data {text}: say which part it is of: {there}")
+        return name, path
+
+
+def _measured(sources: Mapping[str, Source | None]) -> Source | None:
+    """Those that have something held out."""
+    there = {name: source for name, source in sources.items() if source is not None}
+    return Zip(there) if there else None
