@@ -109,17 +109,17 @@ def resolve_model_reference(
     *,
     key: str,
     beside: Path | None = None,
-    holds: str | None = CONFIG,
+    required_file: str | None = CONFIG,
     find: Callable[..., ModelFolder] = resolve_model,
     **options: Any,
 ) -> ModelFolder:
     """The folder of the model that a recipe names: what a part of it has exported, or what `find` makes of the name."""
     if not name.startswith(PREFIX):
-        return find(name, key=key, required_file=holds, **options)
+        return find(name, key=key, required_file=required_file, **options)
     run = dependency_run(recipe, name.removeprefix(PREFIX), beside=beside)
-    if not is_run(run) and not (run / FINAL / (holds or CONFIG)).is_file():
+    if not is_run(run) and not (run / FINAL / (required_file or CONFIG)).is_file():
         raise untrained_error(recipe, key, name, run)
-    return resolve_export(run, key=key, required_file=holds, origin="part")
+    return resolve_export(run, key=key, required_file=required_file, origin="part")
 
 
 def resolve_references(recipe: Recipe) -> Recipe:

@@ -147,7 +147,7 @@ def test_a_generator_reads_with_it(run: Path, pictures: Path, tmp_path: Path) ->
     }
     saved = bottega.load(bottega.train({}, values).path)
     text = saved.workload.text  # type: ignore[attr-defined]
-    assert (text.facts.max_tokens, text.facts.is_masked) == (8, False)
+    assert (text.metadata.max_tokens, text.metadata.is_masked) == (8, False)
     aligned = bottega.load(run).workload.tokens.encode(["a red bar", ""])  # type: ignore[attr-defined]
     read = text.tokens.encode(["a red bar", ""])
     np.testing.assert_array_equal(read["input_ids"], aligned["input_ids"])

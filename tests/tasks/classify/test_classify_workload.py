@@ -169,7 +169,7 @@ def test_a_workload_comes_back_from_its_processor(medium: str, tmp_path: Path) -
         workload.mel,
         workload.task,
     )
-    first, second = workload.data.validation(), again.validation()
+    first, second = workload.data.validation(), again.data.validation()
     assert first is not None
     assert second is not None
     assert first.fingerprint == second.fingerprint
@@ -178,7 +178,7 @@ def test_a_workload_comes_back_from_its_processor(medium: str, tmp_path: Path) -
     assert row["label"].dtype == np.int32
     wider = opened(medium, tmp_path, **{"model.hidden_size": 16})
     with pytest.raises(DataError, match="other sizes or classes than this run has"):
-        wider.save_processor(tmp_path / "processor")
+        wider.processor.save(tmp_path / "processor")
 
 
 @pytest.mark.parametrize("medium", ["audio", "video"])

@@ -46,7 +46,7 @@ def test_folds_have_the_classes_of_all_folds_and_a_rare_one_is_told(tmp_path: Pa
     folds = {"data.train.path": path, "data.validation.split": None, "data.split.folds": 3}
     found = [prepared(tmp_path, {**folds, "data.split.fold": fold}) for fold in range(3)]
     assert {workload.classes.names for workload in found} == {("cook", "coook", "sail", "sing")}
-    assert all(any("1 of 4 classes have at most 2 training samples: 'coook'" in n for n in b.notes) for b in found)
+    assert all(any("1 of 4 classes have at most 2 training samples: 'coook'" in n for n in b.data.notes) for b in found)
 
 
 def test_a_class_of_held_out_pictures_alone_is_an_error_but_for_meta_learning(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_what_would_have_no_effect_is_said(tmp_path: Path) -> None:
     values |= {"model.kind": "pretrained", "model.from": str(small_texts.encoder(tmp_path / "encoder"))}
     workload = prepared(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
     assert any("data.tokenizer.kind: bpe is not used" in note for note in workload.data.notes)
-    assert not any("is not used" in note for note in prepared(tmp_path, values).notes)
+    assert not any("is not used" in note for note in prepared(tmp_path, values).data.notes)
 
 
 def test_texts_that_are_cut_are_told(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_texts_that_are_cut_are_told(tmp_path: Path) -> None:
         for n in workload.data.notes
     )
     assert workload.count_truncated([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)
-    assert not any("are cut" in note for note in prepared(tmp_path, {"data.sequence_length": 128}).notes)
+    assert not any("are cut" in note for note in prepared(tmp_path, {"data.sequence_length": 128}).data.notes)
 
 
 def test_several_labels_need_no_metric_of_their_own(tmp_path: Path) -> None:

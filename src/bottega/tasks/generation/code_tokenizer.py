@@ -157,7 +157,7 @@ def resolve_tokenizer_folder(recipe: Any, name: str, *, beside: Path | None = No
     """Of a part of the recipe, of a run that was exported, or as it is."""
     absent, key = "holds no tokenizer; give a run or an exported folder", "model.tokenizer"
     found = dependencies.resolve_model_reference(
-        recipe, name, key=key, beside=beside, holds=None, missing_message=absent
+        recipe, name, key=key, beside=beside, required_file=None, missing_message=absent
     )
     if not (found.path / CONFIG).is_file():
         remedy = "give a run or an exported folder"

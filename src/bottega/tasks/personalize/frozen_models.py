@@ -127,7 +127,7 @@ def _find_model(recipe: PersonalizeRecipe, key: str) -> FrozenModel:
 def resolve_model_folder(recipe: PersonalizeRecipe, key: str, *, beside: Path | None = None) -> Path:
     """Return the folder of a frozen model: the export of a dependency or of a run, a local folder, or one from the hub."""
     name: str = getattr(recipe.model, key)
-    kind: dict[str, Any] = {"holds": INDEX, "find": resolve_pipeline} if key == GENERATOR else {}
+    kind: dict[str, Any] = {"required_file": INDEX, "find": resolve_pipeline} if key == GENERATOR else {}
     return dependencies.resolve_model_reference(recipe, name, key=f"model.{key}", beside=beside, **kind).path.absolute()
 
 
