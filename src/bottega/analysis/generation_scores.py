@@ -334,7 +334,9 @@ def collect_samples(workload: GenerationWorkload, sources: list[Source]) -> Samp
 
 
 def _as_known(workload: GenerationWorkload, rows: Any) -> np.ndarray:
-    values: np.ndarray = rows["audio"] if workload.medium.name == "audio" else workload.medium.from_values(rows[workload.medium.name])
+    values: np.ndarray = (
+        rows["audio"] if workload.medium.name == "audio" else workload.medium.from_values(rows[workload.medium.name])
+    )
     return values
 
 
