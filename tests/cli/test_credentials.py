@@ -107,7 +107,7 @@ def test_errors_and_crashes_keep_the_secret(far: Far) -> None:
         (["train", "mine.yaml"], 2),
     )
     assert "https://far.example/texts/far.txt cannot be reached (PermissionError)" in refused
-    assert "give it again in data.train.path or --data" in bare
+    assert "give them again in data.train.path or --data" in bare
     assert "Traceback" in traced
     recipe.unlink()
     far.check_clean()

@@ -124,7 +124,7 @@ def wav(samples: int, *, claims: int | None = None) -> bytes:
         (b'{"text": "abc\n', ["line 4, column 10", "no valid JSON"]),
         (b'\xef\xbb\xbf{"text": "x"}\n', ["line 4", "byte order mark"]),
         (b'{"text": "a\0b"}\n', ["line 4", "NUL", "column 12"]),
-        (b'{"text": "a", "v": NaN}\n', ["line 4, column 20", "NaN is no JSON number"]),
+        (b'{"text": "a", "v": NaN}\n', ["line 4, column 20", "NaN is not a JSON number"]),
         (b'["a"]\n', ["line 4", "must be an object", "not list"]),
         (b'{"text": "caf\xe9"}\n', ["line 4", "not UTF-8: byte 0xe9 at column 14"]),
         (b'{"text": "a", "text": "b"}\n', ["line 4", "'text' stands twice"]),
@@ -144,7 +144,7 @@ def test_a_row_of_json_that_is_wrong(say: Any, tmp_path: Path, row: bytes, parts
 @pytest.mark.parametrize(
     ("table", "parts"),
     [
-        (b'text,label\n"two\nlines",1\na,b,c\n', ["line 4", "3 columns", "2 are expected"]),
+        (b'text,label\n"two\nlines",1\na,b,c\n', ["line 4", "3 columns", "expected 2"]),
         (b'text,label\nx,1\n"open,1\n', ["line 3", "never closed"]),
         (b"text,label\nx,1\ncaf\xe9,1\n", ["line 3", "0xe9 at column 4"]),
         (b"text,label\nx,1\na\0b,1\n", ["line 3", "NUL byte at column 2"]),
@@ -227,7 +227,7 @@ def test_what_could_run_code_is_named_and_does_not_run(say: Any, tmp_path: Path)
     say("prepare", "routing", "--data", zipped).refused(3, zipped, "x.npy", "Python objects")
     for name in ("a.pkl", "a.pth", "a.pt"):
         path = put(tmp_path / name, pickled)
-        say("prepare", "language", "--data", path).refused(3, path, "no suffix that is known")
+        say("prepare", "language", "--data", path).refused(3, path, "unknown suffix")
     assert not (tmp_path / "boom").exists()
 
 
@@ -398,7 +398,7 @@ def test_a_recipe_of_aliases(say: Any, tmp_path: Path) -> None:
         ("a.txt", b"", ["is empty"]),
         ("a.jsonl", b"", ["is empty"]),
         ("a.jsonl", b"\n \n", ["is empty"]),
-        ("a.jsonl", b'{"text": ""}\n', ["nothing is left of the 1 records", "1 empty"]),
+        ("a.jsonl", b'{"text": ""}\n', ["none of the 1 records", "1 empty"]),
         ("a.csv", b"text,label\n", ["is empty"]),
         ("a.tar", b"", ["is empty"]),
         ("a.tar", bytes(10240), ["is empty"]),
@@ -406,8 +406,8 @@ def test_a_recipe_of_aliases(say: Any, tmp_path: Path) -> None:
         ("a.jsonl.gz", gzip.compress(GOOD.encode() * 9, mtime=0)[:40], ["cut short"]),
         ("a.json", b"[]", ["is empty"]),
         ("a.parquet", b"", ["0 bytes"]),
-        ("a.npy", b"", ["no array file"]),
-        ("a.xyz", b"what is this", [".xyz is no suffix that is known"]),
+        ("a.npy", b"", ["not an array file"]),
+        ("a.xyz", b"what is this", ["unknown suffix .xyz"]),
     ],
 )
 def test_a_file_with_nothing_in_it(say: Any, tmp_path: Path, name: str, content: bytes, parts: list[str]) -> None:
@@ -418,7 +418,7 @@ def test_a_file_with_nothing_in_it(say: Any, tmp_path: Path, name: str, content:
 def test_folders_and_sources_with_nothing_in_them(say: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for task in ("language", "image"):
-        say("prepare", task, "--data", tmp_path / "empty").refused(3, tmp_path / "empty", "no files that can be read")
+        say("prepare", task, "--data", tmp_path / "empty").refused(3, tmp_path / "empty", "no file of a supported kind")
     say("data", tmp_path / "empty").refused(3, tmp_path / "empty")
     full, empty = put(tmp_path / "a.jsonl", GOOD * 9), put(tmp_path / "b.jsonl", "")
     say("prepare", "language", "--data", full, BYTES, f"data.validation={{path: {empty}}}").refused(
@@ -522,7 +522,7 @@ def test_paths_that_are_wrong(say: Any, tmp_path: Path) -> None:
     say("prepare", "language", "--data", "/dev/zero").refused(3, "neither a file nor a folder")
     words = ["prepare", "language", "--data", path, BYTES]
     say(*words, "--to", "zip", tmp_path / "out").refused(2, "--to zip", "webdataset, tfrecord, parquet, jsonl")
-    say(*words, "--to", "jsonl", path.parent).refused(2, path.parent, "rows.jsonl, which was not written here")
+    say(*words, "--to", "jsonl", path.parent).refused(2, path.parent, "rows.jsonl, which Bottega did not write")
     say(*words, "--to", "jsonl", path).refused(2, f"{path} is a file")
     say(*words, "--out", path.parent).refused(2, f"--out {path.parent}", "not empty")
     say(*words, "--out", path).refused(2, f"--out {path}", "is a file")

@@ -53,7 +53,7 @@ def test_a_part_is_only_offered_where_the_offer_can_be_taken(rows: Path, tmp_pat
     settings = {"data.train.path": str(folder), "data.validation": None}
     prepared = bottega.prepare("classify", settings)
     [note] = prepared.notes()
-    assert "data.test.split=test would read that" in note
+    assert "set data.test.split=test to use that" in note
     assert "test" in bottega.prepare("classify", {**settings, "data.test.split": "test"}).tables, "as it says"
     alone = {**settings, "data.train.path": str(folder / "train.jsonl")}
     assert bottega.prepare("classify", alone).folder == prepared.folder
@@ -96,7 +96,7 @@ def test_the_log_of_a_run_counts_and_names_what_was_left_out(rows: Path, tmp_pat
     changes = {"data.bad_records": "skip", "data.max_bad": 0.05, "data.tokenizer.kind": "bytes"}
     run = train(tmp_path / "runs", rows, **changes)
     log = (run.path / "log.txt").read_text()
-    assert "1 of 62 records left out as bad" in log
+    assert "1 of 62 records dropped as bad" in log
     assert "rows.jsonl, line 62" in log
 
 
@@ -117,7 +117,7 @@ def test_another_condition_is_another_preparation(tmp_path: Path, capsys: pytest
     words = ["prepare", "image", "--data", str(tmp_path / "p"), "data.validation=null"]
     assert said(capsys, *words, "model.condition=none")["tables"]["train"]["rows"] == 3
     assert cli.main(words) == 3
-    assert "has no label, but others have" in capsys.readouterr().err
+    assert "has no label, unlike other records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def test_a_bad_file_is_named_and_the_good_ones_are_kept(train: Any, tmp_path: Pa
     assert not list((tmp_path / "runs").rglob("step-*"))
     said = train(task, data, **ALLOWED)
     assert (said.code, said.err) == (0, "")
-    assert f"1 of 12 records left out as bad; the first: {file}" in log(tmp_path)
+    assert f"1 of 12 records dropped as bad; the first is {file}" in log(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
@@ -307,7 +307,7 @@ def test_a_pixel_that_is_no_number(train: Any, tmp_path: Path, suffix: str) -> N
     plain = {"model.condition": "none"}
     train("image", file, **plain).refused(3, f"{file}, row 3", "1 pixel values are not finite")
     assert train("image", file, **plain, **ALLOWED, **{"data.bad_records": "skip"}).code == 0
-    assert "1 of 20 records left out" in log(tmp_path)
+    assert "1 of 20 records dropped" in log(tmp_path)
 
 
 @pytest.mark.parametrize("task", ["image", "audio", "video"])
@@ -318,7 +318,7 @@ def test_data_of_another_medium(train: Any, tmp_path: Path, task: str) -> None:
     data = folder(tmp_path, other)
     train(task, data).refused(3, data, f"learns from {task}")
     (tmp_path / "nothing").mkdir()
-    train(task, tmp_path / "nothing").refused(3, "no files that can be read")
+    train(task, tmp_path / "nothing").refused(3, "no file of a supported kind")
 
 
 def test_too_few_for_a_batch(train: Any, tmp_path: Path) -> None:
@@ -341,12 +341,10 @@ def test_labels_that_do_not_fit(train: Any, tmp_path: Path) -> None:
 def test_labels_that_some_or_all_lack(train: Any, tmp_path: Path) -> None:
     for number in range(8):
         put(tmp_path / "flat" / f"{number}.png", picture())
-    train("image", tmp_path / "flat").refused(
-        3, "the samples have no labels (the first is", ".png)", "model.condition=none"
-    )
+    train("image", tmp_path / "flat").refused(3, "the samples have none (the first is", ".png)", "model.condition=none")
     data = folder(tmp_path, "image")
     put(data / "unsorted.png", picture())
-    train("image", data).refused(3, "unsorted.png", "has no label, but others have", "model.condition=none")
+    train("image", data).refused(3, "unsorted.png", "has no label, unlike other records", "model.condition=none")
     for place in (tmp_path / "flat", data):
         said = train("image", place, **{"model.condition": "none", "name": place.name})
         assert (said.code, said.err) == (0, "")

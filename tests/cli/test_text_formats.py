@@ -154,7 +154,7 @@ def test_lines_of_a_label_and_a_text(tmp_path: Path, form: str) -> None:
 def test_prose_is_no_data_of_a_classifier(tmp_path: Path) -> None:
     path = tmp_path / "prose.txt"
     path.write_text("".join(f"{word} is a word of its own\n" for word in map("w{}".format, range(40))))
-    with pytest.raises(DataError, match="a label and a text from each line"):
+    with pytest.raises(DataError, match="no delimiter splits all lines into a label"):
         prepared(path)
 
 
@@ -197,6 +197,6 @@ def test_labels_that_differ_by_blanks_are_one_class(tmp_path: Path) -> None:
 def test_a_remedy_that_cannot_help_is_not_given(tmp_path: Path) -> None:
     path = tmp_path / "unlabelled.jsonl"
     path.write_text("".join(json.dumps({"text": f"word {n}", "kind": n % 2}) + "\n" for n in range(20)))
-    with pytest.raises(DataError, match=r"name it with data\.label_field") as caught:
+    with pytest.raises(DataError, match=r"name the field with data\.label_field") as caught:
         prepared(path)
     assert "bad_records" not in str(caught.value)

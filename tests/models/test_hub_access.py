@@ -52,7 +52,7 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub_access, "ANSWER_SECONDS", 0.3)
     hub_access._unreachable_reason.cache_clear()
-    hub._opened.cache_clear()
+    hub._load.cache_clear()
     yield server
     hub_access._unreachable_reason.cache_clear()
     server.close()

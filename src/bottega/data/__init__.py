@@ -1,1 +1,1 @@
-"""What is seen: sources, order, loader, tokenizers. No torch, no jax."""
+"""From files to batches: formats, preparation, sources, sample order, loading, tokenizers. Imports neither torch nor jax."""

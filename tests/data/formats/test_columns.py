@@ -107,12 +107,12 @@ def test_damage_is_said_in_one_line(tmp_path: Path, name: str) -> None:
     whole = path.read_bytes()
     for content in (whole[: len(whole) // 2], b"", b"no table at all"):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=rf"{name} is damaged or of another kind: .") as caught:
+        with pytest.raises(DataError, match=rf"{name} is damaged or of another format: .") as caught:
             read(path)
         assert "\n" not in str(caught.value)
 
 
 def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
-    with pytest.raises(DataError, match="two columns are called 'a'"):
+    with pytest.raises(DataError, match="two columns are named 'a'"):
         read(written(tmp_path, "file.arrow", twice))

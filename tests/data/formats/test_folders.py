@@ -134,8 +134,8 @@ def test_what_a_table_says_wrongly_is_said_once_with_its_line(tmp_path: Path) ->
     found = read(tmp_path)
     table = tmp_path / "metadata.csv"
     assert bad(found) == [
-        f"{table}, line 4: has 1 columns, and 2 are expected",
-        f"{table}, line 5: names no file: expected text in one of file_name, filename, file, path, id",
+        f"{table}, line 4: has 1 columns; expected 2",
+        f"{table}, line 5: names no file; expected a file name in one of file_name, filename, file, path, id",
         f"{table}, line 2: names the image 'gone.png', which is missing",
         f"{table}, line 6: names the image '../1.png', which is missing",
         f"{table}, line 7: names the image '/etc/passwd', which is missing",
@@ -210,7 +210,7 @@ def test_a_quotation_mark_between_bars_or_tabs_is_part_of_the_text(tmp_path: Pat
 def test_a_recipe_may_name_the_table_and_its_columns(tmp_path: Path) -> None:
     put(tmp_path / "files", "1.png", "2.png")
     (tmp_path / "rows.txt").write_text("1.png,a\n2.png,b\n")
-    with pytest.raises(DataError, match="none of the columns is called"):
+    with pytest.raises(DataError, match="no column is named"):
         read(tmp_path / "files", metadata="../rows.txt")
     found = read(tmp_path / "files", metadata="../rows.txt", columns=("file", "text"))
     assert {key: fields["text"] for key, fields in good(found).items()} == {"1.png": "a", "2.png": "b"}
@@ -290,12 +290,12 @@ def test_a_table_is_read_as_strictly_as_data(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text(rows)
     found = read(tmp_path)
     assert [line.partition("line ")[2] for line in bad(found)] == [
-        "1, column 29: no valid JSON: NaN is no JSON number",
-        "2: key 'x' stands twice in one object",
+        "1, column 29: invalid JSON: NaN is not a JSON number",
+        "2: key 'x' occurs twice in one object",
     ]
     assert good(found) == {"1.png": {"x": 3, "image": tmp_path / "1.png"}}
     (tmp_path / "metadata.csv").write_text("file_name,x,x\n1.png,1,2\n")
-    with pytest.raises(DataError, match="two columns are called 'x'"):
+    with pytest.raises(DataError, match="two columns are named 'x'"):
         read(tmp_path)
 
 
@@ -306,7 +306,7 @@ def test_an_object_about_the_whole_is_no_table(tmp_path: Path) -> None:
 
 
 names = st.text(
-    st.characters(processor="utf-8", exclude_characters="/\0\n\r", exclude_categories=("Cs", "Cc")),
+    st.characters(codec="utf-8", exclude_characters="/\0\n\r", exclude_categories=("Cs", "Cc")),
     min_size=1,
     max_size=6,
 )

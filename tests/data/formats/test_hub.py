@@ -1,4 +1,4 @@
-"""Data sets of Hugging Face come from the hub's name, a folder or a saved copy; nothing of theirs is run or decoded."""
+"""Hugging Face datasets come from the hub's name, a folder or a saved copy; nothing of theirs is run or decoded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         yield
-    hub._opened.cache_clear()
+    hub._load.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +60,9 @@ def test_saved_sets_are_recognised_and_read(saved: Path) -> None:
     assert [record.key for record in read(saved / "one")] == [f"one:{i}" for i in range(1, 9)]
     assert len(find_files(Source(path=str(saved / "one"))).list_pieces(1)) == 2
     assert rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
-    with pytest.raises(DataError, match="has no part 'dev'; set split to one of train, test"):
+    with pytest.raises(DataError, match="has no split 'dev'; set split to one of train, test"):
         read(saved / "parts", split="dev")
-    with pytest.raises(UsageError, match="saved without a name; leave split out"):
+    with pytest.raises(UsageError, match="a single split without a name; leave split out"):
         read(saved / "one", split="train")
 
 
@@ -146,7 +146,7 @@ def test_code_of_a_data_set_is_not_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (ConnectionError("https://user:secret@hub"), EnvironmentProblem, r"owner/name cannot be fetched .*network"),
+        (ConnectionError("https://user:secret@hub"), EnvironmentProblem, r"owner/name cannot be downloaded .*network"),
         (
             datasets.exceptions.DatasetNotFoundError("no such\nthing"),
             DataError,

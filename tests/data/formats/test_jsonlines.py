@@ -69,12 +69,12 @@ def test_pieces_are_about_as_large_as_asked_for(tmp_path: Path) -> None:
 GOOD = b'{"text": "fine"}\n\n'
 
 BAD_LINES = [
-    (b'{"text": "a",}', "line 3, column 14", "no valid JSON: Expecting property name enclosed in double quotes"),
-    (b'{"text": "a"', "line 3, column 13", "no valid JSON: Expecting ',' delimiter"),
-    (b'  {"text": "a"', "line 3, column 15", "no valid JSON: Expecting ',' delimiter"),
-    (b'{"text": "a"} {"text": "b"}', "line 3, column 15", "no valid JSON: Extra data"),
-    (b'{"NaN": "NaN", "text": NaN}', "line 3, column 24", "no valid JSON: NaN is no JSON number"),
-    (b'{"text": "a", "n": -Infinity}', "line 3, column 20", "no valid JSON: -Infinity is no JSON number"),
+    (b'{"text": "a",}', "line 3, column 14", "invalid JSON: Expecting property name enclosed in double quotes"),
+    (b'{"text": "a"', "line 3, column 13", "invalid JSON: Expecting ',' delimiter"),
+    (b'  {"text": "a"', "line 3, column 15", "invalid JSON: Expecting ',' delimiter"),
+    (b'{"text": "a"} {"text": "b"}', "line 3, column 15", "invalid JSON: Extra data"),
+    (b'{"NaN": "NaN", "text": NaN}', "line 3, column 24", "invalid JSON: NaN is not a JSON number"),
+    (b'{"text": "a", "n": -Infinity}', "line 3, column 20", "invalid JSON: -Infinity is not a JSON number"),
     (b'["text"]', "line 3", 'a row must be an object such as {"text": "..."}, not list'),
     (b"null", "line 3", 'a row must be an object such as {"text": "..."}, not NoneType'),
     (b'{"text": "a\0"}', "line 3", "has a NUL byte at column 12"),
@@ -92,11 +92,11 @@ BAD_LINES = [
     (b'{"text": "a\\ud800"}', "line 3", r"field 'text' has half a surrogate pair ('\ud800') at character 1"),
     (b'{"a": {"b": ["\\uDC00"]}}', "line 3", r"field 'a' has half a surrogate pair ('\udc00')"),
     (b'{"\\ud83d": 1}', "line 3", r"key '\ud83d' has half a surrogate pair"),
-    (b'{"text": "a", "b": {"x" : 1, "x": 2}}', "line 3", "key 'x' stands twice in one object"),
-    (b'{"text": "a", "t\\u0065xt": "b"}', "line 3", "key 'text' stands twice in one object"),
-    (b"[" * 200_000, "line 3", "no valid JSON: nested too deeply"),
-    (b'{"a": ' * 200_000, "line 3", "no valid JSON: nested too deeply"),
-    (b'{"text": "a\tb"}', "line 3, column 12", "no valid JSON: Invalid control character at"),
+    (b'{"text": "a", "b": {"x" : 1, "x": 2}}', "line 3", "key 'x' occurs twice in one object"),
+    (b'{"text": "a", "t\\u0065xt": "b"}', "line 3", "key 'text' occurs twice in one object"),
+    (b"[" * 200_000, "line 3", "invalid JSON: nested too deeply"),
+    (b'{"a": ' * 200_000, "line 3", "invalid JSON: nested too deeply"),
+    (b'{"text": "a\tb"}', "line 3, column 12", "invalid JSON: Invalid control character at"),
     (b"\xef\xbb\xbf{}", "line 3", "starts with a byte order mark; save the file as UTF-8 without one"),
 ]
 
@@ -117,7 +117,7 @@ def test_a_number_without_end_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ' + b"9" * 5000 + b"}\n" + GOOD)
     bad, good = read(tmp_path / "a.jsonl")
     assert isinstance(bad, BadRecord)
-    assert bad.reason.startswith("no valid JSON: Exceeds the limit")
+    assert bad.reason.startswith("invalid JSON: Exceeds the limit")
     assert isinstance(good, Record)
 
 
@@ -139,7 +139,7 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: p
     records = read(file, size)
     assert [record.key for record in records] == [f"a.jsonl:{line}" for line in (1, 2, 3, 4, 6)]
     assert [type(record) for record in records] == [Record, BadRecord, BadRecord, Record, BadRecord]
-    assert str(records[2]) == f"{file}, line 3: longer than 100 bytes; is it one line of JSON per row?"
+    assert str(records[2]) == f"{file}, line 3: longer than 100 bytes; write one JSON object per line"
     with file.open("rb", buffering=16) as stream:
         assert all(len(raw) <= 101 for raw in compression.iter_lines(stream))
 
@@ -165,8 +165,8 @@ LIST = b'[\n {"text": "one"},\n %s,\n {"text": "two"}\n]'
     ("element", "reason"),
     [
         (b'["x"]', 'a row must be an object such as {"text": "..."}, not list'),
-        (b'{"n": NaN}', "no valid JSON: NaN is no JSON number"),
-        (b'{"n": 1, "n": 2}', "key 'n' stands twice in one object"),
+        (b'{"n": NaN}', "invalid JSON: NaN is not a JSON number"),
+        (b'{"n": 1, "n": 2}', "key 'n' occurs twice in one object"),
         (b'{"text": "\\ud800"}', r"field 'text' has half a surrogate pair ('\ud800') at character 0"),
     ],
 )
@@ -185,11 +185,11 @@ def test_a_bad_element_of_a_list_costs_that_element(tmp_path: Path, element: byt
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (LIST % b'{"text": "x"', r"a\.json, line 4, column 2: no valid JSON: Expecting property name"),
-        (LIST % b'{"text" "x"}', r"line 3, column 10: no valid JSON: Expecting ':' delimiter"),
-        (b'[{"a": 1}\n{"a": 2}]', r"line 2, column 1: no valid JSON: expected , or \], got '\{'"),
-        (b'[{"a": 1},\n', r"line 2, column 1: no valid JSON: Expecting value"),
-        (b'[{"a": 1}', r"line 1, column 10: no valid JSON: expected , or \], not the end"),
+        (LIST % b'{"text": "x"', r"a\.json, line 4, column 2: invalid JSON: Expecting property name"),
+        (LIST % b'{"text" "x"}', r"line 3, column 10: invalid JSON: Expecting ':' delimiter"),
+        (b'[{"a": 1}\n{"a": 2}]', r"line 2, column 1: invalid JSON: expected , or \], got '\{'"),
+        (b'[{"a": 1},\n', r"line 2, column 1: invalid JSON: Expecting value"),
+        (b'[{"a": 1}', r"line 1, column 10: invalid JSON: expected , or \], not the end"),
         (b'[{"a": "\xff"}]', r"line 1, column 9: not UTF-8: byte 0xff"),
         (b"\xef\xbb\xbf[]", r"starts with a byte order mark"),
         (b'{"a": 1}\n', r'is one object without "data"'),
@@ -197,7 +197,7 @@ def test_a_bad_element_of_a_list_costs_that_element(tmp_path: Path, element: byt
         (b"3", r"line 1: expected a list of objects"),
         (b"", r"line 1: expected a list of objects"),
         (b'{"data": 3}', r"line 1: expected a list of objects"),
-        (b"[" * 200_000, r"line 1, column 2: no valid JSON: nested too deeply"),
+        (b"[" * 200_000, r"line 1, column 2: invalid JSON: nested too deeply"),
     ],
 )
 def test_a_list_that_is_no_json_is_refused_with_line_and_column(tmp_path: Path, content: bytes, message: str) -> None:
@@ -209,7 +209,7 @@ def test_a_list_that_is_no_json_is_refused_with_line_and_column(tmp_path: Path, 
 
 
 def test_a_packed_list_stays_within_a_few_times_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jsonlist.LARGEST == 256 << 20
+    assert jsonlist.MAX_BYTES == 256 << 20
     size = 8 << 20
     file = tmp_path / "a.json.gz"
     file.write_bytes(gzip.compress(b'[{"text": "' + b"a" * size + b'"}]', 1))
@@ -222,8 +222,8 @@ def test_a_packed_list_stays_within_a_few_times_its_text(tmp_path: Path, monkeyp
     assert isinstance(record, Record)
     # The text and the row; before that the bytes and the text. A copy to check would be a third.
     assert peak < 2.5 * size
-    monkeypatch.setattr(jsonlist, "LARGEST", size)
-    with pytest.raises(DataError, match=r"larger than 8 MiB, .* convert it to JSON lines"):
+    monkeypatch.setattr(jsonlist, "MAX_BYTES", size)
+    with pytest.raises(DataError, match=r"larger than 8 MiB, .* convert it to JSON Lines"):
         read(file)
 
 
@@ -246,7 +246,7 @@ def test_each_key_of_a_row_is_compared_with_few_others(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(row)
     (bad,) = read(tmp_path / "a.jsonl")
     assert isinstance(bad, BadRecord)
-    assert bad.reason == "key '99999' stands twice in one object"
+    assert bad.reason == "key '99999' occurs twice in one object"
     keys = [CountedText(i) for i in (*range(1000), 999)]
     before = CountedText.comparisons
     with pytest.raises(jsonlines.InvalidRow, match="key '999' stands twice"):
@@ -255,9 +255,9 @@ def test_each_key_of_a_row_is_compared_with_few_others(tmp_path: Path) -> None:
 
 
 def test_a_list_too_large_for_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jsonlist, "LARGEST", 10)
+    monkeypatch.setattr(jsonlist, "MAX_BYTES", 10)
     (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 1}]')
-    with pytest.raises(DataError, match="a JSON list is read whole; convert it to JSON lines"):
+    with pytest.raises(DataError, match="the most for a JSON list, which is loaded whole; convert it to JSON Lines"):
         read(tmp_path / "a.json")
 
 

@@ -134,7 +134,7 @@ def test_a_pattern_that_is_none(store: Any) -> None:
 
 def test_only_known_schemes(store: Any) -> None:
     for address in ("pipe://cat", "simplecache::s3://b/a.txt", "zip://a.txt::s3://b.zip", "ftp://x/a.txt"):
-        with pytest.raises(UsageError, match="addresses begin with s3://"):
+        with pytest.raises(UsageError, match="use one of s3://"):
             keys(address)
 
 
@@ -152,7 +152,7 @@ def test_half_a_copy_is_never_seen(store: Any, monkeypatch: pytest.MonkeyPatch) 
         Path(target).write_bytes(FILES[name][:4])
 
     monkeypatch.setattr(type(store), "get_file", cut)
-    with pytest.raises(DataError, match="has 4 of 9 bytes after copying; try again"):
+    with pytest.raises(DataError, match="has 4 of 9 bytes after the download; try again"):
         keys("memory://far", kind="jsonl")
     assert [path.suffix for path in (default_cache() / "remote").iterdir()] == [".lock"]
     monkeypatch.setattr(type(store), "get_file", original)
@@ -222,7 +222,7 @@ class Endless:
 
 @pytest.mark.parametrize(
     ("size", "reason"),
-    [(None, "does not say how many there are; copy it by hand"), (7 << 20, "sends more than the 7,340,032 bytes")],
+    [(None, "does not announce its size; download it by hand"), (7 << 20, "sends more than the 7,340,032 bytes")],
 )
 def test_a_file_without_an_end_is_left(
     store: Any, monkeypatch: pytest.MonkeyPatch, size: int | None, reason: str
@@ -242,7 +242,7 @@ def test_a_file_larger_than_the_disk_is_refused_before_it_is_copied(
 ) -> None:
     info = {"name": "/far/a.jsonl", "type": "file", "size": 1 << 60}
     monkeypatch.setattr(type(store), "info", lambda *_, **__: info)
-    with pytest.raises(EnvironmentProblem, match=r"a\.jsonl has 1,152,921,504,606,846,976 bytes, and .* has room for"):
+    with pytest.raises(EnvironmentProblem, match=r"a\.jsonl has 1,152,921,504,606,846,976 bytes, but .* has room for"):
         keys("memory://far/a.jsonl")
     assert copies == []
 

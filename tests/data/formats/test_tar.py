@@ -27,7 +27,7 @@ needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(200))
 
 # A header holds 100 bytes of a name; PAX and GNU headers take over beyond that.
-stems = st.text(st.characters(processor="utf-8", exclude_categories=("C", "Z"), exclude_characters="./\\:"), min_size=1)
+stems = st.text(st.characters(codec="utf-8", exclude_categories=("C", "Z"), exclude_characters="./\\:"), min_size=1)
 keys = (
     st.lists(stems.map(lambda s: s[:90]), min_size=1, max_size=3).map("/".join).filter(lambda s: not s.endswith("__"))
 )
@@ -207,9 +207,9 @@ def test_members_become_values(tmp_path: Path) -> None:
         ("x.json", b'"\\ud800"', "surrogate"),
         ("x.txt", b"a\xff", "UTF-8: byte 0xff at offset 1"),
         ("x.txt", b"a\0", "NUL byte at offset 1"),
-        ("x.npy", b"\x93NUMPY\x01\x00", "no array file"),
-        ("x.npy", b"", "no array file"),
-        ("x.npz", b"PK", "no npz file"),
+        ("x.npy", b"\x93NUMPY\x01\x00", "not an array file"),
+        ("x.npy", b"", "not an array file"),
+        ("x.npz", b"PK", "not an npz file"),
     ],
 )
 def test_members_that_are_not_what_they_say(tmp_path: Path, member: str, data: bytes, reason: str) -> None:

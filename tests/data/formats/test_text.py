@@ -1,4 +1,4 @@
-"""A text file is one document, unchanged; in pieces or packed it is the same text. No packing gets past its limits."""
+"""A text file is one document, unchanged; in pieces or packed it is the same text. No suffix gets past its limits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_text_is_kept_as_it_is_but_for_the_mark_of_its_encoding(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"abc\0def", "no text: it has a NUL byte at offset 3"),
+        (b"abc\0def", "not text: NUL byte at offset 3"),
         (
             "naïve".encode("latin-1"),
             "not UTF-8: byte 0xef at offset 2; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
@@ -68,7 +68,7 @@ def test_pieces_joined_are_the_file_packed_or_not(
     (folder / "a.txt").write_bytes(whole.encode())
     (folder / "a.txt.gz").write_bytes(gzip.compress(whole.encode()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "LONGEST", size)
+        patch.setattr(text, "MAX_PIECE_BYTES", size)
         patch.setattr(text, "_WINDOW", 5)
         records = read(folder / "a.txt")
         unpacked = read(folder / "a.txt.gz")
@@ -91,7 +91,7 @@ def test_pieces_joined_are_the_file_packed_or_not(
 def test_tokens_of_pieces_joined_are_those_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    monkeypatch.setattr(text, "LONGEST", 64)
+    monkeypatch.setattr(text, "MAX_PIECE_BYTES", 64)
     whole = "".join(f"{i} words' end,  \n\n\tand {'so ' * (i % 5)}on.\n" for i in range(200))
     (tmp_path / "a.txt").write_text(whole)
     split = ByteLevel(add_prefix_space=False).pre_tokenize_str
@@ -101,7 +101,7 @@ def test_tokens_of_pieces_joined_are_those_of_the_whole(tmp_path: Path, monkeypa
 
 
 def test_a_bad_piece_costs_that_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "LONGEST", 10)
+    monkeypatch.setattr(text, "MAX_PIECE_BYTES", 10)
     file = tmp_path / "a.txt"
     file.write_bytes(b"0123456789\n0123\xff6789\n0123456789\n")
     first, bad, *rest = read(file)
@@ -118,33 +118,33 @@ def test_a_packed_text_cannot_be_cut_from_outside(tmp_path: Path) -> None:
     file = tmp_path / "a.txt.bz2"
     file.write_bytes(bz2.compress(b"0123456789"))
     found = find_files(Source(path=str(file)))
-    with pytest.raises(DataError, match=r"a\.txt\.bz2 is packed and cannot be read from its middle"):
+    with pytest.raises(DataError, match=r"a\.txt\.bz2 is compressed and can only be read from its beginning"):
         list(found.read(found.list_pieces(1)[0]._replace(stop=5)))
 
 
-def packed(packing: str, content: bytes) -> bytes:
+def packed(suffix: str, content: bytes) -> bytes:
     import zstandard
 
     zstd = zstandard.ZstdCompressor(write_checksum=True)  # as the command does, and the library does not
-    return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd.compress}[packing](content)
+    return {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd.compress}[suffix](content)
 
 
-@pytest.mark.parametrize("packing", compression.SUFFIXES)
-def test_packed_files(tmp_path: Path, packing: str) -> None:
+@pytest.mark.parametrize("suffix", compression.COMPRESSION_SUFFIXES)
+def test_packed_files(tmp_path: Path, suffix: str) -> None:
     content = numpy_generator(0, "packed").bytes(3000) * 400  # 1.2 MB, in several blocks
-    file = tmp_path / f"a{packing}"
+    file = tmp_path / f"a{suffix}"
     for parts in ([content], [content[:70], content[70:]], [b""], [b"", content[:9]]):
         # Several members are one stream, and zeros may stand between and behind them.
-        file.write_bytes(b"".join(packed(packing, part) + bytes(8) for part in parts) + bytes(1 << 17))
+        file.write_bytes(b"".join(packed(suffix, part) + bytes(8) for part in parts) + bytes(1 << 17))
         with compression.open_decompressed(file) as stream:
             assert stream.read() == b"".join(parts)
         with compression.open_decompressed(file) as stream:
             assert b"".join(compression.iter_lines(stream)) == b"".join(parts)
-    whole = packed(packing, content)
+    whole = packed(suffix, content)
     for cut in (len(whole) - 1, len(whole) // 2, 12):
         file.write_bytes(whole[:cut])
         with (
-            pytest.raises(DataError, match=rf"a\{packing} is cut short"),
+            pytest.raises(DataError, match=rf"a\{suffix} is truncated"),
             compression.open_decompressed(file) as stream,
         ):
             stream.read()
@@ -153,26 +153,26 @@ def test_packed_files(tmp_path: Path, packing: str) -> None:
         whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 400]) + whole[middle + 400 :]
     )
     with (
-        pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"),
+        pytest.raises(DataError, match=rf"a\{suffix} is (damaged|cut short)"),
         compression.open_decompressed(file) as stream,
     ):
         stream.read()
     file.write_bytes(b"plain text")
-    with pytest.raises(DataError, match=rf"is no \w+ file; take \{packing} off its name"):
+    with pytest.raises(DataError, match=rf"is not a \w+ file; remove \{suffix} from its name"):
         compression.open_decompressed(file)
     file.write_bytes(whole + b"more")
     with (
-        pytest.raises(DataError, match=rf"a\{packing} is (damaged|cut short)"),
+        pytest.raises(DataError, match=rf"a\{suffix} is (damaged|cut short)"),
         compression.open_decompressed(file) as stream,
     ):
         stream.read()
 
 
-@pytest.mark.parametrize("packing", [".gz", ".zst", ".bz2"])
-def test_a_bomb_is_stopped_early(tmp_path: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
+def test_a_bomb_is_stopped_early(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "ALWAYS_ALLOWED", 1 << 20)
-    file = tmp_path / f"bomb{packing}"
-    file.write_bytes(packed(packing, bytes(96 << 20)))
+    file = tmp_path / f"bomb{suffix}"
+    file.write_bytes(packed(suffix, bytes(96 << 20)))
     given = 0
 
     def read_all() -> None:
@@ -188,12 +188,12 @@ def test_a_bomb_is_stopped_early(tmp_path: Path, packing: str, monkeypatch: pyte
     tracemalloc.stop()
     assert peak < 68 << 20  # 32 MiB come out of a KiB of Zstandard, twice while they are joined
     # gzip packs zeros to a 1,029th; the reader cannot know before it has given as much of it as that allows.
-    assert given < {".gz": 96 << 20, ".zst": 33 << 20, ".bz2": 3 << 20}[packing]
+    assert given < {".gz": 96 << 20, ".zst": 33 << 20, ".bz2": 3 << 20}[suffix]
 
 
 @pytest.mark.parametrize("there", [0, 1, 150, 196, 200, 250, 299, 304, 399, 400, 404])
 def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: int) -> None:
-    monkeypatch.setattr(text, "LONGEST", 100)
+    monkeypatch.setattr(text, "MAX_PIECE_BYTES", 100)
     file = tmp_path / "a.txt"
     file.write_bytes(b"x" * there)
     monkeypatch.setattr(text.os.path, "getsize", lambda _: 10_000)

@@ -147,7 +147,7 @@ def test_examples_as_protobuf_writes_them(values: dict[str, list[Any]]) -> None:
     assert all(same(found[name], wanted[name]) for name in wanted)
     # The quick way and the thorough way agree wherever the quick one has an answer.
     for _, start, stop in tfrecord._messages(data, 0, len(data)):
-        quick, thorough = tfrecord._usual(data, start, stop), tfrecord._features(data, start, stop)
+        quick, thorough = tfrecord._parse_usual_layout(data, start, stop), tfrecord._features(data, start, stop)
         assert (
             quick or not values or any(len(v) > 1 and isinstance(v[0], bytes) for v in values.values()) or "" in values
         )
@@ -282,7 +282,7 @@ def test_damage_names_the_record(tmp_path: Path) -> None:
     found = read(file)
     assert [type(r) for r in found] == [Record] * 4 + [BadRecord] + [Record] * 15
     assert found[4] == BadRecord(
-        "a.tfrecord:5", f"{file}, record 5 at byte {starts[4]}", "its checksum is wrong: the data are damaged"
+        "a.tfrecord:5", f"{file}, record 5 at byte {starts[4]}", "is damaged: its checksum is wrong"
     )
     data[starts[9] + 1] ^= 1
     file.write_bytes(data)
@@ -290,7 +290,7 @@ def test_damage_names_the_record(tmp_path: Path) -> None:
     assert len(good) == 9
     assert isinstance(bad, BadRecord)
     assert bad.where == f"{file}, record 10 at byte {starts[9]}"
-    assert "cannot be found" in bad.reason
+    assert "cannot be located" in bad.reason
     # Cut into pieces it ends at the same place.
     pieces = tfrecord.list_pieces(file, "a.tfrecord", Source(), 60)
     assert len(pieces) > 3
@@ -309,7 +309,7 @@ def test_damage_names_the_record(tmp_path: Path) -> None:
 
 
 def test_pieces_end_where_lengths_cannot_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tfrecord, "HEADERS_TOGETHER", 3)
+    monkeypatch.setattr(tfrecord, "HEADERS_PER_BLOCK", 3)
     file = tmp_path / "a.tfrecord"
     # Records of one size, so that a scan that believed a wrong length would find further ones behind it.
     data = bytearray(framed(*[b""] * 40))

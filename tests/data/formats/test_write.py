@@ -22,7 +22,7 @@ from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
 from bottega.data.formats import tar, tfrecord
 from bottega.data.formats.reader import Piece
-from bottega.data.formats.write import NOTE, OutputFormat, UniqueNames, write_records
+from bottega.data.formats.write import MANIFEST, OutputFormat, UniqueNames, write_records
 from bottega.data.records.archive_members import is_supported_field
 from bottega.data.records.record import BadRecord, Record
 
@@ -176,7 +176,7 @@ def test_parquet_has_row_groups_and_one_set_of_columns(tmp_path: Path) -> None:
     assert [meta.row_group(i).num_rows for i in range(meta.num_row_groups)] == [8, 8, 4]
     with pytest.raises(DataError, match=r"line 20: field 'new' is new"):
         write_records([*big[:-1], big[-1]._replace(fields={"new": 1})], tmp_path / "b", to="parquet")
-    with pytest.raises(DataError, match=r"field 'n' is not of one type"):
+    with pytest.raises(DataError, match=r"field 'n' has values of several types"):
         write_records(rows({"n": 1}, {"n": "x"}), tmp_path / "b", to="parquet")
     assert os.listdir(tmp_path / "b") == []
 
@@ -190,7 +190,7 @@ def test_json_lines_without_media_are_shards(tmp_path: Path) -> None:
     assert found == [{**plain, "boxes": ROW["boxes"].tolist(), "ids": ROW["ids"].tolist()}] * 5
     with pytest.raises(DataError, match=r"field 'x'.*JSON"):
         write_records(rows({"x": float("nan")}), tmp_path / "nan", to="jsonl")
-    with pytest.raises(DataError, match="line 2: has png, and the rows before it have no media"):
+    with pytest.raises(DataError, match=r"line 2: has media \(png\), but the rows before it have none"):
         write_records(rows({"x": 1}, {"png": PNG}), tmp_path / "nan", to="jsonl")
 
 
@@ -215,8 +215,8 @@ def test_json_lines_with_media_are_a_folder_of_images(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-names = st.text(st.characters(processor="utf-8", categories=("L", "N")), min_size=1, max_size=8).map(str.lower)
-texts = st.text(st.characters(processor="utf-8", exclude_categories=("C",)), max_size=30)
+names = st.text(st.characters(codec="utf-8", categories=("L", "N")), min_size=1, max_size=8).map(str.lower)
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("C",)), max_size=30)
 numbers = st.integers(-(2**63), 2**63 - 1)
 some_arrays = hnp.arrays(st.sampled_from((np.int64, np.float32)), hnp.array_shapes(min_dims=1, max_dims=3, max_side=4))
 
@@ -313,24 +313,24 @@ def test_only_our_own_files_are_replaced(tmp_path: Path) -> None:
     assert len(write_records(many, out, to="tfrecord", split="train", shard_bytes=50)) > 2
     write_records(many, out, to="tfrecord", split="test")
     again = write_records(many, out, to="tfrecord", split="train")
-    assert {file.name for file in out.iterdir()} == {NOTE, "train-000000.tfrecord", "test-000000.tfrecord"}
+    assert {file.name for file in out.iterdir()} == {MANIFEST, "train-000000.tfrecord", "test-000000.tfrecord"}
     with pytest.raises(UsageError, match="holds tfrecord already"):
         write_records(many, out, to="parquet")
     (out / "mine.txt").write_text("keep")
     before = {file: file.read_bytes() for file in out.iterdir()}
-    with pytest.raises(UsageError, match=r"holds mine\.txt, which was not written here"):
+    with pytest.raises(UsageError, match=r"holds mine\.txt, which Bottega did not write"):
         write_records(many, out, to="tfrecord")
     assert {file: file.read_bytes() for file in out.iterdir()} == before
     # A shard of the same name that somebody else made is theirs.
     theirs = tmp_path / "theirs" / "train-000000.tfrecord"
     theirs.parent.mkdir()
     theirs.write_bytes(again[0].read_bytes())
-    with pytest.raises(UsageError, match="not written here"):
+    with pytest.raises(UsageError, match="did not write"):
         write_records(many, theirs.parent, to="tfrecord")
     # Nor does a note make a file outside ours.
     (tmp_path / "note").mkdir()
     note = {"to": "tfrecord", "splits": {"train": ["../out/mine.txt"]}}
-    (tmp_path / "note" / NOTE).write_text(json.dumps(note))
+    (tmp_path / "note" / MANIFEST).write_text(json.dumps(note))
     with pytest.raises(UsageError, match="cannot be read"):
         write_records(many, tmp_path / "note", to="tfrecord")
     assert (out / "mine.txt").read_text() == "keep"
@@ -350,7 +350,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, to: OutputFormat) -> No
         write_records(broken(), out, to=to, shard_bytes=10)
     assert {file: file.read_bytes() for file in out.rglob("*") if file.is_file()} == before
     assert files[0] in before
-    with pytest.raises(DataError, match="nothing to write"):
+    with pytest.raises(DataError, match="has no records to write"):
         write_records([], out, to=to)
     write_records(rows({"png": PNG + b"new"}), out, to=to)
     assert any(b"new" in file.read_bytes() for file in out.rglob("*") if file.is_file()) or to == "parquet"
@@ -359,7 +359,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, to: OutputFormat) -> No
 @pytest.mark.parametrize(
     ("to", "fields", "message"),
     [
-        ("webdataset", {"x": b"\1\2\3"}, "bytes of no kind"),
+        ("webdataset", {"x": b"\1\2\3"}, "bytes of an unknown media type"),
         ("webdataset", {"a/b": "x"}, "file name"),
         ("webdataset", {"A": "x", "a": "y"}, "two members"),
         ("webdataset", {"x": np.array([object()])}, "pickles"),
@@ -369,7 +369,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, to: OutputFormat) -> No
         ("tfrecord", {"x": np.array([2**63], np.uint64)}, "int64"),
         ("tfrecord", {"x": np.array([1j])}, "complex"),
         ("parquet", {"x": object()}, "'x'"),
-        ("jsonl", {"x": b"\1\2\3"}, "bytes of no kind"),
+        ("jsonl", {"x": b"\1\2\3"}, "bytes of an unknown media type"),
     ],
 )
 def test_values_that_cannot_be_written(tmp_path: Path, to: OutputFormat, fields: dict[str, Any], message: str) -> None:

@@ -1,6 +1,6 @@
-"""A source of the recipe becomes files of one kind, cut into pieces that any process can read.
+"""File formats: find the files of a recipe's source, detect their format, and cut them into pieces for worker processes.
 
-Each kind is one module with a FORMAT; it is imported when a source is of that kind, and its packages when it is read.
+Each format is one module. It is imported when a source is of that kind, and the packages it needs when a file is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FORMATS = {
 }
 MEDIA = ("images", "audio", "video")
 
-# What the records of a kind depend on besides the files. `field` and `label` choose among fields later.
+# Options of a source that change its records, by kind. `field` and `label` only choose among fields later.
 OPTIONS = {
     "csv": ("columns", "delimiter"),
     "lines": ("columns", "delimiter"),
@@ -54,28 +54,28 @@ OPTIONS = {
 }
 
 ProgressCallback = Callable[[str, int, int], None]
-"""What is being done, how many bytes of how many."""
+"""Called with the stage, the bytes done and the bytes in all."""
 
-# In a folder of one kind, up to a quarter may be something else (a picture among texts); more is a mixture.
-AGREEING = 0.75
+# A quarter of a folder may be of other kinds (an image among texts); with more the kind must be given.
+MIN_AGREEMENT = 0.75
 
 
 @dataclass(frozen=True)
 class SourceFiles:
-    """A source with its files.
+    """The files of a source and the format they are read with.
 
-    A copy for another process is without them: reading a piece needs none, and 200,000 are 9 MB. (So are those that the
-    `copy` module makes.)
+    Copies, pickled or made by `copy`, leave out the list of files: reading a piece does not need it, and 200,000 paths
+    are 9 MB.
     """
 
     source: Source
-    """As in the recipe; the path is that of the copy where the recipe names one far away."""
+    """As in the recipe; for a remote source the path is that of the local copy."""
     kind: str
-    """Never auto. `shards` are ours, and are opened, not read."""
+    """Never auto. `shards` is prepared data, which is opened rather than read."""
     root: Path
     files: list[Path] = field(compare=False, repr=False)
     split_name: str | None = None
-    """Which of the named parts of a folder this is."""
+    """The split of a folder that these files are, where its files or sub-folders name splits."""
     other_splits: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -91,17 +91,17 @@ class SourceFiles:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of everything the records depend on, wherever the files lie."""
+        """Hash of everything the records depend on; independent of where the files are stored."""
         return self._hash(lambda stage, done, total: None)
 
     @cached_property
     def content(self) -> str:
-        """A hash of the files that the records come from, however these are read."""
+        """Hash of the files that hold the records, independent of the options they are read with."""
         self._hash(lambda stage, done, total: None)
         return str(vars(self)["content"])
 
     def hash_files(self, progress: ProgressCallback) -> None:
-        """Compute the fingerprint now, which reads every file that was not hashed before, and say how far it is."""
+        """Compute the fingerprint now, with progress: it reads every file whose hash is not cached."""
         if "fingerprint" not in vars(self):
             vars(self)["fingerprint"] = self._hash(progress)
 
@@ -117,10 +117,10 @@ class SourceFiles:
             digest.update(version)
             vars(self)["content"] = hashlib.sha256(version + f"\0{self.source.split or 'train'}".encode()).hexdigest()
             return digest.hexdigest()
-        parts = [*self.files, *self._beside()]
+        paths = [*self.files, *self._auxiliary_files()]
         own, samples = set(self.files), hashlib.sha256()
-        for file, content in zip(parts, hash_files(parts, partial(progress, "hash")), strict=True):
-            # A table that the recipe names may lie anywhere, and is no other table there.
+        for file, content in zip(paths, hash_files(paths, partial(progress, "hash")), strict=True):
+            # A metadata table named by the recipe may be outside the root; its location does not matter.
             name = self.relative_name(file) if file == self.root or file.is_relative_to(self.root) else file.name
             line = f"{name}\0{content}\0".encode(errors="surrogateescape")
             digest.update(line)
@@ -131,7 +131,7 @@ class SourceFiles:
 
     @property
     def total_bytes(self) -> int:
-        """Of the files that pieces come from, packed as they are."""
+        """Size of the files on disk, compressed where they are."""
         if self.kind == "huggingface":
             from bottega.data.formats.hub import count_bytes
 
@@ -139,9 +139,9 @@ class SourceFiles:
         return sum(file.stat().st_size for file in self.files)
 
     def list_pieces(self, size: int) -> list[Piece]:
-        """All of it in order, in pieces of about `size` bytes where the kind can be cut."""
-        cut = self.format.list_pieces
-        return [piece for file in self.files for piece in cut(file, self.relative_name(file), self.source, size)]
+        """Return all pieces in order, of about `size` bytes each where the format can be cut."""
+        split = self.format.list_pieces
+        return [piece for file in self.files for piece in split(file, self.relative_name(file), self.source, size)]
 
     def read(self, piece: Piece) -> Iterator[Record | BadRecord]:
         records = self.format.read(piece, self.source)
@@ -150,11 +150,11 @@ class SourceFiles:
         )
 
     def relative_name(self, file: Path) -> str:
-        """What the keys of its records begin with."""
+        """Return the path of `file` below the root, printable: the prefix of the keys of its records."""
         return files.relative_name(self.root, file)
 
-    def _beside(self) -> list[Path]:
-        """Files that are no records and are read with them: tables about media, labels of images."""
+    def _auxiliary_files(self) -> list[Path]:
+        """Return files that are read along with the records: metadata tables of media, label files of IDX images."""
         if self.kind == "idx":
             from bottega.data.formats import idx
 
@@ -165,15 +165,15 @@ class SourceFiles:
         from bottega.data.formats.metadata import find_table
 
         root = self.root.parent if self.files == [self.root] else self.root
-        one_each = {file.parent: file for file in self.files}
-        tables = (find_table(file, root, self.source) for file in one_each.values())
+        file_by_folder = {file.parent: file for file in self.files}
+        tables = (find_table(file, root, self.source) for file in file_by_folder.values())
         return sorted({table for table in tables if table is not None})
 
 
 def find_files(source: Source) -> SourceFiles:
-    """The files of a source and what they are. What lies far away is copied first, once."""
+    """Return the files of a source and their format. Remote files are downloaded first, once."""
     if source.kind == "synthetic":
-        raise UsageError("data of kind synthetic is made, not read; leave path out")
+        raise UsageError("data of kind synthetic is generated and has no files; leave path out")
     if source.kind == "embedded" and source.path is not None:
         from bottega.data.formats import embedded
 
@@ -193,31 +193,33 @@ def find_files(source: Source) -> SourceFiles:
         source = source.model_copy(update={"path": path})
     root = Path(path).expanduser()
     if source.more_paths:
-        return _find_together(source, path)
+        return _find_several(source, path)
     if source.kind == "huggingface" or (source.kind == "auto" and _is_saved_by_datasets(root)):
         return SourceFiles(source, "huggingface", root, [root])
     if source.kind in ("auto", "shards") and _is_prepared(root):
         return SourceFiles(source, "shards", root, files.list_files(path).files)
     if source.kind == "shards":
-        raise DataError(f"{root} is no prepared data: a folder with meta.json is expected")
+        raise DataError(
+            f"{root} is not prepared data: expected a folder with meta.json; run `bottega prepare --out` to write one"
+        )
     listing = files.list_files(path)
-    kind, chosen = _recognised(listing) if source.kind == "auto" else (source.kind, _of_kind(listing, source.kind))
-    named = group_by_split(chosen) if listing.is_folder and kind != "idx" else {}
-    if not named:
+    kind, chosen = _detect_kind(listing) if source.kind == "auto" else (source.kind, _of_kind(listing, source.kind))
+    splits = group_by_split(chosen) if listing.is_folder and kind != "idx" else {}
+    if not splits:
         return SourceFiles(source, kind, listing.root, chosen)
-    wanted = normalize_split_name(source.split) if source.split is not None else "train"
-    if wanted not in named:
-        raise DataError(f"{root} has no part {source.split!r}; there is {', '.join(named)}")
-    own = named[wanted]
+    split = normalize_split_name(source.split) if source.split is not None else "train"
+    if split not in splits:
+        raise DataError(f"{root} has no split {source.split!r}; it has {', '.join(splits)}")
+    own = splits[split]
     root = find_split_root(own, listing.root)
-    others = tuple(sorted(set(named) - {wanted}))
+    others = tuple(sorted(set(splits) - {split}))
     return SourceFiles(
-        source.model_copy(update={"path": str(root)}), kind, root, own, split_name=wanted, other_splits=others
+        source.model_copy(update={"path": str(root)}), kind, root, own, split_name=split, other_splits=others
     )
 
 
-def _find_together(source: Source, first: str) -> SourceFiles:
-    """Several paths that are one source."""
+def _find_several(source: Source, first: str) -> SourceFiles:
+    """Return the files of several paths as one source."""
     from bottega.data.formats.remote import download
 
     paths = [first, *(str(download(path)) if "://" in path else path for path in source.more_paths or ())]
@@ -227,100 +229,103 @@ def _find_together(source: Source, first: str) -> SourceFiles:
     )
     for path in paths:
         if _is_prepared(Path(path).expanduser()):
-            raise UsageError(f"{path} holds shards, which are prepared already and stand alone as data.train")
-    kind = explicit or _recognised(listing)[0]
+            raise UsageError(
+                f"{path} holds prepared shards, which cannot be joined with other paths; give it alone as data.train"
+            )
+    kind = explicit or _detect_kind(listing)[0]
     return SourceFiles(source, kind, listing.root, listing.files)
 
 
 def add_fields_from_names(
     records: Iterator[Record | BadRecord], pattern: re.Pattern[str]
 ) -> Iterator[Record | BadRecord]:
-    """Records with the fields that their names hold: 3_anna_12.wav says digit, speaker and take."""
+    """Add the named groups of `pattern`, matched against each key, as fields: 3_anna_12.wav gives digit, speaker and take."""
     for record in records:
-        found = pattern.search(record.key) if isinstance(record, Record) else None
+        match = pattern.search(record.key) if isinstance(record, Record) else None
         if isinstance(record, BadRecord):
             yield record
-        elif found is None:
+        elif match is None:
             yield BadRecord(
-                record.key, record.where, f"its name {record.key!r} does not fit the pattern {pattern.pattern!r}"
+                record.key, record.where, f"its name {record.key!r} does not match the pattern {pattern.pattern!r}"
             )
         else:
-            yield record._replace(fields={**record.fields, **found.groupdict(default="")})
+            yield record._replace(fields={**record.fields, **match.groupdict(default="")})
 
 
 @cache
 def get_format(kind: str) -> Format:
+    """Return the format of a kind, importing its module."""
     module, _, name = FORMATS[kind].partition(".")
-    found = getattr(import_module(f"{__name__}.{module}"), name)
-    assert isinstance(found, Format)
-    return found
+    format = getattr(import_module(f"{__name__}.{module}"), name)
+    assert isinstance(format, Format)
+    return format
 
 
 @cache
 def _kinds() -> dict[str, str]:
-    """Which kind a suffix stands for. The first of FORMATS has those that two claim."""
+    """Map each suffix to its kind; where two formats claim one, the first of FORMATS has it."""
     return {suffix: kind for kind in reversed(FORMATS) for suffix in get_format(kind).suffixes}
 
 
 def _file_kind(file: Path) -> str | None:
-    """By suffix, and where that tells nothing by content."""
+    """Return the kind of a file by its suffix, or by its content where the suffix is unknown."""
     suffix = files.match_suffix(file.name, _kinds())
     if suffix == ".ts" and files.is_transport_stream(compression.read_head(file, files.HEAD_BYTES)):
         return "video"
     return files.detect_kind(file) if suffix is None else _kinds()[suffix]
 
 
-def _recognised(listing: files.Listing) -> tuple[str, list[Path]]:
+def _detect_kind(listing: files.Listing) -> tuple[str, list[Path]]:
     if not listing.is_folder:
-        kinds = {file: _file_kind(file) or _named_without_suffix(file) for file in listing.files}
-        return _agreed(kinds, at_least=1.0), listing.files
-    found = {file: kind for file in files.drop_documentation_files(listing) if (kind := _file_kind(file)) is not None}
-    if not found:
-        raise DataError(f"{listing.root} has no files that can be read (kinds: {', '.join(FORMATS)})")
-    counted = found
-    if any(kind in MEDIA for kind in found.values()):
+        kinds = {file: _file_kind(file) or _text_without_suffix(file) for file in listing.files}
+        return _most_common_kind(kinds, at_least=1.0), listing.files
+    kinds = {file: kind for file in files.drop_documentation_files(listing) if (kind := _file_kind(file)) is not None}
+    if not kinds:
+        raise DataError(f"{listing.root} holds no file of a supported kind ({', '.join(FORMATS)})")
+    counted = kinds
+    if any(kind in MEDIA for kind in kinds.values()):
         from bottega.data.formats.metadata import TABLES
 
-        counted = {file: kind for file, kind in found.items() if file.name not in TABLES}
-    kind = _agreed(counted, at_least=AGREEING)
-    return kind, [file for file in found if found[file] == kind]
+        counted = {file: kind for file, kind in kinds.items() if file.name not in TABLES}
+    kind = _most_common_kind(counted, at_least=MIN_AGREEMENT)
+    return kind, [file for file in kinds if kinds[file] == kind]
 
 
-def _agreed(kinds: dict[Path, str], *, at_least: float) -> str:
+def _most_common_kind(kinds: dict[Path, str], *, at_least: float) -> str:
     kind, count = Counter(kinds.values()).most_common(1)[0]
     if count < at_least * len(kinds):
         file = next(file for file in kinds if kinds[file] == kind)
         other = next(file for file in kinds if kinds[file] != kind)
         raise DataError(
-            f"{file} is {kind} and {other} is {kinds[other]}; set kind to {kind} or {kinds[other]}, or name one of them"
+            f"{file} is {kind} and {other} is {kinds[other]}; set kind to {kind} or {kinds[other]}, or give the path of one"
         )
     return kind
 
 
-def _named_without_suffix(file: Path) -> str:
+def _text_without_suffix(file: Path) -> str:
     suffix = files.uncompressed_suffix(file.name)
     if suffix:
         kinds = ", ".join(kind for kind in FORMATS if kind not in ("embedded", "huggingface"))
-        raise DataError(f"{file}: {suffix} is no suffix that is known here; set kind to one of {kinds}")
+        raise DataError(f"{file}: unknown suffix {suffix}; set kind to one of {kinds}")
     return "text"
 
 
 def _of_kind(listing: files.Listing, kind: str) -> list[Path]:
-    """What was named is taken at its word; from a folder, what bears the suffix or has the content."""
+    """Return the listed files of a kind: all of them where each was named, and of a folder those whose suffix or content fits."""
     if not listing.is_folder:
         return listing.files
-    known = get_format(kind).suffixes
+    suffixes = get_format(kind).suffixes
 
     def belongs(file: Path) -> bool:
-        if files.match_suffix(file.name, dict.fromkeys(known, kind)) is not None:
+        if files.match_suffix(file.name, dict.fromkeys(suffixes, kind)) is not None:
             return True
         return files.match_suffix(file.name, _kinds()) is None and files.detect_kind(file) == kind
 
-    found = [file for file in files.drop_documentation_files(listing) if belongs(file)]
-    if not found:
+    matching = [file for file in files.drop_documentation_files(listing) if belongs(file)]
+    if not matching:
         what = "files with text" if kind == "text" else f"files of kind {kind}"
-        raise DataError(f"{listing.root} has no {what} ({', '.join(sorted(known))})")
-    return found
+        raise DataError(f"{listing.root} holds no {what} ({', '.join(sorted(suffixes))})")
+    return matching
 
 
 def _is_saved_by_datasets(root: Path) -> bool:

@@ -1,7 +1,7 @@
-"""NumPy arrays: .npy files, folders of them, and .npz archives; the first axis is the row. No pickles.
+"""NumPy arrays: .npy files, folders of them, and .npz archives; the first axis is the row. Pickles are refused.
 
-What lies plain on disk is mapped. A compressed .npz is read as streams, one row of each array at a time, so that its
-size does not matter.
+Uncompressed arrays are memory-mapped. Those of a compressed .npz are streamed, a few rows at a time, so that its size
+does not matter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bottega.data.formats.compression import open_binary
 from bottega.data.formats.reader import Format, Piece, make_printable
 from bottega.data.records.archive_members import (
     MAX_MEMBER_BYTES,
-    ZIP_DAMAGE,
+    ZIP_ERRORS,
     list_zipped_arrays,
     open_zip,
     read_npy_header,
@@ -33,11 +33,11 @@ from bottega.data.records.archive_members import (
 from bottega.data.records.record import BadRecord, Record, Unreadable
 
 LOCAL_HEADER = struct.Struct("<26xHH")
-"""Of a zip member: the lengths of its name and its extra field, which the data follow."""
+"""Local header of a zip member: the lengths of its name and its extra field; the data follow these."""
 
 
 class Array(NamedTuple):
-    """One array and where its rows come from."""
+    """Header of one array and the file its values are in."""
 
     name: str
     file: Path
@@ -45,7 +45,7 @@ class Array(NamedTuple):
     shape: tuple[int, ...]
     is_fortran: bool
     offset: int | None
-    """Of its values in the file; None where they are compressed."""
+    """Offset of its values in the file; None if they are compressed."""
     info: zipfile.ZipInfo | None = None
 
     @property
@@ -54,9 +54,9 @@ class Array(NamedTuple):
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Ranges of rows. A folder of .npy files is one table, whose fields have the names of the files."""
+    """Return ranges of rows. A folder of .npy files is one table whose fields are named after the files."""
     if source.path is not None and file.suffix.lower() == ".npy" and Path(source.path).expanduser() == file.parent:
-        # Whoever lists the folder of the recipe comes here once for each file.
+        # This is called for each file of the folder; the first one stands for the table.
         if file != _columns(file.parent)[0]:
             return []
         file, name = file.parent, make_printable(file.parent.name)
@@ -69,7 +69,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    """A field for each array: a whole or broken number, a text, or an array. Rows are counted from 0."""
+    """Yield records with a field for each array: a number, a text, or an array. Rows are counted from 0."""
     arrays = _arrays(piece.file, source)
     start, stop = piece.start, arrays[0].shape[0] if piece.stop is None else piece.stop
     with ExitStack() as stack:
@@ -89,21 +89,21 @@ def _column(array: Array, start: int, stop: int, archive: zipfile.ZipFile | None
     if archive is None or array.info is None:
         order: Literal["C", "F"] = "F" if array.is_fortran else "C"
         if start == stop:
-            return iter(())  # nothing cannot be mapped
+            return iter(())  # an empty array cannot be mapped
         mapped = np.memmap(array.file, array.dtype, "r", array.offset or 0, array.shape, order)
-        return _each(np.asarray(mapped), start, stop)
+        return _iter_rows(np.asarray(mapped), start, stop)
     if array.is_fortran:
-        return _each(read_zipped_array(archive, array.info), start, stop)
-    return _streamed(archive, array.info, array, stop)
+        return _iter_rows(read_zipped_array(archive, array.info), start, stop)
+    return _stream_rows(archive, array.info, array, stop)
 
 
-def _each(values: np.ndarray, start: int, stop: int) -> Iterator[Any]:
+def _iter_rows(values: np.ndarray, start: int, stop: int) -> Iterator[Any]:
     native = values.dtype.newbyteorder("=")
     for row in range(start, stop):
         yield values[row].item() if values.ndim == 1 else np.array(values[row], native)
 
 
-def _streamed(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, stop: int) -> Iterator[Any]:
+def _stream_rows(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, stop: int) -> Iterator[Any]:
     at_once = max(1, (1 << 16) // array.row_bytes)
     with archive.open(info) as stream:
         read_npy_header(stream, info.file_size)  # type: ignore[arg-type]
@@ -111,11 +111,11 @@ def _streamed(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, sto
             count = min(at_once, stop - row)
             try:
                 data = stream.read(count * array.row_bytes)
-            except ZIP_DAMAGE as error:
+            except ZIP_ERRORS as error:
                 raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
             if len(data) < count * array.row_bytes:
-                raise Unreadable(f"is damaged: member {info.filename} ends too soon")
-            yield from _each(np.frombuffer(data, array.dtype).reshape(count, *array.shape[1:]), 0, count)
+                raise Unreadable(f"is damaged: member {info.filename} is truncated")
+            yield from _iter_rows(np.frombuffer(data, array.dtype).reshape(count, *array.shape[1:]), 0, count)
 
 
 def _columns(folder: Path) -> list[Path]:
@@ -123,26 +123,26 @@ def _columns(folder: Path) -> list[Path]:
 
 
 def _arrays(file: Path, source: Source) -> list[Array]:
-    """The arrays of a table, which have rows and are equally long."""
+    """Return the arrays of a table; raise DataError unless all have rows, and equally many."""
     try:
         if file.is_dir():
-            found = [_plain(path, path.stem) for path in _columns(file)]
+            arrays = [_plain(path, path.stem) for path in _columns(file)]
         elif file.suffix.lower() == ".npz":
-            found = _zipped(file)
+            arrays = _zipped(file)
         else:
-            found = [_plain(file, source.field if isinstance(source.field, str) else "array")]
+            arrays = [_plain(file, source.field if isinstance(source.field, str) else "array")]
     except Unreadable as error:
         raise DataError(f"{file} {error}") from error
-    if not found:
+    if not arrays:
         raise DataError(f"{file} holds no arrays")
-    for array in found:
+    for array in arrays:
         if not array.shape or not 0 < array.row_bytes <= MAX_MEMBER_BYTES:
             what = f"{array.name!r} has shape {array.shape} of {array.dtype}"
-            raise DataError(f"{file}: {what}; its first axis is to be the row, each of 1 to {MAX_MEMBER_BYTES} bytes")
-    if len({array.shape[0] for array in found}) > 1:
-        lengths = ", ".join(f"{array.name} {array.shape[0]}" for array in found)
-        raise DataError(f"{file}: the arrays are not equally long ({lengths}); the first axis is the row")
-    return found
+            raise DataError(f"{file}: {what}; the first axis must be the row, each of 1 to {MAX_MEMBER_BYTES} bytes")
+    if len({array.shape[0] for array in arrays}) > 1:
+        lengths = ", ".join(f"{array.name} {array.shape[0]}" for array in arrays)
+        raise DataError(f"{file}: the arrays must be equally long along the first axis, the row ({lengths})")
+    return arrays
 
 
 def _plain(file: Path, name: str) -> Array:
@@ -156,7 +156,7 @@ def _plain(file: Path, name: str) -> Array:
 
 def _zipped(file: Path) -> list[Array]:
     open_binary(file).close()
-    found = []
+    arrays = []
     with open_zip(file) as archive, open_binary(file) as raw:
         for info in list_zipped_arrays(archive):
             name = info.filename.removesuffix(".npy")
@@ -165,22 +165,22 @@ def _zipped(file: Path) -> list[Array]:
                     raw.seek(info.header_offset)
                     local = raw.read(30)
                     if len(local) < 30 or local[:4] != b"PK\3\4":
-                        raise Unreadable("has no header where the archive says")
+                        raise Unreadable("has no header at the offset that the archive gives")
                     raw.seek(sum(LOCAL_HEADER.unpack(local)), os.SEEK_CUR)
                     begin = raw.tell()
-                    there = min(info.file_size, max(0, os.fstat(raw.fileno()).st_size - begin))
-                    dtype, shape, fortran = read_npy_header(raw, there)
-                    found.append(Array(name, file, dtype, shape, fortran, raw.tell()))
+                    size = min(info.file_size, max(0, os.fstat(raw.fileno()).st_size - begin))
+                    dtype, shape, fortran = read_npy_header(raw, size)
+                    arrays.append(Array(name, file, dtype, shape, fortran, raw.tell()))
                 else:
                     with archive.open(info) as stream:
                         head = io.BytesIO(stream.read(16384))
                     dtype, shape, fortran = read_npy_header(head, info.file_size)
-                    found.append(Array(name, file, dtype, shape, fortran, None, info))
-            except ZIP_DAMAGE as error:
+                    arrays.append(Array(name, file, dtype, shape, fortran, None, info))
+            except ZIP_ERRORS as error:
                 raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
             except Unreadable as error:
                 raise Unreadable(f"cannot be read: member {info.filename} {error}") from error
-    return found
+    return arrays
 
 
 FORMAT = Format(kind="numpy", suffixes=frozenset((".npy", ".npz")), read=read, list_pieces=list_pieces)

@@ -1,6 +1,6 @@
 """Parquet and Arrow files, read by row groups and record batches through pyarrow.
 
-Written, Parquet has a column for each field, in row groups of about 8 MiB, packed with zstd. Media are bytes.
+Parquet is written with a column for each field, in row groups of about 8 MiB, compressed with zstd. Media are bytes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from bottega.data.formats.reader import Format, Piece
 from bottega.data.formats.write import OutputShard, to_json_value
 from bottega.data.records.record import BadRecord, Record
 
-# So much of a row group is unpacked at a time: groups of images are hundreds of MiB.
+# How much of a row group is decoded at a time: groups of images are hundreds of MiB.
 BATCH_BYTES = 16 << 20
 BATCH_ROWS = 1024
 
 MediumLoader = Callable[[bytes | None, str | None], Any]
-"""What becomes of a picture or sound, of which a data set keeps the bytes, the path or both."""
+"""(bytes, path) of an image or audio column of Hugging Face, either of which may be None, to the value of the field."""
 
 
 def list_parquet_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Runs of row groups of about `size` bytes."""
+    """Return runs of row groups of about `size` bytes."""
     with _reading(file), _parquet(file) as table:
         meta = table.metadata
         groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
@@ -52,7 +52,7 @@ def read_parquet(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 
 def list_arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Runs of record batches of about `size` bytes."""
+    """Return runs of record batches of about `size` bytes."""
     sizes = []
     for batch in iter_arrow_batches(file):
         _validate(batch, file)
@@ -65,7 +65,7 @@ def read_arrow(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 
 def iter_arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Any]:
-    """Record batches of a file or a stream, mapped: what is passed over is not read."""
+    """Yield the record batches `start` to `stop` of an Arrow file or stream, memory-mapped: others are not read."""
     pyarrow = _pyarrow(file)
     with _reading(file), pyarrow.memory_map(str(file)) as mapped:
         try:
@@ -91,11 +91,11 @@ def _records(piece: Piece, batches: Iterator[Any]) -> Iterator[Record]:
 
 
 def iter_rows(batch: Any, file: Path, medium: MediumLoader = lambda content, path: content) -> Iterator[dict[str, Any]]:
-    """The rows of a record batch in Python's own types. The path of a medium is not followed unless `medium` does."""
+    """Yield the rows of a record batch as Python values. `medium` loads media columns; by default paths are not opened."""
     names = batch.schema.names
     if len(set(names)) < len(names):
-        (twice, _), *_ = Counter(names).most_common(1)
-        raise DataError(f"{file}: two columns are called {twice!r}")
+        (repeated, _), *_ = Counter(names).most_common(1)
+        raise DataError(f"{file}: two columns are named {repeated!r}; rename one")
     _validate(batch, file, full=True)
     columns = [_values(column, medium) for column in batch.columns]
     for cells in zip(*columns, strict=True):
@@ -103,7 +103,7 @@ def iter_rows(batch: Any, file: Path, medium: MediumLoader = lambda content, pat
 
 
 def _validate(batch: Any, file: Path, *, full: bool = False) -> None:
-    """pyarrow takes the offsets of a file at their word, and a wrong one reads memory of others or ends the process."""
+    """Check the offsets of a batch: pyarrow trusts them, and a wrong one reads foreign memory or crashes the process."""
     with _reading(file):
         batch.validate(full=full)
 
@@ -113,7 +113,7 @@ def _values(column: Any, medium: MediumLoader) -> list[Any]:
 
     types = pyarrow.types
     if types.is_timestamp(column.type) and column.type.unit == "ns":
-        # Python counts microseconds; pyarrow would need pandas for the rest.
+        # Python's datetime has microseconds; for nanoseconds pyarrow would need pandas.
         column = column.cast(pyarrow.timestamp("us", column.type.tz), safe=False)
     values: list[Any] = column.to_pylist()
     kind = column.type.value_type if types.is_dictionary(column.type) else column.type
@@ -125,9 +125,9 @@ def _values(column: Any, medium: MediumLoader) -> list[Any]:
 
 
 def _plain(value: Any, medium: MediumLoader) -> Any:
-    """Times as ISO 8601, spans as seconds, media as their bytes, whatever they are nested in."""
+    """Convert times to ISO 8601, durations to seconds and media by `medium`, at any depth."""
     if isinstance(value, dict):
-        # How Hugging Face keeps images and sounds.
+        # Hugging Face's layout of images and audio.
         if value.keys() == {"bytes", "path"}:
             return medium(value["bytes"], value["path"])
         return {name: _plain(item, medium) for name, item in value.items()}
@@ -156,7 +156,7 @@ def _pyarrow(file: Path) -> Any:
         import pyarrow.ipc
     except ImportError as error:
         raise EnvironmentProblem(f"{file}: reading it needs pyarrow; pip install 'bottega[data]'") from error
-    open_binary(file).close()  # says in our words why it cannot be opened
+    open_binary(file).close()  # raises our errors where it cannot be opened
     return pyarrow
 
 
@@ -169,13 +169,13 @@ def _parquet(file: Path) -> Any:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """What pyarrow says about a damaged file, in one line."""
+    """Turn errors of pyarrow into a DataError of one line."""
     pyarrow = _pyarrow(file)
     try:
         yield
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{file} is damaged or of another kind: {reason}") from error
+        raise DataError(f"{file} is damaged or of another format: {reason}") from error
 
 
 PARQUET = Format(kind="parquet", suffixes=frozenset((".parquet",)), read=read_parquet, list_pieces=list_parquet_pieces)
@@ -187,7 +187,7 @@ GROUP_BYTES = 8 << 20
 
 @final
 class ParquetShard(OutputShard):
-    """The first row group says which columns there are, and of what type."""
+    """Rows as Parquet; the first row group fixes the columns and their types."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -229,7 +229,9 @@ class ParquetShard(OutputShard):
         new = [] if self._schema is None else sorted(set(names) - set(self._schema.names))
         if new:
             row = next(row for row in rows if new[0] in row.fields)
-            raise DataError(f"{row.where}: field {new[0]!r} is new; in parquet the first rows have all columns")
+            raise DataError(
+                f"{row.where}: field {new[0]!r} is not in the first rows, which fix the columns of parquet; add it there"
+            )
         columns = {name: self._column(name, rows) for name in (names if self._schema is None else self._schema.names)}
         table = self._arrow.table(columns)
         try:
@@ -250,7 +252,7 @@ class ParquetShard(OutputShard):
             return self._arrow.array([_stored(value) for value in values], type=kind)
         except (self._arrow.ArrowException, ValueError, TypeError, OverflowError) as error:
             raise DataError(
-                f"{rows[0].where} and {len(rows) - 1} more: field {name!r} is not of one type: {_line(error)}"
+                f"{rows[0].where} and {len(rows) - 1} more: field {name!r} has values of several types: {_line(error)}"
             ) from error
 
     def _nested(self, array: np.ndarray) -> Any:
@@ -265,7 +267,7 @@ def _stored(value: Any) -> Any:
 
 
 def _bytes(value: Any) -> int:
-    """About what it takes; only to know when a row group is full."""
+    """Return the approximate size of a value, to know when a row group is full."""
     if isinstance(value, np.ndarray):
         return value.nbytes
     if isinstance(value, str | bytes):

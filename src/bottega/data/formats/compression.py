@@ -1,4 +1,4 @@
-"""A file as a stream of bytes, whatever it is packed with; neither a bomb nor an endless line can fill the memory."""
+"""Compressed files as streams of bytes (gzip, Zstandard, bzip2, xz), safe against compression bombs and endless lines."""
 
 from __future__ import annotations
 
@@ -13,43 +13,46 @@ from typing import Any, BinaryIO, final
 
 from bottega.core.errors import DataError, EnvironmentProblem
 
-SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+COMPRESSION_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 NAMES = {".gz": "gzip", ".zst": "Zstandard", ".bz2": "bzip2", ".xz": "xz"}
 
-# Text packs to a fifth, a table of zeros to a hundredth; deflate can do 1,032 at most and Zstandard 30,000.
+# Text compresses to a fifth, a table of zeros to a hundredth; deflate reaches a ratio of 1,032 and Zstandard 30,000.
 MAX_RATIO = 1_000
+# Bytes that any file may decompress to, whatever the ratio.
 ALWAYS_ALLOWED = 64 << 20
 LINE_LIMIT = 64 << 20
 
 _CHUNK = 1 << 20
-# Four bytes of Zstandard can stand for 128 KiB and its decoder knows no limit on what it gives: 1 KiB gives 32 MiB.
+# Four bytes of Zstandard can stand for 128 KiB, and its decoder has no limit on its output: 1 KiB gives 32 MiB.
 _ZSTD_STEP = 1 << 10
-# What a decoder may claim for its window before a byte is read; xz -9 needs 65 MiB.
+# Memory a decoder may allocate for its window; xz -9 needs 65 MiB.
 _MAX_WINDOW = 256 << 20
 
 
 def open_binary(file: Path) -> BufferedReader:
-    """The bytes as they are, with the two ways to fail told apart: not allowed, and not possible."""
+    """Open a file for reading. Raises EnvironmentProblem without permission, and DataError for any other reason."""
     try:
         return file.open("rb")
     except PermissionError as error:
-        raise EnvironmentProblem(f"{file} may not be read: permission denied") from error
+        raise EnvironmentProblem(f"{file} cannot be read: permission denied; change its mode or owner") from error
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from error
 
 
 def open_decompressed(file: Path) -> BufferedReader:
-    """The content, unpacked on the way. How it is packed is told by its first bytes; the suffix must agree."""
+    """Open a file for reading, decompressing it. Its first bytes tell the compression; the suffix must agree."""
     raw = open_binary(file)
     try:
-        packing = _packing(raw.read(10))
+        compression = _detect_compression(raw.read(10))
         raw.seek(0)
-        named = file.suffix.lower()
-        if named in SUFFIXES and packing != named and file.stat().st_size:
-            raise DataError(f"{file} is no {NAMES[named]} file; take {named} off its name if it is not packed at all")
-        if packing is None:
+        suffix = file.suffix.lower()
+        if suffix in COMPRESSION_SUFFIXES and compression != suffix and file.stat().st_size:
+            raise DataError(
+                f"{file} is not a {NAMES[suffix]} file; remove {suffix} from its name if it is not compressed"
+            )
+        if compression is None:
             return raw
-        return BufferedReader(_Unpacked(raw, file, packing), _CHUNK)
+        return BufferedReader(_Decompressed(raw, file, compression), _CHUNK)
     except BaseException:
         raw.close()
         raise
@@ -57,11 +60,11 @@ def open_decompressed(file: Path) -> BufferedReader:
 
 def is_compressed(file: Path) -> bool:
     with open_binary(file) as raw:
-        return _packing(raw.read(10)) is not None
+        return _detect_compression(raw.read(10)) is not None
 
 
 def read_head(file: Path, size: int) -> bytes:
-    """The first bytes of the content; none where it cannot be unpacked."""
+    """Return the first bytes of the decompressed content; none if it cannot be decompressed."""
     try:
         with open_decompressed(file) as stream:
             return stream.read(size)
@@ -70,7 +73,7 @@ def read_head(file: Path, size: int) -> bytes:
 
 
 def iter_lines(stream: BinaryIO, length: int | None = None) -> Iterator[bytes]:
-    """The lines with their ends, of the next `length` bytes. One over LINE_LIMIT comes cut, a byte longer than it."""
+    """Yield the lines of the next `length` bytes with their line ends; one above LINE_LIMIT is cut to LINE_LIMIT + 1 bytes."""
     limit, position = LINE_LIMIT, 0
     while (length is None or position < length) and (line := stream.readline(limit + 1)):
         position += len(line)
@@ -82,28 +85,28 @@ def iter_lines(stream: BinaryIO, length: int | None = None) -> Iterator[bytes]:
         yield line
 
 
-def _packing(first: bytes) -> str | None:
+def _detect_compression(first: bytes) -> str | None:
     if first.startswith(b"\x1f\x8b"):
         return ".gz"
     if first.startswith(b"\x28\xb5\x2f\xfd") or (first[1:4] == b"\x2a\x4d\x18" and first[0] >> 4 == 5):
         return ".zst"
     if first.startswith(b"\xfd7zXZ\0"):
         return ".xz"
-    # Three letters could be text; the number after them is pi, or the square root of it where the file is empty.
+    # Three letters could be text; the magic number after them is pi, or its square root in an empty file.
     if first.startswith(b"BZh") and first[4:10] in (b"1AY&SY", b"\x17\x72\x45\x38\x50\x90"):
         return ".bz2"
     return None
 
 
 @final
-class _Unpacked(io.RawIOBase):
-    """What a decoder gives, with damage and bombs said in one line."""
+class _Decompressed(io.RawIOBase):
+    """The output of a decoder; damage and bombs become a DataError of one line."""
 
-    def __init__(self, raw: BinaryIO, file: Path, packing: str) -> None:
-        self._raw, self._file, self._packing = raw, file, packing
-        self._chunks = _chunks(raw, _decoder(packing, file), step=_ZSTD_STEP if packing == ".zst" else 1 << 16)
+    def __init__(self, raw: BinaryIO, file: Path, compression: str) -> None:
+        self._raw, self._file, self._compression = raw, file, compression
+        self._chunks = _chunks(raw, _decoder(compression, file), step=_ZSTD_STEP if compression == ".zst" else 1 << 16)
         self._ready = memoryview(b"")
-        self._given = 0
+        self._num_read = 0
 
     def readable(self) -> bool:
         return True
@@ -127,29 +130,29 @@ class _Unpacked(io.RawIOBase):
         try:
             chunk = next(self._chunks, None)
         except EOFError as error:
-            raise DataError(f"{self._file} is cut short: {NAMES[self._packing]} data end too soon") from error
+            raise DataError(f"{self._file} is truncated: its {NAMES[self._compression]} data end too soon") from error
         except OSError as error:
             if error.errno is not None:  # the disk, not the content
                 raise DataError(f"{self._file} cannot be read: {error.strerror}") from error
             raise self._damaged(error) from error
-        except _errors(self._packing) as error:
+        except _errors(self._compression) as error:
             raise self._damaged(error) from error
         if chunk is not None:
-            self._given += len(chunk)
-            if self._given > max(ALWAYS_ALLOWED, MAX_RATIO * self._raw.tell()):
+            self._num_read += len(chunk)
+            if self._num_read > max(ALWAYS_ALLOWED, MAX_RATIO * self._raw.tell()):
                 raise DataError(
-                    f"{self._file} decompresses to more than {MAX_RATIO:,} times its size: a bomb; "
-                    "unpack it yourself if you trust it"
+                    f"{self._file} decompresses to more than {MAX_RATIO:,} times its size, like a compression bomb; "
+                    "decompress it yourself if you trust it"
                 )
         return chunk
 
     def _damaged(self, error: Exception) -> DataError:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return DataError(f"{self._file} is damaged: {NAMES[self._packing]} says {reason}")
+        return DataError(f"{self._file} is damaged: {NAMES[self._compression]} says {reason}")
 
 
 def _chunks(raw: BinaryIO, decoder: Callable[[], Any], *, step: int) -> Iterator[bytes]:
-    """Unpacked bytes, about a MiB at a time. Files of several members one after the other are one stream."""
+    """Yield decompressed bytes, about a MiB at a time. Concatenated members are one stream."""
     pending = raw.read(step)
     while pending:
         engine = decoder()
@@ -162,18 +165,18 @@ def _chunks(raw: BinaryIO, decoder: Callable[[], Any], *, step: int) -> Iterator
             yield engine.decompress(pending, _CHUNK)
             pending = getattr(engine, "unconsumed_tail", b"")
         pending = engine.unused_data or raw.read(step)
-        # Tapes and xz fill up with zeros behind the last member.
+        # Tapes and xz pad with zeros after the last member.
         while pending and not pending.strip(b"\0"):
             pending = raw.read(step)
         pending = pending.lstrip(b"\0")
 
 
-def _decoder(packing: str, file: Path) -> Callable[[], Any]:
-    if packing == ".gz":
+def _decoder(compression: str, file: Path) -> Callable[[], Any]:
+    if compression == ".gz":
         return lambda: zlib.decompressobj(zlib.MAX_WBITS | 16)
-    if packing == ".bz2":
+    if compression == ".bz2":
         return bz2.BZ2Decompressor
-    if packing == ".xz":
+    if compression == ".xz":
         return lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_MAX_WINDOW)
     try:
         import zstandard
@@ -184,7 +187,7 @@ def _decoder(packing: str, file: Path) -> Callable[[], Any]:
 
 @final
 class _Zstd:
-    """Zstandard's decoder with the signature of the others."""
+    """Zstandard's decoder with the interface of the others."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -201,9 +204,9 @@ class _Zstd:
         return bytes(self._engine.unused_data)
 
 
-def _errors(packing: str) -> tuple[type[Exception], ...]:
-    """What a decoder raises on data that are not its own."""
-    if packing != ".zst":
+def _errors(compression: str) -> tuple[type[Exception], ...]:
+    """Return the exceptions a decoder raises on damaged data."""
+    if compression != ".zst":
         return zlib.error, lzma.LZMAError, ValueError
     import zstandard
 

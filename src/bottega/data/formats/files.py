@@ -1,4 +1,4 @@
-"""Which files a path names: one, those of a folder, or those of a pattern; and what a file is by its name or first bytes."""
+"""List the files that a path names (a file, a folder or a pattern), and detect the kind of a file by name or first bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.data.formats import compression
 from bottega.data.formats.reader import make_printable
 from bottega.similar_names import find_similar_names
 
-# What lies at the top of a folder of data to explain it, and is not the data.
+# Files at the top of a data folder that document it.
 DOCUMENTATION_NAMES = re.compile(
     r"(readme|licen[cs]e|copying|notice|source|sources|citation|changelog|authors)(\.(md|txt|rst|html))?", re.IGNORECASE
 )
@@ -43,15 +43,17 @@ _FTYP = {b"M4A ": "audio", b"avif": "images", b"heic": "images"}
 
 
 class Listing(NamedTuple):
+    """The files that a path names."""
+
     root: Path
-    """What names are relative to; the file itself where there is only one."""
+    """The folder that names are relative to; the file itself where there is only one."""
     files: list[Path]
     is_folder: bool
-    """Found in a folder, where other files may lie as well; otherwise each one was named."""
+    """Whether they are the content of a folder, which may hold other files too; otherwise each one was named."""
 
 
 def list_files(path: str) -> Listing:
-    """Every file that `path` names, hidden ones left out, in the order of their names."""
+    """Return every file that `path` names, without hidden ones, sorted by name."""
     root = Path(path).expanduser()
     if root.is_file():
         return Listing(root, [root], is_folder=False)
@@ -66,9 +68,9 @@ def list_files(path: str) -> Listing:
 
 
 def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Path]]) -> Listing:
-    """The files of several paths, in the order of the paths; of folders, those that `choose` takes."""
-    parts = [list_files(path) for path in paths]
-    files = [file for part in parts for file in (choose(part) if part.is_folder else part.files)]
+    """Return the files of several paths, in the order of the paths; `choose` selects those of a folder."""
+    listings = [list_files(path) for path in paths]
+    files = [file for listing in listings for file in (choose(listing) if listing.is_folder else listing.files)]
     files = list(dict.fromkeys(files))
     if not files:
         raise DataError(f"{', '.join(paths)}: no files in any of them; name files or folders that hold the data")
@@ -77,11 +79,12 @@ def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Pat
 
 
 def relative_name(root: Path, file: Path) -> str:
+    """Return the path of `file` below `root`, printable."""
     return make_printable(file.name if file == root else file.relative_to(root).as_posix())
 
 
 def drop_documentation_files(listing: Listing) -> list[Path]:
-    """The files of a folder less the notes at its top, unless there is nothing else."""
+    """Return the listed files without READMEs, licences and the like at the top, unless there is nothing else."""
     data = [
         file for file in listing.files if file.parent != listing.root or not DOCUMENTATION_NAMES.fullmatch(file.name)
     ]
@@ -89,20 +92,20 @@ def drop_documentation_files(listing: Listing) -> list[Path]:
 
 
 def match_suffix(name: str, known: Mapping[str, str]) -> str | None:
-    """The longest ending of a name that is known: .tar.gz before .gz."""
+    """Return the longest known suffix of a name (.tar.gz before .gz), or None."""
     parts = name.lower().split(".")
     endings = ("." + ".".join(parts[-count:]) for count in (3, 2, 1) if len(parts) > count)
     return next((ending for ending in endings if ending in known), None)
 
 
 def uncompressed_suffix(name: str) -> str:
-    """The suffix without that of a packing; empty where the name has none."""
+    """Return the suffix below that of a compression; empty where the name has none."""
     path = Path(name.lower())
-    return Path(path.stem).suffix if path.suffix in compression.SUFFIXES else path.suffix
+    return Path(path.stem).suffix if path.suffix in compression.COMPRESSION_SUFFIXES else path.suffix
 
 
 def detect_kind(file: Path) -> str | None:
-    """What the first bytes say, unpacked where they are packed; None where they say nothing."""
+    """Return the kind that the first bytes of a file, decompressed, indicate; None if they are of no known format."""
     head = compression.read_head(file, HEAD_BYTES)
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12])
@@ -121,61 +124,63 @@ def detect_kind(file: Path) -> str | None:
 
 
 def is_transport_stream(head: bytes) -> bool:
-    """MPEG's packets of 188 bytes, each with a G in front. Their suffix, .ts, is also that of TypeScript."""
+    """Return whether a file begins with MPEG packets: 188 bytes, each starting with G. (.ts is also TypeScript's suffix.)"""
     return head[:1] == head[188:189] == head[376:377] == b"G"
 
 
 def expand_ranges(pattern: str) -> Iterator[str]:
-    """WebDataset's way to name shards: data-{000000..000012}.tar is thirteen names."""
-    found = RANGE.search(pattern)
-    if not found:
+    """Expand WebDataset's brace ranges: data-{000000..000012}.tar stands for thirteen names."""
+    match = RANGE.search(pattern)
+    if not match:
         yield pattern
         return
-    first, last = found.groups()
-    # Zeros in front of the first number set the width of all of them, as in a shell.
+    first, last = match.groups()
+    # Leading zeros of the first number set the width of all of them, as in a shell.
     width = len(first) if first.startswith("0") else 0
     if abs(int(last) - int(first)) >= MAX_EXPANDED:
-        raise UsageError(f"{pattern} names {abs(int(last) - int(first)) + 1:,} files; {MAX_EXPANDED:,} is the most")
+        raise UsageError(
+            f"{pattern} stands for {abs(int(last) - int(first)) + 1:,} files; at most {MAX_EXPANDED:,} are allowed"
+        )
     step = 1 if int(last) >= int(first) else -1
     for number in range(int(first), int(last) + step, step):
-        yield from expand_ranges(f"{pattern[: found.start()]}{number:0{width}}{pattern[found.end() :]}")
+        yield from expand_ranges(f"{pattern[: match.start()]}{number:0{width}}{pattern[match.end() :]}")
 
 
 def _matches(path: str) -> set[Path]:
     files: set[Path] = set()
     for pattern in expand_ranges(path):
         matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
-        found = [Path(match) for match in matches if os.path.isfile(match)]
+        paths = [Path(match) for match in matches if os.path.isfile(match)]
         if glob.has_magic(pattern):
-            _refuse_links(found, _fixed(pattern))
-        if not found:
-            of = "" if pattern == path else f", which {path} asks for"
-            raise DataError(f"no file matches {pattern}{of}")
-        files.update(found)
+            _refuse_links(paths, _folder_before_wildcard(pattern))
+        if not paths:
+            expanded_from = "" if pattern == path else f", expanded from {path}"
+            raise DataError(f"no file matches {pattern}{expanded_from}")
+        files.update(paths)
     return files
 
 
-def _fixed(pattern: str) -> Path:
-    """The folder of a pattern in front of its first wildcard."""
+def _folder_before_wildcard(pattern: str) -> Path:
+    """Return the folder of a pattern before its first wildcard."""
     path = Path(pattern).expanduser()
     return next(parent for parent in path.parents if not glob.has_magic(str(parent)))
 
 
 def _refuse_links(paths: Iterable[Path], root: Path) -> None:
-    """A link below a folder may lead anywhere on this machine, and whoever packed the folder chose where."""
+    """Raise DataError for links that lead out of `root`: whoever packed the folder could point them at any file here."""
     real, is_link = root.resolve(), cache(Path.is_symlink)
     for path in paths:
-        # os.walk enters no link, and a pattern does: then what leads out is a folder above the file.
+        # A pattern follows links to folders, so the link may be a folder above the file.
         below = (path, *path.parents)[: len(path.parts) - len(root.parts)]
         for link in filter(is_link, reversed(below)):
             try:
                 target = link.resolve()
             except (OSError, RuntimeError):
-                break  # links in a circle are no files
+                break  # a circle of links is not a file
             if not target.is_relative_to(real):
                 raise DataError(
                     f"{make_printable(str(link))} is a link to {make_printable(str(target))}, outside {root}; copy that into the "
-                    "folder, or name it as a source of its own"
+                    "folder, or give it as a source of its own"
                 )
 
 
@@ -184,8 +189,8 @@ def _folder_files(root: Path) -> list[Path]:
     links: list[Path] = []
     waiting = [str(root)]
     while waiting:
-        # The kind of an entry comes with its name; a look at each file would take twenty times as long.
-        with _scanned(waiting.pop()) as entries:
+        # scandir gives the type of an entry with its name; a stat of each file would take twenty times as long.
+        with _scan_folder(waiting.pop()) as entries:
             for entry in entries:
                 if entry.name.startswith(".") or entry.name == "__pycache__":
                     continue
@@ -193,14 +198,14 @@ def _folder_files(root: Path) -> list[Path]:
                     links.append(Path(entry.path))
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(entry.path)
-                elif _is_regular(entry):  # a pipe or a socket would be waited on for ever
+                elif _is_regular(entry):  # reading a pipe or a socket could block for ever
                     names.append(entry.path)
     _refuse_links(links, root)
     return [Path(name) for name in sorted(names, key=_posix)]
 
 
 def check_exists(path: str) -> None:
-    """Refuse a local file or folder that is not there; addresses and patterns are looked up when they are read."""
+    """Raise DataError for a local file or folder that does not exist; URLs and patterns are resolved when they are read."""
     root = Path(path).expanduser()
     if "://" not in path and not glob.has_magic(path) and not RANGE.search(path) and not root.exists():
         raise _missing(root, path)
@@ -211,8 +216,8 @@ def _posix(name: str) -> str:
 
 
 @contextmanager
-def _scanned(folder: str) -> Iterator[Iterable[os.DirEntry[str]]]:
-    """The entries of a folder; none where it cannot be read, as os.walk has it."""
+def _scan_folder(folder: str) -> Iterator[Iterable[os.DirEntry[str]]]:
+    """Yield the entries of a folder; none where it cannot be read, like os.walk."""
     try:
         entries = os.scandir(folder)
     except OSError:
@@ -229,12 +234,12 @@ def _is_regular(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _missing(root: Path, asked: str) -> DataError:
+def _missing(root: Path, given: str) -> DataError:
     path, parent = root, root.parent
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
     near = find_similar_names(path.name, sorted(os.listdir(parent)))
-    remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} holds nothing of a similar name"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", asked) and not asked.startswith("."):
-        remedy += "; for a data set of the Hugging Face hub set kind: huggingface"
+    remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} holds nothing with a similar name"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not given.startswith("."):
+        remedy += "; for a dataset on the Hugging Face hub set kind: huggingface"
     return DataError(f"{path} does not exist; {remedy}")

@@ -1,4 +1,4 @@
-"""The hash of a file's content, remembered by its size and times, so that a large corpus is not hashed at every start."""
+"""SHA-256 of file contents, cached by size and times, so that a large corpus is not hashed at every start."""
 
 from __future__ import annotations
 
@@ -16,18 +16,17 @@ from bottega.core.errors import DataError
 from bottega.data.formats.compression import open_binary
 from bottega.data.tables.cache import open_database
 
-# Git's rule: a file changed so recently may change again within the resolution of its times, which is up to two
-# seconds on the coarsest file systems, and would then look the same.
+# As in git: a file changed within the resolution of its times (up to two seconds) may change again and look the same.
 RACY_NS = 2_000_000_000
 THREADS = 4
 
-_QUERIED = 500
-"""Paths that are asked for at once; SQLite takes 999 in its oldest form."""
+_QUERY_PATHS = 500
+"""Paths per query; old versions of SQLite take at most 999 parameters."""
 _TABLE = "CREATE TABLE IF NOT EXISTS hashes (path TEXT PRIMARY KEY, state TEXT, hash TEXT) WITHOUT ROWID"
 
 
 class State(NamedTuple):
-    """What differs where the content does. The time of change cannot be set by `touch`, that of writing can."""
+    """Size, mtime, ctime and inode of a file: another content has another state. `touch` cannot set the ctime."""
 
     size: int
     written: int
@@ -35,39 +34,40 @@ class State(NamedTuple):
     inode: int
 
     def is_stable(self, now: int) -> bool:
+        """Return whether the last change is old enough for a later one to show in the times."""
         return max(self.written, self.changed) + RACY_NS <= now
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     return hash_files([path])[0]
 
 
 def hash_files(paths: Sequence[Path], progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
-    """SHA-256 of each file, in hex. Several are hashed at once: hashlib lets go of the interpreter.
+    """Return the SHA-256 of each file, in hex. Threads hash several at once, since hashlib releases the GIL.
 
-    `progress` is called with the bytes that are hashed and those that have to be.
+    `progress` is called with the bytes hashed so far and in all.
     """
     now = time.time_ns()
     names = [os.path.abspath(path) for path in paths]
     states = {name: _state(Path(name)) for name in names}
-    known = _remembered(states)
-    missing = [name for name in states if name not in known]
-    made: dict[str, str] = {}
+    cached = _load_cached(states)
+    missing = [name for name in states if name not in cached]
+    computed: dict[str, str] = {}
     done, total = 0, sum(states[name].size for name in missing)
     with ThreadPoolExecutor(THREADS) as pool:
-        for name, hashed in zip(missing, pool.map(_hashed, missing), strict=True):
-            made[name] = hashed
+        for name, hashed in zip(missing, pool.map(_hash_uncached, missing), strict=True):
+            computed[name] = hashed
             done += states[name].size
             progress(done, total)
-    # A file that changed while it was read has another time of change by now, and is not taken for this one again.
-    settled = (name for name in missing if states[name].is_stable(now))
-    _remember((name, str(states[name]), made[name]) for name in settled)
-    hashes = known | made
+    # The state was taken before reading: a file that changed meanwhile has another ctime now and is hashed again.
+    stable = (name for name in missing if states[name].is_stable(now))
+    _store((name, str(states[name]), computed[name]) for name in stable)
+    hashes = cached | computed
     return [hashes[name] for name in names]
 
 
-def _hashed(name: str) -> str:
+def _hash_uncached(name: str) -> str:
     with open_binary(Path(name)) as stream:
         try:
             return hashlib.file_digest(stream, "sha256").hexdigest()
@@ -83,26 +83,26 @@ def _state(path: Path) -> State:
     return State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 
-def _remembered(states: dict[str, State]) -> dict[str, str]:
-    known = {}
+def _load_cached(states: dict[str, State]) -> dict[str, str]:
+    cached = {}
     try:
-        with closing(_database()) as kept:
+        with closing(_database()) as database:
             names = list(states)
-            for first in range(0, len(names), _QUERIED):
-                some = names[first : first + _QUERIED]
-                marks = ", ".join("?" * len(some))
-                for name, state, hashed in kept.execute(f"SELECT * FROM hashes WHERE path IN ({marks})", some):
+            for first in range(0, len(names), _QUERY_PATHS):
+                batch = names[first : first + _QUERY_PATHS]
+                marks = ", ".join("?" * len(batch))
+                for name, state, hashed in database.execute(f"SELECT * FROM hashes WHERE path IN ({marks})", batch):
                     if state == str(states[name]):
-                        known[name] = hashed
+                        cached[name] = hashed
     except (sqlite3.Error, OSError, UnicodeError):
-        return {}  # what cannot be remembered is hashed again
-    return known
+        return {}  # without the cache all files are hashed again
+    return cached
 
 
-def _remember(rows: Iterable[tuple[str, str, str]]) -> None:
+def _store(rows: Iterable[tuple[str, str, str]]) -> None:
     try:
-        with closing(_database()) as kept, kept:
-            kept.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", rows)
+        with closing(_database()) as database, database:
+            database.executemany("INSERT OR REPLACE INTO hashes VALUES (?, ?, ?)", rows)
     except (sqlite3.Error, OSError, UnicodeError):
         return
 

@@ -1,7 +1,7 @@
-"""Folders of images, sounds or videos: each file is a record, described by its sub-folder or by a table beside it.
+"""Folders of images, audio or video files: each file is a record, labelled by its sub-folder or by a metadata table.
 
-Without a table the first sub-folder below the root is the class. With one (`metadata.csv` and its kin in the folder of a
-file or above it, or the one the recipe names) its rows describe the files and folders mean nothing.
+Without a table the first sub-folder below the root is the class. With one (`metadata.csv` or the like in the folder of a
+file or above it, or the one the recipe names) its rows describe the files and sub-folders have no meaning.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ VIDEO_SUFFIXES = frozenset(
 )
 
 
-def _read(piece: Piece, source: Source, *, what: str, suffixes: frozenset[str]) -> Iterator[Record | BadRecord]:
+def _read(piece: Piece, source: Source, *, field: str, suffixes: frozenset[str]) -> Iterator[Record | BadRecord]:
     root = _root(piece)
     metadata = load_metadata(piece.file, root, source)
     if metadata is not None:
         folder = metadata.path.parent if metadata.path.is_relative_to(root) else root
-        if piece.file == _first(folder, suffixes, source.metadata is None):
-            yield from _orphans(metadata, folder, root, what)
+        if piece.file == _first_file(folder, suffixes, source.metadata is None):
+            yield from _rows_without_file(metadata, folder, root, field)
     where = piece.location
     problem = _problem(piece.file)
     if problem is not None:
@@ -44,17 +44,17 @@ def _read(piece: Piece, source: Source, *, what: str, suffixes: frozenset[str]) 
     if metadata is None:
         folders = PurePosixPath(piece.name).parts[:-1]
         label = {"label": folders[0]} if folders else {}
-        yield Record(piece.name, where, {**label, what: piece.file})
+        yield Record(piece.name, where, {**label, field: piece.file})
         return
-    rows = metadata.find_rows(_named(piece.file, metadata.path.parent, root)) or [{}]
+    rows = metadata.find_rows(_name_in_table(piece.file, metadata.path.parent, root)) or [{}]
     for number, row in enumerate(rows, start=1):
-        # Several rows of one file, such as five captions of one picture, are as many records.
-        yield Record(piece.name if number == 1 else f"{piece.name}:{number}", where, {**row, what: piece.file})
+        # Several rows for one file, such as five captions of one image, are as many records.
+        yield Record(piece.name if number == 1 else f"{piece.name}:{number}", where, {**row, field: piece.file})
 
 
-IMAGES = Format("images", IMAGE_SUFFIXES, partial(_read, what="image", suffixes=IMAGE_SUFFIXES), is_media=True)
-AUDIO = Format("audio", AUDIO_SUFFIXES, partial(_read, what="audio", suffixes=AUDIO_SUFFIXES), is_media=True)
-VIDEO = Format("video", VIDEO_SUFFIXES, partial(_read, what="video", suffixes=VIDEO_SUFFIXES), is_media=True)
+IMAGES = Format("images", IMAGE_SUFFIXES, partial(_read, field="image", suffixes=IMAGE_SUFFIXES), is_media=True)
+AUDIO = Format("audio", AUDIO_SUFFIXES, partial(_read, field="audio", suffixes=AUDIO_SUFFIXES), is_media=True)
+VIDEO = Format("video", VIDEO_SUFFIXES, partial(_read, field="video", suffixes=VIDEO_SUFFIXES), is_media=True)
 
 
 def _root(piece: Piece) -> Path:
@@ -66,48 +66,48 @@ def _problem(file: Path) -> str | None:
         mode = os.stat(file).st_mode
     except OSError as error:
         return f"cannot be read: {error.strerror}"
-    return None if stat.S_ISREG(mode) else "is no regular file"
+    return None if stat.S_ISREG(mode) else "is not a regular file"
 
 
-def _named(file: Path, folder: Path, root: Path) -> str:
-    """The file as a table in `folder` would name it."""
+def _name_in_table(file: Path, folder: Path, root: Path) -> str:
+    """Return the file name as a table in `folder` would give it."""
     base = folder if file.is_relative_to(folder) else root
     return file.relative_to(base).as_posix()
 
 
-def _orphans(metadata: Metadata, base: Path, root: Path, what: str) -> Iterator[BadRecord]:
-    """What no file stands for: bad lines, and rows whose file is missing. They come with the first file, once."""
+def _rows_without_file(metadata: Metadata, base: Path, root: Path, field: str) -> Iterator[BadRecord]:
+    """Yield the unreadable rows of a table and those whose file is missing. They come once, with the first file."""
     yield from metadata.bad
     missing = dict(metadata.first_records)
     for folder, _, files in os.walk(base):
         for file in files:
-            for name in metadata.candidate_names(_named(Path(folder, file), metadata.path.parent, root)):
+            for name in metadata.candidate_names(_name_in_table(Path(folder, file), metadata.path.parent, root)):
                 missing.pop(name, None)
     if missing and len(missing) == len(metadata.first_records):
         name, first = next(iter(missing.items()))
-        place = first.where.removeprefix(f"{metadata.path}, ")
+        location = first.where.removeprefix(f"{metadata.path}, ")
         raise DataError(
-            f"{metadata.path}: none of its {len(missing)} rows names a file under {base}, such as {name!r} in {place}"
+            f"{metadata.path}: none of its {len(missing)} rows names a file under {base}, such as {name!r} in {location}"
         )
     for name, row in missing.items():
-        yield BadRecord(row.key, row.where, f"names the {what} {name!r}, which is missing")
+        yield BadRecord(row.key, row.where, f"names the {field} file {name!r}, which is missing")
 
 
 @lru_cache(maxsize=64)
-def _first(folder: Path, suffixes: frozenset[str], skip_described: bool) -> Path | None:
-    """The first file of a folder, in an order of ours: the one place where what concerns the whole table is said.
+def _first_file(folder: Path, suffixes: frozenset[str], skip_described: bool) -> Path | None:
+    """Return the first media file of a folder by name: problems of the whole table are reported with it, once.
 
-    Sub-folders with a table of their own are left out, because their files do not ask for this one.
+    With `skip_described`, sub-folders that have a table of their own are skipped, since this table is not about them.
     """
     with os.scandir(folder) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+        by_name = sorted(entries, key=lambda entry: entry.name)
+    for entry in by_name:
         if entry.name.startswith("."):
             continue
         if entry.is_dir(follow_symlinks=False):
             if skip_described and find_table_in(Path(entry.path)) is not None:
                 continue
-            below = _first(Path(entry.path), suffixes, skip_described)
+            below = _first_file(Path(entry.path), suffixes, skip_described)
             if below is not None:
                 return below
         elif Path(entry.name).suffix.lower() in suffixes and entry.is_file():

@@ -1,6 +1,6 @@
-"""Data sets of Hugging Face: by their name on the hub, in a folder, or saved; read from the Arrow files they become.
+"""Hugging Face datasets, by name on the hub, in a folder, or saved to disk; read from their Arrow files.
 
-The library fetches and converts them, once. Workers map the files it leaves: they need no network and decode nothing.
+The datasets library downloads and converts them, once. Workers memory-map the Arrow files: no network, no decoding.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ DEFAULT_SPLIT = "train"
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Record batches of its Arrow files; rows are counted through all of them."""
-    named = name if _folder(source) is not None else source.path or name
-    found: list[Piece] = []
+    """Return runs of record batches of the Arrow files; rows are counted through all files."""
+    prefix = name if _folder(source) is not None else source.path or name
+    all_pieces: list[Piece] = []
     before = 0
     for arrow in _arrow_files(source):
-        cut = columns.ARROW.list_pieces(arrow, named, source, size)
-        found += [piece._replace(line=piece.line + before) for piece in cut]
+        pieces = columns.ARROW.list_pieces(arrow, prefix, source, size)
+        all_pieces += [piece._replace(line=piece.line + before) for piece in pieces]
         before += _num_rows(arrow)
-    return found
+    return all_pieces
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
@@ -46,22 +46,22 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 
 def hash_dataset(source: Source) -> str:
-    """Of the files where they are here; of the hub's data set what the library says, which names its version."""
+    """Return hashes of the local files, or for a dataset of the hub the library's fingerprint, which includes its version."""
     folder = _folder(source)
     if folder is None:
-        return str(_opened(source.path, source.subset, _split(source))._fingerprint)
-    found = files.list_files(str(folder)).files
-    names = (files.relative_name(folder, file) for file in found)
-    return repr(list(zip(names, hash_files(found), strict=True)))
+        return str(_load(source.path, source.subset, _split(source))._fingerprint)
+    paths = files.list_files(str(folder)).files
+    names = (files.relative_name(folder, file) for file in paths)
+    return repr(list(zip(names, hash_files(paths), strict=True)))
 
 
 def count_bytes(source: Source) -> int:
-    """Of the Arrow files its rows are in."""
+    """Return the size of the Arrow files that hold the rows."""
     return sum(file.stat().st_size for file in _arrow_files(source))
 
 
 def _medium(content: bytes | None, path: str | None, *, roots: tuple[Path, ...]) -> bytes | Path | None:
-    """The bytes, or the file where the data set holds only its path: one of its own, never any other of this machine."""
+    """Return the bytes of a medium, or its file if only a path is stored; never a file outside the dataset's folders."""
     if content is not None or path is None:
         return content
     file = Path(path).resolve()
@@ -69,22 +69,22 @@ def _medium(content: bytes | None, path: str | None, *, roots: tuple[Path, ...])
 
 
 def _roots(source: Source) -> tuple[Path, ...]:
-    """Where files of the data set may lie: its folder, and where the library keeps what it fetches."""
+    """Return the folders that may hold files of the dataset: its own, and the caches of the library."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    named = (os.environ.get(name) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"))
-    found = (_folder(source), home, *named)
-    return tuple(Path(root).expanduser().resolve() for root in found if root)
+    caches = (os.environ.get(name) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"))
+    roots = (_folder(source), home, *caches)
+    return tuple(Path(root).expanduser().resolve() for root in roots if root)
 
 
 def _folder(source: Source) -> Path | None:
-    """Where the data set is here; None where it is on the hub."""
+    """Return the local folder of the dataset; None if it is on the hub."""
     assert source.path is not None
     root = Path(source.path).expanduser()
     if root.is_dir():
         return root
     if root.exists() or source.path.startswith((".", "/", "~")) or source.path.count("/") > 1:
-        files.list_files(source.path)  # says what is not there
-        raise DataError(f"{root} is a file; a data set of Hugging Face is a folder or a name such as owner/name")
+        files.list_files(source.path)  # raises an error that names what is missing
+        raise DataError(f"{root} is a file; a Hugging Face dataset is a folder or a name such as owner/name")
     return None
 
 
@@ -93,21 +93,21 @@ def _split(source: Source) -> str | None:
 
 
 def _library(path: str) -> Any:
-    # Read when it is imported; nobody asked us to report what is loaded.
+    # Read at import: no usage reports on the user's behalf.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import datasets
     except ImportError as error:
         raise EnvironmentProblem(f"{path}: reading it needs datasets; pip install 'bottega[hub]'") from error
     datasets.disable_progress_bars()
-    for chatty in ("datasets", "huggingface_hub"):
-        logging.getLogger(chatty).setLevel(logging.ERROR)
+    for logger in ("datasets", "huggingface_hub"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
     return datasets
 
 
 def _arrow_files(source: Source) -> list[Path]:
-    """The files whose rows, in order, are the data set. A part such as train[:10%] is written to files of its own."""
-    data = _opened(source.path, source.subset, _split(source))
+    """Return the Arrow files whose rows, in order, are the dataset. A slice such as train[:10%] is written to new files."""
+    data = _load(source.path, source.subset, _split(source))
     arrow = [Path(file["filename"]) for file in data.cache_files]
     if data._indices is None and sum(map(_num_rows, arrow)) == len(data):
         return arrow
@@ -120,27 +120,27 @@ def _num_rows(arrow: Path) -> int:
 
 
 @lru_cache(maxsize=8)
-def _opened(path: str, subset: str | None, split: str | None) -> Any:
-    """The data set as the library has it: mapped, nothing decoded."""
+def _load(path: str, subset: str | None, split: str | None) -> Any:
+    """Load a dataset with the library: memory-mapped, nothing decoded."""
     library = _library(path)
     folder = _folder(Source(path=path))
     try:
         if folder is not None and (folder / "dataset_dict.json").is_file():
-            return _part(library.load_from_disk(folder), folder, split)
+            return _choose_split(library.load_from_disk(folder), folder, split)
         if folder is not None and (folder / "state.json").is_file():
             if split is not None:
-                raise UsageError(f"{folder} is one part, saved without a name; leave split out")
+                raise UsageError(f"{folder} holds a single split without a name; leave split out")
             return library.load_from_disk(folder)
         if folder is not None:
             return library.load_dataset(str(folder), subset, split=split or DEFAULT_SPLIT)
-        return _fetched(library, path, subset, split)
+        return _download(library, path, subset, split)
     except (UsageError, DataError, EnvironmentProblem):
         raise
     except Exception as error:
-        raise _explained(path, error) from error
+        raise _explain(path, error) from error
 
 
-def _fetched(library: Any, path: str, subset: str | None, split: str | None) -> Any:
+def _download(library: Any, path: str, subset: str | None, split: str | None) -> Any:
     with offline_if_hub_unreachable() as silence:
         try:
             return library.load_dataset(path, subset, split=split or DEFAULT_SPLIT)
@@ -148,27 +148,27 @@ def _fetched(library: Any, path: str, subset: str | None, split: str | None) -> 
             if silence is None:
                 raise
             raise EnvironmentProblem(
-                f"{path} cannot be fetched from the Hugging Face hub: {silence}; check the network, or give the path of a "
+                f"{path} cannot be downloaded from the Hugging Face hub: {silence}; check the network, or give the path of a "
                 "copy"
             ) from error
 
 
-def _part(parts: Any, folder: Path, split: str | None) -> Any:
-    if (split or DEFAULT_SPLIT) not in parts:
-        raise DataError(f"{folder} has no part {split or DEFAULT_SPLIT!r}; set split to one of {', '.join(parts)}")
-    return parts[split or DEFAULT_SPLIT]
+def _choose_split(splits: Any, folder: Path, split: str | None) -> Any:
+    if (split or DEFAULT_SPLIT) not in splits:
+        raise DataError(f"{folder} has no split {split or DEFAULT_SPLIT!r}; set split to one of {', '.join(splits)}")
+    return splits[split or DEFAULT_SPLIT]
 
 
-def _explained(path: str, error: Exception) -> DataError | EnvironmentProblem:
-    # By name, because each of the libraries below has its own: requests, httpx, huggingface_hub, datasets.
+def _explain(path: str, error: Exception) -> DataError | EnvironmentProblem:
+    # By name, because requests, httpx, huggingface_hub and datasets each have classes of their own.
     network = {"ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "HfHubHTTPError", "TransportError"}
     if network & {kind.__name__ for kind in type(error).__mro__}:
         return EnvironmentProblem(
-            f"{path} cannot be fetched from the Hugging Face hub ({type(error).__name__}); check the network, or give "
+            f"{path} cannot be downloaded from the Hugging Face hub ({type(error).__name__}); check the network, or give "
             "the path of a copy"
         )
     reason = " ".join(str(error).split())[:300] or type(error).__name__
-    return DataError(f"{path} cannot be read as a data set of Hugging Face: {reason}")
+    return DataError(f"{path} cannot be read as a Hugging Face dataset: {reason}")
 
 
 FORMAT = Format(kind="huggingface", suffixes=frozenset(), read=read, list_pieces=list_pieces)

@@ -1,4 +1,4 @@
-"""IDX, the format of MNIST and its kin: a file of images, and one of labels beside it with the same beginning of its name."""
+"""IDX, the format of MNIST: a file of images, and a file of labels beside it whose name begins alike."""
 
 from __future__ import annotations
 
@@ -20,68 +20,70 @@ from bottega.data.records.record import BadRecord, Record
 
 TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 MAX_DIMENSIONS = 8
-NAME = re.compile(r"(?P<part>.*?)[-_.]?(?P<what>images|labels)[-_.]idx(?P<dimensions>\d)-\w+?(\.gz)?", re.IGNORECASE)
-PARTS = {"train": "train", "t10k": "test", "test": "test", "valid": "validation", "validation": "validation"}
+NAME = re.compile(
+    r"(?P<split>.*?)[-_.]?(?P<content>images|labels)[-_.]idx(?P<dimensions>\d)-\w+?(\.gz)?", re.IGNORECASE
+)
+SPLITS = {"train": "train", "t10k": "test", "test": "test", "valid": "validation", "validation": "validation"}
 
 
 def find_images(folder: Path, split: str | None) -> Path:
-    """The file of images of one part; without a split that is train, or the only one there is."""
-    files = [file for file in sorted(folder.iterdir()) if _what(file) == "images"]
-    parts = {file: _part(file) for file in files}
-    wanted = PARTS.get(split or "train", split or "train")
-    found = [file for file in files if parts[file] == wanted]
+    """Return the image file of a split; without one that of train, or the only one there is."""
+    files = [file for file in sorted(folder.iterdir()) if _content(file) == "images"]
+    splits = {file: _split(file) for file in files}
+    wanted = SPLITS.get(split or "train", split or "train")
+    matching = [file for file in files if splits[file] == wanted]
     if split is None and len(files) == 1:
         return files[0]
-    if not found:
-        listed = ", ".join(sorted(set(parts.values()))) or "none"
-        raise DataError(f"{folder} has no IDX images of {wanted}; it has {listed}; set split to one of them")
-    if len(found) > 1:
+    if not matching:
+        available = ", ".join(sorted(set(splits.values()))) or "none"
+        raise DataError(f"{folder} has no IDX images of {wanted}; it has {available}; set split to one of them")
+    if len(matching) > 1:
         raise DataError(
-            f"{folder} has several IDX images of {wanted}: {found[0].name}, {found[1].name}; name one as path"
+            f"{folder} has several IDX images of {wanted}: {matching[0].name}, {matching[1].name}; give the path of one"
         )
-    return found[0]
+    return matching[0]
 
 
 def list_splits(path: Path) -> set[str]:
-    """Return the parts that a folder has images of: train, test, validation."""
+    """Return the splits that a folder has images of: train, test, validation."""
     files = sorted(path.iterdir()) if path.is_dir() else ()
-    return {_part(file) for file in files if _what(file) == "images"}
+    return {_split(file) for file in files if _content(file) == "images"}
 
 
-def _what(file: Path) -> str | None:
+def _content(file: Path) -> str | None:
     match = NAME.fullmatch(file.name)
-    return match["what"].lower() if match else None
+    return match["content"].lower() if match else None
 
 
-def _part(file: Path) -> str:
-    """train of emnist-letters-train-images-idx3-ubyte."""
+def _split(file: Path) -> str:
+    """Return the split of a file name, such as train of emnist-letters-train-images-idx3-ubyte."""
     match = NAME.fullmatch(file.name)
-    word = re.split("[-_.]", match["part"].lower())[-1] if match else ""
-    return PARTS.get(word, word)
+    word = re.split("[-_.]", match["split"].lower())[-1] if match else ""
+    return SPLITS.get(word, word)
 
 
 def find_labels(images: Path) -> Path | None:
-    """The labels beside a file of images, packed or not, or None."""
+    """Return the label file beside an image file, compressed or not, or None."""
     match = NAME.fullmatch(images.name)
     if match is None:
         return None
     for other in sorted(images.parent.iterdir()):
         beside = NAME.fullmatch(other.name)
-        if beside and beside["what"].lower() == "labels" and beside["part"].lower() == match["part"].lower():
+        if beside and beside["content"].lower() == "labels" and beside["split"].lower() == match["split"].lower():
             return other
     return None
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Ranges of rows. `file` is a file of images or a folder; one of labels is read with its images and is no piece."""
+    """Return ranges of rows of an image file, or of those of a folder. Label files are read with their images."""
     if file.is_dir():
         file = find_images(file, source.split)
         name = make_printable(f"{name}/{file.name}" if name else file.name)
-    if _what(file) == "labels":
+    if _content(file) == "labels":
         return []
     root = Path(source.path).expanduser() if source.path is not None else None
     if root == file.parent and find_images(root, source.split) != file:
-        return []  # the folder of the recipe was listed: this is another part
+        return []  # a file of another split in the folder that the recipe names
     if is_compressed(file):
         return [Piece(file, name)]
     with open_decompressed(file) as stream:
@@ -91,31 +93,31 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    """Fields `image`, an array [h, w], and `label`, a whole number. Rows are counted from 0."""
+    """Yield records with `image`, an array (height, width), and `label`, an integer. Rows are counted from 0."""
     labels = find_labels(piece.file)
     images = _rows(piece.file, piece)
     if labels is None:
         for row, image in images:
             yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", {"image": image})
         return
-    _agree(piece.file, labels)
+    _check_labels(piece.file, labels)
     for (row, image), (_, label) in zip(images, _rows(labels, piece), strict=True):
         yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", {"image": image, "label": int(label)})
 
 
-def _agree(images: Path, labels: Path) -> None:
+def _check_labels(images: Path, labels: Path) -> None:
     with open_decompressed(images) as stream:
         _, first = _header(stream, images)
     with open_decompressed(labels) as stream:
         dtype, second = _header(stream, labels)
     if len(second) != 1 or dtype.kind not in "iu":
-        raise DataError(f"{labels} holds {dtype} of shape {second}; labels are whole numbers, one a row")
+        raise DataError(f"{labels} holds {dtype} of shape {second}; labels must be integers, one per row")
     if first[0] != second[0]:
-        raise DataError(f"{images} has {first[0]} rows and {labels} has {second[0]}; they do not belong together")
+        raise DataError(f"{images} has {first[0]} rows and {labels} has {second[0]}; give files that belong together")
 
 
 def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
-    """(number, row), in blocks of about a megabyte: a header may say anything, so memory follows what is there."""
+    """Yield (number, row), reading about a megabyte at a time: the header may lie about the size."""
     with open_decompressed(file) as stream:
         dtype, shape = _header(stream, file)
         stop = shape[0] if piece.stop is None else piece.stop
@@ -128,33 +130,37 @@ def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
             data = read_up_to(stream, count * width)
             whole = len(data) // width
             values = np.frombuffer(data, dtype, whole * width // dtype.itemsize).reshape(whole, *shape[1:])
-            # A copy in the order of this machine, which may be written to.
+            # A writable copy in native byte order.
             for values_of_row in values.astype(dtype.newbyteorder("=")):
                 yield row, values_of_row
                 row += 1
             if whole < count:
-                raise DataError(f"{file} says it has {shape[0]} rows and ends after {row}; it was cut off")
+                raise DataError(f"{file} is truncated: its header says {shape[0]} rows and it ends after {row}")
         if piece.stop is None and stream.read(1):
-            raise DataError(f"{file} says it has {shape[0]} rows and goes on after them; its header is wrong")
+            raise DataError(f"{file} is damaged: its header says {shape[0]} rows and more data follows them")
 
 
 def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Two zeros, the type, the number of axes, and the length of each in four bytes."""
+    """Read the header: two zero bytes, the type, the number of axes, and the length of each axis in four bytes."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
-        raise DataError(f"{file} is no IDX file: it begins with {magic.hex() or 'nothing'}")
+        raise DataError(f"{file} is not an IDX file: it begins with {magic.hex() or 'nothing'}")
     lengths = stream.read(4 * magic[3])
     if len(lengths) < 4 * magic[3]:
-        raise DataError(f"{file} ends within its header; it was cut off")
+        raise DataError(f"{file} is truncated: it ends within its header")
     shape = tuple(int(length) for length in np.frombuffer(lengths, ">u4"))
     dtype = np.dtype(TYPES[magic[2]])
     row = dtype.itemsize * math.prod(shape[1:])
     if not 0 < row <= MAX_MEMBER_BYTES:
-        raise DataError(f"{file} says it has rows of shape {shape[1:]}; one of 1 to {MAX_MEMBER_BYTES} bytes is read")
+        raise DataError(
+            f"{file}: its header says rows of shape {shape[1:]}; a row must have 1 to {MAX_MEMBER_BYTES} bytes"
+        )
     if stream.seekable():
-        found = os.fstat(stream.fileno()).st_size - stream.tell()
-        if found != row * shape[0]:
-            raise DataError(f"{file} says it has {shape[0]} rows of {row} bytes, and has {found} bytes")
+        available = os.fstat(stream.fileno()).st_size - stream.tell()
+        if available != row * shape[0]:
+            raise DataError(
+                f"{file} is damaged: its header says {shape[0]} rows of {row} bytes, but {available} bytes follow"
+            )
     return dtype, shape
 
 

@@ -1,7 +1,7 @@
-"""JSON lines: an object a line. A bad line costs that line, and is named by its number in the file.
+"""JSON Lines: one object per line. A line that cannot be parsed is one bad record, reported with its line number.
 
-Written, media lie beside them as files: SPLIT/metadata.jsonl and SPLIT/0001.png, the layout of Hugging Face's folders of
-images or audio, where `file_name` says which file a row is about.
+When written, media are files beside them: SPLIT/metadata.jsonl and SPLIT/0001.png, the layout of Hugging Face's
+imagefolder and audiofolder, where `file_name` names the file of a row.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any, NoReturn, final
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats import compression as compressed
-from bottega.data.formats.compression import SUFFIXES as PACKINGS
-from bottega.data.formats.compression import is_compressed, open_binary, open_decompressed
+from bottega.data.formats import compression
+from bottega.data.formats.compression import COMPRESSION_SUFFIXES, is_compressed, open_binary, open_decompressed
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.formats.write import OutputShard, encode_json, encode_medium
 from bottega.data.records.record import ENCODING_HINT, BadRecord, Record, is_utf16
@@ -29,11 +28,11 @@ EXAMPLE_ROW = '{"text": "..."}'
 _BLOCK = 1 << 20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _HALF_PAIR = re.compile(r"[\ud800-\udfff]")
-_NO_NUMBER = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<constant>NaN|-?Infinity)')
+_CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<constant>NaN|-?Infinity)')
 
 
 class InvalidRow(ValueError):
-    """Why a text is no row, and the column where there is one."""
+    """A text is not a row. The message says why; `column` says where, if known."""
 
     def __init__(self, reason: str, column: int | None = None) -> None:
         super().__init__(reason)
@@ -41,7 +40,7 @@ class InvalidRow(ValueError):
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Cut at the first line end after each multiple of `size`; what is packed is read from its beginning."""
+    """Cut at the first line end after each multiple of `size`; a compressed file is one piece."""
     total = os.path.getsize(file)
     if total <= size or is_compressed(file):
         return [Piece(file, name)]
@@ -58,18 +57,18 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 
 def _line_end(stream: Any, start: int, size: int) -> tuple[int, int]:
-    """Where the line at `start + size` ends, and how many lines there are up to it."""
+    """Return where the line at `start + size` ends, and the number of lines up to there."""
     stream.seek(start)
     lines, left = 0, size
     while left:
         block = stream.read(min(left, _BLOCK))
-        if not block:  # the file is shorter than when it was measured
+        if not block:  # the file was truncated meanwhile
             return start + size - left, lines
         lines, left = lines + block.count(b"\n"), left - len(block)
     if block.endswith(b"\n"):
         return start + size, lines
     stop = start + size
-    # In short steps: the line may be longer than the memory.
+    # In blocks: the line may be longer than the memory.
     while rest := stream.readline(_BLOCK):
         stop += len(rest)
         if rest.endswith(b"\n"):
@@ -78,43 +77,44 @@ def _line_end(stream: Any, start: int, size: int) -> tuple[int, int]:
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    name, place, limit = piece.name, piece.location, compressed.LINE_LIMIT
+    """Yield the rows of a piece."""
+    name, location, limit = piece.name, piece.location, compression.LINE_LIMIT
     with open_decompressed(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
         length = None if piece.stop is None else piece.stop - piece.start
-        for number, raw in enumerate(compressed.iter_lines(stream, length), start=piece.line + 1):
-            key, where = f"{name}:{number}", f"{place}, line {number}"
+        for number, raw in enumerate(compression.iter_lines(stream, length), start=piece.line + 1):
+            key, where = f"{name}:{number}", f"{location}, line {number}"
             if len(raw) > limit and not raw.endswith(b"\n"):
-                yield BadRecord(key, where, f"longer than {limit:,} bytes; is it one line of JSON per row?")
+                yield BadRecord(key, where, f"longer than {limit:,} bytes; write one JSON object per line")
                 continue
             try:
                 yield Record(key, where, parse_row(raw.decode()))
             except (ValueError, RecursionError) as error:
                 if not raw.isspace():
-                    reason = _reason(raw, error)
+                    reason = _explain(raw, error)
                     column = reason.column
                     yield BadRecord(key, where if column is None else f"{where}, column {column}", str(reason))
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise InvalidRow(f"key {twice!r} stands twice in one object")
+        (repeated, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise InvalidRow(f"key {repeated!r} occurs twice in one object")
     return fields
 
 
 decode = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique).raw_decode
-"""(value, end) of the JSON at the beginning of a text, or at an index; no white space before it."""
+"""(text, index) to (value, end) of the JSON value that begins there; white space before it is an error."""
 
 
 def parse_row(text: str) -> dict[str, Any]:
-    """The object a text holds, read strictly: no constants outside JSON, no key twice, no half characters."""
+    """Parse one JSON object strictly: NaN and Infinity, repeated keys and lone surrogates raise ValueError."""
     text = text.strip(" \t\r\n")
     fields, end = decode(text)
     if end != len(text):
@@ -124,25 +124,25 @@ def parse_row(text: str) -> dict[str, Any]:
 
 
 def check_row(fields: Any, text: str, start: int = 0, end: int = sys.maxsize) -> None:
-    """That what was read from `text[start:end]` is an object of whole characters."""
+    """Raise InvalidRow unless the value read from `text[start:end]` is an object without lone surrogates."""
     if type(fields) is not dict:
         raise InvalidRow(f"a row must be an object such as {EXAMPLE_ROW}, not {type(fields).__name__}")
     if text.find("\\", start, end) != -1 and _SURROGATE.search(text, start, end):
-        _no_half_pair(fields)
+        _check_surrogates(fields)
 
 
-def _no_half_pair(fields: dict[str, Any]) -> None:
+def _check_surrogates(fields: dict[str, Any]) -> None:
     for key, value in fields.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if half := _HALF_PAIR.search(text):
-            place = f" at character {half.start()}" if text is value else ""
-            raise InvalidRow(f"field {key!r} has half a surrogate pair ({half.group()!r}){place}")
+            position = f" at character {half.start()}" if text is value else ""
+            raise InvalidRow(f"field {key!r} has half a surrogate pair ({half.group()!r}){position}")
         if _HALF_PAIR.search(key):
             raise InvalidRow(f"key {key!r} has half a surrogate pair")
 
 
-def _reason(raw: bytes, error: Exception) -> InvalidRow:
-    """What is wrong with a line that could not be read, told once it is known that something is."""
+def _explain(raw: bytes, error: Exception) -> InvalidRow:
+    """Return what is wrong with a line that could not be parsed."""
     if raw.startswith(b"\xef\xbb\xbf"):
         return InvalidRow("starts with a byte order mark; save the file as UTF-8 without one")
     if is_utf16(raw):
@@ -157,19 +157,21 @@ def _reason(raw: bytes, error: Exception) -> InvalidRow:
 
 
 def explain_json_error(error: Exception, text: str) -> InvalidRow:
-    """An error of the JSON reader in our words. The column counts characters from the beginning of the text."""
+    """Turn an error of the JSON parser into an InvalidRow. The column counts characters from the beginning of the text."""
     if isinstance(error, json.JSONDecodeError):
         before = len(text) - len(text.lstrip(" \t\r\n"))
-        return InvalidRow(f"no valid JSON: {error.msg}", before + error.colno)
+        return InvalidRow(f"invalid JSON: {error.msg}", before + error.colno)
     if isinstance(error, RecursionError):
-        return InvalidRow("no valid JSON: nested too deeply")
-    found = next((match for match in _NO_NUMBER.finditer(text) if match["constant"]), None)
-    return InvalidRow(f"no valid JSON: {error}", None if found is None else found.start() + 1)
+        return InvalidRow("invalid JSON: nested too deeply")
+    constant = next((match for match in _CONSTANT.finditer(text) if match["constant"]), None)
+    return InvalidRow(f"invalid JSON: {error}", None if constant is None else constant.start() + 1)
 
 
 FORMAT = Format(
     kind="jsonl",
-    suffixes=frozenset(f"{suffix}{packing}" for suffix in (".jsonl", ".ndjson") for packing in ("", *PACKINGS)),
+    suffixes=frozenset(
+        f"{suffix}{compression}" for suffix in (".jsonl", ".ndjson") for compression in ("", *COMPRESSION_SUFFIXES)
+    ),
     read=read,
     list_pieces=list_pieces,
 )
@@ -177,7 +179,7 @@ FORMAT = Format(
 
 @final
 class JsonLinesShard(OutputShard):
-    """Whether there are media is told by the first row. A split with media is one file: its rows are small."""
+    """Rows as JSON Lines; if the first row has media, all are written as files. A split with media is then one shard."""
 
     def __init__(self, folder: Path, split: str, number: int) -> None:
         self._folder = folder / split
@@ -187,7 +189,7 @@ class JsonLinesShard(OutputShard):
 
     def add(self, record: Record, name: str) -> None:
         media = {
-            field: found for field, value in record.fields.items() if (found := encode_medium(field, value, record))
+            field: encoded for field, value in record.fields.items() if (encoded := encode_medium(field, value, record))
         }
         if self._file is None:
             self._has_media = bool(media)
@@ -196,10 +198,10 @@ class JsonLinesShard(OutputShard):
                 self.path = self._folder / "metadata.jsonl"
             self._file = self.path.open("wb")
         if media and not self._has_media:
-            raise DataError(f"{record.where}: has {', '.join(media)}, and the rows before it have no media")
+            raise DataError(f"{record.where}: has media ({', '.join(media)}), but the rows before it have none")
         row: dict[str, Any] = {}
         for number, (field, (suffix, data)) in enumerate(media.items()):
-            # Names have no dot, so this is no other row's file.
+            # Names have no dot, so this cannot be the file of another row.
             file = f"{name}.{suffix}" if number == 0 else f"{name}.{number}.{suffix}"
             with (self._folder / file).open("xb") as out:
                 out.write(data)

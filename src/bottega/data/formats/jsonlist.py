@@ -1,4 +1,4 @@
-"""One JSON list of objects in a file, or {"data": [...]}: read whole, one element after the other."""
+"""JSON files that hold one list of objects, or {"data": [...]}: loaded whole and parsed element by element."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import NoReturn, final
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.compression import SUFFIXES as PACKINGS
-from bottega.data.formats.compression import open_decompressed
+from bottega.data.formats.compression import COMPRESSION_SUFFIXES, open_decompressed
 from bottega.data.formats.jsonlines import EXAMPLE_ROW, InvalidRow, check_row, decode, explain_json_error
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.archive_members import read_up_to
 from bottega.data.records.record import ENCODING_HINT, BadRecord, Record
 
-LARGEST = 256 << 20
-"""Of unpacked text. One rare character makes each of its characters four bytes in memory, and the rows are there twice."""
+MAX_BYTES = 256 << 20
+"""Of decompressed text. One rare character makes every character four bytes in memory, and rows are in memory twice."""
 _SPACE = re.compile(r"[ \t\r\n]*")
-# Finds the end of an element that is JSON but no row of ours, so that the next one is read.
+# Finds the end of an element that is JSON but not a valid row, so that reading can go on behind it.
 _lenient = json.JSONDecoder().raw_decode
 
 
@@ -34,7 +33,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
             check_row(fields, text.all, start, end)
             yield Record(key, where, fields)
         except json.JSONDecodeError as error:
-            text.wrong(error.pos, error.msg)
+            text.fail(error.pos, error.msg)
         except (ValueError, RecursionError) as error:
             if text.at == start:
                 text.skip()
@@ -44,16 +43,16 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 @final
 class _Text:
-    """The file and how far it is read."""
+    """The text of a file and a position in it."""
 
     def __init__(self, piece: Piece) -> None:
         self.file, self.at = piece.file, 0
         with open_decompressed(piece.file) as stream:
-            raw = read_up_to(stream, LARGEST + 1)
-        if len(raw) > LARGEST:
+            raw = read_up_to(stream, MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
             raise DataError(
-                f"{self.file} is larger than {LARGEST / 2**20:g} MiB, and a JSON list is read whole; "
-                f"convert it to JSON lines, a row such as {EXAMPLE_ROW} on each"
+                f"{self.file} is larger than {MAX_BYTES / 2**20:g} MiB, the most for a JSON list, which is loaded whole; "
+                f"convert it to JSON Lines, a row such as {EXAMPLE_ROW} on each line"
             )
         if raw.startswith(b"\xef\xbb\xbf"):
             raise DataError(f"{self.file} starts with a byte order mark; save the file as UTF-8 without one")
@@ -68,7 +67,7 @@ class _Text:
         self._counted, self._lines = 0, 1
 
     def line(self, position: int) -> int:
-        """Of a position no earlier than the last one asked for."""
+        """Return the line number of a position, which must not lie before that of the last call."""
         self._lines += self.all.count("\n", self._counted, position)
         self._counted = position
         return self._lines
@@ -77,38 +76,38 @@ class _Text:
         return position - self.all.rfind("\n", 0, position)
 
     def next(self) -> str:
-        """The next character that is no white space; `at` stands on it."""
-        found = _SPACE.match(self.all, self.at)
-        assert found is not None
-        self.at = found.end()
+        """Move to the next character that is not white space, and return it; empty at the end."""
+        space = _SPACE.match(self.all, self.at)
+        assert space is not None
+        self.at = space.end()
         return self.all[self.at : self.at + 1]
 
     def take(self, expected: str) -> str:
-        """One of the characters expected, passed over."""
-        found = self.next()
-        if not found or found not in expected:
-            self.wrong(
-                self.at, f"expected {' or '.join(expected)}" + (f", got {found!r}" if found else ", not the end")
-            )
+        """Consume one of the expected characters, and return it."""
+        character = self.next()
+        if not character or character not in expected:
+            got = f"got {character!r}" if character else "not the end"
+            self.fail(self.at, f"expected {' or '.join(expected)}, {got}")
         self.at += 1
-        return found
+        return character
 
     def skip(self) -> None:
-        """Passes over a value of whatever kind."""
+        """Skip one JSON value of any kind."""
         try:
             _, self.at = _lenient(self.all, self.at)
         except json.JSONDecodeError as error:
-            self.wrong(error.pos, error.msg)
+            self.fail(error.pos, error.msg)
         except (ValueError, RecursionError) as error:
-            self.wrong(self.at, "nested too deeply" if isinstance(error, RecursionError) else str(error))
+            self.fail(self.at, "nested too deeply" if isinstance(error, RecursionError) else str(error))
 
-    def wrong(self, position: int, reason: str) -> NoReturn:
+    def fail(self, position: int, reason: str) -> NoReturn:
+        """Raise DataError for the whole file: what follows cannot be parsed."""
         line = self.all.count("\n", 0, position) + 1
-        raise DataError(f"{self.file}, line {line}, column {self.column(position)}: no valid JSON: {reason}")
+        raise DataError(f"{self.file}, line {line}, column {self.column(position)}: invalid JSON: {reason}")
 
 
 def _elements(text: _Text) -> Iterator[int]:
-    """Where each element begins; whoever asks for the next has passed over the last."""
+    """Yield where each element begins; the caller moves `text.at` behind it before it asks for the next."""
     if text.next() == "{":
         _enter_data(text)
     if text.next() != "[":
@@ -127,7 +126,7 @@ def _elements(text: _Text) -> Iterator[int]:
 
 
 def _enter_data(text: _Text) -> None:
-    """To the value of the key `data` of the object that begins here."""
+    """Move to the value of the key `data` of the object that begins here."""
     text.at += 1
     while text.next() == '"':
         key, text.at = _lenient(text.all, text.at)
@@ -139,8 +138,10 @@ def _enter_data(text: _Text) -> None:
         if text.take(",}") == "}":
             if not text.next():
                 break
-            text.wrong(text.at, "an object is followed by more; set kind: jsonl if each line is a row")
+            text.fail(text.at, "more text after the first object; set kind: jsonl if each line is a row")
     raise DataError(f'{text.file} is one object without "data"; expected a list of objects or {{"data": [...]}}')
 
 
-FORMAT = Format(kind="json", suffixes=frozenset(f".json{packing}" for packing in ("", *PACKINGS)), read=read)
+FORMAT = Format(
+    kind="json", suffixes=frozenset(f".json{compression}" for compression in ("", *COMPRESSION_SUFFIXES)), read=read
+)

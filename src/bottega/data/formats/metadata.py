@@ -1,7 +1,7 @@
-"""The table beside media: which one describes a file, and its rows by the names it has for the files.
+"""Metadata tables of media files: which table describes a file, and its rows by file name.
 
-It is read by the reader of its own kind, as strictly as data is. Only what a table without a header may mean is decided
-here, because it must name files.
+A table is read by the reader of its own format, as strictly as data is. Only the columns of a table without a header are
+decided here, since one of them must name the files.
 """
 
 from __future__ import annotations
@@ -23,43 +23,45 @@ from bottega.data.records.record import BadRecord, Record
 
 TABLES = tuple(f"metadata.{suffix}" for suffix in ("csv", "tsv", "psv", "jsonl", "json", "parquet"))
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "id")
-# What the columns of a table without a header are where bars divide it, as in LJSpeech.
-BARRED = ("id", "text", "normalised")
+# Columns of a pipe-separated table without a header, as in LJSpeech.
+PIPE_COLUMNS = ("id", "text", "normalised")
 FORMATS = (jsonlines.FORMAT, jsonlist.FORMAT, columns.PARQUET, columns.ARROW)
 _FIRST_LINE = 1 << 20
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """A table of descriptions: the rows of each file, by the name the table has for it."""
+    """The rows of a metadata table by the file name each gives."""
 
     path: Path
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     first_records: dict[str, Record] = field(default_factory=dict)
-    """Where each name is first."""
+    """The first record of each name, without its fields, for messages."""
     bad: list[BadRecord] = field(default_factory=list)
 
     def candidate_names(self, file: str) -> Iterator[str]:
-        """What the table may call this file, the most exact first: with its folders or not, with its suffix or not."""
+        """Yield the names a table may use for this file, the most exact first: with or without folders and suffix."""
         path = PurePosixPath(file)
         yield from dict.fromkeys((file, path.name, path.with_suffix("").as_posix(), path.stem))
 
     def find_rows(self, file: str) -> list[dict[str, Any]] | None:
+        """Return the rows about a file, or None."""
         name = next((name for name in self.candidate_names(file) if name in self.rows), None)
         if name is None:
             return None
-        # A row for a.png is not about x/a.png where a.png is there as well.
+        # A row for a.png is not about x/a.png if a.png exists as well.
         belongs = name == file or "/" not in file or not (self.path.parent / name).is_file()
         return self.rows[name] if belongs else None
 
     def add(self, record: Record | BadRecord) -> None:
+        """Add one row of the table; a row that names no file is a bad record."""
         if isinstance(record, BadRecord):
             self.bad.append(record)
             return
         row = record.fields
         column = next((name for name in FILE_COLUMNS if name in row), None)
         if column is None or not isinstance(row[column], str) or not row[column]:
-            reason = f"names no file: expected text in one of {', '.join(FILE_COLUMNS)}"
+            reason = f"names no file; expected a file name in one of {', '.join(FILE_COLUMNS)}"
             self.bad.append(BadRecord(record.key, record.where, reason))
             return
         name = row[column].removeprefix("./")
@@ -68,13 +70,14 @@ class Metadata:
 
 
 def find_table_in(folder: Path) -> Path | None:
+    """Return the metadata table in a folder, or None."""
     try:
-        written = os.stat(folder).st_mtime_ns
+        modified = os.stat(folder).st_mtime_ns
     except OSError:
         return None
-    # Asked for every file of a folder. One that changed just now may change again without a later time.
-    is_settled = written + RACY_NS <= time.time_ns()
-    names = _settled_tables(str(folder), written) if is_settled else _tables_in(str(folder))
+    # Called for every file of a folder, hence cached; but a recent change may be followed by one with the same mtime.
+    is_stable = modified + RACY_NS <= time.time_ns()
+    names = _cached_tables_in(str(folder), modified) if is_stable else _tables_in(str(folder))
     return next((folder / name for name in names if _is_table(folder / name)), None)
 
 
@@ -83,22 +86,22 @@ def _tables_in(folder: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _settled_tables(folder: str, written: int) -> tuple[str, ...]:
+def _cached_tables_in(folder: str, modified: int) -> tuple[str, ...]:
     return _tables_in(folder)
 
 
 def _is_table(path: Path) -> bool:
-    # A metadata.json is often one object about the whole data set.
+    # metadata.json is often one object about the whole dataset.
     return path.suffix != ".json" or compression.read_head(path, 4096).lstrip()[:1] == b"["
 
 
 def find_table(file: Path, root: Path, source: Source) -> Path | None:
-    """The table that describes a file: the recipe's, or the nearest one from its folder up to the root."""
+    """Return the table that describes a file: the recipe's, or the nearest one from its folder up to the root."""
     if source.metadata is not None:
-        named = Path(source.metadata).expanduser()
-        path = next((path for path in (root / named, named) if path.is_file()), None)
+        given = Path(source.metadata).expanduser()
+        path = next((path for path in (root / given, given) if path.is_file()), None)
         if path is None:
-            raise DataError(f"{root / named} does not exist; metadata names a table beside the files")
+            raise DataError(f"{root / given} does not exist; metadata must be the path of a table about the files")
         return path
     folder = file.parent
     while True:
@@ -109,6 +112,7 @@ def find_table(file: Path, root: Path, source: Source) -> Path | None:
 
 
 def load_metadata(file: Path, root: Path, source: Source) -> Metadata | None:
+    """Return the table that describes a file, read once per process, or None."""
     path = find_table(file, root, source)
     if path is None:
         return None
@@ -119,7 +123,7 @@ def load_metadata(file: Path, root: Path, source: Source) -> Metadata | None:
 
 @lru_cache(maxsize=8)
 def _cached(piece: Piece, time: int, size: int, delimiter: str | None, names: tuple[str, ...] | None) -> Metadata:
-    """Read once by each process: a record is one file, and the table describes all of them."""
+    """Read a table once per process: each file is a record of its own, and the table describes all of them."""
     source = Source(path=str(piece.file), delimiter=delimiter, columns=names)
     metadata = Metadata(piece.file)
     for record in _records(piece, source):
@@ -146,17 +150,17 @@ def _layout(file: Path, source: Source) -> table.Layout:
         return table.Layout(delimiter, table.parse_header(first, file), has_header=True)
     if delimiter != "|":
         raise DataError(
-            f"{file}, line 1: none of the columns is called {', '.join(FILE_COLUMNS[:-1])} or id; add a header, or "
+            f"{file}, line 1: no column is named {', '.join(FILE_COLUMNS[:-1])} or id; add a header, or "
             "name the columns with data.train.columns"
         )
-    names = [BARRED[at] if at < len(BARRED) else f"column_{at + 1}" for at in range(len(cells))]
+    names = [PIPE_COLUMNS[at] if at < len(PIPE_COLUMNS) else f"column_{at + 1}" for at in range(len(cells))]
     return table.Layout(delimiter, names, has_header=False)
 
 
 def _delimiter(file: Path) -> str:
     with compression.open_decompressed(file) as stream:
         first = stream.readline(_FIRST_LINE)
-    # A comma is usual in a text between tabs or bars, never the other way round.
+    # Text between tabs or pipes often has commas, never the other way round.
     return next(
         (mark for mark in "\t|" if mark.encode() in first), max(",;", key=lambda mark: first.count(mark.encode()))
     )

@@ -1,4 +1,4 @@
-"""How one kind of data is read: what marks its files, how they are cut for several processes, and the records in them."""
+"""The interface of a file format: the suffixes of its files, how they are cut into pieces, and the records of a piece."""
 
 from __future__ import annotations
 
@@ -11,47 +11,47 @@ from typing import NamedTuple
 from bottega.config.data import Source
 from bottega.data.records.record import BadRecord, Record
 
-# A file may have any bytes for a name. Python keeps those that are no UTF-8 as lone surrogates, which nothing can encode.
+# A file name may hold any bytes. Python keeps those that are not UTF-8 as lone surrogates, which cannot be encoded.
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def make_printable(name: str) -> str:
-    """A name in characters that can be shown on a line and encoded: b"caf\\xe9" is caf\\udce9."""
-    return _UNPRINTABLE.sub(lambda found: ascii(found.group())[1:-1], name)
+    """Return `name` with control characters and lone surrogates escaped: b"caf\\xe9" becomes caf\\udce9."""
+    return _UNPRINTABLE.sub(lambda match: ascii(match.group())[1:-1], name)
 
 
 class Piece(NamedTuple):
-    """What one process reads in one go. Pieces are in order, and together they are all records exactly once."""
+    """A range of one file that a process reads at once. The pieces of a source, in order, cover each record exactly once."""
 
     file: Path
     name: str
-    """The file relative to the root of its source; record keys begin with it."""
+    """Path of the file relative to the root of its source; the prefix of its record keys."""
     start: int = 0
     stop: int | None = None
-    """A range of the file, in bytes or rows as the format counts; None is its end."""
+    """Bytes, rows or groups, as the format counts; None is the end of the file."""
     line: int = 0
-    """Lines before `start`, so that a bad one is named by its number in the file."""
+    """Number of lines or rows before `start`, so that messages can give positions in the whole file."""
 
     @property
     def location(self) -> str:
-        """The file, for people; `where` of its records begins with it."""
+        """Printable path of the file; the beginning of `where` of its records."""
         return make_printable(str(self.file))
 
 
 def whole_file(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """For files that can only be read from their beginning."""
+    """Return the file as one piece, for formats that can only be read from the beginning."""
     return [Piece(file, name)]
 
 
 @dataclass(frozen=True)
 class Format:
-    """One kind. `read` yields records and bad ones in file order, in little memory, and never runs anything it reads."""
+    """A file format. `read` yields the records of a piece in file order, in bounded memory, and never executes content."""
 
     kind: str
     suffixes: frozenset[str]
-    """Lower case with the dot, compression included: .jsonl, .jsonl.gz."""
+    """In lower case with the dot and any compression: .jsonl, .jsonl.gz."""
     read: Callable[[Piece, Source], Iterator[Record | BadRecord]]
     list_pieces: Callable[[Path, str, Source, int], list[Piece]] = whole_file
-    """(file, name, source, size): pieces of about `size` bytes."""
+    """(file, name, source, size) to pieces of about `size` bytes."""
     is_media: bool = False
-    """Bad records are skipped by default, up to data.max_bad."""
+    """Whether bad records are skipped by default, up to data.max_bad."""

@@ -1,7 +1,7 @@
-"""What lies in a cloud or behind an address is copied once, whole, and read from there.
+"""Remote data (object stores, HTTP) is downloaded once, whole, to the cache, and read from there.
 
-The copy lies under the hash of the address and of what the store itself says about each file (its tag or checksum, size,
-time), so another version is another copy. Addresses are shown without what may be a secret in them.
+The cache key is the hash of the URL and of the store's own metadata of each file (etag or checksum, size, time), so
+another version is another copy. Messages show URLs without credentials.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bottega.core.errors import BottegaError, DataError, EnvironmentProblem, Usa
 from bottega.data.formats.files import expand_ranges
 from bottega.data.tables.cache import default_cache, get_or_build
 
-# Packages, by scheme; there is no other scheme, because some of fsspec's run commands or unpack archives.
+# Packages by scheme. Other schemes of fsspec are not allowed: some run commands or unpack archives.
 SCHEMES = {
     "s3": "s3fs",
     "gs": "gcsfs",
@@ -32,7 +32,7 @@ SCHEMES = {
     "memory": "fsspec",
     "file": "fsspec",
 }
-# What stores call the version of a file.
+# Keys under which stores give the version of a file.
 VERSION = (
     "etag",
     "e_tag",
@@ -48,28 +48,28 @@ VERSION = (
 TIME = ("lastmodified", "last_modified", "mtime", "updated", "created")
 MAX_FILES = 1_000_000
 MAX_UNANNOUNCED = 16 << 30
-"""Bytes of a file whose size the server does not say: it may have no end."""
+"""Limit in bytes for a file whose size the server does not give: it may be endless."""
 SPARE = 1 << 30
-"""Bytes of disk that a copy leaves to others; of a small one a twentieth."""
+"""Bytes of disk that a download leaves free; on a small disk a twentieth of it."""
 SILENT_SECONDS = 60.0
-"""How long a server may say nothing before it is given up; how long it takes in all does not matter."""
+"""Seconds without data after which a download is given up; the total time is not limited."""
 DATA = "data"
 
 
 def download(address: str) -> Path:
-    """The copy: a file, or the folder that holds those of a folder or a pattern."""
+    """Download a URL and return the local copy: a file, or a folder for a folder or a pattern."""
     address = restore_credentials(address)
     scheme = address.partition("://")[0].lower()
     if scheme not in SCHEMES:
         raise UsageError(
-            f"{strip_credentials(address)}: addresses begin with {', '.join(f'{name}://' for name in SCHEMES)}"
+            f"{strip_credentials(address)}: unsupported scheme; use one of {', '.join(f'{name}://' for name in SCHEMES)}"
         )
     if scheme == "file":
         return Path(unquote(urlsplit(address).path))
     store, path = _store(address, scheme)
     try:
-        files, is_folder = _listed(store, path, address, is_http=scheme.startswith("http"))
-        entry = _copied(store, files, address)
+        files, is_folder = _list_files(store, path, address, is_http=scheme.startswith("http"))
+        entry = _copy_to_cache(store, files, address)
     except BottegaError:
         raise
     except FileNotFoundError as error:
@@ -94,49 +94,49 @@ def _store(address: str, scheme: str) -> tuple[Any, str]:
 
 
 def _limits(scheme: str) -> dict[str, Any]:
-    """Of HTTP its time-outs: by default the whole of a copy would have to be done in five minutes."""
+    """Return time-outs for HTTP: by default a download would have to finish within five minutes."""
     if not scheme.startswith("http"):
         return {}
     try:
         from aiohttp import ClientTimeout
     except ImportError:
-        return {}  # fsspec says what is missing
+        return {}  # fsspec reports the missing package
     return {"client_kwargs": {"timeout": ClientTimeout(total=None, connect=SILENT_SECONDS, sock_read=SILENT_SECONDS)}}
 
 
 def _unreachable(address: str, error: Exception) -> NoReturn:
-    # The kind of the error alone: its text may hold a signed address or a key.
+    # Only the type of the error: its text may hold a signed URL or a key.
     public = strip_credentials(address)
-    # A run that goes on, or is evaluated, knows its addresses without them.
-    again = "; a signature or password is never written down, so give it again in data.train.path or --data"
+    # A resumed or evaluated run has its URLs without credentials.
+    again = "; signatures and passwords are never stored, so give them again in data.train.path or --data"
     raise EnvironmentProblem(
         f"{public} cannot be reached ({type(error).__name__}); check the network and your credentials for it"
         f"{again if public == address and address.startswith('http') else ''}"
     ) from error
 
 
-def _listed(store: Any, path: str, address: str, *, is_http: bool) -> tuple[dict[str, dict[str, Any]], bool]:
-    """What the store says about each file, by its name relative to the folder; and whether there is a folder."""
-    if is_http:  # a server does not list its folders
+def _list_files(store: Any, path: str, address: str, *, is_http: bool) -> tuple[dict[str, dict[str, Any]], bool]:
+    """Return the store's metadata of each file by its name relative to the folder, and whether there is a folder."""
+    if is_http:  # HTTP has no listing of folders
         return {_safe(PurePosixPath(urlsplit(path).path).name, address): store.info(path)}, False
     is_pattern = any(mark in path for mark in "*?[{")
     is_folder = not is_pattern and store.isdir(path)
     if is_pattern:
-        found = {name: info for pattern in expand_ranges(path) for name, info in _matches(store, pattern, address)}
-        root = _common(list(found))
+        infos = {name: info for pattern in expand_ranges(path) for name, info in _matches(store, pattern, address)}
+        root = _common(list(infos))
     elif is_folder:
         root = path.rstrip("/")
-        found = {name: info for name, info in store.find(path, detail=True).items() if info["type"] == "file"}
+        infos = {name: info for name, info in store.find(path, detail=True).items() if info["type"] == "file"}
     else:
         root = path.rpartition("/")[0]
-        found = {path: store.info(path)}
-    if not found:
+        infos = {path: store.info(path)}
+    if not infos:
         raise DataError(f"{strip_credentials(address)} is empty")
-    if len(found) > MAX_FILES:
+    if len(infos) > MAX_FILES:
         raise DataError(
-            f"{strip_credentials(address)} holds {len(found):,} files, more than {MAX_FILES:,}; pack them as shards"
+            f"{strip_credentials(address)} holds {len(infos):,} files, more than {MAX_FILES:,}; pack them into shards"
         )
-    named = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(found.items())}
+    named = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(infos.items())}
     return named, is_pattern or is_folder
 
 
@@ -145,7 +145,7 @@ def _matches(store: Any, pattern: str, address: str) -> list[tuple[str, dict[str
         matches = [(name, info) for name, info in store.glob(pattern, detail=True).items() if info["type"] == "file"]
     except ValueError as error:
         raise UsageError(
-            f"{strip_credentials(address)} is not a valid pattern; ** stands alone between slashes"
+            f"{strip_credentials(address)} is not a valid pattern; write ** alone between slashes"
         ) from error
     if not matches:
         raise DataError(f"no file matches {strip_credentials(address)}")
@@ -153,7 +153,7 @@ def _matches(store: Any, pattern: str, address: str) -> list[tuple[str, dict[str
 
 
 def _common(names: list[str]) -> str:
-    """The folder that all of them are in."""
+    """Return the common parent folder of the names."""
     folders = [name.split("/")[:-1] for name in names]
     first, last = min(folders), max(folders)
     same = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), None)
@@ -161,33 +161,33 @@ def _common(names: list[str]) -> str:
 
 
 def _safe(name: str, address: str) -> str:
-    """A name that stays below the folder it is joined to; stores take any text for a name."""
+    """Return a name that stays below the folder it is joined to, or raise DataError; stores allow any text as a name."""
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
         raise DataError(f"{strip_credentials(address)} holds a file named {name!r}, which cannot be copied to a folder")
     return name
 
 
-def _copied(store: Any, files: dict[str, dict[str, Any]], address: str) -> Path:
+def _copy_to_cache(store: Any, files: dict[str, dict[str, Any]], address: str) -> Path:
     versions = {name: _version(store, info, address) for name, info in files.items()}
     key = hashlib.sha256(json.dumps([strip_credentials(address), versions], sort_keys=True).encode()).hexdigest()[:32]
-    # In a folder of its own: what the cache writes down about the entry is no data.
+    # In a sub-folder: the manifest of the cache entry is not data.
     return (
         get_or_build(default_cache() / "remote", key, lambda folder: _copy(store, files, folder / DATA, address)) / DATA
     )
 
 
 def _version(store: Any, info: dict[str, Any], address: str) -> list[str]:
-    said = {name.lower().replace("-", "_"): str(value) for name, value in info.items() if value is not None}
-    tags = [f"{name}={said[name]}" for name in (*VERSION, *TIME) if name in said]
+    fields = {name.lower().replace("-", "_"): str(value) for name, value in info.items() if value is not None}
+    tags = [f"{name}={fields[name]}" for name in (*VERSION, *TIME) if name in fields]
     if not tags and urlsplit(address).scheme not in ("http", "https"):
         tags = [store.ukey(info["name"])]
-    if not tags:  # then the query may be what tells two files apart
+    if not tags:  # the query may be all that distinguishes two files
         tags = [hashlib.sha256(urlsplit(address).query.encode()).hexdigest()]
-    return [f"size={said.get('size')}", *tags]
+    return [f"size={fields.get('size')}", *tags]
 
 
 def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: str) -> None:
-    # Half of a file may have its size already, so what a process left that was interrupted is not trusted.
+    # A partial file may already have its full size, so the leftovers of an interrupted process are not reused.
     shutil.rmtree(folder, ignore_errors=True)
     for name, info in files.items():
         file = folder / name
@@ -196,21 +196,21 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
         room = disk.free - min(SPARE, disk.total // 20)
         if size is not None and size > room:
             raise EnvironmentProblem(
-                f"{strip_credentials(address)}: {name} has {size:,} bytes, and {default_cache() / 'remote'} has room for "
+                f"{strip_credentials(address)}: {name} has {size:,} bytes, but {default_cache() / 'remote'} has room for "
                 f"{max(0, room):,}; free some space, or set XDG_CACHE_HOME to a larger disk"
             )
-        most = size if size is not None else min(MAX_UNANNOUNCED, room)
+        limit = size if size is not None else min(MAX_UNANNOUNCED, room)
         try:
-            store.get_file(info["name"], str(file), callback=_meter(most))
+            store.get_file(info["name"], str(file), callback=_byte_limit(limit))
         except _TooLong:
             reason = (
                 f"sends more than the {size:,} bytes it announced; try again"
                 if size is not None
-                else f"has sent {most:,} bytes and does not say how many there are; copy it by hand, and name the copy"
+                else f"has sent {limit:,} bytes and does not announce its size; download it by hand, and give the path"
             )
             raise DataError(f"{strip_credentials(address)}: {name} {reason}") from None
         except FileNotFoundError as error:
-            raise DataError(f"{strip_credentials(address)}: {name} does not exist any more; try again") from error
+            raise DataError(f"{strip_credentials(address)}: {name} no longer exists; try again") from error
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise EnvironmentProblem(
@@ -221,27 +221,27 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
         copied = file.stat().st_size
         if size is not None and copied != size:
             raise DataError(
-                f"{strip_credentials(address)}: {name} has {copied:,} of {size:,} bytes after copying; try again"
+                f"{strip_credentials(address)}: {name} has {copied:,} of {size:,} bytes after the download; try again"
             )
 
 
 class _TooLong(Exception):
-    """More has come than may."""
+    """More bytes arrived than allowed."""
 
 
-def _meter(most: int) -> Any:
-    """For fsspec, which calls it with every piece that it has written: an end to what has none."""
+def _byte_limit(limit: int) -> Any:
+    """Return an fsspec callback that raises _TooLong once more than `limit` bytes are written."""
     from fsspec.callbacks import Callback
 
-    class Meter(Callback):
+    class ByteLimit(Callback):
         def relative_update(self, inc: int = 1) -> None:
             super().relative_update(inc)
-            if self.value > most:
+            if self.value > limit:
                 raise _TooLong
 
         def absolute_update(self, value: int) -> None:
             super().absolute_update(value)
-            if self.value > most:
+            if self.value > limit:
                 raise _TooLong
 
-    return Meter()
+    return ByteLimit()

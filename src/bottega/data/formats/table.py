@@ -1,4 +1,4 @@
-"""Tables in text: commas, semicolons, tabs or bars between the cells, with or without a header. Cells are text."""
+"""CSV and its relatives: cells separated by commas, semicolons, tabs or pipes, with or without a header. Cells are text."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import BinaryIO, NamedTuple, final
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError, UsageError
-from bottega.data.formats import compression as compressed
-from bottega.data.formats.compression import SUFFIXES as PACKINGS
-from bottega.data.formats.compression import open_decompressed
+from bottega.data.formats import compression
+from bottega.data.formats.compression import COMPRESSION_SUFFIXES, open_decompressed
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.record import ENCODING_HINT, BadRecord, Record, is_utf16
 
@@ -22,27 +21,31 @@ CANDIDATES = ",\t;|"
 SAMPLE_ROWS = 100
 SAMPLE_BYTES = 1 << 20
 SAMPLE_CELL = 1 << 10
-"""Characters that are kept of a cell: enough to tell names, numbers and text apart."""
-LONGEST_NAME = 64
+"""Characters of a cell in the sample: enough to tell names, numbers and text apart."""
+MAX_NAME_LENGTH = 64
 """Of a column; a first row with a longer cell is data."""
 
-READ_AGAIN = 1 << 30
-"""So many bytes may be read twice because of quotation marks that do not match; a hostile file would ask for each."""
+MAX_REREAD_BYTES = 1 << 30
+"""Bytes that may be read again after unmatched quotation marks; a hostile file would make that quadratic."""
 
 _NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
 
 
 class Layout(NamedTuple):
+    """Delimiter and column names of a table."""
+
     delimiter: str
     names: list[str]
     has_header: bool
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the rows of a table whose layout is detected."""
     return read_with_layout(piece, detect_layout(piece.file, source))
 
 
 def read_with_layout(piece: Piece, layout: Layout) -> Iterator[Record | BadRecord]:
+    """Yield the rows of a table of a known layout."""
     with open_decompressed(piece.file) as stream:
         is_header = layout.has_header
         for line, cells in _rows(_Lines(stream, piece.file), layout.delimiter):
@@ -52,54 +55,55 @@ def read_with_layout(piece: Piece, layout: Layout) -> Iterator[Record | BadRecor
             elif is_header:
                 is_header = False
             elif len(cells) != len(layout.names):
-                yield BadRecord(key, where, f"has {len(cells)} columns, and {len(layout.names)} are expected")
+                yield BadRecord(key, where, f"has {len(cells)} columns; expected {len(layout.names)}")
             else:
                 yield Record(key, where, dict(zip(layout.names, cells, strict=True)))
 
 
 def detect_layout(file: Path, source: Source) -> Layout:
-    """How the cells of a table are divided and called."""
+    """Detect the delimiter, the header and the column names of a table."""
     delimiter = explicit_delimiter(file, source) or _delimiter(file)
     sample = _sample(file, delimiter)
     if not sample:
         return Layout(delimiter, [], has_header=False)
     if source.columns is not None:
-        named = list(source.columns)
-        return Layout(delimiter, named, has_header=[cell.strip() for cell in sample[0]] == named)
+        names = list(source.columns)
+        return Layout(delimiter, names, has_header=[cell.strip() for cell in sample[0]] == names)
     if _is_data(sample):
-        return Layout(delimiter, _invented(sample), has_header=False)
+        return Layout(delimiter, _default_names(sample), has_header=False)
     return Layout(delimiter, parse_header(sample[0], file), has_header=True)
 
 
 def parse_header(header: list[str], file: Path) -> list[str]:
+    """Return the column names of a header row; an empty cell is named by its number."""
     names = [cell.strip() or f"column_{at}" for at, cell in enumerate(header)]
     if len(set(names)) < len(names):
-        (twice, _), *_ = Counter(names).most_common(1)
+        (repeated, _), *_ = Counter(names).most_common(1)
         raise DataError(
-            f"{file}, line 1: two columns are called {twice!r}; name them with columns, or correct the header"
+            f"{file}, line 1: two columns are named {repeated!r}; name them with columns, or correct the header"
         )
     return names
 
 
 def read_first_row(file: Path, delimiter: str) -> list[str] | None:
-    """The cells of the first row that can be read, long ones cut."""
+    """Return the cells of the first readable row, long ones truncated; None for an empty table."""
     return next(iter(_sample(file, delimiter)), None)
 
 
 def explicit_delimiter(file: Path, source: Source) -> str | None:
-    """What the recipe or the suffix says."""
+    """Return the delimiter given by the recipe or the suffix, or None."""
     if source.delimiter in ("\n", "\r", '"', "\0"):
-        raise UsageError(f"delimiter {source.delimiter!r} cannot divide the cells of a row")
+        raise UsageError(f"delimiter {source.delimiter!r} cannot separate the cells of a row; choose another character")
     return source.delimiter or BY_SUFFIX.get(_suffix(file))
 
 
 def _suffix(file: Path) -> str:
     path = Path(file.name.lower())
-    return Path(path.stem).suffix if path.suffix in PACKINGS else path.suffix
+    return Path(path.stem).suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix
 
 
 def _delimiter(file: Path) -> str:
-    """The one that divides the first rows into equally many cells, at least two; the most cells where several do."""
+    """Detect the delimiter: the one that splits the first rows into equally many cells, at least two; of several the one with most cells."""
 
     def agreement(delimiter: str) -> tuple[float, int]:
         widths = [len(cells) for cells in _sample(file, delimiter)]
@@ -111,7 +115,7 @@ def _delimiter(file: Path) -> str:
 
 
 def _sample(file: Path, delimiter: str) -> list[list[str]]:
-    """The first rows that can be read, at least one where there is one."""
+    """Return the first readable rows, at least one if there is one."""
     sample: list[list[str]] = []
     with open_decompressed(file) as stream:
         lines = _Lines(stream, file)
@@ -124,10 +128,10 @@ def _sample(file: Path, delimiter: str) -> list[list[str]]:
 
 
 def _is_data(sample: list[list[str]]) -> bool:
-    """Whether the first row is one of the data. Names are short, differ, are no numbers, and are not among the values."""
+    """Return whether the first row is data. Column names are short, distinct, not numbers, and not among the values."""
     first, rest = sample[0], sample[1:]
     filled = [cell for cell in first if cell.strip()]
-    if any(_NUMBER.fullmatch(cell) or len(cell) > LONGEST_NAME for cell in filled) or len(set(filled)) < len(filled):
+    if any(_NUMBER.fullmatch(cell) or len(cell) > MAX_NAME_LENGTH for cell in filled) or len(set(filled)) < len(filled):
         return True
     for at, cell in enumerate(first):
         column = [row[at] for row in rest if at < len(row)]
@@ -142,7 +146,7 @@ def _shape(cell: str) -> str:
     return re.sub(r"\d+", "0", cell)
 
 
-def _invented(sample: list[list[str]]) -> list[str]:
+def _default_names(sample: list[list[str]]) -> list[str]:
     width = len(sample[0])
     numeric = [
         all(_NUMBER.fullmatch(row[at]) for row in sample if len(row) == width and row[at].strip())
@@ -154,13 +158,13 @@ def _invented(sample: list[list[str]]) -> list[str]:
 
 
 def _rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
-    """(line, cells) of every row that is not empty, or (line, what is wrong); the line is where the row begins.
+    """Yield (line, cells) of every row that is not empty, or (line, error message); the line is the first one of the row.
 
-    After an error reading goes on with the next line: a quotation mark that is never closed costs one row.
+    After an error reading continues with the next line, so that an unclosed quotation mark costs one row.
     """
-    csv.field_size_limit(compressed.LINE_LIMIT)  # of the process; Python's own 128 KiB are too few for a document
+    csv.field_size_limit(compression.LINE_LIMIT)  # of the process; the default of 128 KiB is too small for a document
     while True:
-        # Between tabs and bars a quotation mark is part of the text.
+        # In files separated by tabs or pipes a quotation mark is part of the text.
         if delimiter in "\t|":
             reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
         else:
@@ -172,32 +176,32 @@ def _rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str] | str]
                 lines.begin()
             return
         except (csv.Error, _BadLine) as error:
-            yield lines.row, _reason(error)
+            yield lines.row, _explain(error)
             lines.go_back()
 
 
-def _reason(error: Exception) -> str:
+def _explain(error: Exception) -> str:
     text = str(error)
     if text == "unexpected end of data":
-        return "a quotation mark is opened and never closed"
+        return "a quotation mark is never closed"
     if text.startswith("new-line character"):
         return "has a carriage return within a cell; put such cells in quotation marks"
     if text.endswith("expected after '\"'"):
-        return 'a closing quotation mark is followed by something else; quotation marks within a cell are doubled ("")'
+        return 'text follows a closing quotation mark; double quotation marks within a cell ("")'
     return text
 
 
 class _BadLine(Exception):
-    """A line that is no text."""
+    """A line that is too long or not UTF-8 text."""
 
 
 @final
 class _Lines:
-    """The lines of a stream as text, with the number of the one a row begins in, and back to the one behind it."""
+    """The lines of a stream as text, numbered by row, with a way back to the second line of the current row."""
 
     def __init__(self, stream: BinaryIO, file: Path) -> None:
         self._file = file
-        self._lines = compressed.iter_lines(stream)
+        self._lines = compression.iter_lines(stream)
         self._size = self._read_again = 0
         self.read = 0
         """Bytes so far."""
@@ -214,33 +218,35 @@ class _Lines:
         self._size += len(raw)
         self.read += len(raw)
         number = self.row + len(self._taken) - 1
-        if self._size > compressed.LINE_LIMIT:
-            raise _BadLine(f"longer than {compressed.LINE_LIMIT:,} bytes; is a quotation mark never closed?")
+        if self._size > compression.LINE_LIMIT:
+            raise _BadLine(
+                f"longer than {compression.LINE_LIMIT:,} bytes; look for a quotation mark that is never closed"
+            )
         if number == 1 and is_utf16(raw):
             raise _BadLine(f"the file is UTF-16, not UTF-8; {ENCODING_HINT}")
         if b"\0" in raw:
             raise _BadLine(f"has a NUL byte at column {raw.index(0) + 1} of line {number}")
-        if number == 1:  # Excel begins with a byte order mark
+        if number == 1:  # Excel writes a byte order mark
             raw = raw.removeprefix(b"\xef\xbb\xbf")
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            place = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {number}"
-            raise _BadLine(f"not UTF-8: {place}; {ENCODING_HINT}") from error
+            location = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {number}"
+            raise _BadLine(f"not UTF-8: {location}; {ENCODING_HINT}") from error
 
     def begin(self) -> None:
-        """The next line is the first of a row."""
+        """Start a new row with the next line."""
         self.row += len(self._taken)
         self._size = 0
         self._taken.clear()
 
     def go_back(self) -> None:
-        """To the line behind the one the row began in."""
+        """Go back to the second line of the current row, and start a new row there."""
         again = self._taken[1:]
         self._read_again += sum(map(len, again))
-        if self._read_again > READ_AGAIN:
+        if self._read_again > MAX_REREAD_BYTES:
             raise DataError(
-                f"{self._file}, line {self.row}: its quotation marks do not match; set delimiter, or mend it"
+                f"{self._file}, line {self.row}: too many unmatched quotation marks; set delimiter, or correct the file"
             )
         self._again.extend(reversed(again))
         self._taken = self._taken[:1]
@@ -249,6 +255,8 @@ class _Lines:
 
 FORMAT = Format(
     kind="csv",
-    suffixes=frozenset(f"{suffix}{packing}" for suffix in (".csv", ".tsv", ".psv") for packing in ("", *PACKINGS)),
+    suffixes=frozenset(
+        f"{suffix}{compression}" for suffix in (".csv", ".tsv", ".psv") for compression in ("", *COMPRESSION_SUFFIXES)
+    ),
     read=read,
 )

@@ -1,6 +1,6 @@
-"""WebDataset shards: a sample is consecutive members of one name, each with the suffix that says what it is.
+"""Write WebDataset shards: a sample is consecutive members of one name, each with a suffix for its type.
 
-Times and owners are zero, so the same records are the same bytes.
+Times and owners are zero, so equal records give equal bytes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from bottega.data.records.record import Record
 BLOCK = 512
 LABELS = frozenset(("label", "class", "cls"))
 MEDIUM_NAMES = frozenset(("image", "audio", "video"))
-"""Fields that are named for a medium have only its suffix, as WebDataset's own users write it: 0001.jpg."""
-LARGEST = 10**18
+"""Fields of these names get only the suffix of the medium, as is usual in WebDataset: 0001.jpg."""
+MAX_INTEGER = 10**18
 
 
 @final
 class TarShard(OutputShard):
+    """One tar file being written."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")
@@ -45,35 +47,35 @@ class TarShard(OutputShard):
 
 
 def encode_members(record: Record) -> dict[str, bytes]:
-    """The members of a sample by suffix. Plain values without a suffix of their own stand together in .json."""
+    """Return the members of a sample by suffix. Plain values without a suffix of their own go to .json together."""
     out: dict[str, bytes] = {}
-    together: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for field, value in record.fields.items():
         if not field or re.search(r"[/\\\x00-\x1f\x7f-\x9f]|^\.|\.$", field):
-            raise_field_error(record, field, "a name that cannot be part of a file name")
-        found = _member(field, value, record)
-        if found is None:
-            together[field] = value
+            raise_field_error(record, field, "cannot be part of a file name; rename the field")
+        member = _member(field, value, record)
+        if member is None:
+            plain[field] = value
             continue
         # A row may have both a `text` and a `txt`, or an `image` and a `png`.
-        suffixes, data = found
+        suffixes, data = member
         suffix = next((suffix for suffix in suffixes if suffix not in out), None)
         if suffix is None:
             raise_field_error(
-                record, field, f"there are two members .{suffixes[0]}; field names differ by more than case"
+                record, field, f"a second member .{suffixes[0]}; give fields names that differ by more than case"
             )
         out[suffix] = data
-    if set(together) == {"json"}:
-        together, out["json"] = {}, encode_json(together["json"], record, "json")
-    if together or not out:
+    if set(plain) == {"json"}:
+        plain, out["json"] = {}, encode_json(plain["json"], record, "json")
+    if plain or not out:
         if "json" in out:
-            raise_field_error(record, "json", "the name of what plain values are written to; rename it")
-        out["json"] = encode_json(together, record, ", ".join(together))
+            raise_field_error(record, "json", "is reserved for the member that holds plain values; rename the field")
+        out["json"] = encode_json(plain, record, ", ".join(plain))
     return out
 
 
 def _member(field: str, value: Any, record: Record) -> tuple[tuple[str, ...], bytes] | None:
-    """The suffixes it can have, the best first, and the bytes; None for a plain value that has none."""
+    """Return the possible suffixes of a field, the best first, and its bytes; None for a plain value."""
     name, last = field.lower(), field.lower().rpartition(".")[2]
     medium = encode_medium(field, value, record)
     if medium is not None:
@@ -88,16 +90,16 @@ def _member(field: str, value: Any, record: Record) -> tuple[tuple[str, ...], by
         np.lib.format.write_array(stream, value, allow_pickle=False)
         return (name if last == "npy" else f"{name}.npy",), stream.getvalue()
     if isinstance(value, str) and name in LABELS and re.fullmatch("0|[1-9][0-9]{0,17}", value):
-        return ("cls", f"{name}.cls"), value.encode()  # a number to every reader; the name of a class is a text
-    # Text with a NUL is refused when it is read, and JSON can hold it.
+        return ("cls", f"{name}.cls"), value.encode()  # readers take .cls for a number; class names are text
+    # Text with a NUL is refused on reading; JSON can hold it.
     if isinstance(value, str) and "\0" not in value:
         try:
             data = value.encode()
         except UnicodeEncodeError:
-            raise_field_error(record, field, "half a surrogate pair, which no file can hold")
+            raise_field_error(record, field, "has half a surrogate pair, which cannot be encoded")
         own = ("txt",) if name == "text" else (name,) if last in TEXT_SUFFIXES else ()
         return (*own, f"{name}.txt"), data
-    if isinstance(value, int | np.integer) and not isinstance(value, bool) and abs(int(value)) < LARGEST:
+    if isinstance(value, int | np.integer) and not isinstance(value, bool) and abs(int(value)) < MAX_INTEGER:
         if name in LABELS:
             return ("cls", f"{name}.cls"), str(int(value)).encode()
         if last in INTEGER_SUFFIXES:

@@ -1,4 +1,4 @@
-"""Text files: each is one document, read strictly and never changed; a long one comes in pieces that tokenize alike."""
+"""Text files: each is one document in strict UTF-8. A long one comes in pieces whose tokens are those of the whole."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from typing import BinaryIO
 
 from bottega.config.data import Source
 from bottega.core.errors import DataError
-from bottega.data.formats.compression import SUFFIXES as PACKINGS
-from bottega.data.formats.compression import is_compressed, open_binary, open_decompressed
+from bottega.data.formats.compression import COMPRESSION_SUFFIXES, is_compressed, open_binary, open_decompressed
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.record import ENCODING_HINT, BadRecord, Record, is_utf16
 
 PROSE = (".txt", ".text", ".md", ".rst", ".tex", ".html", ".css", ".yaml", ".yml", ".toml", ".xml")
 CODE = (".py", ".pyi", ".sh", ".c", ".h", ".cc", ".cpp", ".hpp", ".cu", ".rs", ".go", ".java", ".js", ".ts", ".sql")
 
-# A constant, not the size that is asked for: the cuts are seen in the records, which must not depend on the machine.
-LONGEST = 16 << 20
+# A constant rather than the requested size: the cuts show in the records, which must not depend on the machine.
+MAX_PIECE_BYTES = 16 << 20
 _WINDOW = 64 << 10
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Ranges of about LONGEST bytes. What is packed is cut while it is read."""
+    """Return ranges of about MAX_PIECE_BYTES. A compressed file is one piece, and cut while it is read."""
     total = os.path.getsize(file)
-    if total <= LONGEST or is_compressed(file):
+    if total <= MAX_PIECE_BYTES or is_compressed(file):
         return [Piece(file, name)]
     starts = [0]
     with open_binary(file) as stream:
-        while (cut := _cut(stream, starts[-1] + LONGEST, total)) < total:
+        while (cut := _cut(stream, starts[-1] + MAX_PIECE_BYTES, total)) < total:
             starts.append(cut)
     return [Piece(file, name, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
@@ -39,7 +38,9 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     with open_decompressed(piece.file) as stream:
         if is_compressed(piece.file):
             if piece.start or piece.stop is not None:
-                raise DataError(f"{piece.file} is packed and cannot be read from its middle; unpack it to split it")
+                raise DataError(
+                    f"{piece.file} is compressed and can only be read from its beginning; decompress it to split it"
+                )
             parts = _parts(stream)
         else:
             stream.seek(piece.start)
@@ -55,12 +56,12 @@ def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record |
     if start:
         key, where = f"{key}@{start}", f"{where}, from byte {start} on"
     else:
-        raw = raw.removeprefix(codecs.BOM_UTF8)  # a mark of the encoding, not text
+        raw = raw.removeprefix(codecs.BOM_UTF8)  # not part of the text
         if is_utf16(raw):
             return BadRecord(key, where, f"UTF-16, not UTF-8; {ENCODING_HINT}")
     nul = raw.find(b"\0")
     if nul != -1:
-        return BadRecord(key, where, f"no text: it has a NUL byte at offset {start + nul}")
+        return BadRecord(key, where, f"not text: NUL byte at offset {start + nul}")
     try:
         return Record(key, where, {"text": raw.decode(), "continued": continued})
     except UnicodeDecodeError as error:
@@ -69,14 +70,14 @@ def _document(piece: Piece, start: int, raw: bytes, continued: bool) -> Record |
 
 
 def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
-    """(start, bytes, continued) of a stream that cannot be sought in: the cuts are those of the plain file."""
+    """Yield (start, bytes, continued) of a stream without seek, cut where the uncompressed file would be."""
     start, pending = 0, b""
     while True:
-        # As far as the plain file would be searched; the byte behind tells whether a character ends there.
-        pending += stream.read(2 * LONGEST + 1 - len(pending))
-        cut = _safe_newline(pending, LONGEST, 2 * LONGEST)
-        if cut is None and len(pending) > 2 * LONGEST:
-            cut = _character_start(pending, 2 * LONGEST)
+        # As far as `_cut` searches, and one byte more, which tells whether a character ends there.
+        pending += stream.read(2 * MAX_PIECE_BYTES + 1 - len(pending))
+        cut = _safe_newline(pending, MAX_PIECE_BYTES, 2 * MAX_PIECE_BYTES)
+        if cut is None and len(pending) > 2 * MAX_PIECE_BYTES:
+            cut = _character_start(pending, 2 * MAX_PIECE_BYTES)
         if cut is None:
             yield start, pending, False
             return
@@ -85,14 +86,14 @@ def _parts(stream: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _cut(stream: BinaryIO, position: int, total: int) -> int:
-    """The first place from `position` on where the file may be cut; its end where it goes on for less than LONGEST."""
-    last = position + LONGEST
+    """Return the first offset from `position` on where the file may be cut; its end if less than MAX_PIECE_BYTES remain."""
+    last = position + MAX_PIECE_BYTES
     at = position
     while at < min(last, total):
-        # Four bytes of what stands before: the character a newline follows.
+        # Four bytes more: the character before a newline decides whether it may be cut there.
         stream.seek(at - 4)
         window = stream.read(4 + min(_WINDOW, last - at))
-        if len(window) <= 4:  # the file is shorter than when it was measured
+        if len(window) <= 4:  # the file was truncated meanwhile
             return total
         newline = _safe_newline(window, 4, len(window))
         if newline is not None:
@@ -106,7 +107,7 @@ def _cut(stream: BinaryIO, position: int, total: int) -> int:
 
 
 def _safe_newline(raw: bytes, start: int, stop: int) -> int | None:
-    """The first newline in raw[start:stop] that follows something other than white space; see bytelevel.safe_pieces."""
+    """Return the first newline in raw[start:stop] that does not follow white space; see bytelevel.safe_pieces."""
     at = raw.find(b"\n", start, stop)
     while at != -1:
         before = raw[max(at - 4, 0) : at].decode(errors="ignore")
@@ -117,13 +118,15 @@ def _safe_newline(raw: bytes, start: int, stop: int) -> int | None:
 
 
 def _character_start(raw: bytes, at: int) -> int:
-    """`at`, or up to three bytes before it, where a character of UTF-8 begins."""
+    """Return the start of the UTF-8 character at `at`, up to three bytes before it."""
     return next((at - back for back in range(4) if raw[at - back] & 0xC0 != 0x80), at)
 
 
 FORMAT = Format(
     kind="text",
-    suffixes=frozenset(f"{suffix}{packing}" for suffix in (*PROSE, *CODE) for packing in ("", *PACKINGS)),
+    suffixes=frozenset(
+        f"{suffix}{compression}" for suffix in (*PROSE, *CODE) for compression in ("", *COMPRESSION_SUFFIXES)
+    ),
     read=read,
     list_pieces=list_pieces,
 )

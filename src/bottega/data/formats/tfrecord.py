@@ -1,6 +1,6 @@
-"""TFRecord: records with two checksums each, holding tf.train.Example or SequenceExample; plain or gzip over the file.
+"""TFRecord: records with two checksums each, holding tf.train.Example or SequenceExample; uncompressed or gzip.
 
-The protocol buffers are read here, since TensorFlow's own reader would bring all of TensorFlow along.
+The protocol buffers are parsed here, since TensorFlow's own reader would require all of TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.archive_members import CHUNK, MAX_MEMBER_BYTES, read_up_to
 from bottega.data.records.record import BadRecord, Record, Unreadable
 
-HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; behind the data stands the CRC of it
+HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; the data and their CRC follow
 FLOAT = struct.Struct("<f")
-AROUND = HEADER.size + 4
-HEADERS_TOGETHER = 1 << 16
-"""While pieces are cut, their checksums are made so many at a time."""
+OVERHEAD = HEADER.size + 4
+HEADERS_PER_BLOCK = 1 << 16
+"""Headers whose checksums are computed at once while pieces are cut."""
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def is_tfrecord(head: bytes) -> bool:
-    """Whether a file that begins like this is one: a plausible length with the right checksum of it."""
+    """Return whether a file begins like a TFRecord: a plausible length and its checksum."""
     if head[:3] == b"\x1f\x8b\x08":
         try:
             head = zlib.decompressobj(wbits=31).decompress(head, HEADER.size)
@@ -62,7 +62,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """A plain file is cut between records, found by their lengths alone."""
+    """Cut an uncompressed file between records, found by following their lengths."""
     whole = [Piece(file, name)]
     total = file.stat().st_size
     if total <= size:
@@ -74,13 +74,13 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
         while at < total:
             heads: list[bytes] = []
             starts: list[int] = []
-            while at < total and len(heads) < HEADERS_TOGETHER:
+            while at < total and len(heads) < HEADERS_PER_BLOCK:
                 head = stream.read(HEADER.size)
                 if len(head) < HEADER.size:
                     break
                 heads.append(head)
                 starts.append(at)
-                at += AROUND + int.from_bytes(head[:8], "little")
+                at += OVERHEAD + int.from_bytes(head[:8], "little")
                 if at >= total:
                     break
                 stream.seek(at)
@@ -90,13 +90,13 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
                     cuts.append((start, count))
                 count += 1
             if good < len(heads) or not heads:
-                break  # from here on nothing can be found; the last piece says so
+                break  # records after this cannot be located; reading the last piece reports it
     stops = [start for start, _ in cuts[1:]]
     return [Piece(file, name, start, stop, line) for (start, line), stop in zip(cuts, [*stops, None], strict=True)]
 
 
 def _good_headers(data: bytes, starts: np.ndarray) -> int:
-    """How many of the headers at `starts` are right before the first that is not."""
+    """Return the number of headers at `starts` before the first with a wrong checksum."""
     if not len(starts):
         return 0
     raw = np.frombuffer(data, np.uint8)
@@ -106,81 +106,87 @@ def _good_headers(data: bytes, starts: np.ndarray) -> int:
 
 
 def _records(stream: BinaryIO, at: int, stop: int | None) -> Iterator[tuple[int, bytes, str | None]]:
-    """(offset, data, what is wrong with it), checked some thousands at a time."""
+    """Yield (offset, data, problem or None); checksums are computed for thousands of records at a time."""
     rest, more = b"", b" "
     while more:
         more = stream.read(CHUNK if stop is None else min(CHUNK, stop - at - len(rest)))
-        if rest and more:  # a record larger than what is read at a time
+        if rest and more:  # a record larger than one chunk
             more += read_up_to(stream, max(0, _needed(rest + more[: HEADER.size]) - len(rest) - len(more)))
         buffer = rest + more
         starts, stops = _spans(buffer)
         good = _good_headers(buffer, starts)
-        yield from _checked(buffer, starts[:good], stops[:good], at)
+        yield from _check_data(buffer, starts[:good], stops[:good], at)
         done = int(stops[good - 1]) + 4 if good else 0
         rest, at = buffer[done:], at + done
         if len(rest) >= HEADER.size and not _is_header(rest[: HEADER.size]):
             length = int.from_bytes(rest[:8], "little")
-            yield at, b"", f"its length, {length}, is damaged or above {MAX_MEMBER_BYTES}; what follows cannot be found"
+            yield (
+                at,
+                b"",
+                f"its length, {length}, is damaged or above {MAX_MEMBER_BYTES}; the records after it cannot be located",
+            )
             return
     if rest:
-        yield at, b"", "the file ends within it; it was cut off"
+        yield at, b"", "the file is truncated: it ends within this record"
 
 
 def _needed(head: bytes) -> int:
-    """The bytes of the record that begins here, if its length can be trusted."""
+    """Return the size of the record that begins here; 0 if its header is incomplete or damaged."""
     if len(head) < HEADER.size or not _is_header(head[: HEADER.size]):
         return 0
-    return AROUND + int.from_bytes(head[:8], "little")
+    return OVERHEAD + int.from_bytes(head[:8], "little")
 
 
 def _spans(buffer: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Where the records that are whole in the buffer begin, and where the data of each stops."""
-    starts, at, last = [], 0, len(buffer) - AROUND
+    """Return where the complete records of a buffer begin, and where the data of each end."""
+    starts, at, last = [], 0, len(buffer) - OVERHEAD
     while at <= last:
         length = int.from_bytes(buffer[at : at + 8], "little")
         if at + length > last:
             break
         starts.append(at)
-        at += length + AROUND
+        at += length + OVERHEAD
     begin = np.array(starts, np.int64)
     return begin, np.append(begin[1:], at)[: len(begin)] - 4
 
 
-def _checked(buffer: bytes, starts: np.ndarray, stops: np.ndarray, at: int) -> Iterator[tuple[int, bytes, str | None]]:
+def _check_data(
+    buffer: bytes, starts: np.ndarray, stops: np.ndarray, at: int
+) -> Iterator[tuple[int, bytes, str | None]]:
     if not len(starts):
         return
     raw = np.frombuffer(buffer, np.uint8)
     stored = raw[stops[:, None] + np.arange(4)].view("<u4")[:, 0]
     right = crc32c.mask_crcs(crc32c.crc32c_of_spans(raw, starts + HEADER.size, stops)) == stored
     for start, end, is_right in zip(starts.tolist(), stops.tolist(), right.tolist(), strict=True):
-        problem = None if is_right else "its checksum is wrong: the data are damaged"
+        problem = None if is_right else "is damaged: its checksum is wrong"
         yield at + start, buffer[start + HEADER.size : end], problem
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """The features of an Example, or the context and the feature lists of a SequenceExample."""
+    """Parse the features of an Example, or the context and the feature lists of a SequenceExample."""
     fields: dict[str, Any] = {}
     try:
         for number, start, stop in _messages(data, 0, len(data)):
             if number == 1:
-                fields |= _usual(data, start, stop) or _features(data, start, stop)
+                fields |= _parse_usual_layout(data, start, stop) or _features(data, start, stop)
             elif number == 2:
                 for name, low, high in _entries(data, start, stop):
                     steps = [_feature(data, *step) for n, *step in _messages(data, low, high) if n == 1]
                     fields[name] = _sequence(steps)
     except (IndexError, ValueError) as error:
-        raise Unreadable("is no tf.train.Example: its protocol buffer is damaged or of another kind") from error
-    return _shaped(fields)
+        raise Unreadable("is not a tf.train.Example: its protocol buffer is damaged or of another type") from error
+    return _apply_shapes(fields)
 
 
 def _features(data: bytes, at: int, end: int) -> dict[str, Any]:
     return {name: _value(_feature(data, low, high)) for name, low, high in _entries(data, at, end)}
 
 
-def _usual(data: bytes, at: int, stop: int) -> dict[str, Any]:
-    """The same for features laid out as everybody writes them, and nothing where one is not.
+def _parse_usual_layout(data: bytes, at: int, stop: int) -> dict[str, Any]:
+    """Parse features in the layout that all common writers use; empty if any feature differs.
 
-    Ten times as fast as following each field to where it leads, and all the time that reading small records takes.
+    Ten times as fast as general parsing, which dominates the time of reading small records.
     """
     fields: dict[str, Any] = {}
     try:
@@ -201,7 +207,7 @@ def _usual(data: bytes, at: int, stop: int) -> dict[str, Any]:
                 return {}
             name = data[start + 2 : middle].decode()
             if kind == 26:
-                fields[name] = data[at] if size == 1 and data[at] < 128 else _one(_numbers(data[at:end]))
+                fields[name] = data[at] if size == 1 and data[at] < 128 else _scalar_or_array(_numbers(data[at:end]))
             elif kind == 18:
                 floats = data[at:end]
                 fields[name] = FLOAT.unpack(floats)[0] if size == 4 else np.frombuffer(floats, "<f4").copy()
@@ -231,30 +237,30 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _messages(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """(field number, start, stop) of the fields with a length; all others are passed over."""
+    """Yield (field number, start, stop) of the length-delimited fields; others are skipped."""
     while at < end:
         tag, at = _varint(data, at)
-        start, at = _step(data, at, tag & 7)
+        start, at = _field_range(data, at, tag & 7)
         if at > end:
             raise ValueError("a field longer than its message")
         if tag & 7 == 2:
             yield tag >> 3, start, at
 
 
-def _step(data: bytes, at: int, wire: int) -> tuple[int, int]:
-    """Where the content of a field begins and where it ends."""
+def _field_range(data: bytes, at: int, wire: int) -> tuple[int, int]:
+    """Return where the content of a field of a wire type begins and ends."""
     if wire == 2:
         length, at = _varint(data, at)
         return at, at + length
     if wire == 0:
         return at, _varint(data, at)[1]
     if wire not in (1, 5):
-        raise ValueError("a group, or no protocol buffer at all")
+        raise ValueError("a group, or not a protocol buffer")
     return at, at + (8 if wire == 1 else 4)
 
 
 def _entries(data: bytes, at: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """The entries of a map: name and where the value stands. They may come in any order."""
+    """Yield (name, start, stop of the value) of the entries of a map, whose two fields may come in any order."""
     for number, start, stop in _messages(data, at, end):
         if number != 1:
             continue
@@ -268,7 +274,7 @@ def _entries(data: bytes, at: int, end: int) -> Iterator[tuple[str, int, int]]:
 
 
 def _feature(data: bytes, at: int, end: int) -> list[bytes] | np.ndarray | None:
-    """bytes_list 1, float_list 2 or int64_list 3; the last kind counts, and lists of one kind are joined."""
+    """Parse bytes_list 1, float_list 2 or int64_list 3; of several kinds the last counts, lists of one kind are joined."""
     kind = 0
     parts: list[tuple[int, int]] = []
     for number, start, stop in _messages(data, at, end):
@@ -293,9 +299,9 @@ def _integers(data: bytes, at: int, end: int) -> np.ndarray:
 
 
 def _numbers(packed: bytes) -> np.ndarray:
-    """int64 from numbers of seven bits a byte, the lowest first; the last byte of each is below 128."""
+    """Decode varints to int64: seven bits per byte, lowest first; the last byte of each is below 128."""
     if packed and packed[-1] > 127:
-        raise ValueError("a number that does not end")
+        raise ValueError("a number that is cut off")
     if len(packed) <= 64:
         values, at = [], 0
         while at < len(packed):
@@ -316,10 +322,10 @@ def _numbers(packed: bytes) -> np.ndarray:
 
 
 def _values(data: bytes, at: int, end: int, wire: int) -> Iterator[bytes]:
-    """The numbers of a list, packed or one by one."""
+    """Yield the bytes of the numbers of a list, packed or one by one."""
     while at < end:
         tag, at = _varint(data, at)
-        start, at = _step(data, at, tag & 7)
+        start, at = _field_range(data, at, tag & 7)
         if at > end:
             raise ValueError("a field longer than its message")
         if tag >> 3 == 1 and tag & 7 in (2, wire):
@@ -328,7 +334,7 @@ def _values(data: bytes, at: int, end: int, wire: int) -> Iterator[bytes]:
 
 def _value(feature: list[bytes] | np.ndarray | None) -> Any:
     if isinstance(feature, np.ndarray):
-        return _one(feature)
+        return _scalar_or_array(feature)
     if feature is None:
         return None
     values = [_text(value) for value in feature]
@@ -337,12 +343,12 @@ def _value(feature: list[bytes] | np.ndarray | None) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _one(array: np.ndarray) -> Any:
+def _scalar_or_array(array: np.ndarray) -> Any:
     return array.item() if len(array) == 1 else array
 
 
 def _text(value: bytes) -> str | bytes:
-    """Text where it can be nothing else: there is one type for both, and a picture is not UTF-8 beyond its first bytes."""
+    """Return text if the bytes are UTF-8 without control characters: Example has one type for both."""
     try:
         text = value.decode()
     except UnicodeDecodeError:
@@ -351,7 +357,7 @@ def _text(value: bytes) -> str | bytes:
 
 
 def _sequence(steps: list[list[bytes] | np.ndarray | None]) -> Any:
-    """An array [steps, n] where all steps have n numbers, [steps] where each has one; else a list of values."""
+    """Return an array (steps, n) if all steps have n numbers, (steps,) if each has one; otherwise a list of values."""
     shapes = {(step.dtype, len(step)) if isinstance(step, np.ndarray) else None for step in steps}
     if len(shapes) == 1 and None not in shapes:
         stacked = np.stack([step for step in steps if isinstance(step, np.ndarray)])
@@ -359,8 +365,8 @@ def _sequence(steps: list[list[bytes] | np.ndarray | None]) -> Any:
     return [_value(step) for step in steps]
 
 
-def _shaped(fields: dict[str, Any]) -> dict[str, Any]:
-    """Numbers that came with a shape, as NAME/shape, are an array of it."""
+def _apply_shapes(fields: dict[str, Any]) -> dict[str, Any]:
+    """Reshape arrays whose shape is stored beside them as NAME/shape."""
     for name in [name for name in fields if name.endswith("/shape")]:
         owner = name.removesuffix("/shape")
         value, shape = fields.get(owner), np.atleast_1d(fields[name])

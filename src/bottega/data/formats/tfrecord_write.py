@@ -1,7 +1,7 @@
-"""TFRecord shards of tf.train.Example, written without TensorFlow.
+"""Write TFRecord shards of tf.train.Example without TensorFlow.
 
-An Example has three types. Whole numbers are int64 and others float32; text is bytes in UTF-8; an array of several axes is
-a flat list with its shape beside it, as NAME/shape; what has no type there, such as a dictionary, is JSON text.
+Example has three types: integers are int64 and other numbers float32; text is bytes in UTF-8. An array of several axes is
+a flat list with its shape beside it, as NAME/shape; a value without a type there, such as a dictionary, is JSON text.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from bottega.data.formats import crc32c
 from bottega.data.formats.write import OutputShard, encode_json, raise_field_error, to_json_value
 from bottega.data.records.record import Record
 
-# Checksums are made for so many bytes at a time.
+# Bytes whose checksums are computed at once.
 PENDING_BYTES = 1 << 20
 
 
 @final
 class TFRecordShard(OutputShard):
+    """One TFRecord file being written."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")
@@ -58,6 +60,7 @@ class TFRecordShard(OutputShard):
 
 
 def encode_example(record: Record) -> bytes:
+    """Encode a record as tf.train.Example."""
     entries = []
     for name, value in record.fields.items():
         try:
@@ -69,7 +72,7 @@ def encode_example(record: Record) -> bytes:
 
 
 def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
-    """The features that hold a value: one, two with a shape, none for None."""
+    """Return the features of a value: one, two with a shape, none for None."""
     if value is None:
         return []
     if isinstance(value, Path):
@@ -78,7 +81,9 @@ def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
         value = value.item()
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufSU":
-            raise_field_error(record, name, f"an array of {value.dtype}; TFRecord has whole numbers, float32 and bytes")
+            raise_field_error(
+                record, name, f"is an array of {value.dtype}; TFRecord can hold integers, float32 and bytes"
+            )
         has_shape = value.ndim != 1 or value.size == 1
         shape = [(f"{name}/shape", _list(np.array(value.shape)))] if has_shape else []
         return [(name, _list(value.reshape(-1))), *shape]
@@ -103,7 +108,7 @@ def _list(values: np.ndarray) -> bytes:
         packed, number = values.astype("<f4").tobytes(), 2
     else:
         if values.dtype == np.uint64 and values.max(initial=0) >= 1 << 63:
-            raise OverflowError("a number beyond int64")
+            raise OverflowError("a number exceeds int64")
         packed, number = _varints(values.astype(np.int64).view(np.uint64)), 3
     return _field(number, _field(1, packed) if packed else b"")
 
@@ -126,7 +131,7 @@ def _varint(value: int) -> bytes:
 
 
 def _varints(values: np.ndarray) -> bytes:
-    """Seven bits a byte, the lowest first; all but the last byte of each have the top bit."""
+    """Encode varints: seven bits per byte, lowest first; all but the last byte of each have the top bit set."""
     sizes = np.ones(len(values), np.int64)
     for i in range(1, 10):
         sizes += values >= np.uint64(1 << 7 * i)

@@ -1,7 +1,7 @@
-"""Records written as files that others read: WebDataset, TFRecord, Parquet, or JSON lines with media beside them.
+"""Write records in public formats: WebDataset, TFRecord, Parquet, or JSON Lines with media files beside them.
 
-All shards of a split are written aside and appear together at the end. A note in the folder says which files are ours;
-only those are ever replaced.
+All shards of a split are written to a temporary folder and appear together at the end. A manifest in the folder lists the
+files we wrote; only those are ever replaced.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from bottega.storage.durable import (
 
 OutputFormat = Literal["webdataset", "tfrecord", "parquet", "jsonl"]
 SHARD_BYTES = 256 << 20
-NOTE = ".bottega.json"
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
+MANIFEST = ".bottega.json"
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG)
 
 
 class OutputShard(ABC):
-    """One file being written. It may lie in a folder of its own below `folder`, named for the split."""
+    """One shard being written: a file, or a folder named after the split."""
 
     path: Path
     size: int = 0
-    """Bytes so far; when they are enough the next shard begins."""
+    """Bytes written so far; decides when the next shard begins."""
 
     @abstractmethod
     def add(self, record: Record, name: str) -> None:
-        """`name` is the record's key, made safe for a file name and unique in its split."""
+        """Append a record. `name` is its key as a safe file name, unique in the split."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -57,26 +57,26 @@ class OutputShard(ABC):
 def write_records(
     rows: Iterable[Record], folder: Path, *, to: OutputFormat, split: str = "train", shard_bytes: int = SHARD_BYTES
 ) -> list[Path]:
-    """The files that were written: SPLIT-000000.tar and so on. Earlier ones of the same split are replaced."""
+    """Write records to shards SPLIT-000000.tar and so on, replacing earlier ones of the split; return their paths."""
     if to not in get_args(OutputFormat):
-        raise UsageError(f"records cannot be written as {to}; choose {', '.join(get_args(OutputFormat))}")
+        raise UsageError(f"unknown output format {to!r}; choose one of {', '.join(get_args(OutputFormat))}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", split):
-        raise UsageError(f"split {split!r} cannot be part of a file name; letters, digits, _ and - can")
-    note = _ours(folder, to)
+        raise UsageError(f"split {split!r} cannot be part of a file name; use letters, digits, _ and -")
+    manifest = _read_manifest(folder, to)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder, split)
-        with scratch_folder(folder / split) as aside:
-            files = _shards(rows, aside, to, split, shard_bytes)
-            _publish(aside, folder, note, split)
+        with scratch_folder(folder / split) as temporary:
+            files = _write_shards(rows, temporary, to, split, shard_bytes)
+            _publish(temporary, folder, manifest, split)
     except OSError as error:
-        if error.errno not in DISK:
+        if error.errno not in DISK_ERRORS:
             raise
         raise EnvironmentProblem(f"{folder} cannot be written: {error.strerror}") from error
-    return [folder / file.relative_to(aside) for file in files]
+    return [folder / file.relative_to(temporary) for file in files]
 
 
-def _shards(rows: Iterable[Record], folder: Path, to: OutputFormat, split: str, shard_bytes: int) -> list[Path]:
+def _write_shards(rows: Iterable[Record], folder: Path, to: OutputFormat, split: str, shard_bytes: int) -> list[Path]:
     files: list[Path] = []
     names = UniqueNames()
     shard: OutputShard | None = None
@@ -86,21 +86,21 @@ def _shards(rows: Iterable[Record], folder: Path, to: OutputFormat, split: str, 
                 if shard is not None:
                     shard.close()
                     files.append(shard.path)
-                shard = _shard(to, folder, split, len(files))
+                shard = _open_shard(to, folder, split, len(files))
             shard.add(record, names.make_unique(record.key))
         if shard is None:
-            raise DataError(f"there is nothing to write: {split} has no records")
+            raise DataError(f"split {split} has no records to write")
         shard.close()
     except BaseException:
         if shard is not None:
-            with suppress(Exception):  # what went wrong first is what is told
+            with suppress(Exception):  # report the first error
                 shard.close()
         raise
     return [*files, shard.path]
 
 
-def _shard(to: OutputFormat, folder: Path, split: str, number: int) -> OutputShard:
-    # Each needs packages of its own.
+def _open_shard(to: OutputFormat, folder: Path, split: str, number: int) -> OutputShard:
+    # Imported here: each needs packages of its own.
     if to == "webdataset":
         from bottega.data.formats.tar_write import TarShard
 
@@ -118,89 +118,94 @@ def _shard(to: OutputFormat, folder: Path, split: str, number: int) -> OutputSha
     return JsonLinesShard(folder, split, number)
 
 
-def _ours(folder: Path, to: OutputFormat) -> dict[str, Any]:
-    """The note about earlier writing here; an error where there is anything it does not name."""
-    note: dict[str, Any] = {"to": to, "splits": {}}
+def _read_manifest(folder: Path, to: OutputFormat) -> dict[str, Any]:
+    """Return the manifest of earlier output in the folder; raise UsageError if it holds any other file."""
+    manifest: dict[str, Any] = {"to": to, "splits": {}}
     if not folder.exists():
-        return note
+        return manifest
     if not folder.is_dir():
-        raise UsageError(f"{folder} is a file; name a folder to write to")
+        raise UsageError(f"{folder} is a file; give a folder to write to")
     try:
-        note = json.loads((folder / NOTE).read_bytes())
-        ours = [file for files in note["splits"].values() for file in files]
-        if not isinstance(note["to"], str) or any(os.path.basename(file) != file for file in ours):
-            raise ValueError("it is not as we write it")
-        known = {NOTE, *ours}
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        ours = [file for files in manifest["splits"].values() for file in files]
+        if not isinstance(manifest["to"], str) or any(os.path.basename(file) != file for file in ours):
+            raise ValueError("unexpected content")
+        allowed = {MANIFEST, *ours}
     except FileNotFoundError:
-        known = set()
+        allowed = set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{folder / NOTE} cannot be read ({error}); write to an empty folder") from error
-    other = sorted(name for name in os.listdir(folder) if name not in known and not name.startswith(TEMPORARY_PREFIXES))
+        raise UsageError(f"{folder / MANIFEST} cannot be read ({error}); write to an empty folder") from error
+    other = sorted(
+        name for name in os.listdir(folder) if name not in allowed and not name.startswith(TEMPORARY_PREFIXES)
+    )
     if other:
-        raise UsageError(f"{folder} holds {other[0]}, which was not written here; write to an empty folder")
-    if note["to"] != to and any(note["splits"].values()):
-        raise UsageError(f"{folder} holds {note['to']} already; write {to} to another folder")
-    return {**note, "to": to}
+        raise UsageError(f"{folder} holds {other[0]}, which Bottega did not write; write to an empty folder")
+    if manifest["to"] != to and any(manifest["splits"].values()):
+        raise UsageError(f"{folder} already holds {manifest['to']} files; write {to} to another folder")
+    return {**manifest, "to": to}
 
 
-def _publish(aside: Path, folder: Path, note: dict[str, Any], split: str) -> None:
-    """Into place, every byte on disk first. While it lasts the note names old and new, so that a kill leaves both ours."""
-    flush_many(aside)
-    new = sorted(os.listdir(aside))
-    old = note["splits"].get(split, [])
-    taken = {name for other, files in note["splits"].items() if other != split for name in files}
+def _publish(temporary: Path, folder: Path, manifest: dict[str, Any], split: str) -> None:
+    """Move the shards into place after flushing them. Meanwhile the manifest lists old and new files, in case of a kill."""
+    flush_many(temporary)
+    new = sorted(os.listdir(temporary))
+    old = manifest["splits"].get(split, [])
+    taken = {name for other, files in manifest["splits"].items() if other != split for name in files}
     if taken & set(new):
-        raise UsageError(f"{folder} has a {sorted(taken & set(new))[0]} of another split; write to another folder")
-    _save(folder, {**note, "splits": {**note["splits"], split: sorted({*old, *new})}})
+        raise UsageError(
+            f"{folder} already holds {sorted(taken & set(new))[0]} of another split; write to another folder"
+        )
+    _save_manifest(folder, {**manifest, "splits": {**manifest["splits"], split: sorted({*old, *new})}})
     trash = temporary_name(folder / split, ".trash-")
     trash.mkdir()
     move_files([folder / name for name in old if (folder / name).exists()], trash)
-    move_files([aside / name for name in new], folder)
+    move_files([temporary / name for name in new], folder)
     shutil.rmtree(trash)
-    _save(folder, {**note, "splits": {**note["splits"], split: new}})
+    _save_manifest(folder, {**manifest, "splits": {**manifest["splits"], split: new}})
     flush(folder)
 
 
-def _save(folder: Path, note: dict[str, Any]) -> None:
-    write_atomic(folder / NOTE, json.dumps(note, indent=1))
+def _save_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    write_atomic(folder / MANIFEST, json.dumps(manifest, indent=1))
 
 
 class UniqueNames:
-    """Keys as file names: letters, digits, _ and -, and no two alike, also where case does not count."""
+    """Record keys as file names of letters, digits, _ and -, unique also on file systems that ignore case."""
 
     def __init__(self) -> None:
-        self._seen: set[str] = set()
+        self._used: set[str] = set()
 
     def make_unique(self, key: str) -> str:
+        """Return a safe name for a key, with a number if it is taken."""
         stem, _, suffix = key.rpartition(".")
         name = re.sub(r"[^\w-]+", "_", stem if suffix.lower() in MEDIA_SUFFIXES else key).strip("_-")
         name = name.encode()[:100].decode(errors="ignore") or "row"
         unique, number = name, 1
-        while unique.casefold() in self._seen:
+        while unique.casefold() in self._used:
             number += 1
             unique = f"{name}-{number}"
-        self._seen.add(unique.casefold())
+        self._used.add(unique.casefold())
         return unique
 
 
 def encode_medium(field: str, value: Any, record: Record) -> tuple[str, bytes] | None:
-    """The suffix and the bytes of an encoded medium, given as bytes or as the Path of a file; None for other values."""
+    """Return (suffix, bytes) of a medium given as encoded bytes or as the Path of a file; None for other values."""
     if isinstance(value, Path):
         if value.stat().st_size > MAX_MEMBER_BYTES:
-            raise DataError(f"{record.where}: {value} is larger than {MAX_MEMBER_BYTES} bytes")
+            raise DataError(f"{record.where}: {value} has more than {MAX_MEMBER_BYTES} bytes, the most allowed")
         data, suffix = value.read_bytes(), value.suffix[1:].lower()
     elif isinstance(value, bytes | bytearray | memoryview):
         data, suffix = bytes(value), field.rpartition(".")[2].lower()
     else:
         return None
-    found = suffix if suffix in MEDIA_SUFFIXES else detect_media_suffix(data)
-    if found is None:
-        raise_field_error(record, field, "bytes of no kind that is known; write tfrecord or parquet to keep them")
-    return found, data
+    known_suffix = suffix if suffix in MEDIA_SUFFIXES else detect_media_suffix(data)
+    if known_suffix is None:
+        raise_field_error(record, field, "holds bytes of an unknown media type; write tfrecord or parquet to keep them")
+    return known_suffix, data
 
 
 def to_json_value(value: Any) -> Any:
-    """Without numpy: what JSON can hold."""
+    """Convert numpy values to plain Python ones that JSON can hold."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, dict):
@@ -211,6 +216,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def encode_json(value: Any, record: Record, field: str) -> bytes:
+    """Encode a value as JSON; raise DataError naming the record and field if it cannot be."""
     try:
         return json.dumps(to_json_value(value), ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError) as error:
@@ -218,4 +224,5 @@ def encode_json(value: Any, record: Record, field: str) -> bytes:
 
 
 def raise_field_error(record: Record, field: str, reason: str) -> NoReturn:
+    """Raise DataError for a field of a record."""
     raise DataError(f"{record.where}: field {field!r}: {reason}")

@@ -1,1 +1,1 @@
-"""One record of a person's data: its fields, and what may come out of a packed file."""
+"""Records: one row of the user's data, its fields, and the safe decoding of archive members."""

@@ -1,7 +1,7 @@
-"""What may come out of a packed file: which names, how many bytes, and which kinds of value.
+"""Safe decoding of archive members: allowed names, sizes and types of value.
 
-Nothing is extracted to disk and nothing is run. What is not on the list of known kinds is refused by name: a pickle or a
-module in a shard is a way to run code, and a list of forbidden suffixes would always lack one.
+Nothing is extracted to disk and nothing is executed. Only suffixes on the list of supported ones are read: a pickle or a
+module in a shard is a way to run code, and a list of forbidden suffixes would always miss one.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import numpy as np
 from bottega.data.records.record import Unreadable, UnsafeContent
 
 MAX_MEMBER_BYTES = 1 << 30
-"""Of one member, one sample or one record; nothing is allocated before this is checked."""
+"""Of one member, sample or record; checked before anything is allocated."""
 MAX_RATIO = 1_000
-"""Of a zip. Deflate makes a thousandth of zeros at best."""
-FREE_BYTES = 64 << 20
-"""So much may come out of any zip: a few black pictures shrink as well as a bomb does."""
-ZIP_MEMBERS = 10_000
-JSON_BYTES = 64 << 20
-"""A list of small numbers takes twenty times its text."""
-HEADER_BYTES = 10_000
-"""Of an array file, as numpy has it: its literal is parsed."""
+"""Compression ratio of a zip member. Deflate reaches about 1,000 on zeros."""
+ALWAYS_ALLOWED_BYTES = 64 << 20
+"""Size a zip member may have whatever its ratio: a few black images compress as well as a bomb."""
+MAX_ZIP_MEMBERS = 10_000
+MAX_JSON_BYTES = 64 << 20
+"""A list of small numbers takes twenty times its text in memory."""
+MAX_HEADER_BYTES = 10_000
+"""Of an array file, as in numpy: the header is a literal that is parsed."""
 CHUNK = 1 << 20
-NAME_BYTES = 1024
+MAX_NAME_BYTES = 1024
 
-# What zipfile raises for a damaged file, by experiment: it has no one class for it.
-ZIP_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError)
+# Exceptions of zipfile for damaged files, by experiment: it has no common class for them.
+ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, OSError, RuntimeError, ValueError)
 
 IMAGE_SUFFIXES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff", "ppm", "pgm"])
 AUDIO_SUFFIXES = frozenset(["wav", "flac", "ogg", "oga", "mp3", "opus", "m4a", "aac"])
@@ -56,11 +56,11 @@ WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 
 
 def find_name_problem(name: str) -> str | None:
-    """Why a member of this name is not read, or None. We never write it anywhere, but others who unpack it would."""
+    """Return why a member name is unsafe, or None. We never extract members, but others who unpack the archive would."""
     if CONTROL.search(name):
         return "its name has a control character"
-    if len(name.encode(errors="surrogatepass")) > NAME_BYTES:
-        return f"its name is longer than {NAME_BYTES} bytes"
+    if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
+        return f"its name is longer than {MAX_NAME_BYTES} bytes"
     if name.startswith(("/", "\\")) or name[1:2] == ":":
         return "its name is an absolute path"
     if ".." in name.replace("\\", "/").split("/"):
@@ -69,24 +69,24 @@ def find_name_problem(name: str) -> str | None:
 
 
 def normalize_path(name: str) -> str:
-    """The one spelling of a name: ./a//b and a/b are the same file."""
+    """Return the normal form of a path: ./a//b and a/b are the same file."""
     return posixpath.normpath(name) if "./" in name or "//" in name else name
 
 
 def split_member_name(name: str) -> tuple[str, str]:
-    """a/0001.seg.png is field seg.png of a/0001; the field of a name without a dot is empty."""
+    """Split a member name into key and field: a/0001.seg.png is the field seg.png of a/0001; without a dot it is empty."""
     folder, slash, base = name.rpartition("/")
     stem, _, field = base.partition(".")
     return folder + slash + stem, field.lower()
 
 
 def is_supported_field(field: str) -> bool:
-    """Whether a field of this name is read at all."""
+    """Return whether fields of this name can be decoded."""
     return field.rpartition(".")[2] in SUPPORTED_SUFFIXES
 
 
 def decode_member(field: str, data: bytes) -> Any:
-    """What the bytes of a member are, by the last suffix of its field; Unreadable where they are not that."""
+    """Decode the bytes of a member by the last suffix of its field. Raises Unreadable if they are damaged."""
     suffix = field.rpartition(".")[2]
     if suffix in MEDIA_SUFFIXES:
         return data
@@ -94,7 +94,7 @@ def decode_member(field: str, data: bytes) -> Any:
         return decode_text(data)
     if suffix in INTEGER_SUFFIXES:
         if not WHOLE_NUMBER.fullmatch(data):
-            raise Unreadable(f"is no whole number: {data[:20]!r}")
+            raise Unreadable(f"is not an integer: {data[:20]!r}")
         return int(data)
     if suffix == "json":
         return parse_json(data)
@@ -102,13 +102,14 @@ def decode_member(field: str, data: bytes) -> Any:
         return parse_npy(data)
     if suffix == "npz":
         return parse_npz(data)
-    raise UnsafeContent("not a kind of data that is read here")
+    raise UnsafeContent("its suffix is not a supported kind of data")
 
 
 def decode_text(data: bytes) -> str:
+    """Decode UTF-8 text without NUL bytes."""
     nul = data.find(b"\0")
     if nul != -1:
-        raise Unreadable(f"is no text: it has a NUL byte at offset {nul}")
+        raise Unreadable(f"is not text: it has a NUL byte at offset {nul}")
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -116,25 +117,26 @@ def decode_text(data: bytes) -> str:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON without NaN, and without half a surrogate pair, which no file can hold."""
-    if len(data) > JSON_BYTES:
-        raise Unreadable(f"is JSON of {len(data)} bytes; at most {JSON_BYTES} are read")
+    """Parse JSON without NaN and without lone surrogates, which cannot be encoded."""
+    if len(data) > MAX_JSON_BYTES:
+        raise Unreadable(f"is JSON of {len(data)} bytes; at most {MAX_JSON_BYTES} are allowed")
     try:
-        found = json.loads(decode_text(data), parse_constant=_no_constant)
+        value = json.loads(decode_text(data), parse_constant=_no_constant)
         if b"\\u" in data:
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
     except UnicodeEncodeError as error:
-        raise Unreadable("is no valid JSON: it has half a surrogate pair") from error
+        raise Unreadable("is not valid JSON: it has half a surrogate pair") from error
     except (ValueError, RecursionError) as error:
-        raise Unreadable(f"is no valid JSON: {error}") from error
+        raise Unreadable(f"is not valid JSON: {error}") from error
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def parse_npy(data: bytes) -> np.ndarray:
+    """Parse a .npy file of numbers or text."""
     stream = io.BytesIO(data)
     dtype, shape, fortran = read_npy_header(stream, len(data))
     flat = np.frombuffer(data, dtype, math.prod(shape), stream.tell())
@@ -142,35 +144,38 @@ def parse_npy(data: bytes) -> np.ndarray:
 
 
 def read_npy_header(stream: BinaryIO, size: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Type, shape and order of the array that begins here; the stream is left at its first value.
+    """Return dtype, shape and whether the order is Fortran's, of the .npy file at the stream's position.
 
-    `size` are the bytes from here to the end: numpy allocates what a header says, which need not be there. Its parser
-    also has a second try for headers of Python 2, with warnings and errors of its own.
+    The stream is left at the first value. `size` is the number of bytes to the end, which must match the header: numpy's
+    own reader allocates whatever a header claims, and retries headers of Python 2 with warnings and errors of its own.
     """
     head = stream.read(8)
     count = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}.get(head[6:8], 0)
     length = int.from_bytes(stream.read(count), "little")
-    if head[:6] != b"\x93NUMPY" or not 0 < length <= HEADER_BYTES:
-        raise Unreadable("is no array file, or one of a version that is not known")
+    if head[:6] != b"\x93NUMPY" or not 0 < length <= MAX_HEADER_BYTES:
+        raise Unreadable("is not an array file, or one of an unknown version")
     try:
         fields = ast.literal_eval(stream.read(length).decode("latin-1" if count == 2 else "utf-8").strip())
         shape, fortran, descr = fields["shape"], bool(fields["fortran_order"]), fields["descr"]
         dtype = np.dtype(descr) if isinstance(descr, str) and SIMPLE_TYPE.fullmatch(descr) else None
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
-        raise Unreadable("is no array file: its header is damaged") from error
+        raise Unreadable("is not an array file: its header is damaged") from error
     if dtype is not None and dtype.hasobject:
         raise UnsafeContent("is an array of Python objects, which are pickles and could run code; save numbers or text")
     if dtype is None or dtype.kind not in "biufcSU":
-        raise Unreadable(f"is an array of {str(descr)[:40]}; numbers and text are read")
+        raise Unreadable(f"is an array of {str(descr)[:40]}; only numbers and text are supported")
     if not isinstance(shape, tuple) or not all(type(axis) is int and axis >= 0 for axis in shape):
-        raise Unreadable("is no array file: its shape is damaged")
-    needed, found = dtype.itemsize * math.prod(shape), size - (8 + count + length)
-    if dtype.itemsize == 0 or needed != found:
-        raise Unreadable(f"says it is {dtype} of shape {shape}, {needed} bytes, and has {found}")
+        raise Unreadable("is not an array file: its shape is damaged")
+    needed, available = dtype.itemsize * math.prod(shape), size - (8 + count + length)
+    if dtype.itemsize == 0 or needed != available:
+        raise Unreadable(
+            f"is damaged: its header says {dtype} of shape {shape}, {needed} bytes, but it has {available}"
+        )
     return dtype, shape, fortran
 
 
 def parse_npz(data: bytes) -> dict[str, np.ndarray]:
+    """Parse a .npz archive."""
     with open_zip(io.BytesIO(data)) as archive:
         return {
             info.filename.removesuffix(".npy"): read_zipped_array(archive, info) for info in list_zipped_arrays(archive)
@@ -178,37 +183,39 @@ def parse_npz(data: bytes) -> dict[str, np.ndarray]:
 
 
 def read_zipped_array(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
+    """Read one .npy member of an archive."""
     if info.file_size > MAX_MEMBER_BYTES:
-        raise Unreadable(f"member {info.filename} is {info.file_size} bytes; at most {MAX_MEMBER_BYTES} are read")
+        raise Unreadable(f"member {info.filename} has {info.file_size} bytes; at most {MAX_MEMBER_BYTES} are allowed")
     try:
         return parse_npy(archive.read(info))
-    except ZIP_DAMAGE as error:
+    except ZIP_ERRORS as error:
         raise Unreadable(f"member {info.filename} is damaged: {error}") from error
     except Unreadable as error:
         raise Unreadable(f"member {info.filename} {error}") from error
 
 
 def open_zip(file: Path | io.BytesIO) -> zipfile.ZipFile:
+    """Open a zip archive; raise Unreadable if it is damaged."""
     try:
         return zipfile.ZipFile(file)
-    except ZIP_DAMAGE as error:
-        raise Unreadable(f"is no npz file: {error}") from error
+    except ZIP_ERRORS as error:
+        raise Unreadable(f"is not an npz file: {error}") from error
 
 
 def list_zipped_arrays(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
-    """The members of an npz file, all of which must be arrays; sizes are checked before anything is inflated."""
+    """Return the members of an npz file, all of which must be arrays; sizes are checked before decompression."""
     infos = archive.infolist()
     names = [info.filename for info in infos]
-    if len(infos) > ZIP_MEMBERS or len(set(names)) < len(names):
-        raise Unreadable(f"has more than {ZIP_MEMBERS} members or two of one name")
+    if len(infos) > MAX_ZIP_MEMBERS or len(set(names)) < len(names):
+        raise Unreadable(f"has more than {MAX_ZIP_MEMBERS} members, or two of one name")
     for info in infos:
         problem = find_name_problem(info.filename)
         if problem is None and not info.filename.endswith(".npy"):
-            problem = "not a kind of data that is read here: an npz file holds arrays, .npy"
+            problem = "is not an array; an npz file holds .npy members"
         if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            problem = "is encrypted or packed by an unusual method; save it with numpy.savez_compressed"
-        if info.file_size > max(FREE_BYTES, MAX_RATIO * info.compress_size):
-            problem = f"{info.compress_size} bytes that become {info.file_size}: a zip bomb"
+            problem = "is encrypted or compressed by an unusual method; save it with numpy.savez_compressed"
+        if info.file_size > max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * info.compress_size):
+            problem = f"{info.compress_size} bytes that decompress to {info.file_size}: a zip bomb"
         if problem is not None:
             raise Unreadable(f"member {info.filename!r}: {problem}")
     return infos
@@ -230,7 +237,7 @@ RIFF = {b"WAVE": "wav", b"WEBP": "webp", b"AVI ": "avi"}
 
 
 def detect_media_suffix(data: bytes) -> str | None:
-    """The suffix that encoded bytes would have, told from how they begin."""
+    """Return the file suffix of encoded media by their first bytes, or None."""
     if data[:4] == b"RIFF":
         return RIFF.get(data[8:12])
     if data[4:8] == b"ftyp":
@@ -239,7 +246,7 @@ def detect_media_suffix(data: bytes) -> str | None:
 
 
 def read_up_to(stream: BinaryIO, size: int) -> bytes:
-    """So many bytes, or fewer at the end. Memory grows with what is there, not with what a header says is there."""
+    """Read `size` bytes, or fewer at the end. Memory grows with the data, not with the size that a header claims."""
     if size <= CHUNK:
         return stream.read(size)
     parts = []

@@ -1,4 +1,4 @@
-"""One row of a person's data on its way in: its name, its place and its fields, or why it cannot be read."""
+"""One row of the user's data as a reader yields it: key, location and fields, or why it cannot be read."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from typing import Any, NamedTuple
 
 
 class Record(NamedTuple):
-    """What a reader gives."""
+    """One row as a reader yields it."""
 
     key: str
-    """Its name among all records of its source, wherever the files lie: b.jsonl:3, cats/1.jpg, a.tar:0001."""
+    """Unique name within its source, independent of where the files are: b.jsonl:3, cats/1.jpg, a.tar:0001."""
     where: str
-    """For people: /data/b.jsonl, line 3."""
+    """Location for messages: /data/b.jsonl, line 3."""
     fields: dict[str, Any]
-    """Text, numbers, lists, arrays. A medium is its encoded bytes, or the Path of its file."""
+    """Text, numbers, lists, arrays. A medium is its encoded bytes or the Path of its file."""
 
 
 class BadRecord(NamedTuple):
-    """What a reader gives in place of a record it cannot read. Whether that ends the reading is not its decision."""
+    """A record that cannot be read. The caller decides whether to skip it or to stop."""
 
     key: str
     where: str
-    """With the physical line, the member or the record number."""
+    """Location with the line, the member or the record number."""
     reason: str
     is_unsafe: bool = False
-    """Made to do harm, or as if: a name that leads out of the archive, a link, a pickle. Never merely skipped."""
+    """Possibly malicious: a name that leads out of the archive, a link, a pickle. Always an error, never skipped."""
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}"
 
 
 class Unreadable(Exception):
-    """What a decoder raises: the content of a record is damaged, too large or of another kind. One line, why."""
+    """The content of a record is damaged, too large or of another type. The message is one line that says why."""
 
 
 class UnsafeContent(Unreadable):
-    """The content could do harm where somebody trusted it."""
+    """The content could run code or escape its archive."""
 
 
 ENCODING_HINT = "set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
-"""What to do with bytes that are not UTF-8."""
+"""Remedy for files that are not UTF-8."""
 
 
 def is_utf16(raw: bytes) -> bool:
-    """By the mark that such a file begins with; its letters are full of NUL bytes otherwise."""
+    """Return whether bytes begin with a byte order mark of UTF-16."""
     return raw.startswith((b"\xff\xfe", b"\xfe\xff"))
