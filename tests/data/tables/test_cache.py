@@ -92,14 +92,16 @@ def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match="bad row"):
         fail(DataError("bad row"))
-    with pytest.raises(EnvironmentProblem, match=r"cannot be kept in .*: No space left on device; .* XDG_CACHE_HOME"):
+    with pytest.raises(
+        EnvironmentProblem, match=r"cannot write prepared data to .*: No space left on device; .* XDG_CACHE_HOME"
+    ):
         fail(OSError(errno.ENOSPC, "No space left on device"))
     assert [path.name for path in tmp_path.iterdir()] == ["key.lock"]
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentProblem, match=r"cannot be kept in .*file/cache"):
+    with pytest.raises(EnvironmentProblem, match=r"cannot write prepared data to .*file/cache"):
         get_or_build(tmp_path / "file" / "cache", "key", Builder())
 
 

@@ -1,1 +1,1 @@
-"""Prepared data on disk: shards, the cache that holds them, and how rows are divided into splits and classes."""
+"""Prepared data on disk: column shards, the cache that holds them, splits and classes."""

@@ -1,8 +1,8 @@
-"""A folder of prepared things, each under the hash of what it was made from: made once, whole, by one process.
+"""A content-addressed cache on disk: each entry is a folder named by the hash of its inputs, built once by one process.
 
-An entry is built in a temporary sibling and renamed, so half of one is never seen. Its MANIFEST.json holds the size,
-the time and the SHA-256 of every file; an entry that no longer matches is made again. What a killed process left of an
-entry is given to the next builder, who may go on from there: the name says that it was made from the same things.
+An entry is built in a temporary sibling and renamed, so partial entries are never visible. Its MANIFEST.json holds size,
+time and SHA-256 of every file; an entry that no longer matches is rebuilt. The leftovers of a killed process are passed
+to the next builder, which may continue from there, since the same key means the same inputs.
 """
 
 from __future__ import annotations
@@ -25,25 +25,28 @@ MANIFEST = "MANIFEST.json"
 
 
 def default_cache() -> Path:
+    """Return the cache folder: $XDG_CACHE_HOME/bottega, or ~/.cache/bottega."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bottega"
 
 
 def open_database(name: str, table: str, *, timeout: float) -> sqlite3.Connection:
-    """A file of rows that many processes add to; `table` is the statement that makes it where it is missing. Raises OSError
-    and sqlite3.Error."""
+    """Open an SQLite file of the cache folder that many processes may write to.
+
+    `table` is the CREATE TABLE IF NOT EXISTS statement. Raises OSError and sqlite3.Error.
+    """
     folder = default_cache()
     folder.mkdir(parents=True, exist_ok=True)
-    opened = sqlite3.connect(folder / name, timeout=timeout)
+    connection = sqlite3.connect(folder / name, timeout=timeout)
     try:
-        opened.execute(table)
+        connection.execute(table)
     except BaseException:
-        opened.close()
+        connection.close()
         raise
-    return opened
+    return connection
 
 
 def get_or_build(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
-    """The entry `key`, made by `build(folder)` where it is missing or damaged. Processes that come second wait."""
+    """Return the entry `key`, built by `build(folder)` if it is missing or damaged. Other processes wait meanwhile."""
     entry = cache / key
     try:
         if is_intact(entry):
@@ -51,27 +54,27 @@ def get_or_build(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / f"{key}.lock"):
             if not is_intact(entry):
-                _make(entry, build)
+                _build_entry(entry, build)
     except OSError as error:
         if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
             raise DataError(f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
         raise EnvironmentProblem(
-            f"prepared data cannot be kept in {cache}: {error.strerror or error}; free some space, or set "
-            "XDG_CACHE_HOME to a folder that can be written"
+            f"cannot write prepared data to {cache}: {error.strerror or error}; free some space, or set "
+            "XDG_CACHE_HOME to a writable folder"
         ) from error
     return entry
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    # The kernel lets go of the lock when its holder dies, so no lock is ever stale.
+    # The kernel releases the lock when its holder dies, so no lock is ever stale.
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _make(entry: Path, build: Callable[[Path], None]) -> None:
-    """Under the lock: whatever else is there under this name was left by a process that died."""
+def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
+    """Build an entry, under the lock: anything of this name was left by a process that died."""
     if entry.is_dir():
         shutil.rmtree(entry)
     else:
@@ -82,20 +85,21 @@ def _make(entry: Path, build: Callable[[Path], None]) -> None:
 
 
 def write_manifest(folder: Path) -> None:
-    """Write down what the folder holds; who publishes it flushes that too."""
+    """Write MANIFEST.json of a folder; the caller flushes it to disk with the rest."""
     files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
-    rows = {name: {**_seen(path), "sha256": _sha256(path)} for name, path in files.items()}
+    rows = {name: {**_size_and_time(path), "sha256": _sha256(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(json.dumps(rows, indent=1))
 
 
 def is_intact(folder: Path) -> bool:
+    """Return whether a folder matches its manifest."""
     return find_damage(folder) is None
 
 
 def find_damage(folder: Path) -> str | None:
-    """What changed in the folder since it was sealed; None is nothing. A file of the same size and time is not read.
+    """Return how a folder differs from its manifest, or None. Files of the same size and time are not read.
 
-    (A copy that lost its times, as on another machine, is read in full at every start.)
+    (A copy without the original times, as on another machine, is read in full at every start.)
     """
     try:
         rows = json.loads((folder / MANIFEST).read_bytes())
@@ -108,13 +112,13 @@ def find_damage(folder: Path) -> str | None:
 
 
 def _matches(path: Path, row: dict[str, Any]) -> bool:
-    seen = _seen(path)
-    if seen["bytes"] != row["bytes"]:
+    current = _size_and_time(path)
+    if current["bytes"] != row["bytes"]:
         return False
-    return seen["time"] == row["time"] or _sha256(path) == row["sha256"]
+    return current["time"] == row["time"] or _sha256(path) == row["sha256"]
 
 
-def _seen(path: Path) -> dict[str, int]:
+def _size_and_time(path: Path) -> dict[str, int]:
     status = path.stat()
     return {"bytes": status.st_size, "time": status.st_mtime_ns}
 

@@ -1,4 +1,4 @@
-"""Class names from the labels of the data, and what a generator is asked for: a class, a vector, or nothing."""
+"""Classes from the labels of the data, and the condition of each sample: a class, a vector, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Kind = Literal["none", "class", "vector"]
 @final
 @dataclass(frozen=True)
 class Classes:
-    """Names in the order of their numbers."""
+    """Class names in the order of their ids."""
 
     names: tuple[str, ...]
 
@@ -28,8 +28,8 @@ class Classes:
         return len(self.names)
 
     def ids(self, texts: Sequence[str], *, keys: Sequence[str] | None = None) -> np.ndarray:
-        """Their numbers, int32 [n]. `keys` are the names of the records, for the message about a wrong one."""
-        ids = np.fromiter((self._numbers.get(text, -1) for text in texts), dtype=np.int32, count=len(texts))
+        """Return the ids of labels, int32 (n,). `keys` are the record keys for messages. Raises DataError for an unknown label."""
+        ids = np.fromiter((self._id_by_name.get(text, -1) for text in texts), dtype=np.int32, count=len(texts))
         wrong = np.flatnonzero(ids < 0)
         if len(wrong):
             first = int(wrong[0])
@@ -38,48 +38,50 @@ class Classes:
 
     def _problem(self, text: str, record: str) -> str:
         if not text:
-            return f"{record}: has no label, but others have; give it one, remove it, or set model.condition=none"
+            return (
+                f"{record}: has no label, unlike other records; add one, remove the record, or set model.condition=none"
+            )
         if self.names == _numbered(len(self)) and is_integer_label(text):
-            return f"{record}: label {text} is out of range: num_classes is {len(self)}, so 0 to {len(self) - 1} are"
+            return f"{record}: label {text} is out of range: num_classes={len(self)} allows 0 to {len(self) - 1}"
         more = ", ..." if len(self) > 5 else ""
-        return f"{record}: label {text!r} is none of the {len(self)} classes ({', '.join(self.names[:5])}{more})"
+        return f"{record}: label {text!r} is not one of the {len(self)} classes ({', '.join(self.names[:5])}{more})"
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def _id_by_name(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.names)}
 
 
 def find_classes(texts: Iterable[str], *, num_classes: int | None = None) -> Classes:
-    """The classes of these labels: sorted, by value where all are whole numbers.
+    """Return the classes of these labels, sorted; by value if all are integers.
 
-    With `num_classes`, whole numbers are the classes' own numbers, and one of them need not occur; names may be fewer.
-    Empty labels are no class. A label that does not fit is found by `Classes.ids`, which knows whose it is.
+    With `num_classes`, integer labels are class ids, and not all need to occur; class names may be fewer. Empty labels
+    are ignored. `Classes.ids` reports labels out of range, since it knows their records.
     """
     names = set(texts) - {""}
     whole = bool(names) and all(map(is_integer_label, names))
     if num_classes is not None and whole:
         return Classes(_numbered(num_classes))
     if num_classes is not None and len(names) > num_classes:
-        raise DataError(f"the data has {len(names)} classes, more than num_classes={num_classes}; raise it")
+        raise DataError(f"the data has {len(names)} classes, more than num_classes={num_classes}; raise num_classes")
     return Classes(tuple(sorted(names, key=lambda name: (int(name), name) if whole else (0, name))))
 
 
 def find_classes_if_labelled(texts: Iterable[str], *, num_classes: int | None = None, required: bool) -> Classes:
-    """The classes of these labels; none where they are not `required` and some sample has no label.
+    """Return the classes of these labels; none if they are not `required` and some sample has no label.
 
-    Who learns without classes need not name one for each sample, and half of them are of no use to a batch.
+    A model without classes does not need labels, and a batch cannot hold labels for some of its samples only.
     """
     texts = list(texts)
     return Classes(()) if not required and "" in texts else find_classes(texts, num_classes=num_classes)
 
 
 def is_integer_label(text: str) -> bool:
-    """Whether a label is a number: -1, 0, 12; not 1.5, and no digits of other scripts."""
+    """Return whether a label is an integer: -1, 0, 12; not 1.5, nor digits of other scripts."""
     return text.isascii() and text.removeprefix("-").isdigit()
 
 
 def read_text_column(table: Table, column: str) -> list[str]:
-    """All of a text column: 20 times as fast as row by row."""
+    """Return all rows of a text column; 20 times as fast as row by row."""
     raw, ends = table.values(column).tobytes(), table.ends(column).tolist()
     return [raw[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -90,10 +92,9 @@ def _numbered(count: int) -> tuple[str, ...]:
 
 @final
 class Conditions:
-    """The part of a batch that says what each sample is: "condition" [b, d], and "label" [b] where there are classes.
+    """Conditions of the samples of a table: "condition" (batch, d), and "label" (batch,) if there are classes.
 
-    `vector` gives the column `condition`, `class` one place for each class (a 1 at the sample's own), `none` nothing:
-    d is 0.
+    The kind `vector` reads the column `condition`, `class` is one-hot over the classes, and `none` has d = 0.
     """
 
     def __init__(self, table: Table, kind: Kind, *, classes: Classes | None) -> None:
@@ -101,13 +102,15 @@ class Conditions:
         self.labels: np.ndarray | None = None
         if classes is not None and len(classes):
             texts = read_text_column(table, "label")
-            if kind == "class" or "" not in texts:  # else they are for looking at only, and all or none
+            if (
+                kind == "class" or "" not in texts
+            ):  # otherwise labels are informative only, and given for all samples or none
                 self.labels = classes.ids(texts, keys=_Keys(table))
         if kind == "class" and self.labels is None:
             key = str(table.row("key", 0))
             raise DataError(
-                f"the samples have no labels (the first is {key}), and condition is class; name the field with "
-                f"data.train.label, {_in_names(key)}sort the files into a folder for each class, or set "
+                f"model.condition=class needs labels, but the samples have none (the first is {key}); name the field with "
+                f"data.train.label, {_pattern_hint(key)}sort the files into a folder for each class, or set "
                 "model.condition=none"
             )
         self.size = {"none": 0, "class": len(classes or ())}.get(kind, 0)
@@ -116,6 +119,7 @@ class Conditions:
             self.size = self.vectors.shape[1]
 
     def rows(self, index: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the conditions of the samples `index` (n,)."""
         condition = np.zeros((len(index), self.size), dtype=np.float32)
         if self.vectors is not None:
             condition[...] = self.vectors[index]
@@ -127,6 +131,7 @@ class Conditions:
         return rows
 
     def describe(self, number: int) -> list[str]:
+        """Return lines that describe the condition of one sample."""
         lines = []
         if self.classes is not None and self.labels is not None:
             label = int(self.labels[number])
@@ -136,16 +141,16 @@ class Conditions:
         return lines
 
 
-def _in_names(key: str) -> str:
-    """A hint where the name of a file seems to say several things, such as 7_jackson_32.wav."""
+def _pattern_hint(key: str) -> str:
+    """Return a hint for file names that seem to hold several values, such as 7_jackson_32.wav."""
     mark = re.search(r"[^\W_]([_=,-])[^\W_]", Path(key).stem)
     pattern = f"(?P<label>[^/{mark[1]}]+){mark[1]}" if mark is not None else ""
-    return f'read it off their names with data.train.pattern, such as "{pattern}", ' if pattern else ""
+    return f'extract it from the file names with data.train.pattern, such as "{pattern}", ' if pattern else ""
 
 
 @final
 class _Keys(Sequence[str]):
-    """The names of a table's records, each read when asked for."""
+    """The record keys of a table, read on access."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -158,17 +163,17 @@ class _Keys(Sequence[str]):
 
 
 def _vectors(table: Table) -> np.ndarray:
-    """[n, d]; in memory, because a worker process is sent it and a vector is small beside its sample."""
+    """Return the condition vectors (n, d), in memory: they are sent to workers and small beside the samples."""
     if "condition" not in table.columns:
         raise DataError(
-            f"{table.folder}: the samples have no condition, and condition is vector; name the field with "
+            f"{table.folder}: model.condition=vector needs vectors, but the samples have none; name the field with "
             "data.condition_field"
         )
     lengths = table.lengths("condition")
     other = np.flatnonzero(lengths != lengths[0]) if len(lengths) else lengths
     if len(other):
-        first, found = table.row("key", 0), table.row("key", int(other[0]))
+        first, differing = table.row("key", 0), table.row("key", int(other[0]))
         raise DataError(
-            f"{found}: its condition has {lengths[other[0]]} numbers and that of {first} {lengths[0]}; make them equal"
+            f"{differing}: its condition has {lengths[other[0]]} numbers, that of {first} {lengths[0]}; give all the same length"
         )
     return np.array(table.values("condition"), dtype=np.float32).reshape(len(table), -1)

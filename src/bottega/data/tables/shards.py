@@ -1,7 +1,7 @@
-"""Our shards: columns in plain files that are mapped into memory, so that any row is found at once.
+"""Tables on disk: one memory-mapped binary file per column, with access to any row in constant time.
 
-A folder holds `columns.json` and, for each column, `NAME.bin` with the values end to end. Rows of one shape need nothing
-else; rows of varying length also have `NAME.ends.bin`, where each row ends. Text is bytes in UTF-8.
+A folder holds `columns.json` and, for each column, `NAME.bin` with the values end to end. Columns of varying length also
+have `NAME.ends.bin` with the end of each row. Text is bytes in UTF-8.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COLUMNS = "columns.json"
 
 @dataclass(frozen=True)
 class Column:
-    """The form of a column: `shape` is that of a row, without the varying first axis where there is one."""
+    """Type of a column: `shape` is the shape of a row, without the first axis if that varies."""
 
     dtype: str = "|u1"
     shape: tuple[int, ...] = ()
     varying: bool = False
-    """Rows [n, *shape] with an n of their own."""
+    """Rows are (n, *shape), with n different for each."""
     holds: Literal["numbers", "text", "bytes"] = "numbers"
 
     @property
@@ -47,7 +47,7 @@ BYTES = Column(varying=True, holds="bytes")
 
 @final
 class ShardWriter:
-    """Appends rows to a folder. Use as a context manager; `columns.json` appears last, when all rows are on disk."""
+    """Appends rows to a folder. A context manager; `columns.json` is written last, when all rows are on disk."""
 
     def __init__(self, folder: Path, columns: Mapping[str, Column]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,8 +62,9 @@ class ShardWriter:
         return self
 
     def add(self, row: Mapping[str, Any]) -> None:
+        """Append one row: a value for each column."""
         for name, column in self.columns.items():
-            values = _stored(row[name], column, name)
+            values = _to_bytes(row[name], column, name)
             self._files[f"{name}.bin"].write(values)
             if column.varying:
                 self.ends[name] += len(values) // column.row_bytes
@@ -73,27 +74,27 @@ class ShardWriter:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._open.close()
         if kind is None:
-            _describe(self.folder, self.columns, self.rows)
+            _write_columns_file(self.folder, self.columns, self.rows)
 
 
-def _stored(value: Any, column: Column, name: str) -> bytes | memoryview:
+def _to_bytes(value: Any, column: Column, name: str) -> bytes | memoryview:
     if column.holds == "text":
         return str(value).encode(errors="backslashreplace")
     if column.holds == "bytes":
         return bytes(value)
     array = np.asarray(value, dtype=column.dtype, order="C")
     shape = array.shape[1:] if column.varying else array.shape
-    assert shape == column.shape, f"column {name}: a row of shape {array.shape} among {column}"
+    assert shape == column.shape, f"column {name}: a row of shape {array.shape}, expected {column}"
     return array.reshape(-1).view(np.uint8).data
 
 
-def _describe(folder: Path, columns: Mapping[str, Column], rows: int) -> None:
+def _write_columns_file(folder: Path, columns: Mapping[str, Column], rows: int) -> None:
     meta = {"rows": rows, "columns": {name: asdict(column) for name, column in columns.items()}}
     (folder / COLUMNS).write_text(json.dumps(meta, indent=1))
 
 
 def merge_tables(parts: Iterable[Path], folder: Path, columns: Mapping[str, Column]) -> int:
-    """The rows of several folders of the same columns in one, in order; how many there are."""
+    """Concatenate the rows of several folders of the same columns into one; return the number of rows."""
     folder.mkdir(parents=True, exist_ok=True)
     tables = [Table(part) for part in parts]
     for name, column in columns.items():
@@ -108,12 +109,12 @@ def merge_tables(parts: Iterable[Path], folder: Path, columns: Mapping[str, Colu
                     out.write(ends.astype("<i8").tobytes())
                     before = int(ends[-1]) if len(ends) else before
     rows = sum(map(len, tables))
-    _describe(folder, columns, rows)
+    _write_columns_file(folder, columns, rows)
     return rows
 
 
 def _append(out: BinaryIO, path: Path) -> None:
-    """Copied by the kernel, without passing through this process, where the system can do that between files."""
+    """Append a file to another one; on Linux the kernel copies it without passing it through this process."""
     with path.open("rb") as source:
         if sys.platform != "linux":
             shutil.copyfileobj(source, out, 1 << 20)
@@ -126,7 +127,7 @@ def _append(out: BinaryIO, path: Path) -> None:
 
 @final
 class Table:
-    """The rows of a folder. Cheap to send to another process, which maps the files again."""
+    """The rows of a folder, memory-mapped. Cheap to pickle: another process maps the files again."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
@@ -136,22 +137,22 @@ class Table:
             self.rows = int(meta["rows"])
             self._check()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{self.folder} is no folder of shards, or a damaged one: {error}") from error
+            raise DataError(f"{self.folder} is not a table of prepared data, or a damaged one: {error}") from error
 
     def _check(self) -> None:
-        """The files must be as long as is said of them: a table may come from anywhere."""
+        """Raise ValueError unless the files have the sizes that columns.json implies: a table may come from anywhere."""
         for name, column in self.columns.items():
             size = (self.folder / f"{name}.bin").stat().st_size
             if column.varying:
                 ends = self.ends(name)
                 falls = len(ends) > 0 and (int(ends[0]) < 0 or not (ends[1:] >= ends[:-1]).all())
                 if len(ends) != self.rows or falls:
-                    raise ValueError(f"{name}.ends.bin does not go with {self.rows} rows")
-                wanted = int(ends[-1]) if len(ends) else 0
+                    raise ValueError(f"{name}.ends.bin does not match {self.rows} rows")
+                num_values = int(ends[-1]) if len(ends) else 0
             else:
-                wanted = self.rows
-            if size != wanted * column.row_bytes:
-                raise ValueError(f"{name}.bin has {size} bytes, not {wanted * column.row_bytes}")
+                num_values = self.rows
+            if size != num_values * column.row_bytes:
+                raise ValueError(f"{name}.bin has {size} bytes, not {num_values * column.row_bytes}")
 
     def __len__(self) -> int:
         return self.rows
@@ -160,11 +161,11 @@ class Table:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
 
     def gather(self, name: str, index: np.ndarray) -> np.ndarray:
-        """The rows `index` of a column of one shape: [n, *shape], a copy."""
+        """Return the rows `index` (n,) of a column of fixed shape: (n, *shape), a copy."""
         return np.take(self.values(name), index, axis=0)
 
     def row(self, name: str, number: int) -> Any:
-        """One row: an array (a view of the file where lengths vary), text or bytes."""
+        """Return one row: an array (a view of the file if lengths vary), text or bytes."""
         column, values = self.columns[name], self.values(name)
         if not column.varying:
             return values[number]
@@ -175,23 +176,25 @@ class Table:
         return part.tobytes().decode() if column.holds == "text" else part.tobytes()
 
     def lengths(self, name: str) -> np.ndarray:
-        """How long each row of a varying column is."""
+        """Return the length of each row of a varying column."""
         return np.diff(self.ends(name), prepend=0)
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield all rows as dictionaries."""
         for number in range(self.rows):
             yield {name: self.row(name, number) for name in self.columns}
 
     def values(self, name: str) -> np.ndarray:
-        """All values of a column end to end, mapped: [rows, *shape], or [total, *shape] where lengths vary."""
+        """Return all values of a column, memory-mapped: (rows, *shape), or (total, *shape) if lengths vary."""
         if name not in self._values:
             column = self.columns[name]
-            self._values[name] = _mapped(self.folder / f"{name}.bin", column.dtype).reshape(-1, *column.shape)
+            self._values[name] = _memory_map(self.folder / f"{name}.bin", column.dtype).reshape(-1, *column.shape)
         return self._values[name]
 
     def ends(self, name: str) -> np.ndarray:
+        """Return the end of each row of a varying column, memory-mapped."""
         if name not in self._ends:
-            self._ends[name] = _mapped(self.folder / f"{name}.ends.bin", "<i8")
+            self._ends[name] = _memory_map(self.folder / f"{name}.ends.bin", "<i8")
         return self._ends[name]
 
     @cached_property
@@ -204,22 +207,22 @@ class Table:
 
 
 def _column(name: str, fields: Mapping[str, Any]) -> Column:
-    """A column as described in a file: only numbers, and a name that stays in its folder."""
+    """Parse a column of columns.json: plain number types only, and a name that stays in its folder."""
     if not re.fullmatch(r"\w[\w-]*", name):
-        raise ValueError(f"{name!r} is no name of a column")
+        raise ValueError(f"{name!r} is not a column name")
     column = Column(**{**fields, "shape": tuple(fields["shape"])})
     if not isinstance(column.dtype, str) or not re.fullmatch(r"[<|][biufc][0-9]{1,2}", column.dtype):
-        # An array of objects would take bytes of a file for addresses.
-        raise ValueError(f"{column.dtype!r} is no type of numbers")
+        # An array of objects would interpret bytes of the file as addresses.
+        raise ValueError(f"{column.dtype!r} is not a number type")
     if not all(type(side) is int and side >= 0 for side in column.shape) or column.row_bytes == 0:
-        raise ValueError(f"{column.shape} is no shape")
+        raise ValueError(f"{column.shape} is not a shape")
     if column.holds not in ("numbers", "text", "bytes") or type(column.varying) is not bool:
         raise ValueError(f"{name} holds {column.holds!r}")
     return column
 
 
-def _mapped(path: Path, dtype: str) -> np.ndarray:
-    # An empty file cannot be mapped. A plain array over the map is indexed faster than numpy's memmap class.
+def _memory_map(path: Path, dtype: str) -> np.ndarray:
+    # An empty file cannot be mapped. Indexing a plain array over the map is faster than numpy's memmap class.
     if path.stat().st_size == 0:
         return np.empty(0, dtype)
     return np.asarray(np.memmap(path, dtype=dtype, mode="r"))

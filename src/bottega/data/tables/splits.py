@@ -1,7 +1,7 @@
-"""Which row is for training, validation or test: a function of the names of the rows and the recipe, never of chance.
+"""Assign rows to train, validation and test: a pure function of row names and recipe.
 
-Validation is taken from the lowest hashes and test from the highest, so that another share of one moves nothing in the
-other where the rule allows it.
+Validation takes the lowest hashes and test the highest, so that changing the fraction of one does not move rows of the
+other, where the rule allows it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ NAMES = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class SplitTable:
-    """What a split needs to know of each row. Names are 64-bit hashes [n]."""
+    """The columns a split depends on, each (n,). Names are 64-bit hashes."""
 
     keys: np.ndarray
-    """The row's name, or what data.split.field names."""
+    """Of the row's key, or of the field data.split.field."""
     sizes: np.ndarray | None = None
-    """What shares are counted in: characters, seconds; None counts rows."""
+    """What fractions are counted in, such as characters; None counts rows."""
     files: np.ndarray | None = None
     labels: np.ndarray | None = None
-    """Any number that stands for the class."""
+    """Any number that identifies the class."""
     groups: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -38,110 +38,112 @@ class SplitTable:
 
 
 def hash_key(text: str) -> int:
-    """64 bits of a name, the same on every machine and for ever."""
+    """Return 64 bits of the SHA-256 of a name, the same on every machine and in every version."""
     return int.from_bytes(hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()[:8], "big")
 
 
 def assign_splits(rows: SplitTable, options: Splitting, validation: float | None, test: float | None) -> np.ndarray:
-    """For each row 0 (train), 1 (validation) or 2 (test). `options.folds` stands in place of the share of validation."""
+    """Return 0 (train), 1 (validation) or 2 (test) for each row. `options.folds` replaces the fraction of validation."""
     if options.folds is not None:
         validation = None
-    _check_shares(validation, test)
-    keys = _mixed(rows.keys, options.seed)
+    _check_fractions(validation, test)
+    keys = _mix_seed(rows.keys, options.seed)
     if options.by == "hash":
-        sides = _by_hash(keys, validation, test)
+        splits = _split_by_hash(keys, validation, test)
     elif options.by == "stratified":
-        sides = _by_class(keys, _needed(rows.labels, options), validation, test)
+        splits = _split_by_class(keys, _require(rows.labels, options), validation, test)
     else:
         unit, names, sizes = _units(rows, keys, options)
-        sides = _by_size(names, sizes, validation, test)[unit]
+        splits = _split_by_size(names, sizes, validation, test)[unit]
     if options.folds is not None:
-        rest = np.flatnonzero(sides == TRAIN)
-        sides[rest[_folds(rows, keys, options, rest) == options.fold]] = VALIDATION
-    wanted = (True, validation is not None or options.folds is not None, test is not None)
-    _check_sides(sides, wanted, options)
-    return sides
+        rest = np.flatnonzero(splits == TRAIN)
+        splits[rest[_folds(rows, keys, options, rest) == options.fold]] = VALIDATION
+    requested = (True, validation is not None or options.folds is not None, test is not None)
+    _check_not_empty(splits, requested, options)
+    return splits
 
 
-def _check_shares(validation: float | None, test: float | None) -> None:
-    shares = {"data.validation.split": validation, "data.test.split": test}
-    for key, share in shares.items():
-        if share is not None and not 0 < share < 1:
-            raise UsageError(f"{key} is {share:g}; it must lie between 0 and 1")
+def _check_fractions(validation: float | None, test: float | None) -> None:
+    fractions = {"data.validation.split": validation, "data.test.split": test}
+    for key, fraction in fractions.items():
+        if fraction is not None and not 0 < fraction < 1:
+            raise UsageError(f"{key} is {fraction:g}; it must lie between 0 and 1")
     if (validation or 0) + (test or 0) >= 1:
         raise UsageError(
             f"data.validation.split={validation:g} and data.test.split={test:g} leave nothing to train on; lower them"
         )
 
 
-def _check_sides(sides: np.ndarray, wanted: tuple[bool, bool, bool], options: Splitting) -> None:
-    counts = np.bincount(sides, minlength=3).tolist()
-    for side, name in enumerate(NAMES):
-        if wanted[side] and not counts[side]:
-            told = ", ".join(f"{NAMES[i]} {counts[i]}" for i in range(3) if wanted[i])
+def _check_not_empty(splits: np.ndarray, requested: tuple[bool, bool, bool], options: Splitting) -> None:
+    counts = np.bincount(splits, minlength=3).tolist()
+    for split, name in enumerate(NAMES):
+        if requested[split] and not counts[split]:
+            listed = ", ".join(f"{NAMES[i]} {counts[i]}" for i in range(3) if requested[i])
             remedy = "add rows" if options.by == "fraction" else "set data.split.by=fraction, or add rows"
             if options.folds is not None:
                 remedy = f"lower data.split.folds={options.folds}, or add rows"
-            raise DataError(f"splitting {len(sides)} rows by {options.by} leaves no row for {name} ({told}); {remedy}")
+            raise DataError(
+                f"splitting {len(splits)} rows by {options.by} leaves no row for {name} ({listed}); {remedy}"
+            )
 
 
-def _mixed(keys: np.ndarray, seed: int) -> np.ndarray:
-    """Other hashes for another seed. Seed 0 leaves them, so the hash of a name alone tells its side."""
+def _mix_seed(keys: np.ndarray, seed: int) -> np.ndarray:
+    """Return other hashes for another seed. Seed 0 keeps them, so that the hash of a name alone gives its split."""
     keys = np.asarray(keys, dtype=np.uint64)
     if seed == 0:
         return keys
     low, high = derive_key("split", seed)
-    # Each step can be undone, so names that differ still do; the multiplications carry every bit to the top ones.
+    # Each step is invertible, so distinct names stay distinct; the multiplications carry every bit to the top ones.
     mixed = keys ^ np.uint64(high << 32 | low)
     for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
         mixed = (mixed ^ (mixed >> np.uint64(31))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _needed(column: np.ndarray | None, options: Splitting) -> np.ndarray:
+def _require(column: np.ndarray | None, options: Splitting) -> np.ndarray:
     if column is None:
-        what = {"stratified": "a class for each row", "group": "data.split.field in each row"}
-        raise UsageError(f"data.split.by={options.by} needs {what.get(options.by, 'files')}; use fraction or hash")
+        needs = {"stratified": "a class for each row", "group": "data.split.field in each row"}
+        raise UsageError(f"data.split.by={options.by} needs {needs.get(options.by, 'files')}; use fraction or hash")
     return column
 
 
 def _units(rows: SplitTable, keys: np.ndarray, options: Splitting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What stays whole (a row, file or group): the number of each row's unit, and the hash and size of each unit."""
+    """Return the unit (row, file or group, which stays whole) of each row, and the hash and size of each unit."""
     sizes = np.ones(len(rows), np.int64) if rows.sizes is None else np.asarray(rows.sizes)
     if options.by == "fraction":
         return np.arange(len(rows)), keys, sizes
-    column = _needed(rows.files if options.by == "file" else rows.groups, options)
+    column = _require(rows.files if options.by == "file" else rows.groups, options)
     names, unit = np.unique(column, return_inverse=True)
-    # Summed as integers, because weights of bincount are floats that round above 2^53.
+    # Summed as integers: the weights of bincount are floats, which round above 2^53.
     totals = np.zeros(len(names), sizes.dtype)
     np.add.at(totals, unit, sizes)
-    return unit, _mixed(names.astype(np.uint64), options.seed), totals
+    return unit, _mix_seed(names.astype(np.uint64), options.seed), totals
 
 
-def _by_hash(keys: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
-    """Each row for itself, so it stays where it is whatever comes to the data."""
-    sides = np.zeros(len(keys), np.int8)
+def _split_by_hash(keys: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
+    """Split each row by its own hash, so that it stays where it is when data are added."""
+    splits = np.zeros(len(keys), np.int8)
     if validation is not None:
-        sides[keys < np.uint64(int(validation * 2**64))] = VALIDATION
+        splits[keys < np.uint64(int(validation * 2**64))] = VALIDATION
     if test is not None:
-        sides[keys >= np.uint64(2**64 - max(1, int(test * 2**64)))] = TEST
-    return sides
+        splits[keys >= np.uint64(2**64 - max(1, int(test * 2**64)))] = TEST
+    return splits
 
 
-def _by_size(names: np.ndarray, sizes: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
-    """Whole units in the order of their hashes, as long as they fit; so a new one moves few."""
-    sides = np.zeros(len(names), np.int8)
+def _split_by_size(names: np.ndarray, sizes: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
+    """Split whole units in the order of their hashes as far as they fit, so that a new unit moves few others."""
+    splits = np.zeros(len(names), np.int8)
     order = np.argsort(names, kind="stable")
     whole = int(sizes.sum())
-    for side, share, queue in ((VALIDATION, validation, order), (TEST, test, order[::-1])):
-        left = queue[sides[queue] == TRAIN]
-        if share is not None and len(left):
-            sides[_fitting(left, sizes, share * whole)] = side
-    return sides
+    for split, fraction, queue in ((VALIDATION, validation, order), (TEST, test, order[::-1])):
+        left = queue[splits[queue] == TRAIN]
+        if fraction is not None and len(left):
+            splits[_fitting(left, sizes, fraction * whole)] = split
+    return splits
 
 
 def _fitting(queue: np.ndarray, sizes: np.ndarray, room: float) -> np.ndarray:
-    """Those of the queue that fit the room one after the other, or the smallest where none does."""
+    """Return the units of the queue that fit the room one after the other, or the smallest if none does."""
     taken = []
     left = queue[sizes[queue] <= room]
     while len(left):
@@ -149,65 +151,65 @@ def _fitting(queue: np.ndarray, sizes: np.ndarray, room: float) -> np.ndarray:
         fit = int(np.searchsorted(used, room, side="right"))
         taken.append(left[:fit])
         room -= float(used[fit - 1])
-        # What does not fit now never will, so each turn passes over all of that at once.
+        # A unit that does not fit now never will, so each iteration drops all of them at once.
         left = left[fit:]
         left = left[sizes[left] <= room]
     return np.concatenate(taken) if taken else queue[[np.argmin(sizes[queue])]]
 
 
-def _by_class(keys: np.ndarray, labels: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
-    """Each class by its share, its lowest hashes for validation and its highest for test."""
+def _split_by_class(keys: np.ndarray, labels: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
+    """Split each class by the fractions: its lowest hashes for validation and its highest for test."""
     _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
     order = np.lexsort((keys, label))
     starts = np.cumsum(counts) - counts
     at = np.arange(len(keys)) - starts[label[order]]
-    # Train keeps one of each class, then validation has one, then test.
-    first = _apportioned(counts, validation, counts - 1)
-    last = _apportioned(counts, test, counts - 1 - first)
-    sides = np.zeros(len(keys), np.int8)
-    sides[order[at < first[label[order]]]] = VALIDATION
-    sides[order[at >= (counts - last)[label[order]]]] = TEST
-    return sides
+    # Each class has at least one row in train, then in validation, then in test.
+    first = _apportion(counts, validation, counts - 1)
+    last = _apportion(counts, test, counts - 1 - first)
+    splits = np.zeros(len(keys), np.int8)
+    splits[order[at < first[label[order]]]] = VALIDATION
+    splits[order[at >= (counts - last)[label[order]]]] = TEST
+    return splits
 
 
-def _apportioned(counts: np.ndarray, share: float | None, most: np.ndarray) -> np.ndarray:
-    """How many of each class: its share rounded down, the rest to the largest remainders; at least one where it can."""
-    if share is None or not len(counts):
+def _apportion(counts: np.ndarray, fraction: float | None, most: np.ndarray) -> np.ndarray:
+    """Return how many rows of each class: its fraction rounded down, the rest to the largest remainders; at least one if possible."""
+    if fraction is None or not len(counts):
         return np.zeros_like(counts)
-    ideal = share * counts
+    ideal = fraction * counts
     whole = np.floor(ideal).astype(np.int64)
     by_remainder = np.lexsort((np.arange(len(counts)), whole - ideal))
-    whole[by_remainder[: max(0, round(share * int(counts.sum())) - int(whole.sum()))]] += 1
+    whole[by_remainder[: max(0, round(fraction * int(counts.sum())) - int(whole.sum()))]] += 1
     return np.minimum(np.maximum(whole, 1), np.maximum(most, 0))
 
 
 def _folds(rows: SplitTable, keys: np.ndarray, options: Splitting, rest: np.ndarray) -> np.ndarray:
-    """For each row of `rest` which of `folds` equal parts it is in."""
+    """Return the fold of each row of `rest`."""
     folds = options.folds or 1
     if options.by == "hash":
-        # The top 32 bits are enough to tell folds apart, and their product fits 64.
+        # The top 32 bits are enough for folds, and the product fits 64 bits.
         return (keys[rest] >> np.uint64(32)) * np.uint64(folds) >> np.uint64(32)
     if options.by == "stratified":
-        # Dealt class by class without starting anew, so classes and folds are both equal to within one row.
-        order = np.lexsort((keys[rest], _needed(rows.labels, options)[rest]))
+        # Dealt class by class without restarting, so that classes and folds are both balanced to within one row.
+        order = np.lexsort((keys[rest], _require(rows.labels, options)[rest]))
         fold = np.empty(len(rest), np.int64)
         fold[order] = np.arange(len(rest)) % folds
         return fold
     unit, names, sizes = _units(rows, keys, options)
     present, local = np.unique(unit[rest], return_inverse=True)
-    return _balanced(names[present], sizes[present], folds)[local]
+    return _balance(names[present], sizes[present], folds)[local]
 
 
-def _balanced(names: np.ndarray, sizes: np.ndarray, folds: int) -> np.ndarray:
-    """Units in the order of their hashes, each to the part that is lightest so far."""
+def _balance(names: np.ndarray, sizes: np.ndarray, folds: int) -> np.ndarray:
+    """Assign units in the order of their hashes to the fold that is smallest so far."""
     order = np.argsort(names, kind="stable")
     fold = np.empty(len(names), np.int64)
     if len(sizes) and (sizes == sizes[0]).all():
         fold[order] = np.arange(len(names)) % folds
         return fold
-    parts = [(0, 0, number) for number in range(folds)]
+    heap = [(0, 0, number) for number in range(folds)]
     for i in order.tolist():
-        load, count, number = parts[0]
+        load, count, number = heap[0]
         fold[i] = number
-        heapq.heapreplace(parts, (load + int(sizes[i]), count + 1, number))
+        heapq.heapreplace(heap, (load + int(sizes[i]), count + 1, number))
     return fold
