@@ -347,11 +347,11 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
         ({"data.mixture": None, "techniques": ["replay"]}, UsageError, "replay needs sources"),
         ({"data.sources": [{"kind": "embedded"}]}, UsageError, "a sequence needs two or more data.sources"),
         ({"data.replay.path": "x"}, UsageError, "cannot be combined with mixture: sequence"),
-        ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* not one is its own"),
+        ({"training.max_steps": 1}, UsageError, r"data.sources\[.\] has .* too few for one"),
         (
             {"data.validation.split": 1e-9, "data.split": {"by": "hash"}},
             DataError,
-            "of which a sequence holds back its own share: splitting .* by hash leaves no row for validation",
+            "which is split by itself in a sequence: splitting .* by hash leaves no row for validation",
         ),
     ],
 )

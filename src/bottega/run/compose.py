@@ -26,7 +26,7 @@ from bottega.core.schedule import Schedule
 from bottega.core.task import Task
 from bottega.core.trainer import Cadences
 from bottega.data.loading.loader import Loader, iter_eval_batches
-from bottega.data.order import curriculum as difficulty
+from bottega.data.order.curriculum import plan_stages, rank_samples, stage_first_steps
 from bottega.data.order.orders import CurriculumOrder, Order
 from bottega.data.order.sequential import Sequential
 from bottega.data.sources.source import Source
@@ -97,7 +97,7 @@ def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order:
         return loader
     if order is not None:
         raise UsageError("data.curriculum defines its own order of samples; leave out data.mixture and data.replay")
-    stages = difficulty.plan_stages(
+    stages = plan_stages(
         curriculum,
         size=len(source),
         total_steps=count_total_steps(recipe, loader),
@@ -105,7 +105,7 @@ def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order:
         batch_size=loader.batch_size,
         batch_multiplier=loader.batch_size // recipe.training.batch_size,
     )
-    ranking = difficulty.rank_samples(source, curriculum.by)
+    ranking = rank_samples(source, curriculum.by)
     return replace(loader, order=CurriculumOrder(ranking, stages, seed=recipe.seed))
 
 
@@ -117,8 +117,8 @@ def count_total_steps(recipe: Recipe, loader: Loader) -> int:
     if training.max_steps is not None:
         return training.max_steps
     assert training.num_epochs is not None, "the schema requires max_steps or num_epochs"
-    if isinstance(loader.order, Sequential) and loader.order.lengths is not None:
-        return loader.order.num_steps(loader.batch_size)  # each source fills whole batches
+    if isinstance(loader.order, Sequential) and loader.order.turn_lengths is not None:
+        return loader.order.schedule.num_steps(loader.batch_size)  # each source fills whole batches
     return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
 
 
@@ -140,7 +140,7 @@ def set_learning_rate_schedule(recipe: Recipe, engine: Engine, *, total: int, st
     curriculum = recipe.data.curriculum
     if curriculum is not None and any(stage.learning_rate for stage in curriculum.stages):
         peaks = [stage.learning_rate or peaks[0] for stage in curriculum.stages]
-        firsts = difficulty.stage_first_steps(curriculum, total, max(1, steps_per_epoch))
+        firsts = stage_first_steps(curriculum, total, max(1, steps_per_epoch))
     shapes = [_shape(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
 
     def rate(step: int) -> float:
@@ -199,7 +199,7 @@ def resolve_cadences(recipe: Recipe, total: int, loader: Loader, *, has_validati
     saving = recipe.checkpoint.every
     by_clock = saving.seconds if saving is not None else None
     order = loader.order
-    borders = order.first_steps(loader.batch_size)[1:] if isinstance(order, Sequential) else ()
+    borders = order.schedule.first_steps(loader.batch_size)[1:] if isinstance(order, Sequential) else ()
     return Cadences(
         log=steps(recipe.logging.every),
         evaluate=steps(recipe.evaluation.every) if has_validation else 0,

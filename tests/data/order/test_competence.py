@@ -101,7 +101,7 @@ def test_ranks_share_what_one_process_sees(world: int) -> None:
 @pytest.mark.parametrize(
     ("options", "batch_size", "said"),
     [
-        ({"steps": 41}, 4, r"competence\.steps is 41, and the run has 40"),
+        ({"steps": 41}, 4, r"competence\.steps is 41, but the run has 40"),
         ({"steps": 0}, 4, r"competence\.steps is 0"),
         ({"initial": 0.05}, 8, r"competence\.initial=0\.05 of 100 samples is 5, fewer than one batch of 8"),
     ],
@@ -219,9 +219,9 @@ def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
     refused = {
         ("image", "length"): "all of one length; .* the name of a field with a score",
         ("image", "rarity"): "needs tokens, .* use the name of a field with a score",
-        ("image", "label"): "'label', which data.curriculum goes by, must be a number, not 'dark'",
+        ("image", "label"): "'label' (data.curriculum.by) must be a number, not 'dark'",
         ("classify", "label"): "must be a number, not 'cook'",
-        ("classify", "mood"): "'mood', which data.curriculum goes by, must be a number, not None",
+        ("classify", "mood"): "'mood' (data.curriculum.by) must be a number, not None",
     }
     for medium in (image, classify):
         name, values = medium(tmp_path)

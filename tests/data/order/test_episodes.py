@@ -116,7 +116,7 @@ def test_tasks_of_too_few_samples_are_left_out_or_an_error() -> None:
     assert (len(one.task_samples), one.num_tasks) == (2, 3)
     assert {int(one.draw(i, 0).tasks[0]) for i in range(30)} == {0, 2}
     with pytest.raises(
-        DataError, match=r"^data.train: 2 of 3 tasks have 5 samples or more, and an episode takes 3"
+        DataError, match=r"^data.train: 2 of 3 tasks have 5 samples or more, but an episode needs 3"
     ) as e:
         Episodes(source(), tasks, shots=2, queries=3, length=30, seed=0, ways=3)
     assert "\n" not in str(e.value)

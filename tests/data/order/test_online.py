@@ -220,7 +220,7 @@ def test_what_makes_no_stream_is_said_in_a_line(words: list[str], said: str) -> 
 
 
 def test_a_memory_too_small_for_its_share_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"data\.online\.memory: 3 cannot fill the 8 samples of a batch of 32"):
+    with pytest.raises(UsageError, match=r"data\.online\.memory=3 is too small: .* a batch of 32 replays 8 samples"):
         OnlineStream(100, 0, replay_fraction=0.25, memory_size=3, batch_size=32)
 
 

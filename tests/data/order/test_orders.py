@@ -320,14 +320,16 @@ def test_a_ranking_goes_from_easy_to_hard_and_keeps_ties_in_order() -> None:
     with pytest.raises(UsageError, match=r"all of one length; use rarity"):
         curriculum.rank_samples(SOURCE, "length")
     with pytest.raises(
-        UsageError, match=r"by=age: the samples have no such field; there is length, rarity, score, pair"
+        UsageError, match=r"by=age: the samples have no such field; use one of length, rarity, score, pair"
     ):
         curriculum.rank_samples(source, "age")
-    with pytest.raises(DataError, match=r"by=pair gives float64 \[4, 2\], not one number for each of the 4 samples"):
+    with pytest.raises(
+        DataError, match=r"by=pair gives float64 of shape \[4, 2\]; expected one number for each of the 4 samples"
+    ):
         curriculum.rank_samples(source, "pair")
     with pytest.raises(DataError, match="nan for sample 2"):
         curriculum.rank_samples(source, np.array([1, 2, np.nan, np.inf]))
-    with pytest.raises(UsageError, match="rarity needs tokens, and the samples have score, pair"):
+    with pytest.raises(UsageError, match="rarity needs tokens, but the samples have score, pair"):
         curriculum.rank_samples(source, "rarity")
 
 
@@ -374,7 +376,7 @@ def test_stages_are_counted_in_steps_and_samples() -> None:
         ([{"steps": 0}, {"steps": 5}], r"stages\[0\]\.steps is 0"),
         ([{"steps": 5}, {"steps": 5, "share": 0.01}], r"stages\[1\] has 2 samples .* fewer than one batch of 8"),
         ([{"steps": 5, "batch_size": 300}], r"stages\[0\] has 200 samples .* fewer than one batch of 300"),
-        ([{"steps": 5, "replay": 0.5}], r"stages\[0\]\.replay=0\.5: the stage has no stage before it"),
+        ([{"steps": 5, "replay": 0.5}], r"stages\[0\]\.replay=0\.5: this stage is the first"),
         ([{"steps": 5}, {"steps": 5, "replay": 0.5}], r"stages\[1\]\.replay=0\.5: the stage adds no samples"),
         ([{"steps": 0}, {"steps": 5, "share": 0.01}], r"stages\[0\].*; .*stages\[1\]"),
     ],

@@ -41,9 +41,11 @@ def owner_of(order: Sequential, index: np.ndarray) -> np.ndarray:
 @given(SIZES, st.integers(1, 9), st.integers(1, 3))
 def test_each_source_is_passed_over_as_often_as_asked_before_the_next(sizes: Any, batch: int, epochs: int) -> None:
     order = planned(sizes, batch, epochs)
-    total = order.num_steps(batch) * batch
+    total = order.schedule.num_steps(batch) * batch
     index, epoch = order.indices(np.arange(total))
-    for turn, (start, stop) in enumerate(zip(order.starts, [*order.starts[1:], total], strict=True)):
+    for turn, (start, stop) in enumerate(
+        zip(order.schedule.start_positions, [*order.schedule.start_positions[1:], total], strict=True)
+    ):
         assert start % batch == 0
         assert set(owner_of(order, index[start:stop])) == {turn}
         seen = Counter(zip(index[start:stop].tolist(), epoch[start:stop].tolist(), strict=True))
@@ -56,11 +58,11 @@ def test_each_source_is_passed_over_as_often_as_asked_before_the_next(sizes: Any
 
 @given(SIZES, st.integers(1, 9), st.integers(0, 10**12), st.sampled_from([0.0, 0.2, 1 / 3]))
 def test_a_place_is_a_function_of_its_position(sizes: Any, batch: int, far: int, share: float) -> None:
-    order = planned(sizes, batch, 2, share=share)
+    order = planned(sizes, batch, 2, replay_fraction=share)
     positions = np.r_[np.arange(3 * sum(sizes)), far + np.arange(5)]
     index, epoch = order.indices(positions)
     some = np.random.default_rng(0).permutation(len(positions))[:7]
-    again = Sequential(sizes, seed=3, share=share, lengths=order.lengths).indices(positions[some])
+    again = Sequential(sizes, seed=3, replay_fraction=share, turn_lengths=order.turn_lengths).indices(positions[some])
     np.testing.assert_array_equal(again, (index[some], epoch[some]))
     assert epoch.max() < order.num_epochs(int(positions.max()) + 1)
 
@@ -69,13 +71,15 @@ def test_a_place_is_a_function_of_its_position(sizes: Any, batch: int, far: int,
 def test_replay_has_its_share_of_each_later_turn_and_only_what_was_seen(
     sizes: Any, batch: int, share: float, memory: int | None
 ) -> None:
-    order = planned(sizes, batch, 1, share=share, memory=memory)
-    total = order.num_steps(batch) * batch
+    order = planned(sizes, batch, 1, replay_fraction=share, memory_size=memory)
+    total = order.schedule.num_steps(batch) * batch
     index, epoch = order.indices(np.arange(total))
     pairs = Counter(zip(index.tolist(), epoch.tolist(), strict=True))
     assert max(pairs.values()) == 1  # what comes back is never seen in the same epoch again
     block = round(1 / share)
-    for turn, (start, stop) in enumerate(zip(order.starts, [*order.starts[1:], total], strict=True)):
+    for turn, (start, stop) in enumerate(
+        zip(order.schedule.start_positions, [*order.schedule.start_positions[1:], total], strict=True)
+    ):
         owner = owner_of(order, index[start:stop])
         assert owner.max() == turn
         if turn == 0:
@@ -90,9 +94,9 @@ def test_replay_has_its_share_of_each_later_turn_and_only_what_was_seen(
 
 
 def test_of_a_turn_too_short_for_a_pass_only_what_was_seen_comes_back() -> None:
-    order = Sequential((1000, 1000), seed=0, share=0.5).plan_turns(20, 10, epochs=None)
+    order = Sequential((1000, 1000), seed=0, replay_fraction=0.5).plan_turns(20, 10, epochs=None)
     index, _ = order.indices(np.arange(200))
-    start = order.starts[1]
+    start = order.schedule.start_positions[1]
     back = index[start:][index[start:] < 1000]
     assert len(back) == (200 - start) // 2
     assert set(back) <= set(index[:start])
@@ -101,9 +105,9 @@ def test_of_a_turn_too_short_for_a_pass_only_what_was_seen_comes_back() -> None:
 
 
 def test_examples_are_of_their_own_turn_and_seen() -> None:
-    order = planned((20, 30, 10), 4, 1, share=0.2)
-    index, _ = order.indices(np.arange(order.num_steps(4) * 4))
-    for turn, stop in enumerate(order.starts[1:]):
+    order = planned((20, 30, 10), 4, 1, replay_fraction=0.2)
+    index, _ = order.indices(np.arange(order.schedule.num_steps(4) * 4))
+    for turn, stop in enumerate(order.schedule.start_positions[1:]):
         chosen = order.first_samples(turn, 1000)
         assert set(owner_of(order, chosen)) == {turn}
         assert set(chosen) <= set(index[:stop])
@@ -116,7 +120,7 @@ def test_ranks_share_each_batch(world: int) -> None:
     order = planned((25, 35), 8, 2)
     whole = Loader(source, 8, seed=0, order=order)
     ranks = [Loader(source, 8, seed=0, order=order, data_rank=r, data_size=world) for r in range(world)]
-    for step in range(order.num_steps(8)):
+    for step in range(order.schedule.num_steps(8)):
         parts = np.concatenate([rank.batch(step)["x"] for rank in ranks])
         np.testing.assert_array_equal(parts, whole.batch(step)["x"])
         assert len({value >= 25 for value in parts.tolist()}) == 1  # no batch is of two sources
@@ -124,8 +128,8 @@ def test_ranks_share_each_batch(world: int) -> None:
 
 def test_the_turns_of_a_run_of_steps_are_by_size() -> None:
     order = Sequential((100, 300), seed=0).plan_turns(40, 8, epochs=None)
-    assert order.first_steps(8) == (0, 10)
-    assert order.num_steps(8) == 40
+    assert order.schedule.first_steps(8) == (0, 10)
+    assert order.schedule.num_steps(8) == 40
     with pytest.raises(UsageError, match=r"data.sources\[0\] has 1 of 301 samples"):
         Sequential((1, 300), seed=0).plan_turns(40, 8, epochs=None)
 
@@ -190,10 +194,10 @@ def test_held_out_data_of_its_own_is_told_apart_by_the_classes(tmp_path: Path) -
 
 def test_a_class_that_no_record_has_is_named(tmp_path: Path) -> None:
     path = texts(tmp_path)
-    with pytest.raises(DataError, match="no record is of the class '9' that labels asks for"):
+    with pytest.raises(DataError, match="no record has the class '9', which labels names"):
         classified(tmp_path, sources=[of(path, 0, 9), of(path, 1)])
     with pytest.raises(
-        DataError, match=r"nothing is left of the 40 records .*: 40 of another class; labels asks for 8, 9"
+        DataError, match=r"none of the 40 records .* is left: 40 of another class; labels keeps only 8, 9"
     ):
         classified(tmp_path, sources=[of(path, 0), of(path, 8, 9)])
 

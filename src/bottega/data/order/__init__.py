@@ -1,1 +1,1 @@
-"""Which sample stands where: shuffles, mixtures, curricula, sequences, streams and episodes."""
+"""The order of samples: shuffles, mixtures, curricula, sequences of sources, online streams and episodes."""

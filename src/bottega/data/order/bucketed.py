@@ -1,4 +1,4 @@
-"""Batches of one shape each, from samples of several shapes."""
+"""An order whose batches each hold samples of one shape, for data of several shapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from bottega.data.order.orders import Mixture, Order
 @final
 @dataclass(frozen=True, eq=False)
 class Bucketed(Order):
-    """Each batch is of one bucket, chosen by the bucket's share of the samples; a bucket is a shuffled stream of its own.
+    """Each batch is of one bucket, chosen in proportion to the bucket's size; a bucket is a shuffled stream of its own.
 
-    What is left of a bucket at the end of its epoch begins a batch that its next epoch fills, so nothing is dropped.
+    A batch at the end of a bucket's epoch is filled from its next one, so that no sample is dropped.
     """
 
     buckets: np.ndarray
-    """The bucket of each sample [n]."""
+    """The bucket of each sample (n,)."""
     batch_size: int
     seed: int
 
@@ -37,11 +37,11 @@ class Bucketed(Order):
 
     @cached_property
     def _members(self) -> np.ndarray:
-        """The samples, bucket by bucket."""
+        """Sample indices, bucket by bucket."""
         return np.argsort(self.buckets, kind="stable")
 
     @cached_property
     def _mixture(self) -> Mixture:
         sizes = np.unique(self.buckets, return_counts=True)[1]
-        shares = tuple((sizes / sizes.sum()).tolist())
-        return Mixture(tuple(sizes.tolist()), shares, seed=self.seed, slot_size=self.batch_size)
+        weights = tuple((sizes / sizes.sum()).tolist())
+        return Mixture(tuple(sizes.tolist()), weights, seed=self.seed, slot_size=self.batch_size)

@@ -1,6 +1,6 @@
-"""Episodes: of one task among many, a few samples to adapt to and a few others to measure it with.
+"""Episodes for meta-learning: support samples of a task to adapt to, and query samples to evaluate on.
 
-S: samples to adapt to   Q: samples that measure it
+S: support samples per episode   Q: query samples per episode
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from bottega.data.tables.classes import read_text_column
 from bottega.data.tables.shards import Table
 
 NO_TASK = -1
-"""The task of a sample that no episode has."""
+"""Task of samples that no episode uses."""
 REGIONS = 64
-"""Parts of a text that stand for tasks where nothing else does."""
+"""Number of parts of a text that serve as tasks if there are no other."""
 BLOCK = 256
-"""Samples looked at at once, where only they themselves say what they are."""
+"""Samples read at once to collect their labels."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Sample numbers, and of each the number of its task among those of the episode."""
+    """Sample indices of one episode, and the position of each sample's task among those of the episode."""
 
     tasks: np.ndarray
     support: np.ndarray
@@ -43,10 +43,10 @@ class Episode:
 
 @final
 class Episodes(Source):
-    """ "support" and "query", each the fields of the samples with an axis more: [n, S, ...] and [n, Q, ...].
+    """A source of episodes: "support" (n, S, ...) and "query" (n, Q, ...), each with the fields of the samples.
 
-    Which samples an episode has is f(seed, its number, epoch). With `ways`, so many tasks stand in one episode, `shots`
-    and `queries` of each; else it is one task, and all of them have their turn equally often.
+    An episode is a function of seed, index and epoch. With `ways`, it has that many tasks, with `shots` and `queries`
+    samples each; otherwise it has one task, and all tasks occur equally often.
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class Episodes(Source):
         renumbered: str | None = None,
         name: str = "data.train",
     ) -> None:
-        """`tasks` [samples] says whose each is. The field `renumbered` becomes the place of its task in the episode.
-        `name` is for messages."""
+        """`tasks` (samples,) is the task of each sample. The field `relabelled_field` becomes the position of the task in
+        the episode. `name` is the key of the data for messages."""
         assert len(tasks) == len(source), "one task for each sample"
         self.source, self.tasks, self.seed, self.length = source, np.asarray(tasks), seed, length
         self.shots, self.queries, self.ways, self.relabelled_field = shots, queries, ways, renumbered
-        found = len(self.task_samples)
-        if found < (ways or 1):
+        usable = len(self.task_samples)
+        if usable < (ways or 1):
             raise DataError(
-                f"{name}: {found} of {self.num_tasks} tasks have {shots + queries} samples or more, and an episode takes "
+                f"{name}: {usable} of {self.num_tasks} tasks have {shots + queries} samples or more, but an episode needs "
                 f"{ways or 1} (techniques: maml: ways {ways or 'null'}, shots {shots}, queries {queries}); lower these or "
                 "add data"
             )
 
     @property
     def num_tasks(self) -> int:
-        """With those that have too few samples."""
+        """Number of tasks, including those with too few samples."""
         return len(np.unique(self.tasks[self.tasks != NO_TASK]))
 
     @cached_property
     def task_samples(self) -> list[np.ndarray]:
-        """The samples of each task that has enough of them."""
+        """The sample indices of each task that has enough of them."""
         order = np.argsort(self.tasks, kind="stable")
         starts = np.flatnonzero(np.diff(self.tasks[order], prepend=NO_TASK - 1))
         parts = np.split(order, starts[1:])
@@ -92,48 +92,49 @@ class Episodes(Source):
         return self.length
 
     def draw(self, index: int, epoch: int) -> Episode:
+        """Return the samples of an episode."""
         rng = numpy_generator(self.seed, "episode", epoch, index)
         if self.ways is None:
-            turn, place = divmod(index, len(self.task_samples))
-            chosen = numpy_generator(self.seed, "tasks", epoch, turn).permutation(len(self.task_samples))[
-                place : place + 1
-            ]
+            cycle, at = divmod(index, len(self.task_samples))
+            chosen = numpy_generator(self.seed, "tasks", epoch, cycle).permutation(len(self.task_samples))[at : at + 1]
         else:
-            # In the order they are drawn in, which numbers them anew.
+            # The order of drawing gives the new labels.
             chosen = rng.permutation(len(self.task_samples))[: self.ways]
         drawn = np.stack(
-            [rng.choice(self.task_samples[one], self.shots + self.queries, replace=False) for one in chosen.tolist()]
+            [rng.choice(self.task_samples[task], self.shots + self.queries, replace=False) for task in chosen.tolist()]
         )
-        places = np.arange(len(chosen))
+        positions = np.arange(len(chosen))
         return Episode(
-            tasks=np.array([self.tasks[self.task_samples[one][0]] for one in chosen.tolist()]),
+            tasks=np.array([self.tasks[self.task_samples[task][0]] for task in chosen.tolist()]),
             support=drawn[:, : self.shots].ravel(),
             query=drawn[:, self.shots :].ravel(),
-            support_task=places.repeat(self.shots),
-            query_task=places.repeat(self.queries),
+            support_task=positions.repeat(self.shots),
+            query_task=positions.repeat(self.queries),
         )
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        drawn = [self.draw(int(i), int(e)) for i, e in zip(index, epoch, strict=True)]
-        support = len(drawn[0].support)
-        size = support + len(drawn[0].query)
-        wanted = np.concatenate([part for one in drawn for part in (one.support, one.query)])
-        # All at once, so that the source fills all texts up to one length.
-        rows = dict(self.source.rows(wanted, self._seen(index, epoch).repeat(size)))
+        episodes = [self.draw(int(i), int(e)) for i, e in zip(index, epoch, strict=True)]
+        support = len(episodes[0].support)
+        size = support + len(episodes[0].query)
+        indices = np.concatenate([part for episode in episodes for part in (episode.support, episode.query)])
+        # All at once, so that the source pads all texts to one length.
+        rows = dict(self.source.rows(indices, self._sample_epochs(index, epoch).repeat(size)))
         if self.relabelled_field is not None:
-            places = np.concatenate([part for one in drawn for part in (one.support_task, one.query_task)])
-            rows[self.relabelled_field] = places.astype(np.asarray(rows[self.relabelled_field]).dtype)
-        found: dict[str, dict[str, Any]] = {"support": {}, "query": {}}
+            positions = np.concatenate(
+                [part for episode in episodes for part in (episode.support_task, episode.query_task)]
+            )
+            rows[self.relabelled_field] = positions.astype(np.asarray(rows[self.relabelled_field]).dtype)
+        result: dict[str, dict[str, Any]] = {"support": {}, "query": {}}
         for name, value in rows.items():
             if np.ndim(value) == 0:
-                found["support"][name] = found["query"][name] = value
+                result["support"][name] = result["query"][name] = value
                 continue
-            whole = value.reshape(len(drawn), size, *value.shape[1:])
-            found["support"][name], found["query"][name] = whole[:, :support], whole[:, support:]
-        return found
+            whole = value.reshape(len(episodes), size, *value.shape[1:])
+            result["support"][name], result["query"][name] = whole[:, :support], whole[:, support:]
+        return result
 
-    def _seen(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-        """Each episode is an epoch of the samples: those that come again are changed, or cut, in another way."""
+    def _sample_epochs(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        """Return the epoch of the samples of each episode: every episode is one, so that augmentation differs."""
         return epoch * self.length + index
 
     @property
@@ -143,75 +144,75 @@ class Episodes(Source):
         return hashlib.sha256(f"{self.source.fingerprint} {drawn} {tasks}".encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        one, seen = self.draw(index, epoch), int(self._seen(np.array(index), np.array(epoch)))
-        named = ", ".join(map(str, one.tasks.tolist()))
-        head = f"episode {index}, epoch {epoch}: task{'s' if len(one.tasks) > 1 else ''} {named}"
+        episode, sample_epoch = self.draw(index, epoch), int(self._sample_epochs(np.array(index), np.array(epoch)))
+        tasks = ", ".join(map(str, episode.tasks.tolist()))
+        head = f"episode {index}, epoch {epoch}: task{'s' if len(episode.tasks) > 1 else ''} {tasks}"
         if self.relabelled_field is not None:
-            head += f", numbered anew from 0 to {len(one.tasks) - 1}"
+            head += f", relabelled 0 to {len(episode.tasks) - 1}"
         lines = [
             f"{name}: samples {', '.join(map(str, numbers.tolist()))}"
-            for name, numbers in (("support", one.support), ("query", one.query))
+            for name, numbers in (("support", episode.support), ("query", episode.query))
         ]
-        return "\n".join([head, *lines, f"the first: {self.source.describe(int(one.support[0]), seen)}"])
+        return "\n".join([head, *lines, f"the first: {self.source.describe(int(episode.support[0]), sample_epoch)}"])
 
 
 def group_by_label(source: Source) -> np.ndarray | None:
-    """The class of each sample, or None where they have none."""
-    found = read_per_sample(source, _labels)
-    if found is None and len(source):
+    """Return the class of each sample (n,), or None if they have none."""
+    labels = read_per_sample(source, _labels)
+    if labels is None and len(source):
         zero = np.zeros(1, np.int64)
         if "label" not in source.rows(zero, zero):
             return None
         blocks = [np.arange(at, min(at + BLOCK, len(source))) for at in range(0, len(source), BLOCK)]
-        found = np.concatenate([source.rows(index, np.zeros_like(index))["label"] for index in blocks])
-    return None if found is None else _once(source, found)
+        labels = np.concatenate([source.rows(index, np.zeros_like(index))["label"] for index in blocks])
+    return None if labels is None else _drop_repeats(source, labels)
 
 
 def group_by_source(source: Source) -> np.ndarray | None:
-    """Which of several sources each sample is of, or None where there is one, or it is not known."""
+    """Return the source of each sample (n,), or None if there is only one or it is unknown."""
     if isinstance(source, Interleaved):
-        return _once(source, source.source_ids)
+        return _drop_repeats(source, source.source_ids)
     if isinstance(source, Take):
         inner = group_by_source(source.source)
         return None if inner is None else inner[: len(source)]
     if not isinstance(source, Concat) or len(source.sources) < 2:
         return None
-    return _once(source, np.arange(len(source.sizes)).repeat(source.sizes))
+    return _drop_repeats(source, np.arange(len(source.sizes)).repeat(source.sizes))
 
 
 def group_by_region(source: Source, *, size: int, parts: int = REGIONS) -> np.ndarray:
-    """Parts of equal length, in the order of the samples; fewer where a part would be smaller than `size` samples."""
+    """Return the region of each sample (n,): consecutive parts of equal length, each of at least `size` samples."""
     number = max(1, min(parts, len(source) // size))
-    return _once(source, np.arange(len(source)) * number // max(1, len(source)))
+    return _drop_repeats(source, np.arange(len(source)) * number // max(1, len(source)))
 
 
 def group_by_field(source: Source, name: str) -> np.ndarray:
-    """Samples of which a field says the same are of one task."""
-    there: set[str] = set()
+    """Return the group of each sample (n,): samples with the same value of a text field are one task."""
+    text_fields: set[str] = set()
 
-    def read(one: Source) -> np.ndarray | None:
-        table = getattr(one, "table", None)
-        if not isinstance(table, Table) or len(table) != len(one):
+    def read(inner: Source) -> np.ndarray | None:
+        table = getattr(inner, "table", None)
+        if not isinstance(table, Table) or len(table) != len(inner):
             return None
-        there.update(column for column, form in table.columns.items() if form.holds == "text")
-        return np.array(read_text_column(table, name)) if name in there else None
+        text_fields.update(name for name, column in table.columns.items() if column.holds == "text")
+        return np.array(read_text_column(table, name)) if name in text_fields else None
 
-    found = read_per_sample(source, read)
-    if found is None:
-        names = ", ".join(sorted({"label", "source", "region", *there}))
-        raise UsageError(f"techniques: maml.by: the samples have no field {name!r}; there is {names}")
-    return _once(source, np.unique(found, return_inverse=True)[1].reshape(-1))
+    values = read_per_sample(source, read)
+    if values is None:
+        names = ", ".join(sorted({"label", "source", "region", *text_fields}))
+        raise UsageError(f"techniques: maml.by: the samples have no field {name!r}; use one of {names}")
+    return _drop_repeats(source, np.unique(values, return_inverse=True)[1].reshape(-1))
 
 
 def _labels(source: Source) -> np.ndarray | None:
-    found = getattr(source, "labels", None)
-    if found is None:
-        found = getattr(getattr(source, "conditions", None), "labels", None)
-    return found if isinstance(found, np.ndarray) and found.ndim == 1 else None
+    labels = getattr(source, "labels", None)
+    if labels is None:
+        labels = getattr(getattr(source, "conditions", None), "labels", None)
+    return labels if isinstance(labels, np.ndarray) and labels.ndim == 1 else None
 
 
-def _once(source: Source, tasks: np.ndarray) -> np.ndarray:
-    """Without the copies of a source that is repeated: what was adapted to must not come again as a question."""
+def _drop_repeats(source: Source, tasks: np.ndarray) -> np.ndarray:
+    """Assign NO_TASK to the copies of repeated sources: a support sample must not be a query sample too."""
     return np.where(_is_first(source), tasks, NO_TASK)
 
 
@@ -220,8 +221,8 @@ def _is_first(source: Source) -> np.ndarray:
         return _is_first(source.source)[: len(source)]
     if isinstance(source, Concat):
         parts = [
-            np.concatenate([_is_first(one), np.zeros(len(one) * (n - 1), np.bool_)])
-            for one, n in zip(source.sources, source.repeats, strict=True)
+            np.concatenate([_is_first(inner), np.zeros(len(inner) * (repeat - 1), np.bool_)])
+            for inner, repeat in zip(source.sources, source.repeats, strict=True)
         ]
         return np.concatenate(parts)
     return np.ones(len(source), np.bool_)

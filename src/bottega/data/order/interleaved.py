@@ -1,4 +1,4 @@
-"""Held-out samples of several sources: whose each is, and an order in which every beginning has its share of all."""
+"""Held-out samples of several sources, interleaved so that every prefix represents all sources by size."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ from bottega.core.errors import DataError
 from bottega.data.sources.source import Source
 
 NO_SOURCE = -1
-"""Stands for the source of a window that reaches from one source into the next."""
+"""Source id of a window that spans two sources."""
 
 
 @final
 class Interleaved(Source):
-    """Held-out samples of several sources, each with the number of its own in `source` [b].
+    """Held-out samples of several sources, each with its source id in `source` (batch,).
 
-    However many of the first are looked at, each source has its share of them.
+    In the first n samples each source has its fraction of n.
     """
 
     def __init__(self, source: Source, rows: Sequence[int], *, name: str) -> None:
-        """`rows` says how many rows of the table are of each source, one after the other; `name` is for messages."""
+        """`rows` are the numbers of table rows of each source, in order; `name` is the key of the data for messages."""
         self.source = source
-        owner = find_source_ids(source, rows)
+        ids = find_source_ids(source, rows)
         for number in range(len(rows)):
-            if not (owner == number).any():
-                raise DataError(f"data.{name}: has no sample of data.sources[{number}]; raise its split, or add data")
-        rank = np.empty(len(owner))
-        for number in np.unique(owner):
-            mine = np.flatnonzero(owner == number)
+            if not (ids == number).any():
+                raise DataError(
+                    f"data.{name} has no sample of data.sources[{number}]; raise data.{name}.split, or add data"
+                )
+        rank = np.empty(len(ids))
+        for number in np.unique(ids):
+            mine = np.flatnonzero(ids == number)
             rank[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
         self.order = np.argsort(rank, kind="stable")
-        self.source_ids = owner[self.order]
+        self.source_ids = ids[self.order]
 
     def __len__(self) -> int:
         return len(self.order)
 
     def inner_index(self, index: int) -> int:
-        """Where a sample stands in the source behind it."""
+        """Return the index of a sample in the wrapped source."""
         return int(self.order[index])
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
@@ -58,12 +60,12 @@ class Interleaved(Source):
 
 
 def find_source_ids(samples: Source, rows: Sequence[int]) -> np.ndarray:
-    """The source of each sample [n], or NOBODY where it is of two."""
+    """Return the source id of each sample (n,), NO_SOURCE if it spans two."""
     ends = np.cumsum(rows)
     spans = getattr(samples, "documents_at", None)
     index = np.arange(len(samples))
     if spans is None:
-        assert len(samples) == ends[-1], "a sample is a row"
+        assert len(samples) == ends[-1], "expected one sample per row"
         return np.searchsorted(ends, index, side="right")
     first, last = (np.searchsorted(ends, row, side="right") for row in spans(index))
     return np.where(first == last, first, NO_SOURCE)

@@ -1,7 +1,7 @@
-"""Which sample stands at which position of the endless stream: all of them shuffled, mixed by share, or easy ones first.
+"""Sample orders as pure functions of the position: shuffled, mixed by weight, or as a curriculum from easy to hard.
 
-An order is a pure function of the position, so ranks, workers and a restart cannot change it, and a position far away
-costs no more to find than the first one.
+The samplers of torch.utils.data are iterators: to resume at step s they are advanced s times. These orders are computed
+at any position at equal cost, so that ranks, workers and restarts cannot change them.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ import numpy as np
 from bottega.core.noise import derive_seed
 from bottega.data.order.permutation import permute
 
-# Shares such as 7:2:1 come out exactly in a block of at most so many slots.
+# Weights such as 7:2:1 are met exactly within a block of at most this many slots.
 EXACT = 1024
-# Any other shares: shares of one in a million are then met to one part in a thousand, and products stay within 64 bits.
+# Block for any other weights: a weight of one in a million is met to one part in a thousand; products fit 64 bits.
 BLOCK = 1 << 30
-# Slots dealt at once where the block is too long for that.
+# Slots assigned at once if the block is longer than EXACT.
 WINDOW = 256
 
 
 class Order(ABC):
-    """No sample is seen twice in the same epoch, wherever the stream is entered."""
+    """The sample at each position of an endless stream. No sample occurs twice in one epoch."""
 
     @property
     @abstractmethod
     def size(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
 
     @property
     def epoch_length(self) -> int:
-        """How many positions are what people call an epoch."""
+        """Number of positions that count as one epoch of training."""
         return self.size
 
     @abstractmethod
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The samples at these positions, and which epoch each is seen in; shaped like `positions`."""
+        """Return the sample indices at these positions and the epoch of each, both shaped like `positions`."""
 
     @abstractmethod
     def num_epochs(self, positions: int) -> int:
-        """All epochs begun before this position have a smaller number."""
+        """Return a number above all epochs that occur before this position."""
 
 
 class OnlineOrder(Order):
-    """An order that is gone through as it comes, and so knows what has been there before."""
+    """An order that knows which positions show a sample for the first time."""
 
     @abstractmethod
     def is_new(self, positions: np.ndarray) -> np.ndarray:
-        """Which positions show what none before them did; shaped like `positions`."""
+        """Return which positions show a sample that no earlier position did; shaped like `positions`."""
 
 
 @final
 @dataclass(frozen=True)
 class Shuffled(Order):
-    """Every sample once an epoch, each epoch in another order."""
+    """Every sample once per epoch, in another order each time."""
 
     length: int
     seed: int
@@ -81,12 +81,12 @@ class Shuffled(Order):
 @final
 @dataclass(frozen=True)
 class Mixture(Order):
-    """Several sources laid end to end, seen by share: each is a shuffled stream of its own, with its own epochs.
+    """Several sources, numbered end to end, mixed by weight: each is a shuffled stream with epochs of its own.
 
-    The positions are dealt to the sources in windows. How many of a window a source gets follows from what it should
-    have had by then, so the shares are kept to about a slot at the end of every window, and exactly at the end of every
-    block; which of them is a keyed shuffle. `grain` positions in a row make one slot: with the batch size as grain all of
-    a batch comes from one source.
+    Slots of `slot_size` positions are assigned to the sources in windows. The number of slots of a source in a window
+    follows from its quota up to there, so the weights are met to about one slot at the end of every window, and exactly
+    at the end of every block; which slots they are is a keyed shuffle. With the batch size as `slot_size` every batch
+    comes from one source.
     """
 
     sizes: tuple[int, ...]
@@ -95,7 +95,7 @@ class Mixture(Order):
     slot_size: int = 1
 
     def __post_init__(self) -> None:
-        assert len(self.sizes) == len(self.weights) > 0, "each source has one size and one share"
+        assert len(self.sizes) == len(self.weights) > 0, "each source has one size and one weight"
         assert min(*self.sizes, *self.weights, self.slot_size) > 0, "no source is empty or left out"
 
     @property
@@ -104,30 +104,32 @@ class Mixture(Order):
 
     @cached_property
     def quotas(self) -> tuple[int, ...]:
-        """How many slots of a block each source has."""
+        """Number of slots of each source in a block."""
         return compute_quotas(self.weights)
 
     @cached_property
     def block(self) -> int:
+        """Number of slots after which the weights are met exactly."""
         return sum(self.quotas)
 
     @cached_property
     def window(self) -> int:
+        """Number of slots that are shuffled together."""
         return self.block if self.block <= EXACT else WINDOW
 
     @cached_property
     def seeds(self) -> list[int]:
-        """Of the shuffles of each source."""
+        """Seed of the shuffle of each source."""
         return [derive_seed("mixture", self.seed, i) for i in range(len(self.sizes))]
 
     def num_drawn(self, positions: int) -> tuple[int, ...]:
-        """How many of the first so many positions each source has had for certain: to the end of a window."""
+        """Return how many of the first positions are of each source, counted to the last complete window."""
         slots = positions // (self.slot_size * self.window) * self.window
-        return tuple((self._given(np.array([slots]))[0] * self.slot_size).tolist())
+        return tuple((self._counts(np.array([slots]))[0] * self.slot_size).tolist())
 
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = np.asarray(positions, dtype=np.int64).ravel()
-        source, number = self._deal(flat // self.slot_size)
+        source, number = self._assign_slots(flat // self.slot_size)
         number = number * self.slot_size + flat % self.slot_size
         epoch = number // np.array(self.sizes)[source]
         index = np.empty_like(number)
@@ -135,22 +137,22 @@ class Mixture(Order):
         for i, size in enumerate(self.sizes):
             mine = np.flatnonzero(source == i)
             if len(mine):
-                place = number[mine] % size
-                index[mine] = offset + permute(place, size=size, seed=self.seeds[i], epoch=epoch[mine])
+                local = number[mine] % size
+                index[mine] = offset + permute(local, size=size, seed=self.seeds[i], epoch=epoch[mine])
             offset += size
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
     def num_epochs(self, positions: int) -> int:
         windows = -(-positions // (self.slot_size * self.window))
-        (given,) = self._given(np.array([windows * self.window])) * self.slot_size
-        return int((-(-given // np.array(self.sizes))).max())
+        (counts,) = self._counts(np.array([windows * self.window])) * self.slot_size
+        return int((-(-counts // np.array(self.sizes))).max())
 
-    def _deal(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Whose each slot is, and how many slots that source had before it."""
+    def _assign_slots(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the source of each slot, and the number of earlier slots of that source."""
         width = self.window
         windows, row = np.unique(slots // width, return_inverse=True)
-        before = self._given(windows * width)
-        ends = np.cumsum(self._given((windows + 1) * width) - before, axis=1)
+        before = self._counts(windows * width)
+        ends = np.cumsum(self._counts((windows + 1) * width) - before, axis=1)
         rows = np.arange(len(windows))[:, None]
         # The cards of a window are numbered source by source; a shuffle deals them to its slots.
         deck = np.broadcast_to(np.arange(width), (len(windows), width))
@@ -158,7 +160,7 @@ class Mixture(Order):
         cards = permute(deck, size=width, seed=key, epoch=np.broadcast_to(windows[:, None], deck.shape))
         owner = np.searchsorted((ends + rows * width).ravel(), cards + rows * width, side="right")
         owner -= rows * len(self.sizes)
-        # In the order of the slots, not of the cards: a source goes through its own stream without a step back.
+        # Ranked in the order of slots rather than cards, so that a source advances through its own stream.
         rank = np.empty_like(owner)
         np.put_along_axis(rank, np.argsort(owner, axis=1, kind="stable"), deck, axis=1)
         first = np.concatenate([np.zeros_like(rows), ends[:, :-1]], axis=1)
@@ -166,23 +168,23 @@ class Mixture(Order):
         at = slots % width
         return owner[row, at], number[row, at]
 
-    def _given(self, slots: np.ndarray) -> np.ndarray:
-        """How many of the first `slots` [n] each source has had: [n, sources], never falling as slots grow."""
+    def _counts(self, slots: np.ndarray) -> np.ndarray:
+        """Return how many of the first `slots` (n,) are of each source: (n, sources), monotonic in `slots`."""
         blocks, rest = np.divmod(slots, self.block)
-        given = blocks[:, None] * np.array(self.quotas)
+        counts = blocks[:, None] * np.array(self.quotas)
         total = self.block
         for i, quota in enumerate(self.quotas):
             mine = (rest * quota + total // 2) // total
-            given[:, i] += mine
+            counts[:, i] += mine
             rest = rest - mine
             total -= quota
-        return given
+        return counts
 
 
-def compute_quotas(shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Whole numbers in these proportions, none of them 0: exact ones where they are small."""
-    total = math.fsum(shares)
-    parts = [share / total for share in shares]
+def compute_quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
+    """Return positive integers in these proportions: exact with a sum of at most EXACT if possible, else with sum BLOCK."""
+    total = math.fsum(weights)
+    parts = [weight / total for weight in weights]
     fractions = [Fraction(part).limit_denominator(EXACT) for part in parts]
     block = math.lcm(*(fraction.denominator for fraction in fractions))
     close = all(abs(fraction - part) <= 1e-9 * part for fraction, part in zip(fractions, parts, strict=True))
@@ -199,31 +201,33 @@ def compute_quotas(shares: tuple[float, ...]) -> tuple[int, ...]:
 @final
 @dataclass(frozen=True)
 class BatchSizeSchedule:
-    """How many samples each step takes: from step `firsts[i]` on, `sizes[i]`."""
+    """Batch size of each step: `batch_sizes[i]` from step `first_steps[i]` on."""
 
     first_steps: tuple[int, ...]
     batch_sizes: tuple[int, ...]
 
     @cached_property
     def start_positions(self) -> tuple[int, ...]:
-        """The position each stage begins at."""
+        """The first position of each stage."""
         starts = [0]
         for (first, last), size in zip(pairwise(self.first_steps), self.batch_sizes, strict=False):
             starts.append(starts[-1] + (last - first) * size)
         return tuple(starts)
 
     def stage_at(self, step: int) -> int:
+        """Return the stage of a step."""
         return bisect_right(self.first_steps, step) - 1
 
     def batch_size_at(self, step: int) -> int:
         return self.batch_sizes[self.stage_at(step)]
 
     def samples_before(self, step: int) -> int:
+        """Return the number of samples in all steps before `step`."""
         stage = self.stage_at(step)
         return self.start_positions[stage] + (step - self.first_steps[stage]) * self.batch_sizes[stage]
 
     def step_at(self, samples: int) -> int:
-        """The last step that has no more samples before it."""
+        """Return the last step with at most `samples` samples before it."""
         stage = bisect_right(self.start_positions, samples) - 1
         return self.first_steps[stage] + (samples - self.start_positions[stage]) // self.batch_sizes[stage]
 
@@ -231,25 +235,25 @@ class BatchSizeSchedule:
 @final
 @dataclass(frozen=True)
 class CurriculumStage:
-    """From step `first` on: batches of `batch_size` from the `count` easiest samples."""
+    """From `first_step` on, batches of `batch_size` from the `num_samples` easiest samples."""
 
     first_step: int
     batch_size: int
     num_samples: int
     replay_fraction: float = 0.0
-    """This share from the samples of the stage before, the rest from what is new."""
+    """Fraction drawn from the samples of the stage before; the rest is new in this stage."""
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class CurriculumOrder(Order):
-    """From easy to hard: each stage shuffles its own part of the ranking, from its own beginning.
+    """A curriculum from easy to hard: each stage shuffles the easiest part of the ranking.
 
-    Epochs are numbered on from stage to stage, so that a sample never looks the same twice.
+    Epochs are numbered through all stages, so that augmentation never repeats for a sample.
     """
 
     ranking: np.ndarray
-    """All sample numbers, the easiest first."""
+    """All sample indices, the easiest first."""
     stages: tuple[CurriculumStage, ...]
     seed: int
 
@@ -264,6 +268,7 @@ class CurriculumOrder(Order):
 
     @cached_property
     def schedule(self) -> BatchSizeSchedule:
+        """The batch size of each stage."""
         return BatchSizeSchedule(tuple(s.first_step for s in self.stages), tuple(s.batch_size for s in self.stages))
 
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -272,11 +277,11 @@ class CurriculumOrder(Order):
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for i in np.unique(stages):
             here = np.flatnonzero(stages == i)
-            place, own = self._orders[i].indices(flat[here] - self.schedule.start_positions[i])
-            # A mixture has what is new before what is old; the ranking has it after.
-            new, old = self._parts(i)
-            index[here] = self.ranking[np.where(place < new, place + old, place - new)]
-            epoch[here] = own + self._epochs_before[i]
+            local, local_epoch = self._orders[i].indices(flat[here] - self.schedule.start_positions[i])
+            # A mixture numbers new samples before replayed ones; the ranking has them after.
+            new, old = self._new_and_replayed(i)
+            index[here] = self.ranking[np.where(local < new, local + old, local - new)]
+            epoch[here] = local_epoch + self._epochs_before[i]
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
     def num_epochs(self, positions: int) -> int:
@@ -285,8 +290,8 @@ class CurriculumOrder(Order):
             positions - self.schedule.start_positions[stage]
         )
 
-    def _parts(self, stage: int) -> tuple[int, int]:
-        """How many samples are new in a stage, and how many are old ones that it repeats."""
+    def _new_and_replayed(self, stage: int) -> tuple[int, int]:
+        """Return the number of samples that are new in a stage, and of earlier ones that it replays."""
         count = self.stages[stage].num_samples
         old = self.stages[stage - 1].num_samples if stage and self.stages[stage].replay_fraction else 0
         return (count - old, old) if old < count else (count, 0)
@@ -295,9 +300,9 @@ class CurriculumOrder(Order):
     def _orders(self) -> list[Order]:
         orders: list[Order] = []
         for i, stage in enumerate(self.stages):
-            (new, old), seed = self._parts(i), derive_seed("stage", self.seed, i)
-            shares = (1 - stage.replay_fraction, stage.replay_fraction)
-            orders.append(Mixture((new, old), shares, seed=seed) if old else Shuffled(new, seed))
+            (new, old), seed = self._new_and_replayed(i), derive_seed("stage", self.seed, i)
+            weights = (1 - stage.replay_fraction, stage.replay_fraction)
+            orders.append(Mixture((new, old), weights, seed=seed) if old else Shuffled(new, seed))
         return orders
 
     @cached_property

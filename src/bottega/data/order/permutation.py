@@ -1,7 +1,8 @@
-"""The order of the samples: a seekable permutation of [0, size) that is a function of seed and epoch.
+"""A seekable random permutation of [0, size), keyed by seed and epoch.
 
-A keyed Feistel network permutes the next power of two, and cycle walking brings what falls outside back in. Any place
-of any epoch costs the same to find, so the state of a data stream is one integer.
+A Feistel network permutes the next power of two, and cycle walking maps values outside back into the range. numpy's and
+torch's permutations must be stored to be indexed; here any index of any epoch costs the same, so that the state of a
+data stream is one integer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 
 from bottega.core.noise import derive_key
 
-# The working arrays stay in the processor's cache: half the time of one pass over a million places.
+# The working arrays fit the processor's cache: half the time of one pass over a million indices.
 BLOCK = 65_536
 GOLDEN = 0x9E3779B97F4A7C15
 MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -18,21 +19,21 @@ WORD = 0xFFFFFFFFFFFFFFFF
 
 
 def permute(index: np.ndarray, *, size: int, seed: int, epoch: int | np.ndarray) -> np.ndarray:
-    """The samples at the places `index` of the order of `epoch`. `epoch` is one number or one for each place."""
+    """Return the images of `index` under the permutation of `epoch`, which is one number or one per index."""
     index = np.asarray(index, dtype=np.int64)
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}")
     if index.size and (index.min() < 0 or index.max() >= size):
         raise ValueError(f"index must be in [0, {size})")
     epochs = np.broadcast_to(np.asarray(epoch, dtype=np.int64), index.shape).ravel()
-    # One key for a whole block is a fifth cheaper than one for each place.
+    # One key for a whole block is a fifth cheaper than one per index.
     single = np.ndim(epoch) == 0
-    places = index.ravel()
-    out = np.empty(places.shape, dtype=np.int64)
-    for start in range(0, len(places), BLOCK):
+    flat = index.ravel()
+    out = np.empty(flat.shape, dtype=np.int64)
+    for start in range(0, len(flat), BLOCK):
         part = slice(start, start + BLOCK)
         keys = _keys(epochs[part][:1] if single else epochs[part], seed=seed)
-        out[part] = _walk(places[part].astype(np.uint64), keys, size=size)
+        out[part] = _walk(flat[part].astype(np.uint64), keys, size=size)
     return out.reshape(index.shape)
 
 
@@ -53,7 +54,7 @@ def _walk(values: np.ndarray, keys: np.ndarray, *, size: int) -> np.ndarray:
         return values
     bits = max(2, (size - 1).bit_length())
     values = _feistel(values, keys, bits=bits)
-    # The domain is less than twice the size (bar the tiniest), so each walk leaves at most half of them outside.
+    # The domain is less than twice the size (except for tiny sizes), so each walk leaves at most half of them outside.
     outside = np.flatnonzero(values >= size)
     while len(outside):
         walked = _feistel(values[outside], keys if len(keys) == 1 else keys[outside], bits=bits)
@@ -63,15 +64,15 @@ def _walk(values: np.ndarray, keys: np.ndarray, *, size: int) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray:
-    """Two halves that take turns: each round changes one by a keyed function of the other, so it can be undone."""
+    """Apply a Feistel network: each round changes one half by a keyed function of the other, so it is invertible."""
     low_bits = bits // 2
     high_bits = bits - low_bits
     low_mask = np.uint64((1 << low_bits) - 1)
     low, high = values & low_mask, values >> np.uint64(low_bits)
-    # Few bits hold few functions, so small domains need more rounds until all their permutations are equally likely.
-    for turn in range(8 if bits >= 16 else 24):
-        key = keys + np.uint64(GOLDEN * (turn + 1) & WORD)
-        if turn % 2:
+    # Few bits have few round functions, so small domains need more rounds to make all permutations equally likely.
+    for round_number in range(8 if bits >= 16 else 24):
+        key = keys + np.uint64(GOLDEN * (round_number + 1) & WORD)
+        if round_number % 2:
             low ^= _round(high, key) >> np.uint64(64 - low_bits)
         else:
             high ^= _round(low, key) >> np.uint64(64 - high_bits)
@@ -79,7 +80,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, *, bits: int) -> np.ndarray:
 
 
 def _round(half: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """A keyed hash whose high bits are good: two multiplications with a fold between."""
+    """Hash half a word with a key: two multiplications with a fold between; the high bits are well mixed."""
     x = (half + np.uint64(1)) * (key | np.uint64(1))
     x ^= x >> np.uint64(32)
     x += key

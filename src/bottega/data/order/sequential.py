@@ -1,9 +1,11 @@
-"""Sources one after the other: which sample stands where, and what is remembered of earlier ones."""
+"""Sources one after the other, each for its own part of the run, with replay of samples of earlier sources.
+
+Like all orders it is a pure function of the position, which no sampler of torch.utils.data is; see `orders`.
+"""
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,27 +21,109 @@ from bottega.data.order.permutation import permute
 
 @final
 @dataclass(frozen=True)
-class Sequential(Order):
-    """Sources laid end to end, each for its part of the run by size, so that a run of n epochs is n passes over each.
+class TurnSchedule:
+    """When each source has its turn: the number of consecutive positions of each."""
 
-    A turn is of whole batches, filled up with the beginning of another pass: a few samples of classes never seen before
-    gave a gradient of four times the usual norm, right before the one source was measured. With a `share`, so much of
-    each later turn comes from the samples that were seen before it, and the turn is longer by that: what is new is still
-    seen as often.
+    lengths: tuple[int, ...]
+
+    @cached_property
+    def start_positions(self) -> tuple[int, ...]:
+        """The first position of each turn."""
+        return tuple(accumulate(self.lengths[:-1], initial=0))
+
+    def turns_at(self, positions: np.ndarray | int) -> np.ndarray:
+        """Return the turn of each position; the last turn continues after the end."""
+        return np.searchsorted(self.start_positions, positions, side="right") - 1
+
+    def first_steps(self, batch_size: int) -> tuple[int, ...]:
+        """Return the first step of each turn."""
+        return tuple(start // batch_size for start in self.start_positions)
+
+    def num_steps(self, batch_size: int) -> int:
+        """Return the number of steps of all turns."""
+        return sum(self.lengths) // batch_size
+
+
+@final
+@dataclass(frozen=True)
+class Turn:
+    """The part of a run that one source has."""
+
+    start: int
+    """First position."""
+    length: int
+    """Number of positions; the last turn continues after them."""
+    offset: int
+    """Index of the first sample of the source."""
+    size: int
+    """Number of samples of the source."""
+    order: Shuffled | Mixture
+    """Order within the turn: numbers below `size` are the source's samples, the others are replayed ones."""
+    first_epoch: int
+    """Replayed samples have epochs from here on, above all earlier ones, so that they are augmented differently."""
+
+    @cached_property
+    def num_seen(self) -> int:
+        """Number of distinct samples of the source that the turn shows for certain, at least 1."""
+        new = self.length if isinstance(self.order, Shuffled) else self.order.num_drawn(self.length)[0]
+        return max(1, min(self.size, new))
+
+    def first_samples(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the indices of the samples that the turn shows as its first, second and so on (`numbers` from 0)."""
+        seed = self.order.seed if isinstance(self.order, Shuffled) else self.order.seeds[0]
+        return self.offset + permute(numbers, size=self.size, seed=seed, epoch=0)
+
+
+@final
+@dataclass(frozen=True)
+class ReplayMemory:
+    """The samples of earlier turns that may be replayed: the first `capacity` that each turn showed, or all."""
+
+    turns: tuple[Turn, ...]
+    capacity: int | None
+
+    @cached_property
+    def ends(self) -> np.ndarray:
+        """The samples are numbered turn by turn; where those of each turn end."""
+        kept = [turn.num_seen if self.capacity is None else min(turn.num_seen, self.capacity) for turn in self.turns]
+        return np.cumsum(kept, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if self.turns else 0
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the sample indices of `numbers` in [0, len(self))."""
+        owner = np.searchsorted(self.ends, numbers, side="right")
+        indices = np.empty_like(numbers)
+        for i in np.unique(owner).tolist():
+            here = np.flatnonzero(owner == i)
+            indices[here] = self.turns[i].first_samples(numbers[here] - (int(self.ends[i - 1]) if i else 0))
+        return indices
+
+
+@final
+@dataclass(frozen=True)
+class Sequential(Order):
+    """Sources in sequence, numbered end to end; each has a turn in proportion to its size: n epochs are n passes over each.
+
+    Turns are whole batches, filled up with the beginning of another pass: a batch with only a few samples of classes
+    never seen before gave a gradient of four times the usual norm, right before the source was evaluated. With a
+    `replay_fraction`, that part of every turn but the first is drawn from samples of earlier turns, and the turn is
+    longer by as much, so that its own samples are seen as often.
     """
 
     sizes: tuple[int, ...]
     seed: int
-    lengths: tuple[int, ...] | None = None
-    """Positions of each turn; None is one pass. After the end the last turn goes on."""
-    share: float = 0.0
-    memory: int | None = None
-    """So many samples of each earlier source are kept; None keeps all."""
+    turn_lengths: tuple[int, ...] | None = None
+    """Positions of each turn; None is one pass over each source. The last turn continues after the end."""
+    replay_fraction: float = 0.0
+    memory_size: int | None = None
+    """Number of samples of each earlier source that may be replayed; None is all."""
 
     def __post_init__(self) -> None:
-        assert len(self.sizes) > 1, "a sequence is of several sources"
+        assert len(self.sizes) > 1, "a sequence needs several sources"
         assert min(self.sizes) > 0, "no source is empty"
-        assert 0 <= self.share < 1, f"{self.share} of a batch"
+        assert 0 <= self.replay_fraction < 1, f"replay_fraction={self.replay_fraction}"
 
     @property
     def size(self) -> int:
@@ -47,127 +131,92 @@ class Sequential(Order):
 
     @property
     def epoch_length(self) -> int:
-        return sum(self._passes)
+        return sum(self._pass_lengths)
 
     def plan_turns(self, steps: int, batch_size: int, *, epochs: float | None) -> Sequential:
-        """In whole batches: for a run of so many steps, or of so many epochs where that is what was asked for."""
+        """Return the order with turns of whole batches, for a run of `epochs` passes, or of `steps` if that is None."""
         if epochs is not None:
-            turns = [math.ceil(epochs * length / batch_size - 1e-9) for length in self._passes]
+            num_steps = [math.ceil(epochs * length / batch_size - 1e-9) for length in self._pass_lengths]
         else:
-            ends = [round(steps * end / self.epoch_length) for end in accumulate(self._passes, initial=0)]
-            turns = [end - start for start, end in pairwise(ends)]
-        for number, turn in enumerate(turns):
-            if turn < 1:
+            ends = [round(steps * end / self.epoch_length) for end in accumulate(self._pass_lengths, initial=0)]
+            num_steps = [end - start for start, end in pairwise(ends)]
+        for source, count in enumerate(num_steps):
+            if count < 1:
                 raise UsageError(
-                    f"data.sources[{number}] has {self.sizes[number]:,} of {self.size:,} samples, and of {steps} steps of "
-                    f"{batch_size} not one is its own; train for longer, lower training.batch_size or give it more data"
+                    f"data.sources[{source}] has {self.sizes[source]:,} of {self.size:,} samples, too few for one of the "
+                    f"{steps} steps of {batch_size}; train for longer, lower training.batch_size or add data to it"
                 )
-        return replace(self, lengths=tuple(turn * batch_size for turn in turns))
-
-    def first_steps(self, batch_size: int) -> tuple[int, ...]:
-        """The first step of each turn."""
-        return tuple(start // batch_size for start in self.starts)
-
-    def num_steps(self, batch_size: int) -> int:
-        return sum(self._lengths) // batch_size
+        return replace(self, turn_lengths=tuple(count * batch_size for count in num_steps))
 
     @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """The position each turn begins at."""
-        return tuple(accumulate(self._lengths[:-1], initial=0))
-
-    @property
-    def _lengths(self) -> tuple[int, ...]:
-        return self._passes if self.lengths is None else self.lengths
+    def schedule(self) -> TurnSchedule:
+        """When each source has its turn."""
+        return TurnSchedule(self._pass_lengths if self.turn_lengths is None else self.turn_lengths)
 
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = np.asarray(positions, dtype=np.int64).ravel()
-        turns = np.searchsorted(self.starts, flat, side="right") - 1
+        turn_of = self.schedule.turns_at(flat)
         index, epoch = np.empty_like(flat), np.empty_like(flat)
-        for turn in np.unique(turns).tolist():
-            here = np.flatnonzero(turns == turn)
-            place, own = self._orders[turn].indices(flat[here] - self.starts[turn])
-            is_new = place < self.sizes[turn]
-            index[here] = place + self._offsets[turn]
-            index[here[~is_new]] = self._remembered(turn, place[~is_new] - self.sizes[turn])
-            # What comes back is seen in epochs that nothing was seen in before, so that it looks new to augmentation.
-            epoch[here] = np.where(is_new, own, own + self._epochs_before[turn])
+        for number in np.unique(turn_of).tolist():
+            turn, here = self._turns[number], np.flatnonzero(turn_of == number)
+            local, local_epoch = turn.order.indices(flat[here] - turn.start)
+            is_new = local < turn.size
+            index[here] = local + turn.offset
+            index[here[~is_new]] = self._memories[number].indices(local[~is_new] - turn.size)
+            epoch[here] = np.where(is_new, local_epoch, local_epoch + turn.first_epoch)
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
     def num_epochs(self, positions: int) -> int:
-        turn = max(0, bisect_right(self.starts, positions) - 1)
-        return self._epochs_before[turn] + self._orders[turn].num_epochs(positions - self.starts[turn])
+        turn = self._turns[int(self.schedule.turns_at(positions))]
+        return turn.first_epoch + turn.order.num_epochs(positions - turn.start)
 
     def first_samples(self, turn: int, count: int) -> np.ndarray:
-        """Some of what was new in a turn, at most so many: a shuffled beginning, so any number of them is a fair choice."""
-        return self._offsets[turn] + self._first_seen(turn, np.arange(min(count, self._seen[turn])))
+        """Return the indices of the first `count` samples that were new in a turn, or of all it showed.
 
-    def _remembered(self, turn: int, places: np.ndarray) -> np.ndarray:
-        """Samples of what is kept of all turns before this one, end to end."""
-        ends = np.cumsum(self._kept[:turn])
-        owner = np.searchsorted(ends, places, side="right")
-        found = np.empty_like(places)
-        for earlier in np.unique(owner).tolist():
-            mine = np.flatnonzero(owner == earlier)
-            local = places[mine] - (int(ends[earlier - 1]) if earlier else 0)
-            found[mine] = self._offsets[earlier] + self._first_seen(earlier, local)
-        return found
-
-    def _first_seen(self, turn: int, places: np.ndarray) -> np.ndarray:
-        """Which of its source was the first, second ... new sample of a turn."""
-        order = self._orders[turn]
-        seed = order.seed if isinstance(order, Shuffled) else order.seeds[0]
-        return permute(places, size=self.sizes[turn], seed=seed, epoch=0)
+        Their order is random, so they are a uniform choice from the source.
+        """
+        return self._turns[turn].first_samples(np.arange(min(count, self._turns[turn].num_seen)))
 
     @cached_property
-    def _passes(self) -> tuple[int, ...]:
-        """Positions of one pass over each source, with what it repeats of others."""
-        if not self.share:
-            return self.sizes
-        dealt = Mixture((1, 1), (1 - self.share, self.share), seed=0)
-        new, _ = dealt.quotas
-        rest = [
-            -(-size // new) * dealt.block if dealt.block <= EXACT else -(-size * dealt.block // new)
-            for size in self.sizes
-        ]
-        return (self.sizes[0], *rest[1:])
+    def _pass_lengths(self) -> tuple[int, ...]:
+        return pass_lengths(self.sizes, self.replay_fraction)
 
     @cached_property
-    def _offsets(self) -> list[int]:
-        return list(accumulate(self.sizes[:-1], initial=0))
+    def _turns(self) -> tuple[Turn, ...]:
+        """The turns, built one after the other, since each may replay what those before it showed."""
+        turns: list[Turn] = []
+        for number, size in enumerate(self.sizes):
+            seed, order = derive_seed("turn", self.seed, number), None
+            if self.replay_fraction and number:
+                num_replayable = len(ReplayMemory(tuple(turns), self.memory_size))
+                weights = (1 - self.replay_fraction, self.replay_fraction)
+                order = Mixture((size, num_replayable), weights, seed=seed)
+            before = turns[-1] if turns else None
+            turns.append(
+                Turn(
+                    start=self.schedule.start_positions[number],
+                    length=self.schedule.lengths[number],
+                    offset=sum(self.sizes[:number]),
+                    size=size,
+                    order=order or Shuffled(size, seed),
+                    first_epoch=before.first_epoch + before.order.num_epochs(before.length) if before else 0,
+                )
+            )
+        return tuple(turns)
 
     @cached_property
-    def _planned(self) -> tuple[list[Shuffled | Mixture], list[int]]:
-        """The order within each turn, and how many samples of its own each has seen. One after the other, because what a
-        turn repeats is what those before it have seen."""
-        orders: list[Shuffled | Mixture] = []
-        seen: list[int] = []
-        for turn, size in enumerate(self.sizes):
-            seed, old = derive_seed("turn", self.seed, turn), sum(map(self._bounded, seen))
-            is_mixed = self.share > 0 and turn > 0
-            order = Mixture((size, old), (1 - self.share, self.share), seed=seed) if is_mixed else Shuffled(size, seed)
-            orders.append(order)
-            length = self._lengths[turn]
-            new = length if isinstance(order, Shuffled) else order.num_drawn(length)[0]
-            seen.append(max(1, min(size, new)))
-        return orders, seen
+    def _memories(self) -> list[ReplayMemory]:
+        """What each turn may replay."""
+        return [ReplayMemory(self._turns[:number], self.memory_size) for number in range(len(self.sizes))]
 
-    def _bounded(self, seen: int) -> int:
-        return seen if self.memory is None else min(seen, self.memory)
 
-    @property
-    def _orders(self) -> list[Shuffled | Mixture]:
-        return self._planned[0]
-
-    @property
-    def _seen(self) -> list[int]:
-        return self._planned[1]
-
-    @cached_property
-    def _kept(self) -> list[int]:
-        return list(map(self._bounded, self._seen))
-
-    @cached_property
-    def _epochs_before(self) -> list[int]:
-        lengths = zip(self._orders[:-1], self._lengths[:-1], strict=True)
-        return list(accumulate((order.num_epochs(length) for order, length in lengths), initial=0))
+def pass_lengths(sizes: tuple[int, ...], replay_fraction: float) -> tuple[int, ...]:
+    """Return the number of positions of one pass over each source, including the replayed samples."""
+    if not replay_fraction:
+        return sizes
+    mixture = Mixture((1, 1), (1 - replay_fraction, replay_fraction), seed=0)
+    new, _ = mixture.quotas
+    lengths = [
+        -(-size // new) * mixture.block if mixture.block <= EXACT else -(-size * mixture.block // new) for size in sizes
+    ]
+    return (sizes[0], *lengths[1:])

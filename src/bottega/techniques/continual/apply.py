@@ -45,7 +45,7 @@ def track_forgetting(plan: TrainingPlan, recipe: Recipe) -> TrainingPlan:
 
     def set_first_steps(engine: Engine, loader: Loader, *, resumed: bool) -> None:
         assert isinstance(loader.order, Sequential), "data.mixture is sequence"
-        matrix.first_steps = loader.order.first_steps(loader.batch_size)
+        matrix.first_steps = loader.order.schedule.first_steps(loader.batch_size)
 
     tracked = replace(
         plan,

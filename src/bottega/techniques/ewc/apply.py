@@ -32,7 +32,7 @@ def _consolidate_at_borders(engine: Engine, loader: Loader, *, resumed: bool, op
     """
     order = loader.order
     assert isinstance(order, Sequential), "the technique requires it"
-    firsts = {step: turn for turn, step in enumerate(order.first_steps(loader.batch_size)) if turn}
+    firsts = {step: turn for turn, step in enumerate(order.schedule.first_steps(loader.batch_size)) if turn}
     names = [name.removeprefix(FISHER) for name in engine.task_state() if name.startswith(FISHER)]
 
     def before(step: int, batch: Batch) -> None:

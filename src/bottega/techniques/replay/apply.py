@@ -13,4 +13,4 @@ from bottega.techniques.training_plan import TrainingPlan
 
 def apply(plan: TrainingPlan, options: ReplayOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
     order = require_sequence(plan, "replay")
-    return replace(plan, order=replace(order, share=options.share, memory=options.memory))
+    return replace(plan, order=replace(order, replay_fraction=options.share, memory_size=options.memory))
