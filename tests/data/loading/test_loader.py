@@ -72,7 +72,9 @@ def test_too_little_data_is_refused_with_both_numbers() -> None:
 
 
 def test_a_batch_that_ranks_cannot_share_is_refused_with_the_sizes_that_fit() -> None:
-    with pytest.raises(UsageError, match=r"training.batch_size=8 .* 3 processes; it can by 1, 2, 4, 8"):
+    with pytest.raises(
+        UsageError, match=r"training.batch_size=8 .* 3 processes; use a multiple of 3, or one of 1, 2, 4, 8 processes"
+    ):
         Loader(numbers(30), 8, seed=0, data_size=3)
 
 
@@ -99,7 +101,10 @@ def test_stages_have_batches_of_their_own_sizes() -> None:
 
 
 def test_a_stage_that_ranks_cannot_share_is_named() -> None:
-    with pytest.raises(UsageError, match=r"curriculum\.stages\[2\]\.batch_size=6 .* 4 processes; it can by 1, 2, 3, 6"):
+    with pytest.raises(
+        UsageError,
+        match=r"curriculum\.stages\[2\]\.batch_size=6 .* 4 processes; use a multiple of 4, or one of 1, 2, 3, 6 processes",
+    ):
         staged(data_size=4)
 
 

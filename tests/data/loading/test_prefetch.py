@@ -216,7 +216,7 @@ def test_a_source_of_the_script_itself_is_refused_with_the_remedy(tmp_path: Any)
     process = run_script(tmp_path, "next(Loader(Slow(), 4, seed=0, workers=1)(0))", module=False)
     _, err = process.communicate(timeout=100)
     assert "UsageError" in err
-    assert "define its classes in a module" in err
+    assert "define its classes in an importable module" in err
 
 
 def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: Any) -> None:

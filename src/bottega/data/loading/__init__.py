@@ -1,1 +1,1 @@
-"""From samples to batches at the time they are needed: the loader, its workers and how batches travel."""
+"""The data loader, its worker processes and the transfer of batches."""

@@ -1,7 +1,8 @@
-"""What is seen at each step: one endless stream of samples, a function of the order and the global batch sizes alone.
+"""A data loader whose only state is the step: batches are a pure function of the order and the global batch sizes.
 
-Step s takes the positions samples_before(s) to samples_before(s + 1) of the order, so no sample is dropped at the border
-of two epochs or stages, and ranks, workers and a restart cannot change what comes when.
+Step s has the positions samples_before(s) to samples_before(s + 1) of the order, so that no sample is dropped between two
+epochs or stages, and ranks, workers and restarts cannot change the batches. torch's DataLoader cannot promise that: it
+has no seek, and what it yields depends on the number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from bottega.data.order.orders import BatchSizeSchedule, CurriculumOrder, Order,
 from bottega.data.sources.source import Source
 from bottega.terminal import print_notice
 
-# Positions permuted at once: 4,096 of them took no more than four times as long as eight.
+# Positions computed at once: 4,096 took no more than four times as long as eight.
 BLOCK = 4096
 
 
 @dataclass(frozen=True)
 class Loader:
-    """`loader(step)` gives this process's batches from that step on, for ever."""
+    """`loader(step)` iterates over this process's batches from that step on, endlessly."""
 
     source: Source
     batch_size: int
-    """The global one, over all ranks; stages of the order may have their own."""
+    """Global, over all ranks; stages of a curriculum may have their own."""
     seed: int
-    """Of the plain shuffle. An order that is given has its own."""
+    """Of the default shuffle; a given order has its own."""
     data_rank: int = 0
     data_size: int = 1
-    """Which share of each batch, of how many: those of `World`."""
+    """Which part of each batch this process has, of how many; those of `World`."""
     workers: int = 0
     prefetch: int = 0
     order: Order | None = None
     warn: Callable[[str], None] | None = field(default=None, compare=False, repr=False)
-    """Told of workers that keep a batch waiting; None prints a line."""
+    """Called with a message about workers that delay a batch; None prints it."""
 
     def __post_init__(self) -> None:
         size = len(self.source)
@@ -48,19 +49,20 @@ class Loader:
                 f"the training data has {size} samples, fewer than one batch of {self.batch_size}; "
                 "lower training.batch_size or add data"
             )
-        assert self.order is None or self.order.size <= size, f"an order of {self.order} samples over {size}"
+        assert self.order is None or self.order.size <= size, f"{self.order} has more samples than the source ({size})"
         is_staged = isinstance(self.order, CurriculumOrder)
         for stage, batch_size in enumerate(self.schedule.batch_sizes):
             if batch_size < 1 or batch_size % self.data_size:
                 key = f"data.curriculum.stages[{stage}].batch_size" if is_staged else "training.batch_size"
                 fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
                 raise UsageError(
-                    f"{key}={batch_size} cannot be shared equally by {self.data_size} processes; "
-                    f"it can by {', '.join(map(str, fitting)) or 'none'}"
+                    f"{key}={batch_size} cannot be divided equally among {self.data_size} processes; "
+                    f"use a multiple of {self.data_size}, or one of {', '.join(map(str, fitting)) or 'none'} processes"
                 )
 
     @cached_property
     def schedule(self) -> BatchSizeSchedule:
+        """The global batch size of each step."""
         return (
             self.order.schedule
             if isinstance(self.order, CurriculumOrder)
@@ -69,31 +71,33 @@ class Loader:
 
     @property
     def steps_per_epoch(self) -> float:
-        """As many steps as see each sample once: with a mixture as many samples as there are, with stages all of them."""
+        """Steps per epoch: as many positions as there are samples, for mixtures and curricula too."""
         return self._order.epoch_length / self.batch_size
 
     def batch_size_at(self, step: int) -> int:
+        """Return the global batch size of a step."""
         return self.schedule.batch_size_at(step)
 
     def samples_before(self, step: int) -> int:
+        """Return the number of samples in all steps before `step`."""
         return self.schedule.samples_before(step)
 
     def step_at(self, samples: int) -> int:
-        """The last step with no more than so many samples before it."""
+        """Return the last step with at most `samples` samples before it."""
         return self.schedule.step_at(samples)
 
     def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The samples of the whole global batch of this step, and the epochs they are in."""
+        """Return the sample indices of the global batch of a step, and the epoch of each."""
         return self._order.indices(np.arange(self.samples_before(step), self.samples_before(step + 1)))
 
     def batch(self, step: int) -> Batch:
-        """This rank's share of one step."""
+        """Return this rank's part of the batch of one step."""
         return Cursor(self, block=1)(step)
 
     def __call__(self, step: int) -> Generator[Batch, None, None]:
-        sent = replace(self, warn=None)  # what workers get of it
+        picklable = replace(self, warn=None)  # for worker processes
         warn = self.warn or print_notice
-        return prefetch(Cursor(sent, block=BLOCK), step, workers=self.workers, depth=self.prefetch, warn=warn)
+        return prefetch(Cursor(picklable, block=BLOCK), step, workers=self.workers, depth=self.prefetch, warn=warn)
 
     @cached_property
     def _order(self) -> Order:
@@ -101,32 +105,32 @@ class Loader:
 
 
 class Cursor:
-    """Builds one rank's batch of any step, remembering the order of the `block` positions from it on."""
+    """Builds one rank's batch of any step, caching the indices of the next `block` positions."""
 
     def __init__(self, loader: Loader, *, block: int) -> None:
         self.loader = loader
         self.block = block
         self.first = 0
-        self.shares: list[tuple[np.ndarray, np.ndarray]] = []
+        self.indices: list[tuple[np.ndarray, np.ndarray]] = []
 
     def __call__(self, step: int) -> Batch:
-        at = step - self.first
-        if not 0 <= at < len(self.shares):
+        offset = step - self.first
+        if not 0 <= offset < len(self.indices):
             self._seek(step)
-            at = step - self.first
-        index, epoch = self.shares[at]
+            offset = step - self.first
+        index, epoch = self.indices[offset]
         return self.loader.source.rows(index, epoch)
 
     def _seek(self, step: int) -> None:
         loader, pace = self.loader, self.loader.schedule
         stage = pace.stage_at(step)
         size = pace.batch_sizes[stage]
-        # What is remembered ends with the stage, because the next one may have batches of another size.
+        # The cached range ends with the stage, since the next one may have another batch size.
         last = min([step + max(1, self.block // size), *pace.first_steps[stage + 1 : stage + 2]])
-        share = size // loader.data_size
-        offset = pace.samples_before(step) + loader.data_rank * share + np.arange(share)
+        local_size = size // loader.data_size
+        offset = pace.samples_before(step) + loader.data_rank * local_size + np.arange(local_size)
         index, epoch = loader._order.indices(np.arange(last - step)[:, None] * size + offset)
-        self.first, self.shares = step, list(zip(index, epoch, strict=True))
+        self.first, self.indices = step, list(zip(index, epoch, strict=True))
 
 
 def iter_eval_batches(
@@ -137,12 +141,11 @@ def iter_eval_batches(
     data_size: int = 1,
     limit: int | None = None,
 ) -> Iterator[Batch]:
-    """This process's share of every sample exactly once; `limit` keeps only the first ones. They come in their order, or
-    those of like length together, as the source has it.
+    """Yield this process's part of every sample exactly once; `limit` keeps only the first ones.
 
-    A batch that the ranks cannot share equally is filled up with its last row. It then has a "weight" [b] that is 0 for
-    what was filled up and 1 for the rest, on every rank. "index" [b] is the number of each sample: noise that is drawn
-    for it does not depend on the batch.
+    Samples come in their order, or grouped by length if the source has a `length_order`. A batch that the ranks cannot
+    divide equally is filled up with its last row, and then has "weight" (batch,), 0 for the filler and 1 otherwise, on
+    every rank. "index" (batch,) is the index of each sample, from which evaluation noise is drawn.
     """
     size = len(source) if limit is None else min(limit, len(source))
     if size < 1:
@@ -150,12 +153,12 @@ def iter_eval_batches(
     order = source.length_order(size)
     for first in range(0, size, batch_size):
         count = min(batch_size, size - first)
-        share = -(-count // data_size)
-        places = np.arange(data_rank * share, (data_rank + 1) * share)
-        index = first + np.minimum(places, count - 1)
+        local_size = -(-count // data_size)
+        local = np.arange(data_rank * local_size, (data_rank + 1) * local_size)
+        index = first + np.minimum(local, count - 1)
         index = index if order is None else order[index]
         batch = source.rows(index, np.zeros_like(index))
-        if share * data_size != count:
-            weight = (places < count).astype(np.float32)
+        if local_size * data_size != count:
+            weight = (local < count).astype(np.float32)
             batch["weight"] = batch["weight"] * weight if "weight" in batch else weight
         yield {**batch, "index": index}

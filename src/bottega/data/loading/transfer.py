@@ -1,8 +1,8 @@
-"""Large batches from a worker process without pickling them: written once into memory that both processes map.
+"""Transfer large batches from worker processes through shared memory instead of pickling them.
 
-A batch of 32 pictures of 224 x 224 in floats is 19 MB. Through a socket it is copied five times, which took half as long
-as decoding it; and new memory costs as much again, page by page, so what the trainer has let go of is written anew. The
-memory has no name: a killed process leaves nothing behind.
+A batch of 32 images of 224 x 224 in float32 is 19 MB. A socket copies it five times, which took half as long as decoding
+it; page faults of new memory cost as much again, so segments that the trainer no longer uses are written again. The
+memory is anonymous: a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, final
 
 import numpy as np
 
-# Below this a message through the socket is as fast.
+# Smaller batches are as fast through the socket.
 LARGE = 1 << 20
-# Arrays begin at multiples of this, as vector instructions like it.
+# Arrays are aligned to this for vector instructions.
 ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
 class ArrayLocation:
-    """Where an array stands in a segment."""
+    """Type, shape and offset of an array in a segment."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class ArrayLocation:
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """A batch whose arrays stand in a segment; a new segment's descriptor follows."""
+    """A batch whose arrays are in a segment; if that is new, its file descriptor follows."""
 
     batch: Any
     segment: int
@@ -46,7 +46,7 @@ class SharedBatch:
 
 @final
 class Sender:
-    """The worker's side."""
+    """Sends batches; the worker's side."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -54,12 +54,12 @@ class Sender:
         self.free: deque[int] = deque()
 
     def release(self, segments: list[int]) -> None:
-        """The other side holds no array of these any more. Called from the thread that listens."""
+        """Mark segments as free: the receiver holds no array of them. Called from the listening thread."""
         self.free.extend(segments)
 
     def send(self, batch: Any) -> None:
-        """The answer (batch, no error), as `Receiver.receive` expects it."""
-        placed, arrays, size = _placed(batch)
+        """Send (batch, no error) as `Receiver.receive` expects it."""
+        located, arrays, size = _locate_arrays(batch)
         if size < LARGE or not hasattr(os, "memfd_create"):
             self.connection.send((batch, None))
             return
@@ -69,9 +69,9 @@ class Sender:
             if segment is None:
                 memory, segment = self._new_segment(size)
             view = self.segments[segment]
-            for place, array in arrays:
-                np.ndarray(place.shape, place.dtype, buffer=view, offset=place.offset)[...] = array
-            self.connection.send((SharedBatch(placed, segment, len(view), memory is not None), None))
+            for location, array in arrays:
+                np.ndarray(location.shape, location.dtype, buffer=view, offset=location.offset)[...] = array
+            self.connection.send((SharedBatch(located, segment, len(view), memory is not None), None))
             if memory is not None:
                 with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
                     socket.send_fds(channel, [b"m"], [memory])
@@ -100,7 +100,7 @@ class Sender:
 
 @final
 class Receiver:
-    """The trainer's side. `freed` are the segments whose arrays are all gone; they are told to the worker."""
+    """Receives batches; the trainer's side. `freed` are segments whose arrays are all garbage-collected."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -108,22 +108,22 @@ class Receiver:
         self.freed: deque[int] = deque()
 
     def receive(self) -> tuple[Any, Exception | None]:
-        """What was sent: a batch, or the error in its place."""
+        """Return (batch, None), or (None, error)."""
         batch, error = self.connection.recv()
         if not isinstance(batch, SharedBatch):
             return batch, error
         if batch.is_new:
-            self.views[batch.segment] = self._mapped(batch.bytes)
-        # All arrays of the batch are views of this one, so it goes with the last of them.
+            self.views[batch.segment] = self._map_segment(batch.bytes)
+        # All arrays of the batch are views of this one, so it is collected with the last of them.
         lease = np.frombuffer(self.views[batch.segment], np.uint8)
         weakref.finalize(lease, self.freed.append, batch.segment)
-        return _found(batch.batch, lease), error
+        return _restore_arrays(batch.batch, lease), error
 
     def take_freed(self) -> list[int]:
-        """Each once. (Arrays may be collected at any moment, also while this runs.)"""
+        """Return the freed segments, each once. (Arrays may be collected while this runs.)"""
         return [self.freed.popleft() for _ in range(len(self.freed))]
 
-    def _mapped(self, size: int) -> mmap.mmap:
+    def _map_segment(self, size: int) -> mmap.mmap:
         with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
             message, descriptors, _, _ = socket.recv_fds(channel, 1, 1)
         if not message or not descriptors:
@@ -134,28 +134,28 @@ class Receiver:
             os.close(descriptors[0])
 
 
-def _placed(batch: Any) -> tuple[Any, list[tuple[ArrayLocation, np.ndarray]], int]:
-    """The batch with places in place of its arrays, those arrays, and the bytes they need."""
+def _locate_arrays(batch: Any) -> tuple[Any, list[tuple[ArrayLocation, np.ndarray]], int]:
+    """Return the batch with locations in place of its arrays, those arrays, and the bytes they need."""
     arrays: list[tuple[ArrayLocation, np.ndarray]] = []
     end = 0
 
-    def place(value: Any) -> Any:
+    def locate(value: Any) -> Any:
         nonlocal end
         if isinstance(value, Mapping):
-            return {name: place(inner) for name, inner in value.items()}
+            return {name: locate(inner) for name, inner in value.items()}
         if not isinstance(value, np.ndarray) or value.ndim == 0 or value.dtype.hasobject:
             return value
-        one = ArrayLocation(value.dtype.str, value.shape, end)
+        location = ArrayLocation(value.dtype.str, value.shape, end)
         end += -(-value.nbytes // ALIGNMENT) * ALIGNMENT
-        arrays.append((one, value))
-        return one
+        arrays.append((location, value))
+        return location
 
-    return place(batch), arrays, end
+    return locate(batch), arrays, end
 
 
-def _found(value: Any, lease: np.ndarray) -> Any:
+def _restore_arrays(value: Any, lease: np.ndarray) -> Any:
     if isinstance(value, Mapping):
-        return {name: _found(inner, lease) for name, inner in value.items()}
+        return {name: _restore_arrays(inner, lease) for name, inner in value.items()}
     if not isinstance(value, ArrayLocation):
         return value
     return np.ndarray(value.shape, value.dtype, buffer=lease, offset=value.offset)

@@ -1,7 +1,7 @@
-"""A process that builds batches for another one: it is sent step numbers and answers with their batches, in order.
+"""A worker process that builds batches: it receives step numbers and sends their batches, in order.
 
-Started as `python -c` on a socket rather than through multiprocessing, which would run the user's script again (and
-import torch with it) in every worker.
+It is started as `python -c` with a socket rather than through multiprocessing, which would run the user's script again
+(and import torch with it) in every worker.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ COMMAND = (
 
 
 def main(descriptor: int) -> NoReturn:
-    # Ctrl-C and the end of a terminal reach whole groups, but only the trainer decides when to stop.
+    """Serve batches over the socket of this file descriptor until the other side closes it."""
+    # Ctrl-C and the end of a terminal reach whole process groups, but the trainer decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The cores are shared out among the processes already: libraries with threads of their own use one here.
+    # The cores are divided among the processes already, so libraries with threads of their own use one here.
     os.environ.update(BOTTEGA_WORKER="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     connection = Connection(descriptor)
     make = _receive(connection)
@@ -39,10 +40,10 @@ def main(descriptor: int) -> NoReturn:
     threading.Thread(target=_listen, args=(connection, steps, sender), daemon=True).start()
     while True:
         step = steps.get()
-        _send(sender, *_answer(make, step))
+        _send(sender, *_build(make, step))
 
 
-def _answer(make: Callable[[int], object], step: int) -> tuple[object, Exception | None]:
+def _build(make: Callable[[int], object], step: int) -> tuple[object, Exception | None]:
     try:
         return make(step), None
     except Exception as error:
@@ -57,18 +58,18 @@ def _receive(connection: Connection) -> Callable[[int], object]:
         os._exit(0)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        remedy = "define its classes in a module that can be imported, or set data.workers=0"
+        remedy = "define its classes in an importable module, or set data.workers=0"
         problem = UsageError(f"a loader worker cannot load the data ({reason}); {remedy}")
         _send(Sender(connection), None, problem)
         os._exit(1)
 
 
 def _listen(connection: Connection, steps: queue.SimpleQueue[int], sender: Sender) -> None:
-    """Ends the process as soon as the other side is gone, even in the middle of a batch."""
+    """Receive steps; end the process as soon as the other side is gone, even in the middle of a batch."""
     try:
         while True:
-            step, let_go = connection.recv()
-            sender.release(let_go)
+            step, freed_segments = connection.recv()
+            sender.release(freed_segments)
             steps.put(step)
     except (EOFError, OSError):
         os._exit(0)
@@ -82,15 +83,15 @@ def _send(sender: Sender, batch: object, error: Exception | None) -> None:
             sender.connection.send((None, error))
     except OSError:
         os._exit(0)
-    except Exception as broken:  # not picklable; nothing of it was written yet
+    except Exception as broken:  # not picklable; nothing was sent yet
         sender.connection.send((None, _as_text(broken)))
 
 
 def _portable(error: Exception) -> Exception:
-    """The error with the trace of this process, or its text where the other side could not rebuild it."""
+    """Return the error with this process's traceback as a note, or as text if it cannot be rebuilt on the other side."""
     try:
-        named = (*error.args[:2], error.filename) if isinstance(error, OSError) and error.filename else error.args
-        twin = type(error)(*named)
+        arguments = (*error.args[:2], error.filename) if isinstance(error, OSError) and error.filename else error.args
+        twin = type(error)(*arguments)
     except Exception:
         return _as_text(error)
     if str(twin) != str(error):
