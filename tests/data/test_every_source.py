@@ -19,8 +19,8 @@ from bottega.data.audio.config import AudioAugmentation, AudioData
 from bottega.data.audio.decode import encode_wav
 from bottega.data.image.config import ImageAugmentation, ImageData
 from bottega.data.loading.loader import Loader
-from bottega.data.order import curriculum as difficulty
 from bottega.data.order.bucketed import Bucketed
+from bottega.data.order.curriculum import plan_stages, rank_samples
 from bottega.data.order.orders import CurriculumOrder, Order
 from bottega.data.prepare.media import prepare_media, prepare_vectors
 from bottega.data.sources import combine
@@ -160,8 +160,8 @@ def curriculum(folder: Path) -> Built:
         Stage(steps=Interval(9)),
     )
     plan = Curriculum(by="score", stages=stages)
-    concrete = difficulty.plan_stages(plan, size=len(source), total_steps=100, steps_per_epoch=5, batch_size=BATCH)
-    return source, CurriculumOrder(difficulty.rank_samples(source, "score"), concrete, seed=1)
+    concrete = plan_stages(plan, size=len(source), total_steps=100, steps_per_epoch=5, batch_size=BATCH)
+    return source, CurriculumOrder(rank_samples(source, "score"), concrete, seed=1)
 
 
 SOURCES: dict[str, Callable[[Path], Built]] = {

@@ -186,9 +186,9 @@ def test_every_source_of_a_recipe_may_be_embedded(part: str, tmp_path: Path) -> 
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="synthetic data is of the task routing"):
+    with pytest.raises(UsageError, match="synthetic is for the task routing only"):
         prepared("image", tmp_path, train=Source(kind="synthetic"))
-    with pytest.raises(UsageError, match="no numbers are embedded; say synthetic"):
+    with pytest.raises(UsageError, match="there is no built-in dataset of numbers; use synthetic"):
         prepare_vectors(RoutingData(train=EMBEDDED), progress=quiet, cache=tmp_path)
 
 

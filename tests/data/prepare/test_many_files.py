@@ -27,7 +27,7 @@ def write_pictures(folder: Path, count: int) -> Path:
 
 
 def test_progress_is_told_while_files_are_hashed_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "MOST_ITEMS", 5)
+    monkeypatch.setattr(inputs, "MAX_ITEMS_PER_JOB", 5)
     source = Source(path=str(write_pictures(tmp_path, 40)))
     data = ImageData(train=source, validation=HeldOut(split=0.2))
     told: dict[str, list[float]] = {}
@@ -74,8 +74,8 @@ def test_what_is_remembered_of_many_files_is_theirs(tmp_path: Path, monkeypatch:
     for file in files:
         os.utime(file, (1e9, 1e9))
     states = {str(file): fingerprint._state(file)._replace(changed=0) for file in files}
-    fingerprint._remember((name, str(state), "hash") for name, state in states.items())
-    assert fingerprint._remembered(states) == dict.fromkeys(states, "hash")
+    fingerprint._store((name, str(state), "hash") for name, state in states.items())
+    assert fingerprint._load_cached(states) == dict.fromkeys(states, "hash")
     assert fingerprint.hash_files(files) == first, "their times have changed, so they are hashed again"
 
 
@@ -96,7 +96,7 @@ def test_a_folder_is_looked_at_once_for_a_table(tmp_path: Path, monkeypatch: pyt
 
 
 def test_many_small_files_are_worth_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "MOST_ITEMS", 5)
+    monkeypatch.setattr(inputs, "MAX_ITEMS_PER_JOB", 5)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     data = ImageData(train=Source(path=str(write_pictures(tmp_path, 40))), validation=HeldOut(split=0.2))
     recipe = ImageRecipe(model=Generator(condition="class"), data=data)

@@ -62,13 +62,10 @@ def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path)
     [
         (["a", None, "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
         (["a", "", "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
-        (["a", ["b"], "b"], r"line 2: field 'label' is a list, and it is the label"),
-        (
-            [1, 0, "one", 1],
-            r"some labels are numbers and others words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; use one",
-        ),
-        (["one", "1", 2], r"some labels are numbers and others words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
-        ([True, 0], r"some labels are numbers and others words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
+        (["a", ["b"], "b"], r"line 2: the label field 'label' is a list"),
+        ([1, 0, "one", 1], r"numbers and words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; give all"),
+        (["one", "1", 2], r"numbers and words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
+        ([True, 0], r"numbers and words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
     ],
 )
 def test_a_wrong_label_is_told_with_its_place(tmp_path: Path, labels: list[Any], message: str) -> None:
@@ -87,7 +84,7 @@ def test_no_number_is_no_label(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["a", "b", "c"], "label": [0.0, float("nan"), 1.0]})
     parquet.write_table(table, tmp_path / "rows.parquet")
-    with pytest.raises(DataError, match=r"rows\.parquet.*field 'label' is nan, and it is the label"):
+    with pytest.raises(DataError, match=r"rows\.parquet.*the label field 'label' is nan"):
         read(tmp_path / "rows.parquet", tmp_path)
 
 
@@ -128,11 +125,13 @@ def test_several_labels_of_numbers(tmp_path: Path) -> None:
         match=r"some labels are numbers and others words: \[\"1\"\] at rows\.jsonl:1, \[\"one\"\] at rows\.jsonl:2",
     ):
         prepared(tmp_path, [[1], ["one"]], multi_label=True)
-    with pytest.raises(DataError, match=r"line 1: field 'label' has numbers and words"):
+    with pytest.raises(DataError, match=r"line 1: the label field 'label' mixes numbers and words"):
         prepared(tmp_path, [[1, "one"]], multi_label=True)
     with pytest.raises(DataError, match=r"line 2: field 'label' has no value.* write \[\]"):
         prepared(tmp_path, [["a"], None], multi_label=True)
-    with pytest.raises(DataError, match=r"line 1: field 'label' begins like a JSON list and is none"):
+    with pytest.raises(
+        DataError, match=r"line 1: the label field 'label' begins like a JSON list but is not valid JSON"
+    ):
         prepared(tmp_path, ["[a"], multi_label=True)
 
 
@@ -258,7 +257,7 @@ def test_sst2(tmp_path: Path) -> None:
 def test_a_plain_text_has_no_labels_and_is_told_by_its_own_fields(tmp_path: Path) -> None:
     path = tmp_path / "plain.txt"
     path.write_text("no class in it, no class at all\n")
-    with pytest.raises(DataError, match=r"no sign divides all lines .* write label, tab, text on each line"):
+    with pytest.raises(DataError, match=r"no delimiter splits all lines .* write label, tab, text on each line"):
         read(path, tmp_path, WORDS)
 
 

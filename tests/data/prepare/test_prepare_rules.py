@@ -194,7 +194,7 @@ def pieces(path: Path, rules: Rules) -> list[Record | BadRecord | DroppedRecord]
 def test_pieces_of_a_long_text_are_cleaned_and_filtered_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, cleaning: Cleaning
 ) -> None:
-    monkeypatch.setattr(text_files, "LONGEST", 64)
+    monkeypatch.setattr(text_files, "MAX_PIECE_BYTES", 64)
     words = "\n" + "\n\n".join(f"And this is the word{n}, of them." for n in range(200)) + "\nend\n"
     path = tmp_path / f"long.{suffix}"
     path.write_bytes(gzip.compress(words.encode()) if suffix.endswith("gz") else words.encode())
@@ -293,5 +293,5 @@ def test_a_source_of_a_sequence_that_is_too_small_is_named(tmp_path: Path) -> No
     write_rows(tmp_path / "b.jsonl", [{"text": "alone"}])
     sources = tuple(Source(path=str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl"))
     data = TextData(sources=sources, mixture="sequence", validation=HeldOut(split=0.1))
-    with pytest.raises(DataError, match=r"b\.jsonl, of which a sequence holds back its own share: splitting 1 rows"):
+    with pytest.raises(DataError, match=r"b\.jsonl, which is split by itself in a sequence: splitting 1 rows"):
         prepare_language(data, TokenizerSpec(kind="bytes"), progress=quiet, cache=tmp_path / "cache")

@@ -63,7 +63,7 @@ def test_a_table_that_lies_about_itself_is_refused(table: Path, place: tuple[str
         block = block[key]
     block[place[-1]] = value
     (table / COLUMNS).write_text(json.dumps(meta))
-    with pytest.raises(DataError, match="no folder of shards, or a damaged one"):
+    with pytest.raises(DataError, match="not a table of prepared data, or a damaged one"):
         Table(table)
 
 
@@ -92,7 +92,7 @@ def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, monkeyp
 def test_a_tokenizer_learns_from_train_however_little_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenizer_training, "ENOUGH", 1000)
+    monkeypatch.setattr(tokenizer_training, "MAX_TRAINING_BYTES", 1000)
     for name, word in (("train", "apple"), ("held", "qqqqq")):
         rows = "".join(json.dumps({"text": f"{word} " * 20}) + "\n" for _ in range(50))
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
@@ -123,7 +123,7 @@ def test_what_is_asked_for_beside_shards_is_not_ignored(tmp_path: Path) -> None:
     assert prepared(tmp_path / "other", train=shards).fingerprint == ready.fingerprint
     with pytest.raises(UsageError, match=r"data\.clean: .* prepared already"):
         prepared(tmp_path / "other", train=shards, clean=Cleaning())
-    with pytest.raises(UsageError, match=r"data\.validation\.path: .* bring their own"):
+    with pytest.raises(UsageError, match=r"data\.validation\.path: .* with splits of their own"):
         prepared(tmp_path / "other", train=shards, validation=HeldOut(path=str(tmp_path / "a.txt")))
     other = prepared(tmp_path / "cache", TokenizerSpec(vocab_size=300), train=Source(path=str(tmp_path / "a.txt")))
     spec = TokenizerSpec(kind="pretrained", path=str(other.folder / "tokenizer"))

@@ -87,7 +87,7 @@ def test_they_stand_in_place_of_the_pixels(rows: Any, tmp_path: Path) -> None:
     assert len(served) == len(rows)
     assert served.table is rows.table
     assert served.fingerprint != rows.fingerprint
-    assert "latents of 2 x 2, computed beforehand" in served.describe(0, 0)
+    assert "as precomputed latents of 2 x 2" in served.describe(0, 0)
 
 
 def test_a_worker_gets_a_small_copy(rows: Any, tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ def test_a_validation_text_of_one_token_is_refused(tmp_path: Path) -> None:
     prepared = prepare(tmp_path, {"a.txt": VERSE}, CHARACTERS, validation=tmp_path / "v.txt")
     with pytest.raises(DataError, match="validation text has 1 tokens, fewer than one window of 2"):
         prepared.validation(16)
-    with pytest.raises(DataError, match=r"too few to keep 0\.1 of it back"):
+    with pytest.raises(DataError, match=r"too few to hold out a fraction of 0\.1"):
         prepare(tmp_path, {"b.txt": "x"}, validation=0.1)
 
 

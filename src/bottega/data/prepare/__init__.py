@@ -1,1 +1,1 @@
-"""Preparing, once: whatever a recipe's data is becomes tables in our shards, under the hash of all they are made from."""
+"""Preparation: turn a recipe's data into tables on disk, once, cached under the hash of all inputs."""

@@ -1,4 +1,4 @@
-"""Every record into its table: read, ruled, encoded and written in parts, then merged."""
+"""Encode all records into tables: jobs read, filter, encode and write them, and the results are merged."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ from bottega.data.tables.shards import ShardWriter, Table, merge_tables
 
 @dataclass(frozen=True)
 class EncodeJobs(Jobs):
+    """Jobs that encode the records of some pieces into the rows of each table."""
+
     inputs: tuple[Input, ...]
     jobs: tuple[tuple[Item, ...], ...]
     folder: Path
@@ -31,7 +33,7 @@ class EncodeJobs(Jobs):
     tables: tuple[str, ...]
     decisions: Decisions | None
     stop_on_bad: bool
-    """Whether a bad record ends it all."""
+    """Whether a bad record is an error."""
     stage: str = "encode"
 
     def num_pieces(self, number: int) -> int:
@@ -42,7 +44,7 @@ class EncodeJobs(Jobs):
         counts: dict[str, Counter[str]] = {}
         with ExitStack() as stack:
             writers: dict[str, ShardWriter] = {}
-            for table, row in self.encoder.encode(self._chosen(number, tally)):
+            for table, row in self.encoder.encode(self._assigned_records(number, tally)):
                 if isinstance(row, BadRecord):
                     tally.count_bad(row, stop=self.stop_on_bad)
                     continue
@@ -53,9 +55,9 @@ class EncodeJobs(Jobs):
                 counts[table].update({name: row[name] for name in self.encoder.summed_entries})
         return {"tables": counts, **vars(tally)}
 
-    def _chosen(self, number: int, tally: Tally) -> Iterator[tuple[str, Record]]:
-        """The records that stay, each with its table."""
-        decided = self.decisions.for_job(number) if self.decisions is not None else None
+    def _assigned_records(self, number: int, tally: Tally) -> Iterator[tuple[str, Record]]:
+        """Yield the records that are kept, each with its table."""
+        table_numbers = self.decisions.for_job(number) if self.decisions is not None else None
         position = -1
         for item in self.jobs[number]:
             for record in read_records(self.inputs, item, self.rules):
@@ -65,16 +67,16 @@ class EncodeJobs(Jobs):
                     tally.count_bad(record, stop=self.stop_on_bad)
                 elif isinstance(record, DroppedRecord):
                     tally.dropped[record.reason] = tally.dropped.get(record.reason, 0) + 1
-                elif decided is None or item.table is not None:
+                elif table_numbers is None or item.table is not None:
                     yield item.table or self.inputs[item.input].table, record
-                elif decided[position] >= 0:
-                    yield self.tables[decided[position]], record
+                elif table_numbers[position] >= 0:
+                    yield self.tables[table_numbers[position]], record
 
 
 def encode_tables(
     jobs: EncodeJobs, folder: Path, *, max_bad: float | None, progress: ProgressCallback
 ) -> dict[str, Any]:
-    """All jobs, and their parts as one table each in `folder`. What is known of them afterwards, as plain values."""
+    """Run all jobs and merge their results into one folder per table in `folder`; return counts for meta.json."""
     tally = Tally()
     counts: dict[str, Counter[str]] = {}
     by_input: defaultdict[int, Tally] = defaultdict(Tally)
@@ -84,52 +86,52 @@ def encode_tables(
         for table, counted in summary["tables"].items():
             counts.setdefault(table, Counter()).update(counted)
     tally.check(max_bad)
-    parts = [jobs.job_folder(number) for number in range(len(jobs.jobs))]
+    folders = [jobs.job_folder(number) for number in range(len(jobs.jobs))]
     tables = {}
     for table in jobs.tables:
-        found = [part / table for part in parts if (part / table).is_dir()]
-        if not found:
-            # A missing validation would only be missed when the run is over.
-            raise DataError(_nothing(table, jobs.inputs, by_input))
-        rows = merge_tables(found, folder / table, jobs.encoder.columns)
+        to_merge = [job_folder / table for job_folder in folders if (job_folder / table).is_dir()]
+        if not to_merge:
+            # An empty validation table would only be noticed when the run is over.
+            raise DataError(_explain_empty(table, jobs.inputs, by_input))
+        rows = merge_tables(to_merge, folder / table, jobs.encoder.columns)
         tables[table] = {"rows": rows, **counts.get(table, {})}
-    return {"tables": tables, **vars(tally), **_by_source(jobs, parts)}
+    return {"tables": tables, **vars(tally), **_count_by_source(jobs, folders)}
 
 
-def _by_source(jobs: EncodeJobs, parts: list[Path]) -> dict[str, dict[str, list[int]]]:
-    """How many rows of what is held out are of each source of a sequence; they stand one source after the other."""
+def _count_by_source(jobs: EncodeJobs, folders: list[Path]) -> dict[str, dict[str, list[int]]]:
+    """Return the number of held-out rows of each source of a sequence; the rows are in the order of the sources."""
     numbers = [jobs.inputs[job[0].input].source for job in jobs.jobs]
-    found: dict[str, list[int]] = {}
+    by_source: dict[str, list[int]] = {}
     for table in ("validation", "test"):
         rows = [
-            (number, len(Table(part / table)))
-            for number, part in zip(numbers, parts, strict=True)
-            if (part / table).is_dir()
+            (number, len(Table(folder / table)))
+            for number, folder in zip(numbers, folders, strict=True)
+            if (folder / table).is_dir()
         ]
         sources = [number for number, _ in rows if number is not None]
         if rows and len(sources) == len(rows):
             counts = [0] * (1 + max(number for number in numbers if number is not None))
             for number, count in zip(sources, (count for _, count in rows), strict=True):
                 counts[number] += count
-            found[table] = counts
-    return {"by_source": found} if found else {}
+            by_source[table] = counts
+    return {"by_source": by_source} if by_source else {}
 
 
-def _nothing(table: str, inputs: tuple[Input, ...], tallies: Mapping[int, Tally]) -> str:
-    """Why a table is empty."""
+def _explain_empty(table: str, inputs: tuple[Input, ...], tallies: Mapping[int, Tally]) -> str:
+    """Return why a table is empty."""
     number = next((n for n, input in enumerate(inputs) if input.table == table), None)
-    if number is None:  # a share of train
-        return f"data.{table} is empty: none of the records came to it; raise its split, or add data"
-    found, tally = inputs[number].found, tallies[number]
+    if number is None:  # a fraction of train
+        return f"data.{table} is empty: no record was assigned to it; raise data.{table}.split, or add data"
+    files, tally = inputs[number].found, tallies[number]
     if tally.bad and tally.bad == tally.records:
-        return f"all {tally.bad:,} records of {found.root} are bad; the first: {tally.named[0]}"
+        return f"all {tally.bad:,} records of {files.root} are bad; the first is {tally.named[0]}"
     if not tally.records:
-        where = found.files[0] if len(found.files) == 1 else f"the {len(found.files)} files of {found.root}"
-        return f"{where} {'is' if len(found.files) == 1 else 'are all'} empty; give a file with data in it"
-    rest = tally.records - tally.bad - sum(tally.dropped.values())
-    counts = {**tally.dropped, "bad": tally.bad, "duplicate": rest}
+        where = files.files[0] if len(files.files) == 1 else f"the {len(files.files)} files of {files.root}"
+        return f"{where} {'is' if len(files.files) == 1 else 'are all'} empty; give a file with data in it"
+    duplicates = tally.records - tally.bad - sum(tally.dropped.values())
+    counts = {**tally.dropped, "bad": tally.bad, "duplicate": duplicates}
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()) if count)
     remedy = "loosen data.filter" if tally.dropped.keys() - {"empty", OTHER_CLASS} else "give other data"
-    if OTHER_CLASS in tally.dropped and found.source.labels is not None:
-        remedy = f"labels asks for {', '.join(found.source.labels)}"
-    return f"nothing is left of the {tally.records:,} records of {found.root}: {reasons}; {remedy}"
+    if OTHER_CLASS in tally.dropped and files.source.labels is not None:
+        remedy = f"labels keeps only {', '.join(files.source.labels)}"
+    return f"none of the {tally.records:,} records of {files.root} is left: {reasons}; {remedy}"

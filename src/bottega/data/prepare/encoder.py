@@ -1,4 +1,4 @@
-"""From a record to rows of our shards: the part of preparing that differs between media."""
+"""The interface that turns records into table rows: the part of preparation that differs between media."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Row = dict[str, Any]
 
 
 class Encoder(ABC):
-    """Made from a recipe's options and sent to worker processes, so it is small, picklable and stateless."""
+    """Turns records into rows. Built from a recipe's options and sent to worker processes: small, picklable, stateless."""
 
     summed_entries: tuple[str, ...] = ()
-    """Entries of a row that are not stored but summed over a table."""
+    """Entries of a row that are summed over a table instead of stored."""
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """What a reader of the rows must know besides, as plain values for meta.json."""
+        """Plain values for meta.json that readers of the rows need."""
         return {}
 
     @property
     @abstractmethod
     def columns(self) -> dict[str, Column]:
-        """Of every row. `key` (TEXT) names the record; `label` (TEXT) is its class where it has one."""
+        """Columns of every row. `key` (TEXT) is the record's key; `label` (TEXT) its class, if any."""
 
     @abstractmethod
     def rows(self, record: Record) -> Iterator[Row]:
-        """What is kept of one record: usually one row. Raises Unreadable where it cannot be decoded."""
+        """Yield the rows of one record, usually one. Raises Unreadable if it cannot be decoded."""
 
     def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | BadRecord]]:
-        """The rows of many records, each with the table it belongs to, in order."""
+        """Yield the rows of (table, record) pairs with their tables, in order."""
         for table, record in records:
             try:
                 for row in self.rows(record):

@@ -1,4 +1,4 @@
-"""Many pieces of work on all cores, each of which leaves a folder behind: what is done is not done again after a kill."""
+"""Run jobs on all cores; each leaves a folder behind, so that finished jobs are not repeated after a kill."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bottega.data.loading.prefetch import prefetch
 from bottega.storage.durable import writing_folder
 
 SUMMARY = "summary.json"
-# Starting a process costs half a second, so less work than this is done here.
+# Starting a process takes half a second, so fewer bytes than this are processed here.
 WORTH_PROCESSES = 24 << 20
-# A thousand small files take about half a second, however few their bytes.
+# A thousand small files take about half a second, whatever their size.
 WORTH_FILES = 8000
 
 ProgressCallback = Callable[[str, int, int], None]
-"""What is being done, how many bytes of how many."""
+"""Called with the stage, the bytes done and the bytes in all."""
 
 
 class Jobs(ABC):
-    """Sent to worker processes. Job n writes the folder `folder`/n, which appears when it is whole."""
+    """Numbered jobs that worker processes run. Job n writes the folder `folder`/n, which appears when it is complete."""
 
     stage: str
     folder: Path
@@ -33,29 +33,30 @@ class Jobs(ABC):
 
     @abstractmethod
     def run_job(self, number: int, out: Path) -> dict[str, Any]:
-        """Do job `number` into the empty folder `out`, and say in a few words of JSON what came of it."""
+        """Run job `number` into the empty folder `out`; return a small summary that JSON can hold."""
 
     def num_pieces(self, number: int) -> int:
-        """How many files or pieces of files a job reads."""
+        """Return the number of pieces that a job reads."""
         return 1
 
     def job_folder(self, number: int) -> Path:
+        """Return the folder of the results of a job."""
         return self.folder / f"{number:06d}"
 
     def __call__(self, number: int) -> dict[str, Any]:
         if number >= len(self.sizes):
-            return {}  # ordered ahead, beyond the end
-        part = self.job_folder(number)
-        if (part / SUMMARY).is_file():
-            return json.loads((part / SUMMARY).read_bytes())
+            return {}  # prefetched beyond the end
+        folder = self.job_folder(number)
+        if (folder / SUMMARY).is_file():
+            return json.loads((folder / SUMMARY).read_bytes())
         try:
-            # A worker may outlive a parent that was killed, so the next one may do the same job: the first result stays.
-            with writing_folder(part, replace=False) as temporary:
+            # A worker may outlive its killed parent, so the next run may do the same job: the first result stays.
+            with writing_folder(folder, replace=False) as temporary:
                 summary = self.run_job(number, temporary)
                 (temporary / SUMMARY).write_text(json.dumps(summary))
         except OSError as error:
-            if isinstance(error, FileExistsError) and (part / SUMMARY).is_file():
-                return json.loads((part / SUMMARY).read_bytes())
+            if isinstance(error, FileExistsError) and (folder / SUMMARY).is_file():
+                return json.loads((folder / SUMMARY).read_bytes())
             if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
                 raise EnvironmentProblem(f"{self.folder}: {error.strerror}; free some space") from error
             raise
@@ -63,11 +64,11 @@ class Jobs(ABC):
 
 
 def run_jobs(jobs: Jobs, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
-    """The summaries in order, as the jobs are done."""
+    """Run the jobs, and yield their summaries in order."""
     jobs.folder.mkdir(parents=True, exist_ok=True)
     total, done = sum(jobs.sizes), 0
     progress(jobs.stage, 0, total)
-    stream = prefetch(jobs, 0, workers=_workers(jobs), depth=0)
+    stream = prefetch(jobs, 0, workers=_num_workers(jobs), depth=0)
     try:
         for size in jobs.sizes:
             summary = next(stream)
@@ -78,9 +79,11 @@ def run_jobs(jobs: Jobs, progress: ProgressCallback) -> Iterator[dict[str, Any]]
         stream.close()
 
 
-def _workers(jobs: Jobs) -> int:
-    left = [n for n in range(len(jobs.sizes)) if not jobs.job_folder(n).exists()]
-    if sum(jobs.sizes[n] for n in left) < WORTH_PROCESSES and sum(map(jobs.num_pieces, left)) < WORTH_FILES:
+def _num_workers(jobs: Jobs) -> int:
+    remaining = [n for n in range(len(jobs.sizes)) if not jobs.job_folder(n).exists()]
+    if sum(jobs.sizes[n] for n in remaining) < WORTH_PROCESSES and sum(map(jobs.num_pieces, remaining)) < WORTH_FILES:
         return 0
-    cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(left))
+    cores = min(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(remaining)
+    )
     return cores if cores > 1 else 0

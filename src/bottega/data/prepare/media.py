@@ -1,4 +1,4 @@
-"""Pictures, sounds, videos and vectors to tables: what is not said in the recipe is read off the first good record."""
+"""Prepare images, audio, video and vectors; sizes and rates that the recipe leaves out are those of the first good record."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.cache import default_cache
 from bottega.data.video.config import VideoData
 
-# Pictures are kept as pixels up to so many bytes in all, else as files.
+# Images are stored decoded up to this many bytes in all, otherwise encoded.
 DECODED_LIMIT = 2 << 30
-# So many records at the beginning may be bad before there is nothing to read a size off.
+# Records that are tried for a size before the data are rejected.
 TRIES = 100
 
 T = TypeVar("T")
 
 
 def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:
-    """Tables of a medium with key, label and caption."""
+    """Prepare tables of images, audio or video, with key, label and caption."""
     medium: Medium = (
         "audio" if isinstance(recipe.data, AudioData) else "video" if isinstance(recipe.data, VideoData) else "image"
     )
-    # What a classifier or an autoencoder learns from is what a generator of the same medium does, so they share it.
+    # Classifiers, autoencoders and generators of a medium share its tables.
     ready = open_if_prepared(recipe.data, task=medium)
     if ready is not None:
         return ready
@@ -47,7 +47,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
     rules = Rules(medium)
     condition = getattr(recipe.model, "condition", "none")
     data: Any = recipe.data  # the schema of each medium adds condition_field
-    encoder, facts = _encoder(data, condition, _first(inputs, rules), inputs)
+    encoder, metadata = _build_encoder(data, condition, _first_answer(inputs, rules), inputs)
     plan = PreparationPlan(
         task=medium,
         inputs=inputs,
@@ -56,7 +56,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
         rules=rules,
         encoder=lambda texts, folder, progress: encoder,
         options=(encoder,),
-        metadata=facts,
+        metadata=metadata,
         label_field=data.condition_field if condition == "class" else None,
         num_classes=getattr(recipe.model, "num_classes", None) if condition == "class" else None,
         needs_classes=condition == "class",
@@ -65,7 +65,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
 
 
 def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:
-    """Tables of x, label, rule and key."""
+    """Prepare tables of vectors, with x, label, rule and key."""
     from bottega.data.numbers.numeric_fields import infer_layout
     from bottega.data.numbers.vectors import VectorEncoder
 
@@ -93,40 +93,43 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
 
 
 def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
-    """With what is made in files like any other. What is held out is then made of each source, one after the other."""
+    """Return the inputs, with synthetic data written to files first; held-out data are then generated per source."""
     from bottega.data.embedded import rules
 
     def in_file(source: Source | None, folder: Callable[[Any], Path]) -> Source | None:
         if source is None:
             return None
-        plain = HeldOut if isinstance(source, HeldOut) else Source
-        said = {name: getattr(source, name) for name in plain.model_fields}
+        section = HeldOut if isinstance(source, HeldOut) else Source
+        options = {name: getattr(source, name) for name in section.model_fields}
         if source.kind == "embedded":
-            raise UsageError("data.train.kind: no numbers are embedded; say synthetic, or give a path with --data")
-        return plain(**said if source.kind != "synthetic" else {**said, "kind": "numpy", "path": str(folder(source))})
+            raise UsageError(
+                "data.train.kind: there is no built-in dataset of numbers; use synthetic, or give a path with --data"
+            )
+        changes = {"kind": "numpy", "path": str(folder(source))} if source.kind == "synthetic" else {}
+        return section(**{**options, **changes})
 
     sources = [
         in_file(source, partial(rules.materialise_training, data, number=number))
         for number, source in enumerate(data.sources or (data.train,))
     ]
     held_out = {name: getattr(data, name) for name in ("validation", "test")}
-    made = {name: part for name, part in held_out.items() if part is not None and part.kind == "synthetic"}
-    there = {name: in_file(part, Path) if name not in made else None for name, part in held_out.items()}
-    named = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
-    inputs, shares = collect_inputs(data.model_copy(update={**named, **there}))
-    if len(sources) > 1 and data.is_synthetic and not any(part.rules for part in made.values()):
-        # Whose each held-out sample is stays known, also where the sources are no sequence: they are tasks to adapt to.
-        inputs = tuple(replace(one, source=_number(one)) for one in inputs)
-    first = [
+    synthetic = {name: part for name, part in held_out.items() if part is not None and part.kind == "synthetic"}
+    existing = {name: in_file(part, Path) if name not in synthetic else None for name, part in held_out.items()}
+    training = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
+    inputs, shares = collect_inputs(data.model_copy(update={**training, **existing}))
+    if len(sources) > 1 and data.is_synthetic and not any(part.rules for part in synthetic.values()):
+        # The source of each held-out sample is kept even without a sequence: meta-learning takes sources as tasks.
+        inputs = tuple(replace(input, source=_source_number(input)) for input in inputs)
+    generated = [
         Input(find_files(Source(kind="numpy", path=str(folder))), name, source=number if len(sources) > 1 else None)
-        for name, part in made.items()
+        for name, part in synthetic.items()
         for number, folder in enumerate(rules.materialise_held_out(data, part, table=name))
     ]
-    return (*first, *inputs), shares
+    return (*generated, *inputs), shares
 
 
 def _readable(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
-    """The training records that are none of the bad, from the first on."""
+    """Yield the training records that are not bad."""
     for input in inputs:
         for piece in input.found.list_pieces(64 << 20) if input.table.startswith("train") else ():
             for record in input.found.read(piece):
@@ -135,7 +138,7 @@ def _readable(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
                     yield ruled
 
 
-def _number(input: Input) -> int | None:
+def _source_number(input: Input) -> int | None:
     number = input.table.partition(".")[2]
     return int(number) if number else None
 
@@ -143,33 +146,33 @@ def _number(input: Input) -> int | None:
 def _inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
     for source in (*(data.sources or (data.train,)), data.validation, data.test):
         if source is not None and source.kind == "synthetic":
-            raise UsageError("data.train.kind: synthetic data is of the task routing; say embedded, or give a path")
+            raise UsageError("data.train.kind: synthetic is for the task routing only; use embedded, or give a path")
     inputs, shares = collect_inputs(resolve_embedded_sources(data, "numpy", partial(materialise_embedded, medium)))
     check_medium(inputs, medium)
     return inputs, shares
 
 
-def _first(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:
-    """A function that asks records of train, from the first on, until one has an answer."""
+def _first_answer(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:
+    """Return a function that applies a probe to the first training records until one can be read."""
 
-    def ask(question: Callable[[Record], T]) -> T:
+    def apply_probe(probe: Callable[[Record], T]) -> T:
         problem = None
-        for record in _some(inputs, rules):
+        for record in _first_records(inputs, rules):
             try:
                 if not isinstance(record, BadRecord):
-                    return question(record)
+                    return probe(record)
                 problem = problem or str(record)
             except Unreadable as error:
                 problem = problem or f"{record.where}: {error}"
         train = next(input.found for input in inputs if input.table.startswith("train"))
         if problem is None:
-            raise DataError(f"{train.root} is empty; give data with something in it")
-        raise DataError(f"{train.root}: none of its first records can be read; the first of all: {problem}")
+            raise DataError(f"{train.root} is empty; give data that is not")
+        raise DataError(f"{train.root}: none of the first records can be read; the first problem is {problem}")
 
-    return ask
+    return apply_probe
 
 
-def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | BadRecord]:
+def _first_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | BadRecord]:
     tried = 0
     for input in inputs:
         if not input.table.startswith("train"):
@@ -186,77 +189,83 @@ def _some(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | BadRecor
                     return
 
 
-def _encoder(
+def _build_encoder(
     data: Any, condition: str, first: Callable[[Callable[[Record], Any]], Any], inputs: tuple[Input, ...]
 ) -> tuple[Encoder, dict[str, Any]]:
-    named = {
+    fields = {
         "label_field": data.condition_field if condition == "class" else None,
         "condition_field": data.condition_field if condition == "vector" else None,
         "has_condition": condition == "vector",
     }
     if isinstance(data, AudioData):
-        return _audio(data, named, first)
-    return _video(data, named, first) if isinstance(data, VideoData) else _image(data, named, first, inputs)
+        return _audio_encoder(data, fields, first)
+    return (
+        _video_encoder(data, fields, first)
+        if isinstance(data, VideoData)
+        else _image_encoder(data, fields, first, inputs)
+    )
 
 
-def _audio(data: AudioData, named: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
+def _audio_encoder(data: AudioData, fields: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
     from bottega.data.audio.encoder import AudioEncoder, read_sample_rate
 
     rate = data.sample_rate or first(read_sample_rate)
-    return AudioEncoder(rate, data.normalise, **named), {"sample_rate": rate}
+    return AudioEncoder(rate, data.normalise, **fields), {"sample_rate": rate}
 
 
-def _image(
-    data: ImageData, named: dict[str, Any], first: Any, inputs: tuple[Input, ...]
+def _image_encoder(
+    data: ImageData, fields: dict[str, Any], first: Any, inputs: tuple[Input, ...]
 ) -> tuple[Encoder, dict[str, Any]]:
     from bottega.data.image.buckets import compute_bucket_shapes
     from bottega.data.image.decode import read_image_shape
     from bottega.data.image.encoder import IMAGE_FIELDS, ImageEncoder, read_media_field
 
-    def look(record: Record) -> tuple[tuple[int, int, int], int]:
-        picture = read_media_field(record, None, names=IMAGE_FIELDS, medium="image")
-        return read_image_shape(picture), _encoded_size(picture)
+    def probe_image(record: Record) -> tuple[tuple[int, int, int], int]:
+        image = read_media_field(record, None, names=IMAGE_FIELDS, medium="image")
+        return read_image_shape(image), _encoded_size(image)
 
-    (height, width, channels), encoded = first(look)
+    (height, width, channels), encoded = first(probe_image)
     size = (data.image_size, data.image_size) if data.image_size is not None else (height, width)
     total = sum(input.found.total_bytes for input in inputs)
     pixels = size[0] * size[1] * (data.channels or channels) * (total / max(1, encoded))
-    stored = ("decoded" if pixels <= DECODED_LIMIT else "encoded") if data.store == "auto" else data.store
+    store = ("decoded" if pixels <= DECODED_LIMIT else "encoded") if data.store == "auto" else data.store
     if data.buckets is not None and data.image_size is None:
-        raise UsageError("data.buckets needs data.image_size: the shapes have about image_size^2 pixels")
+        raise UsageError(
+            "data.buckets requires data.image_size, since each shape has about image_size^2 pixels; set it"
+        )
     encoder = ImageEncoder(
         size=size if data.buckets is None else None,
         channels=data.channels or min(3, channels),
         buckets=compute_bucket_shapes(data.buckets, size[0]) if data.buckets is not None else None,
         resize=data.resize,
-        store=stored,
-        **named,
+        store=store,
+        **fields,
     )
     return encoder, {"encoder": asdict(encoder)}
 
 
-def _encoded_size(picture: Any) -> int:
-    if isinstance(picture, Path):
-        return picture.stat().st_size
-    return len(picture) if isinstance(picture, bytes) else picture.nbytes
+def _encoded_size(image: Any) -> int:
+    if isinstance(image, Path):
+        return image.stat().st_size
+    return len(image) if isinstance(image, bytes) else image.nbytes
 
 
-def _video(data: VideoData, named: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
+def _video_encoder(data: VideoData, fields: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
     from bottega.data.image.decode import read_image_shape
     from bottega.data.image.encoder import read_media_field
     from bottega.data.video.decode import decode_frames
     from bottega.data.video.encoder import VIDEO_FIELDS, VideoEncoder
 
     if data.buckets is not None:
-        raise UsageError("data.buckets: videos are of one shape; leave it out")
+        raise UsageError("data.buckets is for images only; leave it out")
 
-    def look(record: Record) -> tuple[int, int, int]:
-        """Height, width and channels of the first frame."""
+    def probe_video(record: Record) -> tuple[int, int, int]:
+        """Return height, width and channels of the first frame."""
         video = read_media_field(record, None, names=VIDEO_FIELDS, medium="video")
         return read_image_shape(next(decode_frames(video).frames) if not hasattr(video, "shape") else video[0])
 
     side, channels = data.image_size or 0, data.channels or 0
-    height, width, in_colour = (side, side, channels) if side and channels else first(look)
+    height, width, in_colour = (side, side, channels) if side and channels else first(probe_video)
     size = (side, side) if side else (height, width)
-    encoder = VideoEncoder(size, channels=channels or in_colour, fps=data.fps, resize=data.resize, **named)
+    encoder = VideoEncoder(size, channels=channels or in_colour, fps=data.fps, resize=data.resize, **fields)
     return encoder, {"size": list(size), "channels": encoder.channels}

@@ -1,4 +1,4 @@
-"""A folder of prepared tables, and what is known about them."""
+"""Prepared data: the plan of a preparation, its execution, and the folder of tables that results."""
 
 from __future__ import annotations
 
@@ -32,32 +32,32 @@ from bottega.storage.durable import flush_all, write_atomic
 
 META = "meta.json"
 WORK = ("scan", "decisions", "parts")
-"""Folders of a preparation under way."""
-# The folder may come from anywhere, and its tables are opened by these names.
-_TABLE = re.compile(r"train(\.\d+)?|validation|test|replay").fullmatch
-# Raised when the same inputs would give other files, so that old entries are left alone.
+"""Temporary folders of a preparation."""
+# Allowed names of tables: the folder may come from anywhere.
+_IS_TABLE_NAME = re.compile(r"train(\.\d+)?|validation|test|replay").fullmatch
+# Part of the key: raised when the same inputs would give other files.
 FORMAT = 4
 
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Tables in `folder`. The fingerprint is a hash of all they were made from."""
+    """The prepared tables in `folder`. The fingerprint is a hash of all inputs."""
 
     folder: Path
     fingerprint: str
     unread_splits: tuple[str, ...] = ()
-    """Parts of the folder that train is a part of, and that nothing reads. The same rows may come from a file that has no
-    parts, so this is not kept with them."""
+    """Splits beside train that are not read. Not stored with the tables, since the same rows may come from a plain file."""
     held_out_hashes: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """validation and test -> hash of the files that their rows come from; empty where that was not recorded."""
+    """validation and test to the hash of the files their rows come from; empty if that was not recorded."""
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
+        """The content of meta.json."""
         return json.loads((self.folder / META).read_bytes())
 
     @property
     def tables(self) -> dict[str, dict[str, int]]:
-        """What each table holds, in numbers."""
+        """Counts of each table."""
         return self.metadata["tables"]
 
     @property
@@ -68,26 +68,27 @@ class PreparedData:
         return Table(self.folder / name)
 
     def notes(self) -> list[str]:
-        """What was left out, in words."""
+        """Return notes on what was left out."""
         meta = self.metadata
         lines = []
         if self.unread_splits:
-            names, one = ", ".join(self.unread_splits), self.unread_splits[0]
-            lines.append(f"only the part train is read, not {names}; data.{one}.split={one} would read that")
+            names, split = ", ".join(self.unread_splits), self.unread_splits[0]
+            lines.append(f"only the split train is read, not {names}; set data.{split}.split={split} to use that")
         dropped = {reason: count for reason, count in meta["dropped"].items() if reason != OTHER_CLASS}
-        lines += [f"{count:,} records left out: {reason}" for reason, count in sorted(dropped.items())]
+        lines += [f"{count:,} records dropped: {reason}" for reason, count in sorted(dropped.items())]
         if meta["bad"]:
             lines.append(
-                f"{meta['bad']:,} of {meta['records']:,} records left out as bad; the first: {meta['named'][0]}"
+                f"{meta['bad']:,} of {meta['records']:,} records dropped as bad; the first is {meta['named'][0]}"
             )
         return [*lines, *meta.get("notes", ())]
 
     @cached_property
     def classes(self) -> Classes:
+        """The classes of the labels; none if the data have no labels."""
         return Classes(tuple(self.metadata.get("classes") or ()))
 
     def hash_samples(self, table: str) -> str:
-        """Return a hash of which samples with which labels a table holds, whatever else is read of them."""
+        """Return a hash of the keys and labels of a table."""
         columns, digest = self.table(table), hashlib.sha256()
         for name in ("key", "label"):
             if name in columns.columns:
@@ -99,7 +100,7 @@ class PreparedData:
         return digest.hexdigest()[:32]
 
     def class_ids(self, table: str) -> np.ndarray | None:
-        """The class number of each row; None where there are no classes."""
+        """Return the class id of each row, or None without classes."""
         return self.classes.ids(list(_column(self.table(table), "label"))) if len(self.classes) else None
 
     @cached_property
@@ -109,7 +110,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class PreparationPlan:
-    """One preparation: what is read, what is done with it, and how it is encoded."""
+    """One preparation: its inputs, the rules for records, and the encoder."""
 
     task: str
     inputs: tuple[Input, ...]
@@ -117,20 +118,21 @@ class PreparationPlan:
     data: Data
     rules: Rules
     encoder: Callable[[PlannedTexts, Path, ProgressCallback], Encoder]
-    """Made when the records are known to be there, since it may learn from them (a tokenizer)."""
+    """Called once the records are known, since it may train a tokenizer on them."""
     options: tuple[Any, ...]
-    """Whatever else decides what is written, with a stable text form."""
+    """Anything else that decides what is written; its repr is part of the key."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What a reader of the tables must know besides."""
+    """Additional values for meta.json."""
     label_field: str | None = None
     num_classes: int | None = None
-    """Declared by the recipe; None counts them in the data."""
+    """Given by the recipe; None takes it from the data."""
     needs_classes: bool = False
     """Whether a record without a label is an error."""
     deduplicate: Deduplication | None = None
 
     @property
     def tables(self) -> tuple[str, ...]:
+        """Names of the tables to write."""
         named = [input.table for input in self.inputs]
         shared = [name for name in ("validation", "test") if getattr(self.shares, name)]
         folds = ["validation"] if self.data.split is not None and self.data.split.folds else []
@@ -138,47 +140,48 @@ class PreparationPlan:
 
     @cached_property
     def key(self) -> str:
-        inputs = [(*_named(input), input.table, input.is_split, *_chosen(input)) for input in self.inputs]
+        """Hash of everything that decides the tables."""
+        inputs = [(*_content_key(input), input.table, input.is_split, *_selection_key(input)) for input in self.inputs]
         parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
         labels = (self.label_field, self.num_classes, self.needs_classes)
         policy = (self.stop_on_bad, self.data.max_bad, *labels, self.score_field, *self.rules.class_names_key)
-        # Another Python may know other characters.
-        is_ruled = self.rules.clean or self.rules.filter or self.deduplicate
-        tables = unicodedata.unidata_version if is_ruled else None
-        return hashlib.sha256(repr((parts, policy, self.options, tables)).encode()).hexdigest()[:32]
+        # Another version of Python may have another Unicode database.
+        is_text_changed = self.rules.clean or self.rules.filter or self.deduplicate
+        unicode_version = unicodedata.unidata_version if is_text_changed else None
+        return hashlib.sha256(repr((parts, policy, self.options, unicode_version)).encode()).hexdigest()[:32]
 
     @property
     def held_out_hashes(self) -> dict[str, str]:
-        """validation and test -> hash of the files that their rows come from, however these are read."""
-        found: dict[str, str] = {}
+        """validation and test to the hash of the files their rows come from, however these are read."""
+        hashes: dict[str, str] = {}
         for name in (table for table in ("validation", "test") if table in self.tables):
             has_own = any(input.table == name for input in self.inputs)
             sources = [input.found for input in self.inputs if (input.table == name if has_own else input.is_split)]
-            found[name] = hashlib.sha256("\n".join(source.content for source in sources).encode()).hexdigest()[:32]
-        return found
+            hashes[name] = hashlib.sha256("\n".join(source.content for source in sources).encode()).hexdigest()[:32]
+        return hashes
 
     @property
     def score_field(self) -> str | None:
-        """The field that a curriculum goes by, where it is none of those that are computed."""
+        """The field of a curriculum's scores; None if they are computed, or there is no curriculum."""
         curriculum = self.data.curriculum
         return curriculum.by if curriculum is not None and curriculum.by not in ("length", "rarity") else None
 
     @property
     def stop_on_bad(self) -> bool:
-        """What a bad record does: media are many and now and then one is cut short, a broken row is a mistake."""
+        """Whether a bad record is an error. By default media skip it, since a few files are often truncated."""
         if self.data.bad_records is not None:
             return self.data.bad_records == "stop"
         return not all(input.found.is_media for input in self.inputs)
 
 
-def _named(input: Input) -> tuple[str, str | tuple[str, ...] | None, str | None]:
-    """A source by its content and the fields that are read of it."""
+def _content_key(input: Input) -> tuple[str, str | tuple[str, ...] | None, str | None]:
+    """Return the key of an input's content and the fields that are read."""
     source = input.found.source
     return input.found.fingerprint, source.field, source.label
 
 
-def _chosen(input: Input) -> tuple[Any, ...]:
-    """What only some inputs say; data without it has the name that it had before this could be said."""
+def _selection_key(input: Input) -> tuple[Any, ...]:
+    """Return the key of options that few inputs set; empty without them, as before the options existed."""
     labels, number = input.found.source.labels, input.source
     if labels is None and number is None:
         return ()
@@ -187,7 +190,7 @@ def _chosen(input: Input) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class PlannedTexts:
-    """The planned work, for those who must see the texts before they are encoded."""
+    """The planned jobs, for encoders that read the texts first, to train a tokenizer."""
 
     plan: PreparationPlan
     jobs: tuple[tuple[Item, ...], ...]
@@ -197,7 +200,7 @@ class PlannedTexts:
 def prepare(
     plan: PreparationPlan, *, cache: Path, progress: ProgressCallback = lambda stage, done, total: None
 ) -> PreparedData:
-    """The prepared folder of a plan, made where it is not there yet. Many processes may call at once."""
+    """Return the prepared data of a plan, built unless it is cached. Several processes may call this at once."""
     for input in plan.inputs:
         input.found.hash_files(progress)
     folder = get_or_build(cache, plan.key, lambda folder: _build(plan, folder, progress))
@@ -205,19 +208,19 @@ def prepare(
 
 
 def open_prepared(folder: Path, *, task: str) -> PreparedData:
-    """A folder that `bottega prepare --out` wrote, here or elsewhere."""
+    """Open a folder that `bottega prepare --out` wrote, here or elsewhere."""
     try:
         meta = json.loads((folder / META).read_bytes())
-        made_for, version, key = meta["task"], meta["format"], meta["key"]
+        prepared_task, version, key = meta["task"], meta["format"], meta["key"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{folder} is no prepared data: {META} cannot be read") from error
-    if (made_for, version) != (task, FORMAT):
+        raise DataError(f"{folder} is not prepared data: {META} cannot be read") from error
+    if (prepared_task, version) != (task, FORMAT):
         raise DataError(
-            f"{folder} was prepared for {made_for} in form {version}; {task} in form {FORMAT} was asked for: prepare the "
+            f"{folder} was prepared for {prepared_task} (format {version}), not for {task} (format {FORMAT}); prepare the "
             "data again"
         )
     problem = find_damage(folder) or next(
-        (f"{name!r} is no table" for name in meta["tables"] if not _TABLE(name)), None
+        (f"{name!r} is not a table" for name in meta["tables"] if not _IS_TABLE_NAME(name)), None
     )
     if problem is not None:
         raise DataError(f"{folder} is damaged: {problem}; copy or prepare it again")
@@ -226,7 +229,7 @@ def open_prepared(folder: Path, *, task: str) -> PreparedData:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether `bottega prepare --out` wrote it; a folder of texts may hold a meta.json of its own."""
+    """Return whether `bottega prepare --out` wrote a folder; other data may hold a meta.json of its own."""
     try:
         return {"format", "task", "key", "tables"} <= json.loads((folder / META).read_bytes()).keys()
     except (OSError, ValueError, AttributeError, RecursionError):
@@ -234,38 +237,40 @@ def is_prepared(folder: Path) -> bool:
 
 
 def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
-    """The recipe's training data where that is a prepared folder already."""
+    """Return the recipe's training data if that is a prepared folder, or None."""
     path = Path(data.train.path).expanduser() if data.train.path is not None else None
     if data.train.kind == "shards" and path is None:
-        raise UsageError("data.train.kind: shards needs a path, a folder that `bottega prepare --out` wrote")
+        raise UsageError("data.train.kind=shards needs data.train.path, a folder that `bottega prepare --out` wrote")
     if path is not None and (data.train.kind == "shards" or (data.train.kind == "auto" and is_prepared(path))):
         for key in ("replay", "split", "clean", "filter", "deduplicate"):
             if getattr(data, key, None) is not None:
-                raise UsageError(f"data.{key}: {path} holds shards, which are prepared already; leave it out")
+                raise UsageError(f"data.{key} cannot be applied to {path}, which holds prepared shards; leave it out")
         ready = open_prepared(path, task=task)
         for name, part in (("validation", data.validation), ("test", data.test)):
             if part is not None and part.path is not None:
-                raise UsageError(f"data.{name}.path: {path} holds shards, which bring their own; leave it out")
+                raise UsageError(
+                    f"data.{name}.path: {path} holds prepared shards with splits of their own; leave it out"
+                )
             if part is not None and name == "test" and name not in ready.tables:
-                raise UsageError(f"data.{name}: {path} holds none; prepare it again with one, or leave it out")
+                raise UsageError(f"data.{name}: {path} has no such split; prepare it again with one, or leave it out")
         return ready
     return None
 
 
 def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
-    """Parts are removed only when all else is done, so that a kill at any moment costs little."""
+    """Build the tables; temporary folders are removed last, so that a kill at any moment costs little."""
     if not (folder / META).is_file():
         _make_tables(plan, folder, progress)
-    for left in WORK:
-        shutil.rmtree(folder / left, ignore_errors=True)
+    for name in WORK:
+        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
-    # The end of a single text is a cut of its bytes, which nobody has to scan for.
+    # The end of a single text is cut by bytes, without a scan.
     items = list_items(plan.inputs, plan.shares, cut_single_text=plan.data.split is None)
     jobs = group_into_jobs(items, plan.inputs)
     sizes = tuple(sum(item.bytes for item in job) for job in jobs)
-    decisions = _decisions(plan, jobs, sizes, folder, progress)
+    decisions = _decide(plan, jobs, sizes, folder, progress)
     encoder = plan.encoder(PlannedTexts(plan, jobs, decisions), folder, progress)
     if plan.score_field is not None:
         encoder = ScoredEncoder(encoder, plan.score_field)
@@ -280,25 +285,25 @@ def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback
         decisions,
         stop_on_bad=plan.stop_on_bad,
     )
-    known = encode_tables(work, folder, max_bad=plan.data.max_bad, progress=progress)
+    counts = encode_tables(work, folder, max_bad=plan.data.max_bad, progress=progress)
     for name, count in (decisions.dropped if decisions else {}).items():
-        known["dropped"][name] = count
+        counts["dropped"][name] = count
     classes = None
     if "label" in encoder.columns:
         _check_labels(plan, folder)
-        classes = _classes(plan, folder, known["tables"])
+        classes = _classes(plan, folder, counts["tables"])
     meta = {
         "format": FORMAT,
         "task": plan.task,
         "key": plan.key,
         "contents": plan.held_out_hashes,
-        **known,
+        **counts,
         "classes": classes,
         **plan.metadata,
         **encoder.metadata,
     }
     _check_unchanged(plan)
-    for table in known["tables"]:
+    for table in counts["tables"]:
         flush_all(folder / table)
     write_atomic(folder / META, json.dumps(meta, indent=1))
 
@@ -310,15 +315,15 @@ def _unread_parts(inputs: tuple[Input, ...]) -> tuple[str, ...]:
 
 
 def _check_unchanged(plan: PreparationPlan) -> None:
-    """What was read must be what the key says: hashes are remembered, so this costs a look at each file's times."""
+    """Raise DataError if an input changed since its key was computed; hashes are cached, so this only checks times."""
     for input in plan.inputs:
         again = replace(input.found)
         if again.fingerprint != input.found.fingerprint:
-            raise DataError(f"{input.found.root} changed while it was read; prepare it again when it is complete")
+            raise DataError(f"{input.found.root} changed while it was read; run again when it no longer changes")
 
 
 def _classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list[str]:
-    """The classes of all tables, in order; a label that is none of them is an error now and not in training."""
+    """Return the classes of all tables; a label outside of them is an error now rather than in training."""
     first_of: dict[str, str] = {}
     for name in tables:
         table = Table(folder / name)
@@ -332,17 +337,17 @@ def _classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list
 
 
 def _check_labels(plan: PreparationPlan, folder: Path) -> None:
-    """A class that is asked for and occurs nowhere is a slip."""
+    """Raise DataError if `labels` names a class that no record has."""
     for input in plan.inputs:
         labels = input.found.source.labels
         if labels is None or not input.table.startswith("train"):
             continue
-        found = set(read_text_column(Table(folder / input.table), "label"))
-        wrong = [label for label in labels if label not in found]
+        present = set(read_text_column(Table(folder / input.table), "label"))
+        wrong = [label for label in labels if label not in present]
         if wrong:
             raise DataError(
-                f"{input.found.root}: no record is of the class {wrong[0]!r} that labels asks for; of those asked for there "
-                f"is {', '.join(sorted(found))}"
+                f"{input.found.root}: no record has the class {wrong[0]!r}, which labels names; of the named classes it has "
+                f"{', '.join(sorted(present))}"
             )
 
 
@@ -350,7 +355,7 @@ def _column(table: Table, name: str) -> Iterator[str]:
     return (table.row(name, number) for number in range(len(table)))
 
 
-def _decisions(
+def _decide(
     plan: PreparationPlan,
     jobs: tuple[tuple[Item, ...], ...],
     sizes: tuple[int, ...],

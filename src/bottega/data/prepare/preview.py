@@ -1,4 +1,4 @@
-"""Rows of prepared tables for people and for other programs: in words, as pictures, and as files that anyone reads."""
+"""Previews of prepared tables: rows as text, as images, and as records in public formats."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from bottega.data.tables.shards import Table
 
 
 class Preview:
-    """Rows of numbers and texts; the media add what they know of theirs."""
+    """Preview of rows of numbers and texts; subclasses add that of their medium."""
 
     column: str | None = None
-    """What a sample is; None where rows have no one content."""
+    """The column that holds the content of a sample; None if there is no single one."""
     unit: str | None = None
-    """What its length is counted in; None where all are of one length."""
+    """Unit of its length; None if all samples have the same length."""
 
     def __init__(self, prepared: PreparedData) -> None:
         self.prepared = prepared
 
     def content_columns(self, tables: dict[str, Table]) -> list[str]:
-        """The columns by which two rows are the same: their content, or all but the name. Two texts may have the same ids, so
-        it is the text where there is one."""
+        """Return the columns by which two rows are duplicates: their content, or all but the key.
+
+        Two texts may have the same token ids, so it is the text if there is one.
+        """
         whole = (name for name in ("text", "record") if all(name in table.columns for table in tables.values()))
         content = next(whole, self.column)
         first = next(iter(tables.values()), None)
@@ -36,11 +38,11 @@ class Preview:
 
     @property
     def per_unit(self) -> float:
-        """Entries of the column in one unit of length."""
+        """Entries of the column per unit of length."""
         return 1
 
     def describe(self, row: dict[str, Any]) -> str:
-        """A row in words."""
+        """Return a row as text."""
         if self.column is None:
             values = {name: value for name, value in row.items() if name not in ("key", "label", "caption")}
             return ", ".join(f"{name} {_short(value)}" for name, value in values.items())
@@ -53,17 +55,17 @@ class Preview:
         return " x ".join(map(str, content.shape))
 
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
-        """A row as fields that other programs read."""
+        """Return a row as fields for public formats."""
         plain = {name: np.asarray(value) if isinstance(value, np.ndarray) else value for name, value in row.items()}
         return {**{name: value for name, value in plain.items() if name != "key"}, "source": row["key"]}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
-        """Pictures of about `count` rows; none where there is nothing to look at."""
+        """Write images of about `count` rows and return their paths; none if there is nothing to draw."""
         return []
 
 
 def image_path(folder: Path, name: str) -> Path:
-    """A file for a picture, in a folder that is made for it."""
+    """Return the path of an image, creating its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     return folder / name
 
@@ -77,17 +79,17 @@ def read_rows(table: Table, numbers: list[int]) -> list[dict[str, Any]]:
 
 
 def evenly_spaced_rows(table: Table, count: int) -> list[int]:
-    """Numbers of `count` rows from the first to the last."""
+    """Return `count` row numbers evenly spaced from the first to the last."""
     return [int(n) for n in np.unique(np.linspace(0, len(table) - 1, min(count, len(table))).astype(int))]
 
 
 def row_caption(row: dict[str, Any]) -> str:
-    named = [row[name] for name in ("label", "caption", "key") if name in row]
-    return next((text for text in named if text), "")
+    texts = [row[name] for name in ("label", "caption", "key") if name in row]
+    return next((text for text in texts if text), "")
 
 
 def row_annotations(row: dict[str, Any]) -> dict[str, Any]:
-    """The label, caption, source and condition of a row, without those that are empty."""
+    """Return label, caption, source and condition of a row, without empty ones."""
     named = {"label": row.get("label"), "caption": row.get("caption"), "source": row["key"]}
     annotations: dict[str, Any] = {name: value for name, value in named.items() if value}
     if "condition" in row:
@@ -96,7 +98,7 @@ def row_annotations(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def iter_public_records(preview: Preview, table: str, progress: Callable[[int], None]) -> Iterator[Record]:
-    """The rows of a table in order, their numbers as keys."""
+    """Yield the rows of a table as records in public fields, with their numbers as keys."""
     rows = preview.prepared.table(table)
     for number in range(len(rows)):
         row = {name: rows.row(name, number) for name in rows.columns}

@@ -1,4 +1,4 @@
-"""A first look at every record, where what becomes of one depends on the others: shares, classes, groups, duplicates."""
+"""A first pass over all records, needed if the table of one depends on others: fractions, classes, groups, duplicates."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from bottega.data.text.duplicates import (
     minhash_signature,
 )
 
-PARTS = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test")
 NO_FIELD = "no field to split by"
 
 
 class ScannedRecord(NamedTuple):
-    """What a decision needs to know of one record; hashes of 64 bits stand for names."""
+    """The properties of a record that decide its table; names are 64-bit hashes. Field names are those of files on disk."""
 
     keys: int
     sizes: int = 0
@@ -43,7 +43,7 @@ class ScannedRecord(NamedTuple):
     kept: bool = False
     placed: bool = False
     signatures: np.ndarray | None = None
-    """Only where near duplicates are looked for."""
+    """Only if near duplicates are removed."""
 
 
 TYPES: dict[str, Any] = {
@@ -61,7 +61,7 @@ TYPES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ScanJobs(Jobs):
-    """What is seen of each record, as one array for each field of Seen."""
+    """Jobs that write one array per field of ScannedRecord."""
 
     inputs: tuple[Input, ...]
     jobs: tuple[tuple[Item, ...], ...]
@@ -72,9 +72,9 @@ class ScanJobs(Jobs):
     label_field: str | None
     duplicates: Deduplication | None
     stop_on_bad: bool
-    """Whether a bad record ends it all."""
+    """Whether a bad record is an error."""
     by_length: bool = False
-    """Whether a share is one of the text rather than of the records."""
+    """Whether fractions are of the text length rather than of the number of records."""
     stage: str = "scan"
 
     def num_pieces(self, number: int) -> int:
@@ -97,20 +97,20 @@ class ScanJobs(Jobs):
         for item in self.jobs[number]:
             file = hash_key(item.piece.name)
             for record in read_records(self.inputs, item, self.rules):
-                seen = self._seen(record, item, tally) if isinstance(record, Record) else None
+                scanned = self._scan(record, item, tally) if isinstance(record, Record) else None
                 if isinstance(record, BadRecord):
                     tally.count_bad(record, stop=self.stop_on_bad)
-                yield (seen or ScannedRecord(hash_key(record.key), signatures=empty))._replace(files=file)
+                yield (scanned or ScannedRecord(hash_key(record.key), signatures=empty))._replace(files=file)
 
-    def _seen(self, record: Record, item: Item, tally: Tally) -> ScannedRecord | None:
-        """None where it cannot be told which side it belongs to."""
+    def _scan(self, record: Record, item: Item, tally: Tally) -> ScannedRecord | None:
+        """Return the properties of a record, or None if it lacks the field to split by."""
         is_split = self.inputs[item.input].is_split
         group = 0
         if is_split and self.split.by in ("hash", "group") and self.split.field is not None:
             if self.split.field not in record.fields:
-                reason = f"no field {self.split.field!r} to split by; it has {list_fields(record.fields)}"
+                reason = f"has no field {self.split.field!r} to split by; it has {list_fields(record.fields)}"
                 tally.count_bad(BadRecord(record.key, record.where, reason), stop=self.stop_on_bad)
-                # The encoder never sees it, so this is the only place where it is counted.
+                # The encoder does not get this record, so it is counted here.
                 tally.dropped[NO_FIELD] = tally.dropped.get(NO_FIELD, 0) + 1
                 return None
             group = hash_key(str(record.fields[self.split.field]))
@@ -127,7 +127,7 @@ class ScanJobs(Jobs):
         )
 
     def _label(self, record: Record) -> str:
-        """As the encoder stores it. Where there is none to be found, the encoder will find the record bad and say so."""
+        """Return the label as the encoder stores it; empty if it cannot be read, which the encoder will report."""
         try:
             return read_label(record, self.label_field)
         except Unreadable as error:
@@ -138,81 +138,82 @@ class ScanJobs(Jobs):
 
 @dataclass(frozen=True)
 class Decisions:
-    """For each record of each job: the number of its table, -1 for none."""
+    """The number of the table of each record of each job; -1 if it is dropped."""
 
     folder: Path
     dropped: dict[str, int]
 
     def for_job(self, number: int) -> np.ndarray:
+        """Return the table numbers of the records of a job, memory-mapped."""
         return np.load(self.folder / f"{number:06d}.npy", mmap_mode="r", allow_pickle=False)
 
 
 def decide_tables(
     scan: ScanJobs, shares: Shares, tables: tuple[str, ...], *, max_bad: float | None, progress: ProgressCallback
 ) -> Decisions:
-    """The scan, and what follows from it."""
+    """Scan all records and decide the table of each."""
     tally, counts = Tally(), []
     for summary in run_jobs(scan, progress):
         tally.add(summary)
         counts.append(summary["records"])
-    # Here already: the few that are left may not be enough to split, which would be told in place of the reason.
+    # Checked before splitting: too few good records would fail there with a misleading message.
     tally.check(max_bad)
     load = partial(_load, scan, len(counts))
     kept = load("kept")
     keep = kept.copy()
     if scan.duplicates is not None:
-        keep[kept] = _unrepeated(scan, load, kept, counts)
+        keep[kept] = _find_unique(scan, load, kept, counts)
     inputs = np.repeat([job[0].input for job in scan.jobs], counts).astype(np.int64)
-    chosen: np.ndarray = np.array([tables.index(input.table) for input in scan.inputs], np.int8)[inputs]
+    table_numbers: np.ndarray = np.array([tables.index(input.table) for input in scan.inputs], np.int8)[inputs]
     splitting = np.array([input.is_split for input in scan.inputs])[inputs] & keep & ~load("placed")
-    for rows, where in _split_together(scan, splitting, inputs):
-        parts = _assigned(scan, load, rows, shares, where=where)
-        for part, name in enumerate(PARTS[1:], start=1):
+    for rows, source_root in _split_groups(scan, splitting, inputs):
+        splits = _assign(scan, load, rows, shares, source_root=source_root)
+        for split, name in enumerate(SPLITS[1:], start=1):
             if name in tables:
-                chosen[np.flatnonzero(rows)[parts == part]] = tables.index(name)
-    chosen[~keep] = -1
+                table_numbers[np.flatnonzero(rows)[splits == split]] = tables.index(name)
+    table_numbers[~keep] = -1
     folder = scan.folder.with_name("decisions")
     folder.mkdir(exist_ok=True)
-    for number, decided in enumerate(np.split(chosen, np.cumsum(counts)[:-1])):
+    for number, decided in enumerate(np.split(table_numbers, np.cumsum(counts)[:-1])):
         np.save(folder / f"{number:06d}.npy", decided)
-    repeated = int(kept.sum() - keep.sum())
-    return Decisions(folder, {**tally.dropped, **({"duplicate": repeated} if repeated else {})})
+    num_duplicates = int(kept.sum() - keep.sum())
+    return Decisions(folder, {**tally.dropped, **({"duplicate": num_duplicates} if num_duplicates else {})})
 
 
-def _split_together(
+def _split_groups(
     scan: ScanJobs, splitting: np.ndarray, inputs: np.ndarray
 ) -> Iterator[tuple[np.ndarray, Path | None]]:
-    """Yield the rows of which one share is held back: all of them, or in a sequence those of one source, with its path.
+    """Yield groups of rows that are split by themselves: all of them, or for a sequence each source, with its path.
 
-    A sequence measures each source by itself, so each needs a share of its own, however few rows it has.
+    A sequence evaluates each source separately, so each needs held-out rows, however few it has.
     """
     if not splitting.any():
         return
-    alone = [number for number, input in enumerate(scan.inputs) if input.is_split and input.source is not None]
-    if not alone:
+    separate = [number for number, input in enumerate(scan.inputs) if input.is_split and input.source is not None]
+    if not separate:
         yield splitting, None
-    for number in alone:
+    for number in separate:
         rows = splitting & (inputs == number)
         if rows.any():
             yield rows, scan.inputs[number].found.root
 
 
-def _assigned(scan: ScanJobs, load: Any, rows: np.ndarray, shares: Shares, *, where: Path | None) -> np.ndarray:
+def _assign(scan: ScanJobs, load: Any, rows: np.ndarray, shares: Shares, *, source_root: Path | None) -> np.ndarray:
     try:
-        return assign_splits(_table(scan, load, rows), scan.split, shares.validation, shares.test)
+        return assign_splits(_split_table(scan, load, rows), scan.split, shares.validation, shares.test)
     except DataError as error:
-        if where is None:
+        if source_root is None:
             raise
-        raise DataError(f"{where}, of which a sequence holds back its own share: {error}") from None
+        raise DataError(f"{source_root}, which is split by itself in a sequence: {error}") from None
 
 
 def _load(scan: ScanJobs, count: int, name: str) -> np.ndarray:
-    parts = [np.load(scan.job_folder(n) / f"{name}.npy", allow_pickle=False) for n in range(count)]
-    return np.concatenate(parts) if parts else np.empty(0)
+    arrays = [np.load(scan.job_folder(n) / f"{name}.npy", allow_pickle=False) for n in range(count)]
+    return np.concatenate(arrays) if arrays else np.empty(0)
 
 
-def _unrepeated(scan: ScanJobs, load: Any, kept: np.ndarray, counts: list[int]) -> np.ndarray:
-    """Which of the kept records say what no record before them says."""
+def _find_unique(scan: ScanJobs, load: Any, kept: np.ndarray, counts: list[int]) -> np.ndarray:
+    """Return which of the kept records are not duplicates of an earlier one."""
     assert scan.duplicates is not None
     keep = find_exact_unique(load("contents")[kept])
     if scan.finds_near_duplicates:
@@ -223,21 +224,21 @@ def _unrepeated(scan: ScanJobs, load: Any, kept: np.ndarray, counts: list[int]) 
 
 
 def _signatures(scan: ScanJobs, rows: np.ndarray, counts: list[int]) -> np.ndarray:
-    """Those of `rows`, in memory once: they are 512 bytes a record, 5 GB for ten million."""
-    found = np.empty((np.count_nonzero(rows), PERMUTATIONS), np.uint32)
-    filled = begun = 0
+    """Return the signatures of `rows`, copied once: 512 bytes per record are 5 GB for ten million."""
+    signatures = np.empty((np.count_nonzero(rows), PERMUTATIONS), np.uint32)
+    filled = start = 0
     for number, count in enumerate(counts):
-        wanted = np.flatnonzero(rows[begun : begun + count])
-        begun += count
-        if len(wanted):
-            part = np.load(scan.job_folder(number) / "signatures.npy", mmap_mode="r", allow_pickle=False)
-            np.take(part, wanted, axis=0, out=found[filled : filled + len(wanted)], mode="clip")
-            filled += len(wanted)
-    return found
+        selected = np.flatnonzero(rows[start : start + count])
+        start += count
+        if len(selected):
+            stored = np.load(scan.job_folder(number) / "signatures.npy", mmap_mode="r", allow_pickle=False)
+            np.take(stored, selected, axis=0, out=signatures[filled : filled + len(selected)], mode="clip")
+            filled += len(selected)
+    return signatures
 
 
-def _table(scan: ScanJobs, load: Any, rows: np.ndarray) -> SplitTable:
-    # Hashing by a field is hashing by the row's name where the field is the name.
+def _split_table(scan: ScanJobs, load: Any, rows: np.ndarray) -> SplitTable:
+    # A hash split by a field takes the field's value in place of the record key.
     keys = load("groups") if scan.split.by == "hash" and scan.split.field is not None else load("keys")
     return SplitTable(
         keys=keys[rows],

@@ -1,4 +1,4 @@
-"""Rows with a score beside them, for a curriculum that goes by a field of the records."""
+"""An encoder that adds a score column, for a curriculum by a field of the records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCORE = "score"
 
 @dataclass(frozen=True)
 class ScoredEncoder(Encoder):
-    """Whatever the inner encoder gives, and the number in `field` of the record it came from."""
+    """The rows of the inner encoder with the number in `field` of their record as a score."""
 
     inner: Encoder
     field: str
@@ -40,7 +40,7 @@ class ScoredEncoder(Encoder):
         scores: dict[str, float] = {}
         bad: list[tuple[str, BadRecord]] = []
 
-        def scored() -> Iterator[tuple[str, Record]]:
+        def scored_records() -> Iterator[tuple[str, Record]]:
             for table, record in records:
                 value = record.fields.get(self.field)
                 try:
@@ -51,14 +51,14 @@ class ScoredEncoder(Encoder):
                     scores[record.key] = score
                     yield table, record
                 else:
-                    reason = f"field {self.field!r}, which data.curriculum goes by, must be a number, not {value!r}"
+                    reason = f"field {self.field!r} (data.curriculum.by) must be a number, not {value!r}"
                     bad.append((table, BadRecord(record.key, record.where, reason)))
 
-        for table, row in self.inner.encode(scored()):
+        for table, row in self.inner.encode(scored_records()):
             while bad:
                 yield bad.pop()
             if not isinstance(row, BadRecord):
-                # A changed copy of a record has the record's key and a number.
+                # An augmented copy has the key of its record with ~number appended.
                 key = row["key"]
                 row[SCORE] = scores[key] if key in scores else scores[key.rpartition("~")[0]]
             yield table, row

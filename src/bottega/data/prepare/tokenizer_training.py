@@ -1,4 +1,4 @@
-"""A tokenizer from the texts that are about to be encoded."""
+"""Train a tokenizer on the texts that are about to be encoded."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from bottega.data.records.record import Record
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
-# Merges are learned from so many bytes at most, evenly spread: more text hardly changes them, and 1 GB takes minutes.
-ENOUGH = 64 << 20
+# At most this many bytes, evenly spread: more text hardly changes the merges, and 1 GB takes minutes.
+MAX_TRAINING_BYTES = 64 << 20
 
 
 _OPEN: dict[Path, Tokenizer] = {}
-"""The last one used in this process: a large vocabulary takes a tenth of a second to open, and a process does many jobs."""
+"""The last tokenizer used in this process: loading a large vocabulary takes 0.1 s, and a process runs many jobs."""
 
 
 def load_or_train_tokenizer(
     spec: TokenizerSpec, existing: Tokenizer | None, texts: PlannedTexts, folder: Path, progress: ProgressCallback
 ) -> Tokenizer:
-    """The one a killed process had finished, the given one, or one that is learned now; saved in `folder`."""
+    """Return the tokenizer saved in `folder` by a killed process, the `existing` one, or a newly trained one; save it there."""
     if (folder / "tokenizer_config.json").is_file():  # written last
         return open_tokenizer(folder)
-    # Characters are taken from all parts, so that validation has no unknown one; all else is learned from train alone.
+    # Characters come from all splits, so that validation has no unknown ones; all else is trained on train only.
     everything = spec.kind == "characters"
-    learned = existing or build_tokenizer(spec, _texts(texts, progress, everything=everything))
-    learned.save(folder)
+    trained = existing or build_tokenizer(spec, _texts(texts, progress, everything=everything))
+    trained.save(folder)
     _OPEN.clear()
-    _OPEN[folder] = learned
-    return learned
+    _OPEN[folder] = trained
+    return trained
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """From the folder, or as it was saved there."""
+    """Load the tokenizer of a folder; cached per process."""
     if folder not in _OPEN:
         _OPEN.clear()
         _OPEN[folder] = Tokenizer.load(folder)
@@ -48,7 +48,7 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 
 def tokenizer_metadata(folder: Path) -> dict[str, Any]:
-    """What a reader of its tokens must know."""
+    """Return the values of meta.json that readers of the tokens need."""
     tokenizer = open_tokenizer(folder)
     return {
         "dtype": tokenizer.dtype.str,
@@ -61,15 +61,15 @@ def tokenizer_metadata(folder: Path) -> dict[str, Any]:
 def _texts(texts: PlannedTexts, progress: ProgressCallback, *, everything: bool) -> Iterator[str]:
     plan = texts.plan
     sizes = [sum(item.bytes for item in job) for job in texts.jobs]
-    # A job is of one input, and a held-out one has nothing to learn from.
+    # A job is of one input; held-out ones are not used for training.
     tables = [plan.inputs[job[0].input].table for job in texts.jobs]
     chosen = np.array([n for n, table in enumerate(tables) if everything or table.startswith("train")])
     total = sum(sizes[n] for n in chosen)
-    if not everything and total > ENOUGH:
-        few = max(1, len(chosen) * ENOUGH // total)
-        chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, few).astype(int))]
+    if not everything and total > MAX_TRAINING_BYTES:
+        num_jobs = max(1, len(chosen) * MAX_TRAINING_BYTES // total)
+        chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, num_jobs).astype(int))]
         total = sum(sizes[n] for n in chosen)
-    done, seen = 0, 0
+    done, num_records = 0, 0
     progress("tokenizer", 0, total)
     for number in map(int, chosen):
         decided = texts.decisions.for_job(number) if texts.decisions is not None else None
@@ -77,7 +77,7 @@ def _texts(texts: PlannedTexts, progress: ProgressCallback, *, everything: bool)
         for item in texts.jobs[number]:
             for record in read_records(plan.inputs, item, plan.rules):
                 position += 1
-                seen += 1
+                num_records += 1
                 if not isinstance(record, Record):
                     continue
                 table = item.table or plan.inputs[item.input].table
@@ -89,7 +89,7 @@ def _texts(texts: PlannedTexts, progress: ProgressCallback, *, everything: bool)
                     yield record.fields["text"]
         done += sizes[number]
         progress("tokenizer", done, total)
-    if not seen:  # else it would be said that words are rare
+    if not num_records:  # a clearer message than the trainer's about rare words
         files = [file for input in plan.inputs if input.table.startswith("train") for file in input.found.files]
         where = f"{files[0]} is" if len(files) == 1 else f"the {len(files)} files of the training data are all"
         raise DataError(f"{where} empty; give a file with data in it")

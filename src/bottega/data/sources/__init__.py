@@ -1,1 +1,1 @@
-"""Sets of samples that can be fetched by number, and how several become one."""
+"""Sources: sets of samples fetched by index, and their combinations."""

@@ -1,4 +1,4 @@
-"""Several sources as one: laid end to end, and how the recipe's shares of them become an order."""
+"""Combine the sources of a recipe: concatenation, and the order that follows from mixture weights, replay or sequence."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from bottega.data.sources.take import Take
 
 @final
 class Concat(Source):
-    """Sources end to end. One with repeat k stands there k times, and each time counts as an epoch of it: what an
-    augmentation draws then differs between the copies."""
+    """Sources end to end. One with repeat k occurs k times, each as an epoch of its own, so that augmentation differs."""
 
     def __init__(
         self,
@@ -30,7 +29,7 @@ class Concat(Source):
         limits: Sequence[int | None] | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """`limits` keep the first so many of a source; `names` are for messages."""
+        """`limits` keep only the first samples of a source; `names` are the keys of the sources for messages."""
         bounds = limits or [None] * len(sources)
         self.sources = [s if n is None else Take(s, n) for s, n in zip(sources, bounds, strict=True)]
         self.repeats = list(repeats or [1] * len(sources))
@@ -42,7 +41,7 @@ class Concat(Source):
 
     @property
     def sizes(self) -> list[int]:
-        """How many samples each source makes here, repeats included."""
+        """Number of samples of each source, repeats included."""
         return [len(source) * repeat for source, repeat in zip(self.sources, self.repeats, strict=True)]
 
     @cached_property
@@ -57,43 +56,43 @@ class Concat(Source):
         first = int(part[0]) if len(part) else 0
         if (part == first).all():
             return self._rows(first, index, epoch)
-        places = {int(i): np.flatnonzero(part == i) for i in np.unique(part)}
-        return self._merged({i: (at, self._rows(i, index[at], epoch[at])) for i, at in places.items()}, len(index))
+        positions = {int(i): np.flatnonzero(part == i) for i in np.unique(part)}
+        return self._merge({i: (at, self._rows(i, index[at], epoch[at])) for i, at in positions.items()}, len(index))
 
     def _rows(self, part: int, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         return self.sources[part].rows(*self._local(part, index, epoch))
 
     def _local(self, part: int, index: Any, epoch: Any) -> tuple[Any, Any]:
-        """The number within its source, and which time that source is seen."""
+        """Return the index within the source, and its epoch, counting repeats."""
         copy, local = np.divmod(index - (int(self._ends[part - 1]) if part else 0), len(self.sources[part]))
         return local, epoch * self.repeats[part] + copy
 
     def check(self) -> None:
-        """One sample of each source: those that cannot stand in one batch are found before the first step."""
+        """Join one sample of each source, so that incompatible sources are reported before the first step."""
         zero = np.zeros(1, dtype=np.int64)
-        self._merged({i: (zero + i, s.rows(zero, zero)) for i, s in enumerate(self.sources)}, len(self.sources))
+        self._merge({i: (zero + i, s.rows(zero, zero)) for i, s in enumerate(self.sources)}, len(self.sources))
 
-    def _merged(self, parts: dict[int, tuple[np.ndarray, dict[str, Any]]], count: int) -> dict[str, Any]:
+    def _merge(self, parts: dict[int, tuple[np.ndarray, dict[str, Any]]], count: int) -> dict[str, Any]:
         for name in self.padding_values:
             width = max(rows[name].shape[1] for _, rows in parts.values())
             for part, (_, rows) in parts.items():
                 filling = self.sources[part].padding_values
                 if name in filling:
-                    rows[name] = _widened(rows[name], width, filling[name])
+                    rows[name] = _pad(rows[name], width, filling[name])
         (leader, (_, model)), *others = parts.items()
         for other, (_, rows) in others:
             for name in sorted(model.keys() ^ rows.keys()):
                 with_it, without = (leader, other) if name in model else (other, leader)
                 raise DataError(
-                    f"{self.names[with_it]} has {name!r} and {self.names[without]} has not; sources of one batch must "
-                    "have the same fields"
+                    f"{self.names[with_it]} has the field {name!r}, but {self.names[without]} does not; give all sources "
+                    "the same fields"
                 )
             for name, value in rows.items():
                 ours, theirs = _form(model[name]), _form(value)
                 if ours != theirs:
                     raise DataError(
-                        f"{name!r} is {ours} in {self.names[leader]} and {theirs} in {self.names[other]}; bring the "
-                        "sources to one form"
+                        f"{name!r} is {ours} in {self.names[leader]} and {theirs} in {self.names[other]}; give the "
+                        "sources the same shapes and types"
                     )
         merged: dict[str, Any] = {}
         for name, value in model.items():
@@ -120,14 +119,14 @@ class Concat(Source):
         return f"{self.names[part]}: {self.sources[part].describe(int(local), int(own))}"
 
 
-def _widened(array: np.ndarray, width: int, value: int) -> np.ndarray:
-    """[n, width, ...]"""
-    free = [(0, 0), (0, width - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
-    return np.pad(array, free, constant_values=value)
+def _pad(array: np.ndarray, width: int, value: int) -> np.ndarray:
+    """Pad the second axis to `width`."""
+    padding = [(0, 0), (0, width - array.shape[1]), *[(0, 0)] * (array.ndim - 2)]
+    return np.pad(array, padding, constant_values=value)
 
 
 def _form(value: Any) -> str:
-    """What must agree in one batch: the shape of a row and its type; the value itself where it is one for all rows."""
+    """Return what must agree within a batch: type and shape of a row, or the value itself if it is one for all rows."""
     if np.ndim(value) == 0:
         return str(value)
     array = np.asarray(value)
@@ -140,7 +139,7 @@ def mixture_weights(
     weights: Sequence[float | None],
     temperature: float | None = None,
 ) -> list[float] | None:
-    """The share of each source in a mixture, adding up to 1. None: each sample once an epoch, so by size."""
+    """Return the weight of each source in a mixture, with sum 1, or None if each sample occurs once per epoch."""
     if mixture is None or mixture == "concatenate":
         return None
     if mixture == "weighted":
@@ -148,7 +147,7 @@ def mixture_weights(
     else:
         # The largest is 1 before the power, so that no temperature overflows.
         amounts = (np.array(sizes) / max(sizes)) ** (1 / (temperature or 1.0))
-    # A source that is asked for is never left out, even where its share would round to nothing.
+    # No source is left out, even if its weight would round to zero.
     parts = np.maximum(amounts / amounts.sum(), 1e-9)
     return (parts / parts.sum()).tolist()
 
@@ -160,62 +159,62 @@ def combine_sources(
     seed: int,
     replay: Source | None = None,
 ) -> tuple[Source, Order | None]:
-    """The training data of a recipe and the order it is seen in; None is the plain shuffle.
+    """Return the training data of a recipe as one source, and its order; None is the default shuffle.
 
     `parts` are the sources with their options, `replay` is the earlier data of data.replay. data.limit is applied here.
     """
     options = [option for _, option in parts]
-    # Who gives weights or a temperature means them.
+    # Weights or a temperature imply their mixture.
     weighted = any(option.weight is not None for option in options)
     mixture = data.mixture or ("weighted" if weighted else "temperature" if data.temperature is not None else None)
     if mixture != "weighted":
         for i, option in enumerate(options):
             if option.weight is not None:
                 raise UsageError(
-                    f"data.sources[{i}].weight={option.weight:g} has a meaning only with data.mixture=weighted; set that"
+                    f"data.sources[{i}].weight={option.weight:g} requires data.mixture=weighted; set it, or leave weight out"
                 )
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]
     plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, options))
     if mixture == "sequence":
-        return _in_turn(plain, data, seed)
+        return _sequence(plain, data, seed)
     by_source = mixture_weights(plain.sizes, mixture, [option.weight for option in options], data.temperature)
     if replay is None and (by_source is None or len(parts) == 1):
         alone = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
         _check(plain)
         return (alone if data.limit is None else Take(alone, data.limit)), None
-    return _mixed(plain, by_source, data, replay, seed)
+    return _mix(plain, by_source, data, replay, seed)
 
 
-def _mixed(
+def _mix(
     plain: Concat, by_source: list[float] | None, data: schema.Data, replay: Source | None, seed: int
 ) -> tuple[Source, Order]:
-    parts = list(by_source or [1.0])
+    weights = list(by_source or [1.0])
     sources, repeats, names = list(plain.sources), list(plain.repeats), list(plain.names)
     if by_source is None and data.limit is not None:
-        # Together they are one part of the mixture, so that is what is cut.
+        # Together they are one component of the mixture, so the limit is on all of them.
         sources, repeats, names = [Take(plain, data.limit)], [1], ["data"]
     if replay is not None:
-        assert data.replay is not None, "who gives replay data has read it from data.replay"
-        parts = [part * (1 - data.replay.share) for part in parts] + [data.replay.share]
+        assert data.replay is not None, "replay data comes from data.replay"
+        weights = [weight * (1 - data.replay.share) for weight in weights] + [data.replay.share]
         sources, repeats, names = [*sources, replay], [*repeats, data.replay.repeat or 1], [*names, "data.replay"]
     limits: list[int | None] = [None] * len(sources)
     if replay is not None and data.replay is not None:
         limits[-1] = data.replay.limit
     if by_source is not None and data.limit is not None:
-        # A trial of so many samples has them from each source by its share.
-        limits[: len(plain.sources)] = [max(1, round(data.limit * part)) for part in by_source]
-    whole = Concat(sources, repeats=repeats, limits=limits, names=names)
-    _check(whole)
-    sizes = whole.sizes
+        # A trial run with data.limit samples takes them from each source by weight.
+        limits[: len(plain.sources)] = [max(1, round(data.limit * weight)) for weight in by_source]
+    combined = Concat(sources, repeats=repeats, limits=limits, names=names)
+    _check(combined)
+    sizes = combined.sizes
     if by_source is None:
         sizes = [sum(sizes[:-1]), sizes[-1]]
-    return whole, Mixture(tuple(sizes), tuple(parts), seed=seed)
+    return combined, Mixture(tuple(sizes), tuple(weights), seed=seed)
 
 
-def _in_turn(plain: Concat, data: schema.Data, seed: int) -> tuple[Source, Order]:
+def _sequence(plain: Concat, data: schema.Data, seed: int) -> tuple[Source, Order]:
     if data.limit is not None:
-        # A trial of so many samples goes through all sources, not through the first one alone.
+        # A trial run with data.limit samples goes through all sources rather than the first one only.
         limits = [max(1, round(data.limit * size / len(plain))) for size in plain.sizes]
         plain = Concat(plain.sources, repeats=plain.repeats, limits=limits, names=plain.names)
     _check(plain)

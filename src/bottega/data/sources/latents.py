@@ -1,6 +1,6 @@
-"""Latents that were computed beforehand: kept in the cache as a table, and served in place of what they were made from.
+"""Precomputed latents of a frozen autoencoder: a table in the cache, and a source that serves them in place of the media.
 
-The numbers are those of a frozen autoencoder, which stands outside the data layer: it is handed in as a function.
+The autoencoder is outside the data layer, so it is passed in as a function.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from bottega.data.tables.shards import Column, ShardWriter, Table
 from bottega.data.video.source import VideoRows
 
 FIELD = "latent"
-# Raised when the same inputs would give other files, so that old entries are left alone.
+# Part of the cache key: raised when the same inputs would give other files.
 FORMAT = 1
 CHUNK = 64
 
 MediaRows = ImageRows | AudioRows | VideoRows
 EncodeFunction = Callable[[np.ndarray], np.ndarray]
-"""Samples [n, ...] to mean and log variance, one after the other, float32 [n, *grid, 2 z]."""
+"""Samples (n, ...) to concatenated mean and log variance, float32 (n, *grid, 2 * z)."""
 
 
 @final
 class LatentRows(Source):
-    """latent float32 [b, *grid, 2 z], and what each sample is: condition [b, d], and label [b] where there are classes.
+    """A source of "latent", float32 (batch, *grid, 2 * z), with "condition" (batch, d), and "label" (batch,) if there are classes.
 
-    `source` are the samples as they were, `latents` the table that was made of them.
+    `source` has the original samples, `latents` is the table computed from them.
     """
 
     def __init__(self, source: MediaRows, latents: Table) -> None:
-        assert len(source) == len(latents), "latents of other samples"
+        assert len(source) == len(latents), "the latents are not of these samples"
         self.source, self.latents = source, latents
 
     @property
     def table(self) -> Table:
-        """Of the samples, with all that is said of them."""
+        """Table of the original samples, with labels and captions."""
         return self.source.table
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class LatentRows(Source):
 
     @property
     def fingerprint(self) -> str:
-        # A table of latents lies under the hash of all it was made from.
+        # The folder of the latents is named by the hash of all their inputs.
         return hashlib.sha256(f"{self.source.fingerprint} {self.latents.folder.name}".encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
         sides = " x ".join(map(str, self.latents.columns[FIELD].shape[:-1]))
-        return f"{self.source.describe(index, epoch)}\nseen as latents of {sides}, computed beforehand"
+        return f"{self.source.describe(index, epoch)}\nas precomputed latents of {sides}"
 
 
 def compute_latents(
@@ -74,9 +74,9 @@ def compute_latents(
     progress: Callable[[str, int, int], None],
     cache: Path | None = None,
 ) -> Table:
-    """The latents of all samples, made once; `content` is the hash of the autoencoder, `shape` that of its latents."""
-    stated = ("latents", FORMAT, samples.fingerprint, key, content, shape)
-    name = hashlib.sha256(repr(stated).encode()).hexdigest()[:32]
+    """Return the latents of all samples, computed once; `content` is the hash of the autoencoder, `shape` that of a latent."""
+    inputs = ("latents", FORMAT, samples.fingerprint, key, content, shape)
+    name = hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
     column = Column("<f4", (*shape[:-1], 2 * shape[-1]))
 
     def build(folder: Path) -> None:
@@ -91,18 +91,20 @@ def compute_latents(
 
 
 def check_deterministic(rows: MediaRows) -> None:
-    """What is computed once must be the same each time it is seen."""
+    """Raise UsageError for samples that differ between epochs: their latents cannot be precomputed."""
     if rows.augmentation is not None:
-        raise UsageError("data.augmentation: changes samples each time, and data.latents computes them once; keep one")
+        raise UsageError(
+            "data.augmentation changes samples in each epoch, but data.latents computes them once; remove one"
+        )
     if isinstance(rows, AudioRows) and not find_deterministic_samples(rows).all():
         raise UsageError(
-            "data.crop: random hears another part of long sounds each time, and data.latents computes one; set "
+            "data.crop=random takes another part of long audio in each epoch, but data.latents computes one; set "
             "data.crop=centre"
         )
     if isinstance(rows, VideoRows) and rows.clip == "random":
         longest = int(rows.table.lengths("video").max(initial=0))
         if longest > (rows.num_frames - 1) * rows.stride + 1:
             raise UsageError(
-                "data.clip: random sees other frames of long videos each time, and data.latents computes one clip; set "
+                "data.clip=random takes other frames of long videos in each epoch, but data.latents computes one clip; set "
                 "data.clip=centre"
             )

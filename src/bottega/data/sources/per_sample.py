@@ -1,4 +1,4 @@
-"""What is known of all samples of a source at once, also through what wraps it."""
+"""Read one value per sample of a source, through sources that wrap or join it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from bottega.data.sources.take import Take
 
 
 def read_per_sample(source: Source, read: Callable[[Source], np.ndarray | None]) -> np.ndarray | None:
-    """`read` [n] of a source that is no beginning and no joining of others, or else of what it shows in another way, such
-    as sounds as spectrograms; None where it says nothing of some."""
+    """Return `read(source)` (n,) for each innermost source, taken and joined like the samples; None if any has none.
+
+    A source that presents another one in a different form, such as audio as spectrograms, has the values of that.
+    """
     if isinstance(source, Take):
         inner = read_per_sample(source.source, read)
         return None if inner is None else inner[: len(source)]
     if isinstance(source, Concat):
-        parts = [read_per_sample(one, read) for one in source.sources]
-        whole = [np.tile(p, n) for p, n in zip(parts, source.repeats, strict=True) if p is not None]
-        return np.concatenate(whole) if len(whole) == len(parts) else None
-    found, behind = read(source), getattr(source, "source", None)
-    if found is None and isinstance(behind, Source) and len(behind) == len(source):
-        return read_per_sample(behind, read)
-    return found
+        parts = [read_per_sample(part, read) for part in source.sources]
+        tiled = [np.tile(part, repeat) for part, repeat in zip(parts, source.repeats, strict=True) if part is not None]
+        return np.concatenate(tiled) if len(tiled) == len(parts) else None
+    values, wrapped = read(source), getattr(source, "source", None)
+    if values is None and isinstance(wrapped, Source) and len(wrapped) == len(source):
+        return read_per_sample(wrapped, read)
+    return values

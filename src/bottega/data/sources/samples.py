@@ -1,4 +1,4 @@
-"""Prepared media as samples: which source reads the tables of a recipe, with what it says of size, clip and change."""
+"""Open the source of a recipe's prepared media: images, audio, video or vectors, with its crop, clip and augmentation."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ R = TypeVar("R", bound=Recipe)
 def open_media_source(
     recipe: Recipe, prepared: PreparedData, table: str, *, is_training: bool, classes: Classes | None = None
 ) -> Source:
-    """The samples of one table. Held-out ones are never changed, and their clips are always the same.
+    """Return the samples of one table. Held-out ones are not augmented, and their clips are fixed.
 
-    `classes` are those that a model knows already, where the data is not its own.
+    `classes` replaces those of the data, for a model trained on other data.
     """
     data: Any = recipe.data
-    changes = data.augmentation if is_training and data.augmentation is not None and data.augmentation.enabled else None
+    augmentation = (
+        data.augmentation if is_training and data.augmentation is not None and data.augmentation.enabled else None
+    )
     rows = prepared.table(table)
     classes = prepared.classes if classes is None else classes
     common: dict[str, Any] = {
         "content": f"{prepared.fingerprint} {table}",
-        "augmentation": changes,
+        "augmentation": augmentation,
         "seed": recipe.seed,
     }
     if isinstance(data, RoutingData):
@@ -44,11 +46,10 @@ def open_media_source(
 
         texts = read_text_column(rows, "label") if len(classes) else [""]
         labels = classes.ids(texts, keys=read_text_column(rows, "key")) if "" not in texts else None
-        bayes = (
-            rows.values(BAYES) if BAYES in rows.columns and not is_training else None
-        )  # it measures, and teaches nothing
+        # Only for evaluation.
+        bayes = rows.values(BAYES) if BAYES in rows.columns and not is_training else None
         return VectorRows(rows, labels=labels, rules=read_rules(rows), bayes=bayes, **common)
-    assert isinstance(recipe.data, MediaData), "text has sources of its own"
+    assert isinstance(recipe.data, MediaData), "text is opened elsewhere"
     condition: Any = getattr(recipe.model, "condition", "none")
     if isinstance(data, AudioData):
         from bottega.data.audio.source import AudioRows
@@ -62,21 +63,21 @@ def open_media_source(
             conditions=Conditions(rows, condition, classes=classes),
             **common,
         )
-    seen: dict[str, Any] = {"classes": classes, "condition": condition, "normalise": data.normalise, **common}
+    options: dict[str, Any] = {"classes": classes, "condition": condition, "normalise": data.normalise, **common}
     if isinstance(data, VideoData):
         from bottega.data.video.source import VideoRows
 
         clip: Any = data.clip if is_training or data.clip != "random" else "centre"
-        return VideoRows(rows, num_frames=data.num_frames, stride=data.stride, clip=clip, **seen)
+        return VideoRows(rows, num_frames=data.num_frames, stride=data.stride, clip=clip, **options)
     from bottega.data.image.source import ImageRows
 
-    return ImageRows(rows, load_image_encoder(prepared), **seen)
+    return ImageRows(rows, load_image_encoder(prepared), **options)
 
 
 def fit_mel_processor(
     recipe: Recipe, prepared: PreparedData, *, multiple: int = 1, low: float = 0.0, high: float | None = None
 ) -> MelProcessor:
-    """How the sounds of a recipe are seen as spectrograms, by the training sounds as they are before any change.
+    """Fit the mel spectrogram of a recipe's audio to the training clips before augmentation.
 
     The bands reach from `low` to `high` hertz; None is half the sample rate.
     """
@@ -88,17 +89,17 @@ def fit_mel_processor(
     sizes = {"fft_size": data.fft_size, "hop_size": data.hop_size, "num_mels": data.num_mels}
     mel = MelSpectrogram(sample_rate=rate, **sizes, low=low, high=high)
 
-    def sounds(recipe: Recipe) -> list[Any]:
+    def open_clips(recipe: Recipe) -> list[Any]:
         return [open_media_source(recipe, prepared, table, is_training=False) for table in tables]
 
-    longest = max(rows.num_samples for rows in sounds(recipe))
+    longest = max(rows.num_samples for rows in open_clips(recipe))
     return fit_mel_processor(
-        Concat(sounds(_with_length(recipe, longest / rate))), mel, num_samples=longest, multiple=multiple
+        Concat(open_clips(_with_length(recipe, longest / rate))), mel, num_samples=longest, multiple=multiple
     )
 
 
 def with_processor_length(recipe: R, processor: MelProcessor) -> R:
-    """The recipe with its sounds as long as the codec's: where that is not said, held-out ones would be as they are."""
+    """Return the recipe with clips as long as the processor's; otherwise held-out clips would keep their own lengths."""
     return _with_length(recipe, processor.num_samples / processor.mel.sample_rate)
 
 
@@ -107,11 +108,11 @@ def _with_length(recipe: R, seconds: float) -> R:
 
 
 def load_image_encoder(prepared: PreparedData) -> ImageEncoder:
-    """The one that wrote the tables, which also reads them."""
+    """Return the encoder that wrote the tables, which also decodes them."""
     from bottega.data.image.encoder import ImageEncoder
 
     fields = prepared.metadata["encoder"]
-    # JSON knows only lists.
+    # JSON turned tuples into lists.
     size, buckets = fields["size"], fields["buckets"]
     tuples = {
         "size": tuple(size) if size is not None else None,
@@ -121,7 +122,7 @@ def load_image_encoder(prepared: PreparedData) -> ImageEncoder:
 
 
 def decode_image(prepared: PreparedData, row: dict[str, Any]) -> np.ndarray:
-    """The pixels of a row, however they are stored: uint8 [h, w, c]."""
+    """Return the pixels of a row, stored decoded or encoded: uint8 (height, width, channels)."""
     bucket = int(np.ravel(row["bucket"])[0]) if "bucket" in row else 0
     stored = row["image"]
     return (

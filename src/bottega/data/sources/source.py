@@ -1,4 +1,4 @@
-"""What there is to see: a finite set of samples that can be fetched by number."""
+"""A source: a finite set of samples that are fetched by index."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from bottega.core.errors import DataError
 
 
 class Source(ABC):
-    """Samples by number. What a sample looks like may depend on the epoch (augmentation), and on nothing else.
+    """Samples by index. A sample may depend on the epoch (augmentation), and on nothing else.
 
-    Worker processes get a copy, so a source must be picklable, and cheaply: files are opened again, not sent.
+    Worker processes get a copy, so a source must be cheap to pickle: files are reopened rather than sent.
     """
 
     @abstractmethod
@@ -24,28 +24,28 @@ class Source(ABC):
 
     @abstractmethod
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        """The samples `index` [n] as seen in the epochs `epoch` [n]: arrays whose first axis is n."""
+        """Return the samples `index` (n,) as of the epochs `epoch` (n,): arrays whose first axis is n."""
 
     @property
     def padding_values(self) -> Mapping[str, int]:
-        """Arrays [n, T, ...] that are as long as their longest row, each with what makes it longer beside another."""
+        """Padding value of each field (n, T, ...) whose T is that of the longest row, for joining batches of several sources."""
         return {}
 
     def length_order(self, count: int) -> np.ndarray | None:
-        """The first `count` samples in an order that has those of like length together; None where all cost the same.
+        """Return the first `count` samples ordered by length, or None if all have the same length.
 
-        An evaluation goes by it, because a batch is as long as its longest sample.
+        Evaluation uses this order, since a batch is padded to its longest sample.
         """
         return None
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """A hash of the content: another fingerprint means other samples."""
+        """Hash of the content: another fingerprint means other samples."""
 
     @abstractmethod
     def describe(self, index: int, epoch: int) -> str:
-        """One sample for people: where it stands and what it says."""
+        """Return a description of one sample: where it comes from and what it holds."""
 
 
 @final

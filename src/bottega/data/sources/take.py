@@ -1,4 +1,4 @@
-"""Only the beginning of a source, for a trial run."""
+"""The first samples of a source, for trial runs."""
 
 from __future__ import annotations
 

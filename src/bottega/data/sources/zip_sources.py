@@ -1,4 +1,4 @@
-"""Several sources at once: a row is one sample of each, in a batch that has a block for each of them."""
+"""Several sources zipped: a row is one sample of each, and a batch has one sub-dictionary per source."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bottega.data.sources.source import Source
 @final
 @dataclass(frozen=True)
 class Unshuffled(OnlineOrder):
-    """One after the other, time after time: what lies side by side is shuffled by each part for itself."""
+    """Samples in their own order, epoch after epoch; a Zip shuffles each of its sources itself."""
 
     length: int
     is_endless: bool = False
-    """Whether the source has other samples in each epoch, so that nothing ever comes again."""
+    """Whether the source has other samples in each epoch, so that every position is new."""
 
     @property
     def size(self) -> int:
@@ -39,19 +39,19 @@ class Unshuffled(OnlineOrder):
 
 @final
 class Zip(Source):
-    """{part: {field: [n, ...]}}, as long as the longest part.
+    """Rows {name: {field: (n, ...)}} of several sources, as long as the longest.
 
-    With `orders`, to learn from: at each position of the endless stream a part has the sample that it would have there if
-    it were alone, so a shorter one goes round, in an order of its own each time. Without, to measure: each sample once,
-    in order, and a part that has ended gives its last sample with `weight` 0.
+    With `orders`, for training: at each position a source has the sample it would have alone, so that shorter ones repeat
+    in a new order. Without, for evaluation: each sample once, in order, and a source that has ended repeats its last
+    sample with `weight` 0.
     """
 
     def __init__(
         self, sources: Mapping[str, Source], *, orders: Mapping[str, Order] | None = None, length: int | None = None
     ) -> None:
-        """`length` is how many positions are an epoch; None is as many as the longest part has samples."""
-        assert sources, "nothing lies side by side"
-        assert orders is None or orders.keys() == sources.keys(), "each part has its order"
+        """`length` is the number of positions of an epoch; None is the length of the longest source."""
+        assert sources, "no sources to zip"
+        assert orders is None or orders.keys() == sources.keys(), "each source needs an order"
         self.sources = dict(sources)
         self.orders = dict(orders) if orders is not None else None
         self.length = length
@@ -61,15 +61,15 @@ class Zip(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         if self.orders is not None:
-            return {n: s.rows(*self._places(n, index, epoch)) for n, s in self.sources.items()}
-        found: dict[str, Any] = {}
+            return {n: s.rows(*self._local_indices(n, index, epoch)) for n, s in self.sources.items()}
+        result: dict[str, Any] = {}
         for name, source in self.sources.items():
             last = len(source) - 1
             rows = source.rows(np.minimum(index, last), epoch)
-            found[name] = {**rows, "weight": (index <= last).astype(np.float32) * rows.get("weight", 1.0)}
-        return found
+            result[name] = {**rows, "weight": (index <= last).astype(np.float32) * rows.get("weight", 1.0)}
+        return result
 
-    def _places(self, name: str, index: Any, epoch: Any) -> tuple[np.ndarray, np.ndarray]:
+    def _local_indices(self, name: str, index: Any, epoch: Any) -> tuple[np.ndarray, np.ndarray]:
         assert self.orders is not None
         return self.orders[name].indices(np.asarray(epoch * len(self) + index))
 
@@ -83,11 +83,13 @@ class Zip(Source):
         return hashlib.sha256("\0".join(named).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        told = []
+        lines = []
         for name, source in self.sources.items():
-            place, own = index, epoch
+            local, local_epoch = index, epoch
             if self.orders is not None:
-                place, own = (int(x[0]) for x in self._places(name, np.array([index]), np.array([epoch])))
-            if place < len(source):
-                told.append(f"{name}: {source.describe(place, own)}")
-        return "\n".join(told)
+                local, local_epoch = (
+                    int(x[0]) for x in self._local_indices(name, np.array([index]), np.array([epoch]))
+                )
+            if local < len(source):
+                lines.append(f"{name}: {source.describe(local, local_epoch)}")
+        return "\n".join(lines)
