@@ -356,6 +356,9 @@ class Deduplication(Section):
         0.8, gt=0, description="near: texts that share this fraction of word n-grams are duplicates"
     )
 
+    def __repr_name__(self) -> str:
+        return "Duplicates"  # the repr is part of the key of prepared data, and must not change with the class name
+
 
 class TextData(Data):
     """Additional settings of text data."""
