@@ -366,8 +366,8 @@ def test_bombs_do_not_fill_the_memory(tmp_path: Path) -> None:
         put(tmp_path / "sounds" / name, content)
     cases = {
         "image": (tmp_path / "photos", "1.png", "more than 67,108,864 pixels"),
-        "language": (tmp_path / "lines.jsonl.gz", "", "a bomb"),
-        "classify": (tmp_path / "text.txt.gz", "", "a bomb"),
+        "language": (tmp_path / "lines.jsonl.gz", "", "compression bomb"),
+        "classify": (tmp_path / "text.txt.gz", "", "compression bomb"),
         "routing": (tmp_path / "zip.npz", "x.npy", "a zip bomb"),
         "audio": (tmp_path / "sounds", "1.wav", "2 of 3 records are bad"),
     }

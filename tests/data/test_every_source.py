@@ -194,15 +194,15 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     )
 
 
-def joined(parts: list[dict[str, Any]], filling: dict[str, int]) -> dict[str, Any]:
+def joined(parts: list[dict[str, Any]], padding_values: dict[str, int]) -> dict[str, Any]:
     """The parts as one batch. What is as long as its own longest text is filled up first."""
 
     def one(name: str) -> Any:
         values = [part[name] for part in parts]
-        if name in filling:
+        if name in padding_values:
             width = max(value.shape[1] for value in values)
             free = [((0, 0), (0, width - value.shape[1])) for value in values]
-            values = [np.pad(v, by, constant_values=filling[name]) for v, by in zip(values, free, strict=True)]
+            values = [np.pad(v, by, constant_values=padding_values[name]) for v, by in zip(values, free, strict=True)]
         return values[0] if np.ndim(values[0]) == 0 else np.concatenate(values)
 
     return {name: one(name) for name in parts[0]}
@@ -213,8 +213,8 @@ def test_ranks_together_see_what_one_process_sees(built: Built, world: int) -> N
     whole = loader(built)
     ranks = [loader(built, data_rank=rank, data_size=world) for rank in range(world)]
     for step in (0, 1, 2, 7, 1000):
-        filling = getattr(built[0], "filling", {})
-        assert same(joined([rank.batch(step) for rank in ranks], filling), whole.batch(step))
+        padding_values = built[0].padding_values
+        assert same(joined([rank.batch(step) for rank in ranks], padding_values), whole.batch(step))
 
 
 def test_workers_and_restarts_change_nothing(built: Built) -> None:

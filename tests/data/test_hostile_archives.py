@@ -98,7 +98,7 @@ def read(format: Format, name: str, data: bytes, **options: Any) -> list[Record 
         (member("null.png", type=tarfile.CHRTYPE, devmajor=1, devminor=3), "null.png", "device"),
         (member("disk.png", type=tarfile.BLKTYPE, devmajor=8), "disk.png", "device"),
         (member("pipe.png", type=tarfile.FIFOTYPE), "pipe.png", "pipe"),
-        (member("odd.png", PNG, type=b"Z"), "odd.png", "not known"),
+        (member("odd.png", PNG, type=b"Z"), "odd.png", "unknown type"),
         (member("bell\a.png", PNG), "bell\a.png", "control character"),
         (member("line\n.png", PNG), "line\n.png", "control character"),
         (member("n" * 5000 + ".png", PNG), "n" * 5000 + ".png", "longer than"),
@@ -201,20 +201,20 @@ def lying(name: str, size: int) -> bytes:
 @pytest.mark.parametrize(
     ("archive", "reason"),
     [
-        (GOOD + lying("x.png", 1 << 60) + LAST, "says it has"),
-        (GOOD + lying("x.png", 900 << 20) + LAST, "says it has"),
-        (GOOD + pax({"size": str(1 << 50)}) + member("c.png", PNG) + LAST, "says it has"),
-        (GOOD + pax({"size": "-512"}) + member("c.png", PNG) + LAST, "no number"),
+        (GOOD + lying("x.png", 1 << 60) + LAST, "more than remain"),
+        (GOOD + lying("x.png", 900 << 20) + LAST, "more than remain"),
+        (GOOD + pax({"size": str(1 << 50)}) + member("c.png", PNG) + LAST, "more than remain"),
+        (GOOD + pax({"size": "-512"}) + member("c.png", PNG) + LAST, "not a number"),
         (pax({"path": "x.png"}, b"g") + GOOD + LAST, "global"),
         (member("x", b"y" * 70000, type=b"x") + GOOD + LAST, "header of 70000 bytes"),
         (lying("x", 1 << 40)[:156] + b"L" + lying("x", 1 << 40)[157:] + LAST, "tar header"),
         (member("pax", b"999999 path=x\n", type=b"x") + GOOD, "damaged PAX"),
         (member("pax", b"x" * 100, type=b"x") + GOOD, "damaged PAX"),
         (member("s.png", PNG, type=tarfile.GNUTYPE_SPARSE) + LAST, "sparse"),
-        (GOOD + long_name(b"x.png"), "cut off"),
+        (GOOD + long_name(b"x.png"), "truncated"),
         (GOOD + b"#" * 512 + LAST, "tar header"),
         (b"#" * 4096, "tar header"),
-        (b"short", "cut off"),
+        (b"short", "truncated"),
     ],
 )
 @pytest.mark.parametrize("packing", [None, gzip.compress, bz2.compress, lzma.compress])
@@ -222,7 +222,7 @@ def test_archives_whose_rest_cannot_be_found(archive: bytes, reason: str, packin
     data = archive if packing is None else packing(archive)
     with pytest.raises(DataError) as caught:
         read(tar.FORMAT, "a.tar", data)
-    expected = "cut off" if packing is not None and reason == "says it has" else reason
+    expected = "truncated" if packing is not None and reason == "more than remain" else reason
     assert expected in str(caught.value)
     assert str(caught.value).startswith(str(Path("a.tar").absolute()))
     assert "\n" not in str(caught.value)
@@ -275,7 +275,7 @@ def test_records_that_say_they_are_huge(length: int, right: bool, packed: bool) 
     assert isinstance(first, Record)
     assert isinstance(bad, BadRecord)
     assert bad.where.endswith("record 2 at byte 16")
-    assert "cut off" in bad.reason or "cannot be located" in bad.reason
+    assert "truncated" in bad.reason or "cannot be located" in bad.reason
 
 
 def test_records_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ def test_records_above_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_protocol_buffers_that_lie(data: bytes) -> None:
     (bad,) = read(tfrecord.FORMAT, "a.tfrecord", record(len(data), data))
     assert isinstance(bad, BadRecord)
-    assert "no tf.train.Example" in bad.reason
+    assert "not a tf.train.Example" in bad.reason
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def zipped(files: dict[str, bytes], kind: int = zipfile.ZIP_DEFLATED) -> bytes:
     [
         (zipped({"../x.npy": npy("'|u1'", "(100,)")}), "leads out"),
         (zipped({"/x.npy": npy("'|u1'", "(100,)")}), "absolute"),
-        (zipped({"x.pkl": pickle.dumps(Trap())}), "not a supported kind of data"),
+        (zipped({"x.pkl": pickle.dumps(Trap())}), "is not an array"),
         (zipped({"x.npy": npy("'|u1'", "(100,)")}, zipfile.ZIP_LZMA), "unusual method"),
         (zipped({"x.npy": npy("'|u1'", f"({80 << 20},)", bytes(80 << 20))}), "zip bomb"),
     ],

@@ -18,4 +18,4 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
 def relative_names(source: Source) -> list[str]:
     """What a source's records are called after."""
     found = find_files(source)
-    return [found.relative_name(file) for file in found.files]
+    return [found.relative_name(file) for file in found.paths]

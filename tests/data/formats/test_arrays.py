@@ -106,7 +106,11 @@ def test_idx_files_that_do_not_fit(tmp_path: Path) -> None:
         read(idx.FORMAT, images)
     labels.write_bytes(idx_bytes(np.zeros(4, np.uint8)))
     assert len(read(idx.FORMAT, images)) == 4
-    for data, message in ((images.read_bytes()[:-1], "has 15 bytes"), (b"\0\0\x08", "no IDX"), (b"text", "no IDX")):
+    for data, message in (
+        (images.read_bytes()[:-1], "15 bytes follow"),
+        (b"\0\0\x08", "not an IDX"),
+        (b"text", "not an IDX"),
+    ):
         images.write_bytes(data)
         with pytest.raises(DataError, match=message):
             read(idx.FORMAT, images)

@@ -77,15 +77,15 @@ def test_every_real_file_is_recognised() -> None:
 )
 def test_every_real_folder_is_recognised(folder: str, kind: str, count: int) -> None:
     found = find_files(Source(path=str(real(folder))))
-    assert (found.kind, len(found.files), found.format.kind) == (kind, count, kind)
+    assert (found.kind, len(found.paths), found.format.kind) == (kind, count, kind)
     assert found.is_media == found.format.is_media == (kind not in ("text", "csv", "tfrecord"))
     assert relative_names(Source(path=str(real(folder)), kind=kind)) == [
-        found.relative_name(file) for file in found.files
+        found.relative_name(file) for file in found.paths
     ]  # type: ignore[arg-type]
     expected = found.fingerprint
     again = pickle.loads(pickle.dumps(found))
     assert (again, again.fingerprint) == (found, expected)
-    assert found.total_bytes == sum(file.stat().st_size for file in found.files)
+    assert found.total_bytes == sum(file.stat().st_size for file in found.paths)
 
 
 def tar_bytes(tmp_path: Path) -> bytes:
@@ -222,7 +222,7 @@ def test_ranges_in_braces_name_shards(tmp_path: Path) -> None:
     assert relative_names(Source(path=str(tmp_path / "data-{000008..000011}.*"))) == relative_names(source)
     with pytest.raises(DataError, match=r"no file matches .*data-000013\.tar, expanded from .*\{000012\.\.000014\}"):
         find_files(Source(path=str(tmp_path / "data-{000012..000014}.tar")))
-    with pytest.raises(UsageError, match="names 99,999,999 files"):
+    with pytest.raises(UsageError, match="stands for 99,999,999 files"):
         find_files(Source(path=str(tmp_path / "{1..99999999}.tar")))
     assert list(files.expand_ranges("{9..11}-{1..0}")) == ["9-1", "9-0", "10-1", "10-0", "11-1", "11-0"]
 
@@ -409,4 +409,4 @@ def test_several_folders_without_a_file_are_named(tmp_path: Path) -> None:
         assert str(folders[0]) in str(caught.value)
         assert "\n" not in str(caught.value)
     (folders[1] / "a.txt").write_text("data")
-    assert find_files(Source(path=str(folders[0]), more_paths=(str(folders[1]),))).files == [folders[1] / "a.txt"]
+    assert find_files(Source(path=str(folders[0]), more_paths=(str(folders[1]),))).paths == [folders[1] / "a.txt"]

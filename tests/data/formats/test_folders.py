@@ -136,9 +136,9 @@ def test_what_a_table_says_wrongly_is_said_once_with_its_line(tmp_path: Path) ->
     assert bad(found) == [
         f"{table}, line 4: has 1 columns; expected 2",
         f"{table}, line 5: names no file; expected a file name in one of file_name, filename, file, path, id",
-        f"{table}, line 2: names the image 'gone.png', which is missing",
-        f"{table}, line 6: names the image '../1.png', which is missing",
-        f"{table}, line 7: names the image '/etc/passwd', which is missing",
+        f"{table}, line 2: names the image file 'gone.png', which is missing",
+        f"{table}, line 6: names the image file '../1.png', which is missing",
+        f"{table}, line 7: names the image file '/etc/passwd', which is missing",
     ]
     assert len(good(found)) == 3
     put(tmp_path, "gone.png")  # no process remembers what was missing
@@ -191,8 +191,8 @@ def test_the_nearest_table_counts(tmp_path: Path, inner: str) -> None:
         f"{inner}/c/2.png": "inner",
     }
     assert sorted(line.partition("names")[2] for line in bad(found)) == [
-        " the image 'gone.png', which is missing",
-        " the image 'lost.png', which is missing",
+        " the image file 'gone.png', which is missing",
+        " the image file 'lost.png', which is missing",
     ]
     source = Source(path=str(tmp_path))
     assert find_table(tmp_path / inner / "c/2.png", tmp_path, source) == tmp_path / inner / "metadata.csv"
@@ -274,14 +274,14 @@ def test_every_table_that_is_passed_over_as_one_is_read(tmp_path: Path) -> None:
         else:
             (root / name).write_text(contents[suffix])
         found = find_files(Source(path=str(root)))
-        assert (found.kind, len(found.files)) == ("images", 2)
+        assert (found.kind, len(found.paths)) == ("images", 2)
         records = [record for piece in found.list_pieces(1) for record in found.read(piece)]
         assert good(records)["1.png"] == {"text": "a, b", "image": root / "1.png"}
         assert good(records)["2.png"] == {"image": root / "2.png"}
         before = found.fingerprint
         (root / name).write_bytes((root / name).read_bytes().replace(b"a, b", b"a, c"))
         assert find_files(Source(path=str(root))).fingerprint != before
-    assert bad(records) == [f"{root / name}, row 2: names the image 'gone.png', which is missing"]
+    assert bad(records) == [f"{root / name}, row 2: names the image file 'gone.png', which is missing"]
 
 
 def test_a_table_is_read_as_strictly_as_data(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ def folder(root: Path, *names: str) -> Path:
 
 
 def files(found: SourceFiles) -> list[str]:
-    return [file.relative_to(found.root).as_posix() for file in found.files]
+    return [file.relative_to(found.root).as_posix() for file in found.paths]
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_train_is_read_and_another_part_by_its_name(
     assert files(find_files(Source(path=root))) == train
     assert sorted(files(find_files(Source(path=root, split="validation")))) == held_out
     assert sorted(files(find_files(Source(path=root, split="val")))) == held_out
-    with pytest.raises(DataError, match="has no part 'extra'; there is"):
+    with pytest.raises(DataError, match="has no split 'extra'; it has"):
         find_files(Source(path=root, split="extra"))
 
 

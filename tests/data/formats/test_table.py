@@ -134,7 +134,7 @@ def test_suffix_and_recipe_decide_first(tmp_path: Path) -> None:
     assert rows(named, columns=("a", "b")) == [{"a": "good", "b": "fine"}, {"a": "bad", "b": "poor"}]
     # A header that says the same is still a header.
     assert rows(named, columns=("good", "fine")) == [{"good": "bad", "fine": "poor"}]
-    with pytest.raises(UsageError, match="cannot divide"):
+    with pytest.raises(UsageError, match="cannot separate"):
         read(named, delimiter="\n")
 
 

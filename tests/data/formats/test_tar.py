@@ -200,8 +200,8 @@ def test_members_become_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("member", "data", "reason"),
     [
-        ("x.cls", b"cat", "whole number"),
-        ("x.cls", b"9" * 30, "whole number"),
+        ("x.cls", b"cat", "not an integer"),
+        ("x.cls", b"9" * 30, "not an integer"),
         ("x.json", b'{"a": NaN}', "NaN"),
         ("x.json", b"[" * 100_000, "JSON"),
         ("x.json", b'"\\ud800"', "surrogate"),
@@ -248,10 +248,10 @@ def test_archives_that_end_too_soon_or_go_on(tmp_path: Path) -> None:
     assert isinstance(bad, BadRecord)
     assert "after the end" in bad.reason
     file.write_bytes(whole[:2000])
-    with pytest.raises(DataError, match=r"a\.tar: member '1\.png' .*cut off"):
+    with pytest.raises(DataError, match=r"a\.tar: is truncated: member '1\.png'"):
         read(file)
     file.write_bytes(whole[:1100])
-    with pytest.raises(DataError, match="cut off"):
+    with pytest.raises(DataError, match="truncated"):
         read(file)
     file.write_bytes(b"")
     with pytest.raises(DataError, match="empty"):

@@ -153,7 +153,7 @@ def test_packed_files(tmp_path: Path, suffix: str) -> None:
         whole[:middle] + bytes(byte ^ 0x55 for byte in whole[middle : middle + 400]) + whole[middle + 400 :]
     )
     with (
-        pytest.raises(DataError, match=rf"a\{suffix} is (damaged|cut short)"),
+        pytest.raises(DataError, match=rf"a\{suffix} is (damaged|truncated)"),
         compression.open_decompressed(file) as stream,
     ):
         stream.read()
@@ -162,7 +162,7 @@ def test_packed_files(tmp_path: Path, suffix: str) -> None:
         compression.open_decompressed(file)
     file.write_bytes(whole + b"more")
     with (
-        pytest.raises(DataError, match=rf"a\{suffix} is (damaged|cut short)"),
+        pytest.raises(DataError, match=rf"a\{suffix} is (damaged|truncated)"),
         compression.open_decompressed(file) as stream,
     ):
         stream.read()
@@ -182,7 +182,7 @@ def test_a_bomb_is_stopped_early(tmp_path: Path, suffix: str, monkeypatch: pytes
                 given += len(block)
 
     tracemalloc.start()
-    with pytest.raises(DataError, match="decompresses to more than 1,000 times its size: a bomb"):
+    with pytest.raises(DataError, match="decompresses to more than 1,000 times its size, like a compression bomb"):
         read_all()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()

@@ -298,9 +298,9 @@ def test_damage_names_the_record(tmp_path: Path) -> None:
     file.write_bytes(whole[:-3])
     assert [type(r) for r in read(file)] == [Record] * 19 + [BadRecord]
     file.write_bytes(whole + b"abc")
-    assert "cut off" in str(read(file)[-1])
+    assert "truncated" in str(read(file)[-1])
     file.write_bytes(gzip.compress(whole)[:-40])
-    with pytest.raises(DataError, match="cut short"):
+    with pytest.raises(DataError, match="truncated"):
         read(file)
     file.write_bytes(framed(b"\x0a\x05abc"))
     assert "no tf.train.Example" in str(read(file)[0])

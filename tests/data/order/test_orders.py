@@ -249,7 +249,7 @@ def test_stages_see_the_easiest_with_their_share_of_old_ones(
     pairs: list[tuple[int, int]] = []
     position = 0
     for i, stage in enumerate(stages):
-        steps = (stages[i + 1].first if i + 1 < len(stages) else first + 40) - stage.first
+        steps = (stages[i + 1].first_step if i + 1 < len(stages) else first + 40) - stage.first_step
         index, epoch = order.indices(np.arange(position, position + steps * stage.batch_size))
         position += len(index)
         pairs += zip(index.tolist(), epoch.tolist(), strict=True)

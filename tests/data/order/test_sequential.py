@@ -171,11 +171,11 @@ def test_sources_of_one_file_by_their_classes(tmp_path: Path) -> None:
     sources = [of(path, 0, 1), of(path, "2", 3)]
     prepared = classified(tmp_path, sources=sources, mixture="sequence", validation={"split": 0.25})
     assert prepared.classes.names == ("0", "1", "2", "3")
-    assert [set(prepared.labels(f"train.{i}")) for i in range(2)] == [{0, 1}, {2, 3}]
+    assert [set(prepared.class_ids(f"train.{i}")) for i in range(2)] == [{0, 1}, {2, 3}]
     assert prepared.notes() == []
     counts = prepared.metadata["by_source"]["validation"]
     assert sum(counts) == prepared.tables["validation"]["rows"] == 10
-    labels = prepared.labels("validation")
+    labels = prepared.class_ids("validation")
     assert set(labels[: counts[0]]) <= {0, 1}
     assert set(labels[counts[0] :]) <= {2, 3}
 
@@ -188,7 +188,7 @@ def test_held_out_data_of_its_own_is_told_apart_by_the_classes(tmp_path: Path) -
     assert prepared.metadata["by_source"] == {"validation": [4, 4]}
     # Without a sequence, what measures all sources has the classes of all.
     mixed = classified(tmp_path, sources=[of(path, 0), of(path, 1)], validation={"path": other})
-    assert set(mixed.labels("validation")) == {0, 1}
+    assert set(mixed.class_ids("validation")) == {0, 1}
     assert "by_source" not in mixed.metadata
 
 

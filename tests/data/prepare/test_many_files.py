@@ -53,7 +53,7 @@ def test_jobs_hold_few_files_and_keep_their_order(tmp_path: Path) -> None:
 
 
 def test_hashes_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = find_files(Source(path=str(write_pictures(tmp_path, 20)))).files
+    files = find_files(Source(path=str(write_pictures(tmp_path, 20)))).paths
     merged = []
 
     class Known(dict[str, str]):
@@ -61,15 +61,15 @@ def test_hashes_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             merged.append(len(other))
             return {**self, **other}
 
-    monkeypatch.setattr(fingerprint, "_remembered", lambda states: Known())
+    monkeypatch.setattr(fingerprint, "_load_cached", lambda states: Known())
     assert len(set(fingerprint.hash_files(files))) == 20
     assert len(merged) <= 1
 
 
-def test_what_is_remembered_of_many_files_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_QUERIED", 3)
+def test_what_is_load_cached_of_many_files_is_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_QUERY_PATHS", 3)
     folder = write_pictures(tmp_path, 7)
-    files = find_files(Source(path=str(folder))).files
+    files = find_files(Source(path=str(folder))).paths
     first = fingerprint.hash_files(files)
     for file in files:
         os.utime(file, (1e9, 1e9))

@@ -60,12 +60,15 @@ def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path)
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["a", None, "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
-        (["a", "", "b"], r"rows\.jsonl, line 2: field 'label' has no value"),
+        (["a", None, "b"], r"rows\.jsonl, line 2: the label field 'label' has no value"),
+        (["a", "", "b"], r"rows\.jsonl, line 2: the label field 'label' has no value"),
         (["a", ["b"], "b"], r"line 2: the label field 'label' is a list"),
-        ([1, 0, "one", 1], r"numbers and words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; give all"),
-        (["one", "1", 2], r"numbers and words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
-        ([True, 0], r"numbers and words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
+        (
+            [1, 0, "one", 1],
+            r"some labels are numbers and others words: 1 at rows\.jsonl:1, one at rows\.jsonl:3; use one",
+        ),
+        (["one", "1", 2], r"some labels are numbers and others words: 2 at rows\.jsonl:3, one at rows\.jsonl:1"),
+        ([True, 0], r"some labels are numbers and others words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
     ],
 )
 def test_a_wrong_label_is_told_with_its_place(tmp_path: Path, labels: list[Any], message: str) -> None:
@@ -127,7 +130,7 @@ def test_several_labels_of_numbers(tmp_path: Path) -> None:
         prepared(tmp_path, [[1], ["one"]], multi_label=True)
     with pytest.raises(DataError, match=r"line 1: the label field 'label' mixes numbers and words"):
         prepared(tmp_path, [[1, "one"]], multi_label=True)
-    with pytest.raises(DataError, match=r"line 2: field 'label' has no value.* write \[\]"):
+    with pytest.raises(DataError, match=r"line 2: the label field 'label' has no value.* write \[\]"):
         prepared(tmp_path, [["a"], None], multi_label=True)
     with pytest.raises(
         DataError, match=r"line 1: the label field 'label' begins like a JSON list but is not valid JSON"
@@ -272,7 +275,7 @@ def test_held_out_data_of_a_folder_is_never_its_part_train(
         (tmp_path / f"{part}.csv").write_text(f"text,label\nwords of {part},a\n")
     held_out = HeldOut(path=str(tmp_path))
     inputs, _ = collect_inputs(ClassifyData(train=Source(path=str(tmp_path)), validation=held_out, test=held_out))
-    files = {one.table: [file.stem for file in one.found.files] for one in inputs}
+    files = {input.table: [file.stem for file in input.source_files.paths] for input in inputs}
     assert files == {"validation": [validation], "test": [test], "train": ["train"]}
 
 

@@ -134,14 +134,14 @@ SLOW = """
     from bottega.config.data import HeldOut, Source, TextData
 
     inputs.JOB_BYTES = 2000
-    work = EncodeJobs.work
+    work = EncodeJobs.run_job
     def noted(self, number, out):
         with open(sys.argv[3], "a") as log:
             log.write(f"{number}\\n")
         if number == int(sys.argv[4]):
             threading.Event().wait()  # for the kill
         return work(self, number, out)
-    EncodeJobs.work = noted
+    EncodeJobs.run_job = noted
     data = TextData(train=Source(path=sys.argv[1]), validation=HeldOut(split=0.2))
     prepare_language(data, TokenizerSpec(kind="bytes"), progress=lambda *a: None, cache=Path(sys.argv[2]))
 """

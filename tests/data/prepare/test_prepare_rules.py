@@ -167,7 +167,7 @@ def test_a_row_without_the_field_to_split_by_is_a_bad_row(tmp_path: Path, by: An
     assert sorted(seen) == sorted(f"text {n}" for n in range(60) if n != 7)
     assert skipping.metadata["dropped"] == {"no field to split by": 1}
     for options in ({}, {"bad_records": "skip", "max_bad": 0.01}):
-        with pytest.raises(DataError, match=r"rows\.jsonl, line 8: no field 'user' to split by"):
+        with pytest.raises(DataError, match=r"rows\.jsonl, line 8: has no field 'user' to split by"):
             language(path, tmp_path / "b", split=split, **options)
 
 
@@ -229,8 +229,8 @@ def test_signatures_are_those_of_the_chosen_rows(chosen: list[list[bool]], seed:
         scan: Any = Parts(Path(folder))
         whole = [rng.integers(0, 9, (len(rows), PERMUTATIONS), np.uint32) for rows in chosen]
         for number, part in enumerate(whole):
-            scan.part(number).mkdir()
-            np.save(scan.part(number) / "signatures.npy", part)
+            scan.job_folder(number).mkdir()
+            np.save(scan.job_folder(number) / "signatures.npy", part)
         rows = np.array([row for part in chosen for row in part], bool)
         found = scanning._signatures(scan, rows, [len(part) for part in chosen])
         np.testing.assert_array_equal(found, np.concatenate([np.empty((0, PERMUTATIONS)), *whole])[rows])
@@ -243,8 +243,8 @@ def test_near_duplicates_are_in_memory_once(tmp_path: Path) -> None:
 
     scan: Any = Parts()
     for number in range(8):
-        scan.part(number).mkdir()
-        np.save(scan.part(number) / "signatures.npy", np.zeros((2000, PERMUTATIONS), np.uint32))
+        scan.job_folder(number).mkdir()
+        np.save(scan.job_folder(number) / "signatures.npy", np.zeros((2000, PERMUTATIONS), np.uint32))
     rows = np.ones(16000, bool)
     tracemalloc.start()
     found = scanning._signatures(scan, rows, [2000] * 8)

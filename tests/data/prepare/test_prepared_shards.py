@@ -121,7 +121,7 @@ def test_what_is_asked_for_beside_shards_is_not_ignored(tmp_path: Path) -> None:
     ready = prepared(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt")))
     shards = Source(path=str(ready.folder))
     assert prepared(tmp_path / "other", train=shards).fingerprint == ready.fingerprint
-    with pytest.raises(UsageError, match=r"data\.clean: .* prepared already"):
+    with pytest.raises(UsageError, match=r"data\.clean cannot be applied to .* prepared shards"):
         prepared(tmp_path / "other", train=shards, clean=Cleaning())
     with pytest.raises(UsageError, match=r"data\.validation\.path: .* with splits of their own"):
         prepared(tmp_path / "other", train=shards, validation=HeldOut(path=str(tmp_path / "a.txt")))
@@ -150,7 +150,7 @@ def test_a_table_is_in_its_folder(tmp_path: Path) -> None:
     meta["tables"]["train/../../elsewhere"] = meta["tables"]["train"]
     (folder / "meta.json").write_text(json.dumps(meta))
     write_manifest(folder)
-    with pytest.raises(DataError, match=r"'train/\.\./\.\./elsewhere' is no table"):
+    with pytest.raises(DataError, match=r"'train/\.\./\.\./elsewhere' is not a table"):
         prepared(tmp_path / "other", train=Source(path=str(folder)))
 
 

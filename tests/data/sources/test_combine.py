@@ -84,7 +84,7 @@ def test_a_repeated_source_never_looks_the_same_twice() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (Seen(1, 4, label=np.zeros(1)), r"b has 'label' and a has not"),
+        (Seen(1, 4, label=np.zeros(1)), r"b has the field 'label', but a does not"),
         (Seen(1, 4, sample_rate=np.int64(8000)), r"'sample_rate' is 16000 in a and 8000 in b"),
         (Seen(1, 4, who=np.zeros(1)), r"'who' is int32 \[\] in a and float64 \[\] in b"),
         (Seen(1, 4, seen=np.zeros((1, 3), np.int64)), r"'seen' is int64 \[2\] in a and int64 \[3\] in b"),

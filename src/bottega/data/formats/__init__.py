@@ -73,13 +73,13 @@ class SourceFiles:
     kind: str
     """Never auto. `shards` is prepared data, which is opened rather than read."""
     root: Path
-    files: list[Path] = field(compare=False, repr=False)
+    paths: list[Path] = field(compare=False, repr=False)
     split_name: str | None = None
     """The split of a folder that these files are, where its files or sub-folders name splits."""
     other_splits: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "files"}
+        return {name: value for name, value in vars(self).items() if name != "paths"}
 
     @property
     def format(self) -> Format:
@@ -117,8 +117,8 @@ class SourceFiles:
             digest.update(version)
             vars(self)["content"] = hashlib.sha256(version + f"\0{self.source.split or 'train'}".encode()).hexdigest()
             return digest.hexdigest()
-        paths = [*self.files, *self._auxiliary_files()]
-        own, samples = set(self.files), hashlib.sha256()
+        paths = [*self.paths, *self._auxiliary_files()]
+        own, samples = set(self.paths), hashlib.sha256()
         for file, content in zip(paths, hash_files(paths, partial(progress, "hash")), strict=True):
             # A metadata table named by the recipe may be outside the root; its location does not matter.
             name = self.relative_name(file) if file == self.root or file.is_relative_to(self.root) else file.name
@@ -136,12 +136,12 @@ class SourceFiles:
             from bottega.data.formats.hub import count_bytes
 
             return count_bytes(self.source)
-        return sum(file.stat().st_size for file in self.files)
+        return sum(file.stat().st_size for file in self.paths)
 
     def list_pieces(self, size: int) -> list[Piece]:
         """Return all pieces in order, of about `size` bytes each where the format can be cut."""
         split = self.format.list_pieces
-        return [piece for file in self.files for piece in split(file, self.relative_name(file), self.source, size)]
+        return [piece for file in self.paths for piece in split(file, self.relative_name(file), self.source, size)]
 
     def read(self, piece: Piece) -> Iterator[Record | BadRecord]:
         records = self.format.read(piece, self.source)
@@ -158,14 +158,14 @@ class SourceFiles:
         if self.kind == "idx":
             from bottega.data.formats import idx
 
-            labels = (idx.find_labels(file) for file in self.files)
-            return sorted({file for file in labels if file is not None} - set(self.files))
+            labels = (idx.find_labels(file) for file in self.paths)
+            return sorted({file for file in labels if file is not None} - set(self.paths))
         if self.kind not in MEDIA:
             return []
         from bottega.data.formats.metadata import find_table
 
-        root = self.root.parent if self.files == [self.root] else self.root
-        file_by_folder = {file.parent: file for file in self.files}
+        root = self.root.parent if self.paths == [self.root] else self.root
+        file_by_folder = {file.parent: file for file in self.paths}
         tables = (find_table(file, root, self.source) for file in file_by_folder.values())
         return sorted({table for table in tables if table is not None})
 

@@ -100,7 +100,7 @@ def encode_tables(
 
 def _count_by_source(jobs: EncodeJobs, folders: list[Path]) -> dict[str, dict[str, list[int]]]:
     """Return the number of held-out rows of each source of a sequence; the rows are in the order of the sources."""
-    numbers = [jobs.inputs[job[0].input].source for job in jobs.jobs]
+    numbers = [jobs.inputs[job[0].input].source_index for job in jobs.jobs]
     by_source: dict[str, list[int]] = {}
     for table in ("validation", "test"):
         rows = [
@@ -122,12 +122,12 @@ def _explain_empty(table: str, inputs: tuple[Input, ...], tallies: Mapping[int, 
     number = next((n for n, input in enumerate(inputs) if input.table == table), None)
     if number is None:  # a fraction of train
         return f"data.{table} is empty: no record was assigned to it; raise data.{table}.split, or add data"
-    files, tally = inputs[number].found, tallies[number]
+    files, tally = inputs[number].source_files, tallies[number]
     if tally.bad and tally.bad == tally.records:
         return f"all {tally.bad:,} records of {files.root} are bad; the first is {tally.named[0]}"
     if not tally.records:
-        where = files.files[0] if len(files.files) == 1 else f"the {len(files.files)} files of {files.root}"
-        return f"{where} {'is' if len(files.files) == 1 else 'are all'} empty; give a file with data in it"
+        where = files.paths[0] if len(files.paths) == 1 else f"the {len(files.paths)} files of {files.root}"
+        return f"{where} {'is' if len(files.paths) == 1 else 'are all'} empty; give a file with data in it"
     duplicates = tally.records - tally.bad - sum(tally.dropped.values())
     counts = {**tally.dropped, "bad": tally.bad, "duplicate": duplicates}
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()) if count)

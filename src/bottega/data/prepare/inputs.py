@@ -41,12 +41,12 @@ TEXT_KINDS = ("text", "lines", "jsonl", "json", "csv")
 class Input:
     """One source and the table its rows go to."""
 
-    found: SourceFiles
+    source_files: SourceFiles
     table: str
     """train, or train.0 and so on; validation; test; replay."""
     is_split: bool = False
     """Whether fractions of it go to validation and test."""
-    source: int | None = None
+    source_index: int | None = None
     """Number of its source in a sequence; None if there is no sequence or it is unknown."""
 
 
@@ -85,7 +85,11 @@ def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
             "data.validation.split and data.test.split leave nothing to train on; their sum must be below 1"
         )
     inputs = [
-        Input(_find_held_out(_with_labels(_held_out_source(part, sources[i or 0]), sources, i), name), name, source=i)
+        Input(
+            _find_held_out(_with_labels(_held_out_source(part, sources[i or 0]), sources, i), name),
+            name,
+            source_index=i,
+        )
         for name, part in held_out
         if part is not None and not isinstance(part.split, float)
         for i in _held_out_sources(part, data)
@@ -95,7 +99,7 @@ def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
         key = "data.train" if data.sources is None else f"data.sources.{i}"
         table = "train" if len(sources) == 1 else f"train.{i}"
         number = i if data.mixture == "sequence" else None
-        inputs.append(Input(_find(source, key), table, is_split=bool(shares) or folds, source=number))
+        inputs.append(Input(_find(source, key), table, is_split=bool(shares) or folds, source_index=number))
     if data.replay is not None:
         options = data.replay.model_dump(exclude={"share"})
         inputs.append(Input(_find(Source(**options), "data.replay"), "replay"))
@@ -105,9 +109,9 @@ def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
 def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
     """Raise DataError for a source whose kind cannot hold the medium a task reads."""
     for input in inputs:
-        if input.found.kind in INCOMPATIBLE_KINDS[medium]:
+        if input.source_files.kind in INCOMPATIBLE_KINDS[medium]:
             raise DataError(
-                f"{input.found.root} holds {input.found.kind}, but the task needs {MEDIUM_NAMES.get(medium, medium)}; "
+                f"{input.source_files.root} holds {input.source_files.kind}, but the task needs {MEDIUM_NAMES.get(medium, medium)}; "
                 "give other data, or set data.train.kind if it was detected wrongly"
             )
 
@@ -164,7 +168,7 @@ def _find(source: Source, key: str) -> SourceFiles:
         raise UsageError(f"{key}: {source.path} holds prepared shards, which can only be given alone, as data.train")
     if source.split is not None and files.split_name is None and files.kind not in KINDS_WITH_SPLITS:
         raise UsageError(f"{key}.split: {files.kind} has no split named {source.split!r}; leave it out")
-    is_compressed_text = files.kind == "text" and len(files.files) == 1 and compression.is_compressed(files.files[0])
+    is_compressed_text = files.kind == "text" and len(files.paths) == 1 and compression.is_compressed(files.paths[0])
     return _decompress(files) if is_compressed_text else files
 
 
@@ -177,20 +181,20 @@ def find_utf8_files(source: Source) -> SourceFiles:
         raise UsageError(
             f"encoding: {files.root} is {files.kind}, which defines its own text encoding; leave encoding out"
         )
-    names = [files.relative_name(file) for file in files.files]
-    hashes = [f"{content} {name}" for content, name in zip(hash_files(files.files), names, strict=True)]
+    names = [files.relative_name(file) for file in files.paths]
+    hashes = [f"{content} {name}" for content, name in zip(hash_files(files.paths), names, strict=True)]
     key = hashlib.sha256("\n".join([str(source.encoding), *hashes]).encode(errors="surrogateescape")).hexdigest()[:32]
 
     def build(folder: Path) -> None:
-        for file, name in zip(files.files, names, strict=True):
+        for file, name in zip(files.paths, names, strict=True):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             _convert_to_utf8(file, folder / name, str(source.encoding))
 
     folder = get_or_build(default_cache() / "recoded", key, build)
     copies = [folder / name for name in names]
-    root = copies[0] if files.files == [files.root] else folder
+    root = copies[0] if files.paths == [files.root] else folder
     changed = files.source.model_copy(update={"path": str(root), "more_paths": None})
-    return replace(files, root=root, files=copies, source=changed)
+    return replace(files, root=root, paths=copies, source=changed)
 
 
 def _convert_to_utf8(file: Path, copy: Path, encoding: str) -> None:
@@ -210,7 +214,7 @@ def _convert_to_utf8(file: Path, copy: Path, encoding: str) -> None:
 
 def _decompress(files: SourceFiles) -> SourceFiles:
     """Decompress a single text, once: its end may be held out, and a compressed file cannot be cut."""
-    file = files.files[0]
+    file = files.paths[0]
     name = file.with_suffix("").name
 
     def build(folder: Path) -> None:
@@ -219,16 +223,16 @@ def _decompress(files: SourceFiles) -> SourceFiles:
 
     key = hashlib.sha256(f"{hash_file(file)} {name}".encode(errors="surrogateescape")).hexdigest()[:32]
     plain = get_or_build(default_cache() / "unpacked", key, build) / name
-    return replace(files, root=plain, files=[plain], source=files.source.model_copy(update={"path": str(plain)}))
+    return replace(files, root=plain, paths=[plain], source=files.source.model_copy(update={"path": str(plain)}))
 
 
 def list_items(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bool) -> list[Item]:
     """Return every piece of every input, in order."""
     items: list[Item] = []
     for number, input in enumerate(inputs):
-        size = MEDIA_JOB_BYTES if input.found.is_media else JOB_BYTES
-        pieces = input.found.list_pieces(size)
-        single = input.found.kind == "text" and len(input.found.files) == 1
+        size = MEDIA_JOB_BYTES if input.source_files.is_media else JOB_BYTES
+        pieces = input.source_files.list_pieces(size)
+        single = input.source_files.kind == "text" and len(input.source_files.paths) == 1
         if single and input.is_split and cut_single_text:
             items += _cut_text(number, input, pieces, shares)
         else:
@@ -238,7 +242,7 @@ def list_items(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bo
 
 def _cut_text(number: int, input: Input, pieces: list[Piece], shares: Shares) -> list[Item]:
     """Cut a single text: train, then validation, then test."""
-    file = input.found.files[0]
+    file = input.source_files.paths[0]
     size = file.stat().st_size
     if size == 0:
         raise DataError(f"{file} is empty; give a file with text in it")
@@ -291,7 +295,7 @@ def group_into_jobs(items: list[Item], inputs: tuple[Input, ...]) -> tuple[tuple
     for item in items:
         if item.input != last or item.bytes > room or len(jobs[-1]) >= MAX_ITEMS_PER_JOB:
             jobs.append([])
-            room = MEDIA_JOB_BYTES if inputs[item.input].found.is_media else JOB_BYTES
+            room = MEDIA_JOB_BYTES if inputs[item.input].source_files.is_media else JOB_BYTES
         jobs[-1].append(item)
         room -= item.bytes
         last = item.input

@@ -119,9 +119,11 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
     inputs, shares = collect_inputs(data.model_copy(update={**training, **existing}))
     if len(sources) > 1 and data.is_synthetic and not any(part.rules for part in synthetic.values()):
         # The source of each held-out sample is kept even without a sequence: meta-learning takes sources as tasks.
-        inputs = tuple(replace(input, source=_source_number(input)) for input in inputs)
+        inputs = tuple(replace(input, source_index=_source_number(input)) for input in inputs)
     generated = [
-        Input(find_files(Source(kind="numpy", path=str(folder))), name, source=number if len(sources) > 1 else None)
+        Input(
+            find_files(Source(kind="numpy", path=str(folder))), name, source_index=number if len(sources) > 1 else None
+        )
         for name, part in synthetic.items()
         for number, folder in enumerate(rules.materialise_held_out(data, part, table=name))
     ]
@@ -131,9 +133,9 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
 def _readable(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
     """Yield the training records that are not bad."""
     for input in inputs:
-        for piece in input.found.list_pieces(64 << 20) if input.table.startswith("train") else ():
-            for record in input.found.read(piece):
-                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.found.source)
+        for piece in input.source_files.list_pieces(64 << 20) if input.table.startswith("train") else ():
+            for record in input.source_files.read(piece):
+                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.source_files.source)
                 if isinstance(ruled, Record):
                     yield ruled
 
@@ -164,7 +166,7 @@ def _first_answer(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable
                 problem = problem or str(record)
             except Unreadable as error:
                 problem = problem or f"{record.where}: {error}"
-        train = next(input.found for input in inputs if input.table.startswith("train"))
+        train = next(input.source_files for input in inputs if input.table.startswith("train"))
         if problem is None:
             raise DataError(f"{train.root} is empty; give data that is not")
         raise DataError(f"{train.root}: none of the first records can be read; the first problem is {problem}")
@@ -177,10 +179,10 @@ def _first_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record |
     for input in inputs:
         if not input.table.startswith("train"):
             continue
-        for piece in input.found.list_pieces(64 << 20):
-            for record in input.found.read(piece):
-                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.found.source)
-                if isinstance(ruled, BadRecord) and not tried and not input.found.is_media:
+        for piece in input.source_files.list_pieces(64 << 20):
+            for record in input.source_files.read(piece):
+                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.source_files.source)
+                if isinstance(ruled, BadRecord) and not tried and not input.source_files.is_media:
                     raise DataError(str(ruled))
                 if not isinstance(ruled, DroppedRecord):
                     yield ruled
@@ -226,7 +228,7 @@ def _image_encoder(
 
     (height, width, channels), encoded = first(probe_image)
     size = (data.image_size, data.image_size) if data.image_size is not None else (height, width)
-    total = sum(input.found.total_bytes for input in inputs)
+    total = sum(input.source_files.total_bytes for input in inputs)
     pixels = size[0] * size[1] * (data.channels or channels) * (total / max(1, encoded))
     store = ("decoded" if pixels <= DECODED_LIMIT else "encoded") if data.store == "auto" else data.store
     if data.buckets is not None and data.image_size is None:

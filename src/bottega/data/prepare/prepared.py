@@ -156,7 +156,9 @@ class PreparationPlan:
         hashes: dict[str, str] = {}
         for name in (table for table in ("validation", "test") if table in self.tables):
             has_own = any(input.table == name for input in self.inputs)
-            sources = [input.found for input in self.inputs if (input.table == name if has_own else input.is_split)]
+            sources = [
+                input.source_files for input in self.inputs if (input.table == name if has_own else input.is_split)
+            ]
             hashes[name] = hashlib.sha256("\n".join(source.content for source in sources).encode()).hexdigest()[:32]
         return hashes
 
@@ -171,18 +173,18 @@ class PreparationPlan:
         """Whether a bad record is an error. By default media skip it, since a few files are often truncated."""
         if self.data.bad_records is not None:
             return self.data.bad_records == "stop"
-        return not all(input.found.is_media for input in self.inputs)
+        return not all(input.source_files.is_media for input in self.inputs)
 
 
 def _content_key(input: Input) -> tuple[str, str | tuple[str, ...] | None, str | None]:
     """Return the key of an input's content and the fields that are read."""
-    source = input.found.source
-    return input.found.fingerprint, source.field, source.label
+    source = input.source_files.source
+    return input.source_files.fingerprint, source.field, source.label
 
 
 def _selection_key(input: Input) -> tuple[Any, ...]:
     """Return the key of options that few inputs set; empty without them, as before the options existed."""
-    labels, number = input.found.source.labels, input.source
+    labels, number = input.source_files.source.labels, input.source_index
     if labels is None and number is None:
         return ()
     return (labels, number, "own share") if number is not None and input.is_split else (labels, number)
@@ -202,7 +204,7 @@ def prepare(
 ) -> PreparedData:
     """Return the prepared data of a plan, built unless it is cached. Several processes may call this at once."""
     for input in plan.inputs:
-        input.found.hash_files(progress)
+        input.source_files.hash_files(progress)
     folder = get_or_build(cache, plan.key, lambda folder: _build(plan, folder, progress))
     return PreparedData(folder, plan.key, _unread_parts(plan.inputs), plan.held_out_hashes)
 
@@ -309,17 +311,19 @@ def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback
 
 
 def _unread_parts(inputs: tuple[Input, ...]) -> tuple[str, ...]:
-    read = {input.found.split_name for input in inputs}
-    beside_train = {part for input in inputs if input.table.startswith("train") for part in input.found.other_splits}
+    read = {input.source_files.split_name for input in inputs}
+    beside_train = {
+        part for input in inputs if input.table.startswith("train") for part in input.source_files.other_splits
+    }
     return tuple(sorted(beside_train - read))
 
 
 def _check_unchanged(plan: PreparationPlan) -> None:
     """Raise DataError if an input changed since its key was computed; hashes are cached, so this only checks times."""
     for input in plan.inputs:
-        again = replace(input.found)
-        if again.fingerprint != input.found.fingerprint:
-            raise DataError(f"{input.found.root} changed while it was read; run again when it no longer changes")
+        again = replace(input.source_files)
+        if again.fingerprint != input.source_files.fingerprint:
+            raise DataError(f"{input.source_files.root} changed while it was read; run again when it no longer changes")
 
 
 def _classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list[str]:
@@ -339,14 +343,14 @@ def _classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list
 def _check_labels(plan: PreparationPlan, folder: Path) -> None:
     """Raise DataError if `labels` names a class that no record has."""
     for input in plan.inputs:
-        labels = input.found.source.labels
+        labels = input.source_files.source.labels
         if labels is None or not input.table.startswith("train"):
             continue
         present = set(read_text_column(Table(folder / input.table), "label"))
         wrong = [label for label in labels if label not in present]
         if wrong:
             raise DataError(
-                f"{input.found.root}: no record has the class {wrong[0]!r}, which labels names; of the named classes it has "
+                f"{input.source_files.root}: no record has the class {wrong[0]!r}, which labels names; of the named classes it has "
                 f"{', '.join(sorted(present))}"
             )
 

@@ -167,7 +167,7 @@ class Columns(NamedTuple):
 
 def read_records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Record | BadRecord | DroppedRecord]:
     """Read the records of an item and apply the rules to each."""
-    files = inputs[item.input].found
+    files = inputs[item.input].source_files
     for record in files.read(item.piece):
         if isinstance(record, BadRecord):
             yield record

@@ -189,13 +189,13 @@ def _split_groups(
     """
     if not splitting.any():
         return
-    separate = [number for number, input in enumerate(scan.inputs) if input.is_split and input.source is not None]
+    separate = [number for number, input in enumerate(scan.inputs) if input.is_split and input.source_index is not None]
     if not separate:
         yield splitting, None
     for number in separate:
         rows = splitting & (inputs == number)
         if rows.any():
-            yield rows, scan.inputs[number].found.root
+            yield rows, scan.inputs[number].source_files.root
 
 
 def _assign(scan: ScanJobs, load: Any, rows: np.ndarray, shares: Shares, *, source_root: Path | None) -> np.ndarray:

@@ -90,6 +90,6 @@ def _texts(texts: PlannedTexts, progress: ProgressCallback, *, everything: bool)
         done += sizes[number]
         progress("tokenizer", done, total)
     if not num_records:  # a clearer message than the trainer's about rare words
-        files = [file for input in plan.inputs if input.table.startswith("train") for file in input.found.files]
+        files = [file for input in plan.inputs if input.table.startswith("train") for file in input.source_files.paths]
         where = f"{files[0]} is" if len(files) == 1 else f"the {len(files)} files of the training data are all"
         raise DataError(f"{where} empty; give a file with data in it")

@@ -66,7 +66,7 @@ def prepare_classify(
     inputs, shares = collect_inputs(data)
     check_medium(inputs, "text")
     inputs, notes = _as_lines(inputs)
-    if data.multi_label and any(input.found.source.labels is not None for input in inputs):
+    if data.multi_label and any(input.source_files.source.labels is not None for input in inputs):
         raise UsageError(
             "labels: texts with several classes cannot be filtered by class; leave it out, or give separate files"
         )
@@ -110,20 +110,20 @@ def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, 
 
     changed, notes = [], []
     for input in inputs:
-        found = input.found
+        found = input.source_files
         if found.kind not in ("text", "lines"):
             changed.append(input)
             continue
         source = found.source
         if found.kind == "text" or source.delimiter is None:
-            form = detect_line_layout(found.files)
+            form = detect_line_layout(found.paths)
             source = source.model_copy(update={"delimiter": form.delimiter, "columns": form.columns})
             signs = {"\t": "a tab", " ": "a space"}
             order = "a label, then a text" if form.label_first else "a text, then a label"
             notes.append(
                 f"{found.root}: each line is read as {order}, divided by {signs.get(form.delimiter, form.delimiter)}"
             )
-        changed.append(replace(input, found=replace(found, kind="lines", source=source)))
+        changed.append(replace(input, source_files=replace(found, kind="lines", source=source)))
     return tuple(changed), tuple(dict.fromkeys(notes))
 
 

@@ -88,8 +88,8 @@ def _is_one_text(inputs: tuple[Input, ...]) -> bool:
 
     A character model of one text gets no end-of-text token, so that its loss can be compared with published ones.
     """
-    train = [input.found for input in inputs if input.table.startswith("train")]
-    return len(train) == 1 and train[0].kind == "text" and len(train[0].files) == 1
+    train = [input.source_files for input in inputs if input.table.startswith("train")]
+    return len(train) == 1 and train[0].kind == "text" and len(train[0].paths) == 1
 
 
 @dataclass(frozen=True)
