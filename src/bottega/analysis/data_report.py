@@ -94,7 +94,7 @@ def _has_labelled_lines(path: str) -> bool:
     if listing.kind != "text":
         return False
     try:
-        return detect_line_layout(listing.files).delimiter == "\t"
+        return detect_line_layout(listing.paths).delimiter == "\t"
     except DataError:
         return False
 

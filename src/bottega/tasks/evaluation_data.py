@@ -228,5 +228,5 @@ def _contents(source: SourceOptions) -> dict[str, str]:
     listing = find_files(source)
     if listing.kind == "huggingface":
         return {str(source.path): listing.fingerprint}
-    files = [file for file in listing.files if file.stat().st_size]
+    files = [file for file in listing.paths if file.stat().st_size]
     return dict(zip(map(str, files), hash_files(files), strict=True))

@@ -45,7 +45,7 @@ def read_texts(path: str, own: Source) -> list[str]:
     options = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
     listing = find_utf8_files(Source(path=path, **options))
     if listing.kind == "text":
-        with listing.files[0].open("rb") as file:
+        with listing.paths[0].open("rb") as file:
             return read_lines(file, where=path)
     rules, usual = Rules("text"), listing.source.model_copy(update={"field": None})
     by_number = listing.kind == "csv"
