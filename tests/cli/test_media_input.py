@@ -313,10 +313,10 @@ def test_a_pixel_that_is_no_number(train: Any, tmp_path: Path, suffix: str) -> N
 @pytest.mark.parametrize("task", ["image", "audio", "video"])
 def test_data_of_another_medium(train: Any, tmp_path: Path, task: str) -> None:
     text = put(tmp_path / "a.txt", b"hello world\n" * 50)
-    train(task, text).refused(3, f"{text} holds text", f"learns from {task}", "data.train.kind")
+    train(task, text).refused(3, f"{text} holds text", f"the task needs {task}", "data.train.kind")
     other = "audio" if task != "audio" else "image"
     data = folder(tmp_path, other)
-    train(task, data).refused(3, data, f"learns from {task}")
+    train(task, data).refused(3, data, f"the task needs {task}")
     (tmp_path / "nothing").mkdir()
     train(task, tmp_path / "nothing").refused(3, "no file of a supported kind")
 
@@ -440,7 +440,7 @@ def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: P
     )
     other = put(tmp_path / "other" / "c9" / "new.png", picture(Image.new("RGB", (8, 8), "red"))).parents[1]
     put(other / "c1" / "new.png", picture(Image.new("RGB", (8, 8), "blue")))
-    say("evaluate", run, "--data", other, "--count", 0).refused(3, "c9/new.png", "none of the 3 classes")
+    say("evaluate", run, "--data", other, "--count", 0).refused(3, "c9/new.png", "not one of the 3 classes")
     say("evaluate", run, "--data", put(tmp_path / "a.txt", b"hello\n" * 50)).refused(3, "holds text")
     say("generate", run, "--guidance", 3).refused(2, "--guidance 3", "condition_dropout is 0")
     say("generate", run, "--class", 9).refused(2, "--class 9", "3 classes")
@@ -453,7 +453,7 @@ def test_names_that_seem_to_say_the_class(train: Any, tmp_path: Path) -> None:
     for number in range(12):
         put(tmp_path / "flat" / f"c{number % 3}_{number:02d}.png", picture())
     said = train("image", tmp_path / "flat")
-    said.refused(3, "no labels", "data.train.pattern", '"(?P<label>[^/_]+)_"')
+    said.refused(3, "needs labels", "data.train.pattern", '"(?P<label>[^/_]+)_"')
     assert train("image", tmp_path / "flat", **{"data.train.pattern": "(?P<label>[^/_]+)_"}).code == 0
 
 

@@ -303,7 +303,7 @@ def test_damage_names_the_record(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="truncated"):
         read(file)
     file.write_bytes(framed(b"\x0a\x05abc"))
-    assert "no tf.train.Example" in str(read(file)[0])
+    assert "not a tf.train.Example" in str(read(file)[0])
     file.write_bytes(b"")
     assert read(file) == []
 

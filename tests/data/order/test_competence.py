@@ -219,9 +219,9 @@ def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
     refused = {
         ("image", "length"): "all of one length; .* the name of a field with a score",
         ("image", "rarity"): "needs tokens, .* use the name of a field with a score",
-        ("image", "label"): "'label' \(data\.curriculum\.by\) must be a number, not 'dark'",
+        ("image", "label"): r"'label' \(data\.curriculum\.by\) must be a number, not 'dark'",
         ("classify", "label"): "must be a number, not 'cook'",
-        ("classify", "mood"): "'mood' \(data\.curriculum\.by\) must be a number, not None",
+        ("classify", "mood"): r"'mood' \(data\.curriculum\.by\) must be a number, not None",
     }
     for medium in (image, classify):
         name, values = medium(tmp_path)
