@@ -156,7 +156,7 @@ def curriculum(folder: Path) -> Built:
     source = language(folder, padding=True)
     stages = (
         FIRST,
-        Stage(share=0.7, steps=Interval(4), batch_size=2 * BATCH, replay_fraction=0.25),
+        Stage(share=0.7, steps=Interval(4), batch_size=2 * BATCH, replay=0.25),
         Stage(steps=Interval(9)),
     )
     plan = Curriculum(by="score", stages=stages)

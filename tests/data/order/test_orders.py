@@ -254,9 +254,9 @@ def test_stages_see_the_easiest_with_their_share_of_old_ones(
         position += len(index)
         pairs += zip(index.tolist(), epoch.tolist(), strict=True)
         rank = place[index]
-        assert (rank < stage.count).all()
-        old = stages[i - 1].count if i and stage.replay else 0
-        if 0 < old < stage.count:
+        assert (rank < stage.num_samples).all()
+        old = stages[i - 1].num_samples if i and stage.replay else 0
+        if 0 < old < stage.num_samples:
             repeated = (rank[: len(rank) // 4 * 4] < old).reshape(-1, 4).sum(axis=1)
             assert (repeated == 1).all()
         else:
@@ -372,12 +372,12 @@ def test_stages_are_counted_in_steps_and_samples() -> None:
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ([{"steps": 100}, {"steps": 1}], r"stages\[1\] would begin at step 100, and the run has 100"),
+        ([{"steps": 100}, {"steps": 1}], r"stages\[1\] would begin at step 100, but the run has 100"),
         ([{"steps": 0}, {"steps": 5}], r"stages\[0\]\.steps is 0"),
         ([{"steps": 5}, {"steps": 5, "share": 0.01}], r"stages\[1\] has 2 samples .* fewer than one batch of 8"),
         ([{"steps": 5, "batch_size": 300}], r"stages\[0\] has 200 samples .* fewer than one batch of 300"),
         ([{"steps": 5, "replay": 0.5}], r"stages\[0\]\.replay=0\.5: this stage is the first"),
-        ([{"steps": 5}, {"steps": 5, "replay": 0.5}], r"stages\[1\]\.replay=0\.5: the stage adds no samples"),
+        ([{"steps": 5}, {"steps": 5, "replay": 0.5}], r"stages\[1\]\.replay=0\.5: this stage adds no samples"),
         ([{"steps": 0}, {"steps": 5, "share": 0.01}], r"stages\[0\].*; .*stages\[1\]"),
     ],
 )
