@@ -255,13 +255,13 @@ def test_stages_see_the_easiest_with_their_share_of_old_ones(
         pairs += zip(index.tolist(), epoch.tolist(), strict=True)
         rank = place[index]
         assert (rank < stage.num_samples).all()
-        old = stages[i - 1].num_samples if i and stage.replay else 0
+        old = stages[i - 1].num_samples if i and stage.replay_fraction else 0
         if 0 < old < stage.num_samples:
             repeated = (rank[: len(rank) // 4 * 4] < old).reshape(-1, 4).sum(axis=1)
             assert (repeated == 1).all()
         else:
-            whole = rank[: len(rank) // stage.count * stage.count].reshape(-1, stage.count)
-            assert (np.sort(whole, axis=1) == np.arange(stage.count)).all()
+            whole = rank[: len(rank) // stage.num_samples * stage.num_samples].reshape(-1, stage.num_samples)
+            assert (np.sort(whole, axis=1) == np.arange(stage.num_samples)).all()
     assert len(set(pairs)) == len(pairs)
 
 
