@@ -275,7 +275,8 @@ def test_it_may_be_switched_on_in_the_middle(run: Any, tmp_path: Path) -> None:
         ({"model.vae": "nowhere"}, r"model\.vae: nowhere is no folder"),
         ({"model.vae": "needs.other"}, r"needs\.other"),
         ({"model.vae": None, "data.latents": True}, r"data\.latents: true, and there is no model\.vae"),
-        ({"data.latents": True, "data.augmentation.flip": True}, r"data\.augmentation.* changes samples"),\n    ],
+        ({"data.latents": True, "data.augmentation.flip": True}, r"data\.augmentation.* changes samples"),
+    ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_does_not_fit(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
