@@ -30,10 +30,10 @@ class CleanPrediction(VariancePreserving):
     def target(self, clean, noise, alpha, sigma):
         return clean
 
-    def split(self, predicted, x, alpha, sigma):
+    def split_prediction(self, predicted, x, alpha, sigma):
         return predicted, (x - alpha * predicted) / sigma
 
-    def capped(self, snr, most):
+    def min_snr_weight(self, snr, most):
         return snr.clamp(max=most)
 
 

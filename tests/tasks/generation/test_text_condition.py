@@ -116,7 +116,7 @@ def test_the_processor_holds_a_tokenizer_that_others_open(run: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(run / "processor" / "text", local_files_only=True)
     told = theirs(list(PROMPTS), padding="max_length", max_length=8, truncation=True)
-    ours = bottega.load(run).workload.text.rows(list(PROMPTS))
+    ours = bottega.load(run).workload.text.encode(list(PROMPTS))
     np.testing.assert_array_equal(ours["input_ids"], told.input_ids)
 
 
@@ -249,7 +249,7 @@ def test_files_of_older_tokenizers_give_the_same_tokens(pictures: Path, clip: Pa
     (old / "tokenizer.json").unlink()
     done = train(tmp_path / "runs", pictures, **frozen(old, **{"training.max_steps": 1}))
     told = tiny_clip.tokenizer()(list(PROMPTS), padding="max_length", max_length=tiny_clip.LENGTH)
-    found = bottega.load(done.path).workload.text.rows(list(PROMPTS))
+    found = bottega.load(done.path).workload.text.encode(list(PROMPTS))
     np.testing.assert_array_equal(found["input_ids"], told.input_ids)
 
 
