@@ -279,7 +279,7 @@ def test_the_last_checkpoint_in_place_of_the_best(report: dict[str, Any], folder
 
 
 def test_another_recipe_is_refused_until_all_is_set_aside(report: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"another recipe .*learning_rate.*say fresh"):
+    with pytest.raises(UsageError, match=r"another recipe .*learning_rate.*use fresh"):
         bottega.crossval("classify", tiny(folder, **{"training.learning_rate": 0.5}), folds=FOLDS)
     with pytest.raises(UsageError, match=r"another recipe \(.*data.split.folds: 3 -> 4"):
         bottega.crossval("classify", tiny(folder), folds=4)

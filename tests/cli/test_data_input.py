@@ -496,10 +496,10 @@ def test_keys_that_do_not_go_together(say: Any, tmp_path: Path) -> None:
     words = ["prepare", "language", "--data", path, BYTES]
     for key, parts in {
         f"data.sources=[{{path: {path}}}]": ["train and sources"],
-        "data.split={folds: 3, fold: 3}": ["data.split", "fold 3 is not one of 3"],
+        "data.split={folds: 3, fold: 3}": ["data.split", "fold: expected at most 2"],
         "data.split.by=group": ["data.split", "group needs field"],
         "data.curriculum={stages: [{share: 0.5}]}": ["data.curriculum.stages.0.steps", "missing"],
-        "data.mixture=temperature": ["mixture", "needs sources"],
+        "data.mixture=temperature": ["mixture", "needs several data.sources"],
         "data.validation={split: 1.5}": ["data.validation", "between 0 and 1"],
         "data.max_bad=2": ["data.max_bad"],
         "data.filter.languages=[xx]": ["data.filter.languages", "'xx'"],

@@ -198,7 +198,7 @@ def test_places_without_records(tmp_path: Path, capfd: pytest.CaptureFixture[str
     (tmp_path / "x.csv").write_text("user,history\n")
     prepare(capfd, tmp_path / "x.csv").refused(3, "is of kind csv")
     (tmp_path / "bad.jsonl").write_text("{\n")
-    prepare(capfd, tmp_path / "bad.jsonl").refused(3, "bad.jsonl, line 1", "no valid JSON")
+    prepare(capfd, tmp_path / "bad.jsonl").refused(3, "bad.jsonl, line 1", "invalid JSON")
     (tmp_path / "one.json").write_text(json.dumps(record(1, [1], 2)))
     prepare(capfd, tmp_path / "one.json").refused(3, "one.json", "expected a list of objects")
 

@@ -39,7 +39,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, text_fi
     last = checkpoint.read_link(tmp_path / "x" / "checkpoints", "last")
     assert last is not None
     step = checkpoint.verify(last).step
-    assert f"bottega: rank {rank}: stopped by SIGTERM at step {step}; saved" in err
+    assert f"bottega: rank {rank}: stopped by SIGTERM at step {step}; the state is saved" in err
     assert steps_logged(tmp_path / "x") == list(range(1, step + 1))
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks.values())
 
@@ -57,7 +57,7 @@ def test_the_loss_of_a_rank_ends_the_others_and_loses_nothing(tmp_path: Path, te
     assert alive(ranks) == []
     name = f"rank {rank} on {socket.gethostname()} (process {ranks[rank].pid})"
     assert re.search(
-        rf"bottega: rank {1 - rank}: {re.escape(name)} (was killed by SIGKILL|has ended); start the", err
+        rf"bottega: rank {1 - rank}: {re.escape(name)} (was killed by SIGKILL|has ended); run the same", err
     ), err
     assert f"exitcode  : 8 (pid: {ranks[1 - rank].pid})" in err
     good = checkpoint.find_newest_valid(tmp_path / "x" / "checkpoints", pytest.fail)
@@ -111,7 +111,7 @@ def test_ctrl_c_in_a_terminal_saves(tmp_path: Path, text_file: Path) -> None:
     _, err = run.end()
     last = checkpoint.read_link(tmp_path / "x" / "checkpoints", "last")
     assert last is not None
-    assert f"stopped by SIGINT at step {checkpoint.verify(last).step}; saved" in err
+    assert f"stopped by SIGINT at step {checkpoint.verify(last).step}; the state is saved" in err
     assert "second signal" not in err
 
 

@@ -280,7 +280,7 @@ class Data(Section):
         if self.sources is not None and self.train != default:
             raise ValueError("train and sources both set the training data; keep one")
         if (self.mixture == "temperature" or self.temperature is not None) and self.sources is None:
-            raise ValueError("temperature: sampling by size needs several data.sources")
+            raise ValueError("mixture: temperature samples by size and needs several data.sources")
         if self.temperature is not None and self.mixture not in (None, "temperature"):
             raise ValueError(f"temperature has no effect with mixture {self.mixture}; leave one of them out")
         if self.mixture == "sequence":

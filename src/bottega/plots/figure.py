@@ -68,6 +68,7 @@ def open_figure(path: Path, *, width: float, height: float) -> Iterator[Any]:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it logs that it looks for fonts
     try:
         import matplotlib
+        import PIL  # noqa: F401  # which writes the PNG
         from matplotlib.figure import Figure
     except ImportError as error:
         raise PlotsUnavailable(f"{MISSING} ({error})") from error

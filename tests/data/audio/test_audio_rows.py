@@ -93,7 +93,7 @@ def test_what_holds_no_sound_says_why() -> None:
         ({"audio": np.array([0, np.inf]), "sample_rate": RATE}, {}, "sample 1 is not finite"),
         ({"audio": np.zeros(1), "sample_rate": 48000}, {"sample_rate": 8000}, "0 samples at 8000"),
         ({"audio": sound, "sample_rate": 1000}, {"sample_rate": 48000, "limit_samples": 10_000}, "38,400 samples"),
-        ({"audio": encode_wav(sound, RATE), "label": b"\xff"}, {}, "field 'label' is no text"),
+        ({"audio": encode_wav(sound, RATE), "label": b"\xff"}, {}, "field 'label' is not text"),
         ({"audio": encode_wav(sound, RATE)}, {"label_field": "mood"}, "no field 'mood'"),
     ]
     for fields, options, message in cases:

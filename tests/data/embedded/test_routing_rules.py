@@ -176,7 +176,7 @@ def test_what_is_prepared_says_what_is_known() -> None:
     assert sum(report["rules"]["train"].values()) == 240
     shown = format_report({**report, "examples": [], "pictures": []})
     assert "rules       4" in shown
-    assert "best possible answer" in shown
+    assert "accuracy of the best possible classifier" in shown
     assert set(report["duplicates"]) >= {"train", "test", "train and test", "train and validation"}
     assert set(report["duplicates"].values()) == {0}  # no sample is in two tables
 

@@ -246,10 +246,10 @@ class TestBatches:
         encoder = ImageEncoder((8, 8), 3, has_condition=True)
         records = [record(f"r{n}", image=noise(8, 8, 3), condition=[0] * (1 + n // 2)) for n in range(3)]
         ragged = table(tmp_path / "ragged", encoder, records)
-        with pytest.raises(DataError, match="r2: its condition has 2 numbers and that of r0 1"):
+        with pytest.raises(DataError, match="r2: its condition has 2 numbers, that of r0 1"):
             ImageRows(ragged, encoder, content="x", condition="vector")
         bare = table(tmp_path / "bare", PLAIN, records)
-        with pytest.raises(DataError, match="no condition"):
+        with pytest.raises(DataError, match="needs vectors"):
             ImageRows(bare, PLAIN, content="x", condition="vector")
         with pytest.raises(DataError, match="no labels"):
             ImageRows(bare, PLAIN, content="x", condition="class")

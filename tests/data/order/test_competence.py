@@ -170,7 +170,7 @@ def test_the_score_of_a_picture_is_its_own(tmp_path: Path) -> None:
     recipe = load_recipe(
         [name, {**values, "data.curriculum": {"by": "hardness", "competence": {"initial": 0.5}}}]
     ).recipe
-    source = registry.open_workload(recipe, progress=lambda stage, done, total: None).training()
+    source = registry.open_workload(recipe, progress=lambda stage, done, total: None).data.training()
     ranked = rank_samples(source, "hardness")
     light = source.rows(ranked, np.zeros_like(ranked))["image"].mean(axis=(1, 2, 3))
     assert (np.diff(light) <= 1e-6).all()
@@ -182,7 +182,7 @@ def test_each_stage_sees_what_it_declares(medium: Any, tmp_path: Path) -> None:
     name, values = medium(tmp_path)
     curriculum = {"data.curriculum": {"by": "hardness", "stages": STAGES}}
     recipe = load_recipe([name, {**values, **COMMON, **curriculum}]).recipe
-    source = registry.open_workload(recipe, progress=lambda stage, done, total: None).training()
+    source = registry.open_workload(recipe, progress=lambda stage, done, total: None).data.training()
     loader = build_plain_loader(recipe, source, data_size=1)
     assert count_total_steps(recipe, loader) == 8
     place = np.argsort(rank_samples(source, "hardness"))

@@ -146,7 +146,7 @@ def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
 
     def training(name: str, values: dict[str, object]) -> object:
         recipe = load_recipe([name, values]).recipe
-        return registry.open_workload(recipe, progress=lambda stage, done, total: None).training()
+        return registry.open_workload(recipe, progress=lambda stage, done, total: None).data.training()
 
     for name, values in (("image", small_media.image(tmp_path)), ("audio", small_media.audio(tmp_path))):
         rows = training(name, values)

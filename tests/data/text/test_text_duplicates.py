@@ -60,7 +60,7 @@ def test_case_and_white_space_do_not_matter(words: list[str], space: str) -> Non
 
 def test_keys_are_the_same_in_every_process() -> None:
     # blake2b of "hello world" cut to 8 bytes; a change of it would keep duplicates across two halves of a preparation.
-    code = "from bottega.data.text.duplicates import *; print(content_key('Hello  World'), signature('Hello  World wide')[:3])"
+    code = "from bottega.data.text.duplicates import *; print(hash_content('Hello  World'), minhash_signature('Hello  World wide')[:3])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == f"{hash_content('hello world')} {minhash_signature('hello world wide')[:3]}"
     assert hash_content("a") != hash_content("b")

@@ -170,7 +170,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
         (small_media.pictures, {"data.normalise": "unit"}, r"data\.normalise: unit"),
         (small_media.pictures, {"data.buckets": 2, "data.image_size": 8}, r"data\.buckets"),
         (small_media.pictures, {"data.image_size": 9}, r"height 9 \(a multiple of 2, such as 10\)"),
-        (small_media.pictures, {"data.latents": True}, r"data\.latents: true, and there is no model\.vae"),
+        (small_media.pictures, {"data.latents": True}, r"data\.latents: needs model\.vae"),
         (small_media.pictures, {"data.input": "text"}, r"data\.input"),
         (small_media.pictures, {"model.from": "nowhere"}, r"model\.from: nowhere is no folder"),
         (

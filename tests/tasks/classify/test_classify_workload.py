@@ -130,7 +130,7 @@ def test_other_data_is_numbered_by_the_classes_of_the_run(trained: Path, tmp_pat
     other = pictures(tmp_path / "top", names=("top",), count=20)
     assert run.evaluate(other)["accuracy"] >= 0.9
     np.save(other / "label.npy", np.array(["left"] * 20))
-    with pytest.raises(DataError, match="label 'left' is none of the 3 classes"):
+    with pytest.raises(DataError, match="label 'left' is not one of the 3 classes"):
         run.evaluate(other)
 
 

@@ -274,7 +274,7 @@ def test_it_may_be_switched_on_in_the_middle(run: Any, tmp_path: Path) -> None:
         ({"model.patch_size": 3}, r"model\.patch_size: patches of 3 do not divide a side of 4"),
         ({"model.vae": "nowhere"}, r"model\.vae: nowhere is no folder"),
         ({"model.vae": "needs.other"}, r"needs\.other"),
-        ({"model.vae": None, "data.latents": True}, r"data\.latents: true, and there is no model\.vae"),
+        ({"model.vae": None, "data.latents": True}, r"data\.latents: needs model\.vae"),
         ({"data.latents": True, "data.augmentation.flip": True}, r"data\.augmentation.* changes samples"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -6,7 +6,7 @@ If the right expert of a sample is known, its index is the `rule` of the row.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -235,3 +235,22 @@ def augment_vectors(
             # Draws are never 0 or 1, so that a probability of 0 masks nothing and 1 everything.
             x[rows] *= noise.uniform("vector mask", x.shape[1:]) >= options.mask_probability
     return x
+
+
+def fit_standardization(tables: Sequence[VectorRows]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and reciprocal standard deviation of each input over `tables`; the latter is 1 for a constant input."""
+    count = sum(len(rows) for rows in tables)
+    mean = np.sum([_sum_inputs(rows, lambda x: x) for rows in tables], axis=0) / count
+    square = np.sum([_sum_inputs(rows, lambda x: (x - mean) ** 2) for rows in tables], axis=0) / count
+    deviation = np.sqrt(square)
+    scale = np.where(deviation > 1e-12, 1 / np.maximum(deviation, 1e-12), 1.0)
+    return tuple(mean.tolist()), tuple(scale.tolist())
+
+
+def _sum_inputs(rows: VectorRows, value: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the sum of `value(inputs)` over all rows, (inputs,) in float64, computed 65,536 rows at a time."""
+    total = np.zeros(rows.num_inputs)
+    for first in range(0, len(rows), 65_536):
+        index = np.arange(first, min(first + 65_536, len(rows)))
+        total += value(rows.rows(index, np.zeros_like(index))["x"].astype(np.float64)).sum(0)
+    return total

@@ -18,7 +18,7 @@ from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
 from bottega.core.types import Models
 from bottega.data.numbers.numeric_fields import read_number_rows
-from bottega.data.numbers.vectors import VectorRows
+from bottega.data.numbers.vectors import VectorRows, fit_standardization
 from bottega.data.prepare.media import prepare_vectors
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.external import ExternalData
@@ -69,7 +69,7 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Rou
     )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe), remedy=remedy)
     rows = [_rows(recipe, prepared, name, classes, is_training=False) for name in prepared.training_tables]
-    mean, scale = _scale_of(rows)
+    mean, scale = fit_standardization(rows)
     num_rules = prepared.metadata.get("num_rules")
     known = RoutingMetadata(
         shape=resolve_routing_shape(recipe.model, num_inputs=rows[0].num_inputs, num_labels=len(classes)),
@@ -389,22 +389,3 @@ def _rows(
     rows = open_media_source(recipe, prepared, name, is_training=is_training, classes=classes)
     assert isinstance(rows, VectorRows)
     return rows
-
-
-def _scale_of(tables: Sequence[VectorRows]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """The mean of each input and one over its deviation, in the training data; 1 where it is always the same."""
-    count = sum(len(rows) for rows in tables)
-    mean = np.sum([_summed(rows, lambda x: x) for rows in tables], axis=0) / count
-    square = np.sum([_summed(rows, lambda x: (x - mean) ** 2) for rows in tables], axis=0) / count
-    deviation = np.sqrt(square)
-    scale = np.where(deviation > 1e-12, 1 / np.maximum(deviation, 1e-12), 1.0)
-    return tuple(mean.tolist()), tuple(scale.tolist())
-
-
-def _summed(rows: VectorRows, value: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """[d] in float64, a part of the rows at a time."""
-    total = np.zeros(rows.num_inputs)
-    for first in range(0, len(rows), 65_536):
-        index = np.arange(first, min(first + 65_536, len(rows)))
-        total += value(rows.rows(index, np.zeros_like(index))["x"].astype(np.float64)).sum(0)
-    return total
