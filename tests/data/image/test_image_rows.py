@@ -251,7 +251,7 @@ class TestBatches:
         bare = table(tmp_path / "bare", PLAIN, records)
         with pytest.raises(DataError, match="needs vectors"):
             ImageRows(bare, PLAIN, content="x", condition="vector")
-        with pytest.raises(DataError, match="no labels"):
+        with pytest.raises(DataError, match="needs labels"):
             ImageRows(bare, PLAIN, content="x", condition="class")
 
 
