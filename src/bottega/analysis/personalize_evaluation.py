@@ -164,7 +164,7 @@ def _instruments(
     if judge is None:
         notes.append("the recipe names no model.clip: what it would judge, and the arm picked, are left out")
     if fields is not None:
-        words = ClipFieldClassifier(fields, _captions(studio), judge.texts) if judge is not None else None
+        words = ClipFieldClassifier(fields, _captions(studio), judge.encode_texts) if judge is not None else None
         ruler = _trusted(fields, people)
     if lpips is not None:
         from bottega.models.metric_networks.perceptual import load_lpips

@@ -57,7 +57,7 @@ class ImageMetrics:
 
     def measure_arm(self, arm: str, pictures: np.ndarray, **beside: Sequence[Any]) -> list[dict[str, Any]]:
         """Of uint8 [n, h, w, 3], one a person, in their order; `beside` are fields that only this arm has."""
-        people, seen = self.people, self.judge.pictures(pictures) if self.judge is not None else None
+        people, seen = self.people, self.judge.encode_images(pictures) if self.judge is not None else None
         assert len(pictures) == len(people), "one picture a person"
         columns: dict[str, Sequence[Any]] = {
             "user": [record.user for record in people.records],
@@ -117,12 +117,12 @@ class ImageMetrics:
     @cached_property
     def _texts(self) -> tuple[np.ndarray, np.ndarray]:
         likes = [", ".join(words) for words in self.people.keywords]
-        return self.judge.texts(likes), self.judge.texts([record.wish_or_caption for record in self.people.records])
+        return self.judge.encode_texts(likes), self.judge.encode_texts([record.wish_or_caption for record in self.people.records])
 
     @cached_property
     def _liked(self) -> list[np.ndarray]:
         found = (self.people.load_liked_images(number) for number in range(len(self.people)))
-        return [self.judge.pictures(np.stack(one)) if one else np.zeros((0, 1), np.float32) for one in found]
+        return [self.judge.encode_images(np.stack(one)) if one else np.zeros((0, 1), np.float32) for one in found]
 
 
 def _size(pictures: np.ndarray) -> str:
