@@ -117,7 +117,9 @@ class ImageMetrics:
     @cached_property
     def _texts(self) -> tuple[np.ndarray, np.ndarray]:
         likes = [", ".join(words) for words in self.people.keywords]
-        return self.judge.encode_texts(likes), self.judge.encode_texts([record.wish_or_caption for record in self.people.records])
+        return self.judge.encode_texts(likes), self.judge.encode_texts(
+            [record.wish_or_caption for record in self.people.records]
+        )
 
     @cached_property
     def _liked(self) -> list[np.ndarray]:
