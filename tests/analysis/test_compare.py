@@ -429,7 +429,7 @@ def test_single_runs_without_predictions(make: Make) -> None:
     b = make("b", 0.9, settings={"model.num_filters": 64})
     text = refused("runs/a", "runs/b")
     assert "at least 2" in text
-    assert "give seeds" in text
+    assert "several seeds" in text
     assert "bottega evaluate runs/a --out" in text
     answers(b, [True])
     assert "runs/a is a single run" in refused("runs/a", "runs/b")
