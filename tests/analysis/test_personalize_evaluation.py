@@ -653,7 +653,7 @@ def test_plot_of_people_shows_means_alone(make: Any, monkeypatch: pytest.MonkeyP
     texts = "\n".join(texts_of(figures[0]))
     assert "mean over 12 people with its 95 % interval" in texts
     assert "each dot" not in texts
-    assert "n = 10 of 12 people where just one is right" in texts
+    assert "n = 10 of 12 people where only one is right" in texts
 
 
 def test_a_measure_has_one_test_for_all_pairs(make: Any) -> None:
