@@ -233,14 +233,14 @@ def test_a_measure_that_is_no_number_is_left_out_with_its_reason(tmp_path: Path)
     shown = format_report(found)
     assert "nan" not in shown
     assert [line for line in shown.splitlines() if line.startswith("nearest_ratio")] == found["notes"]
-    assert "are training samples" in found["notes"][0]
+    assert "are also training samples" in found["notes"][0]
 
 
 def test_only_a_generator_is_judged(tmp_path: Path) -> None:
     settings = {**small_media.image(tmp_path), "training.max_steps": 1, "model.hidden_size": 8}
     settings = {k: v for k, v in settings.items() if not k.startswith(("samples.", "model.num", "model.patch"))}
     path = bottega.train("classify/image", settings).path
-    with pytest.raises(UsageError, match="count 4: of a run of classify no samples are judged; leave it out"):
+    with pytest.raises(UsageError, match="count 4: the task classify does not score generated samples; leave it out"):
         bottega.evaluate(path, count=4)
     assert bottega.evaluate(path, count=0)["metrics"]
 

@@ -788,7 +788,7 @@ def test_a_run_is_evaluated_and_compared_from_the_command_line(
     assert compared["pairs"][0]["difference"] == pytest.approx(
         np.mean(list(pairs[1].values())) - np.mean(list(pairs[0].values()))
     )
-    assert "samples are not judged by that" in told(capsys, "evaluate", str(run), "--inception", "x", code=2)
+    assert "the task personalize does not use it" in told(capsys, "evaluate", str(run), "--inception", "x", code=2)
     assert "only safetensors" in told(capsys, "evaluate", str(run), "--lpips", "alex.pth", code=4)
     assert "no test data" in told(capsys, "evaluate", str(run), "--split", "test", code=2)
 

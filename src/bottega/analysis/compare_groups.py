@@ -50,8 +50,7 @@ class GroupMember:
     data_fingerprint: str | None
     """The fingerprint of its data; None without a checkpoint."""
     held_out: Mapping[str, str] = field(default_factory=dict)
-    """Split -> hash of the held-out keys and labels, and SPLIT.content -> hash of their files; empty in runs of older versions,
-    which did not record it."""
+    """Split -> hash of the held-out keys and labels, SPLIT.content -> hash of their files; empty in runs of old versions."""
 
 
 @dataclass(frozen=True)
@@ -180,8 +179,7 @@ def require_same_metric(groups: list[Group]) -> BestMetric:
         if (first_options.metric, first_options.resolved_mode) != (options.metric, options.resolved_mode):
             raise UsageError(
                 f"{first.name} selects its best checkpoint by {first_options.metric} ({first_options.resolved_mode}), "
-                f"{group.name} by {options.metric} ({options.resolved_mode}); train them with the same evaluation.metric "
-                "and mode"
+                f"{group.name} by {options.metric} ({options.resolved_mode}); train both with one evaluation.metric and mode"
             )
     return BestMetric(first_recipe.evaluation.metric, first_recipe.evaluation.is_maximised)
 

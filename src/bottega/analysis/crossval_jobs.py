@@ -158,7 +158,7 @@ class _Child:
         self._signalled_at: float | None = None
         self._has_forwarded = False
         self._stderr_file = job.recipe.with_suffix(".stderr")
-        # In its own process group, so that Ctrl-C reaches only this process: a second signal would stop it without saving.
+        # In its own process group, so that Ctrl-C reaches only the parent: a second signal would stop it without saving.
         with self._stderr_file.open("wb") as stderr:
             self._process = subprocess.Popen(
                 plugins.bottega_command(["train", str(job.recipe), "--quiet"]),
