@@ -20,6 +20,7 @@ from bottega.storage.durable import replacing_file
 from bottega.tasks.measures import classification as measures
 
 PREDICTIONS, CONFUSION, CALIBRATION = "predictions.jsonl", "confusion.png", "calibration.png"
+"""Files that an evaluation writes."""
 
 
 @final

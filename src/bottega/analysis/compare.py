@@ -129,8 +129,8 @@ def _describe_group(group: Group, values: dict[int, float], *, level: float) -> 
 
 
 def _test_pair(
-    one: Group,
-    other: Group,
+    first: Group,
+    second: Group,
     values: dict[str, dict[int, float]],
     *,
     metric: str,
@@ -139,23 +139,23 @@ def _test_pair(
     notes: list[str],
 ) -> dict[str, Any]:
     """Test two groups in pairs by the folds or seeds that both have, or unpaired where they have no seed in common."""
-    first_values, second_values, kind = values[one.label], values[other.label], one.kind
+    first_values, second_values, kind = values[first.label], values[second.label], first.kind
     shared = [key for key in first_values if key in second_values]
-    if len(shared) == 1 or (one.num_folds and not shared):
+    if len(shared) == 1 or (first.num_folds and not shared):
         raise UsageError(
-            f"{one.name} and {other.name} have {len(shared) or 'no'} {kind} in common, and a test needs 2 pairs or more; "
+            f"{first.name} and {second.name} have {len(shared) or 'no'} {kind} in common, and a test needs 2 pairs or more; "
             f"give both the same {kind}s"
         )
     for key in shared or (next(iter(first_values)),):
-        partner = other.members_by_key[key] if shared else other.members[0]
-        notes += check_same_data(one.members_by_key[key], partner, metric=metric, split=split)
+        partner = second.members_by_key[key] if shared else second.members[0]
+        notes += check_same_data(first.members_by_key[key], partner, metric=metric, split=split)
     if not shared:
         result = st.compare_unpaired(
             *(np.array(list(side.values())) for side in (second_values, first_values)), level=level
         )
         if math.isinf(result.statistic):
             raise UsageError(
-                f"{one.name} and {other.name} have no variance, so only a paired test applies; give both the same seeds"
+                f"{first.name} and {second.name} have no variance, so only a paired test applies; give both the same seeds"
             )
         why = (
             f"they have no seed in common, so there are no pairs, and the variances of {len(first_values)} and "
@@ -165,27 +165,27 @@ def _test_pair(
             notes.append(
                 f"with {len(first_values)} and {len(second_values)} runs a test has little power; use at least {FEW_PAIRS} seeds each"
             )
-        return describe_pair(one, other, result, why=why, paired_by=None)
+        return describe_pair(first, second, result, why=why, paired_by=None)
     result = st.compare_paired(
         *(np.array([side[key] for key in shared]) for side in (second_values, first_values)),
         level=level,
-        test_train_ratio=one.test_train_ratio,
+        test_train_ratio=first.test_train_ratio,
     )
     unpaired = sorted(set(first_values) ^ set(second_values))
     if unpaired:
         notes.append(
-            f"{one.label} and {other.label}: {kind} {', '.join(map(str, unpaired))} is only in one of them and is left out"
+            f"{first.label} and {second.label}: {kind} {', '.join(map(str, unpaired))} is only in one of them and is left out"
         )
     if len(shared) < FEW_PAIRS:
         few = f"with {len(shared)} pairs a test has little power (the smallest possible Wilcoxon p is {2 / 2 ** len(shared):g})"
         notes.append(f"{few}, and the t-test assumes normal differences")
     if result.test.startswith("Wilcoxon"):
         why = "all pairs differ by the same amount, so a t-test has no variance to divide by"
-    elif one.num_folds:
-        why = f"folds share training data, so the variance is scaled by 1/{len(shared)} + 1/{one.num_folds - 1}, not by 1/{len(shared)}"
+    elif first.num_folds:
+        why = f"folds share training data, so the variance is scaled by 1/{len(shared)} + 1/{first.num_folds - 1}, not by 1/{len(shared)}"
     else:
         why = f"both have {len(shared)} seeds in common, so runs of one seed are pairs"
-    return describe_pair(one, other, result, why=why, paired_by=kind)
+    return describe_pair(first, second, result, why=why, paired_by=kind)
 
 
 def _conclude(

@@ -192,67 +192,67 @@ def metric_direction(metric: str, goal: BestMetric) -> str | None:
     return infer_metric_mode(metric)
 
 
-def check_same_data(one: GroupMember, other: GroupMember, *, metric: str, split: str | None) -> list[str]:
+def check_same_data(first: GroupMember, second: GroupMember, *, metric: str, split: str | None) -> list[str]:
     """Refuse runs that were measured on different samples or labels; return notes on what could not be checked.
 
     Equal fingerprints mean equal data. Fingerprints also change with how samples are read and prepared; then the recorded
     hashes of held-out samples and labels decide, and without these the recipes.
     """
-    both, changed = f"{one.path} and {other.path}", diff_recipes(one.recipe, other.recipe)
-    if split is None and _describe_limit(one.recipe) != _describe_limit(other.recipe):
-        limits = f"{_describe_limit(one.recipe)} and {_describe_limit(other.recipe)}"
+    both, changed = f"{first.path} and {second.path}", diff_recipes(first.recipe, second.recipe)
+    if split is None and _describe_limit(first.recipe) != _describe_limit(second.recipe):
+        limits = f"{_describe_limit(first.recipe)} and {_describe_limit(second.recipe)}"
         raise UsageError(f"{both} were measured on {limits}; train them with the same evaluation.max_batches")
-    if one.data_fingerprint is not None and one.data_fingerprint == other.data_fingerprint:
+    if first.data_fingerprint is not None and first.data_fingerprint == second.data_fingerprint:
         return []
     part = split or "validation"
-    is_same = _have_same_samples(one, other, part)
-    selected = [c for c in changed if _is_under(c[0], _selection_keys(one, other, part, is_same=is_same))]
+    is_same = _have_same_samples(first, second, part)
+    selected = [c for c in changed if _is_under(c[0], _selection_keys(first, second, part, is_same=is_same))]
     if selected or is_same is False:
         why = _format_changes(selected) if selected else "the held-out samples or labels differ"
         raise UsageError(f"{both} were measured on different data: {why}; give runs with the same held-out data")
     prepared = [c for c in changed if _is_under(c[0], ("data", "model.from", *LABEL_KEYS))]
-    read_keys = _held_out_keys(one, other, part) if is_same else ()
+    read_keys = _held_out_keys(first, second, part) if is_same else ()
     irrelevant = (*TRAINING_ONLY_KEYS, *LABEL_KEYS, *(key for key in TRAIN_SPLIT_KEYS if key not in read_keys))
     encoding = [c for c in prepared if not _is_under(c[0], irrelevant)]
-    if encoding and not find_spec(one.recipe).has_labels and metric != "bits_per_byte":
-        hint = "; --metric bits_per_byte does not depend on it" if one.recipe.task == "language" else ""
+    if encoding and not find_spec(first.recipe).has_labels and metric != "bits_per_byte":
+        hint = "; --metric bits_per_byte does not depend on it" if first.recipe.task == "language" else ""
         raise UsageError(f"{both}: {metric} is a mean over different units: {_format_changes(encoding)}{hint}")
     if is_same and prepared:
         keys = ", ".join(c[0] for c in prepared)
         return [f"the data was read in different ways ({keys}); the samples measured and their labels are the same"]
-    if one.data_fingerprint is None or other.data_fingerprint is None:
+    if first.data_fingerprint is None or second.data_fingerprint is None:
         return ["there is no checkpoint, so only the recipes were compared to check that the data is the same"]
-    augmentation = getattr(one.recipe.data, "augmentation", None)
-    if prepared or (augmentation is not None and augmentation.enabled and one.recipe.seed != other.recipe.seed):
+    augmentation = getattr(first.recipe.data, "augmentation", None)
+    if prepared or (augmentation is not None and augmentation.enabled and first.recipe.seed != second.recipe.seed):
         why = ", ".join(c[0] for c in prepared) or "data.augmentation, by the seed"
         return [
             f"the data was prepared in different ways ({why}), so only the recipes were compared to check its files"
         ]
-    fingerprints = f"fingerprints {one.data_fingerprint[:8]} and {other.data_fingerprint[:8]}"
+    fingerprints = f"fingerprints {first.data_fingerprint[:8]} and {second.data_fingerprint[:8]}"
     raise UsageError(
         f"{both} were measured on different data: its files have changed ({fingerprints}); train one again"
     )
 
 
-def _have_same_samples(one: GroupMember, other: GroupMember, part: str) -> bool | None:
+def _have_same_samples(first: GroupMember, second: GroupMember, part: str) -> bool | None:
     """Return whether both held out the same samples with the same labels; None where that was not recorded."""
-    if part in one.held_out and part in other.held_out:
-        is_same = one.held_out[part] == other.held_out[part]
+    if part in first.held_out and part in second.held_out:
+        is_same = first.held_out[part] == second.held_out[part]
     else:
-        labels = [_read_labels(member.path, part) for member in (one, other)]
+        labels = [_read_labels(member.path, part) for member in (first, second)]
         if None in labels:
             return None
         is_same = labels[0] == labels[1]
-    contents = [member.held_out.get(f"{part}.content") for member in (one, other)]
+    contents = [member.held_out.get(f"{part}.content") for member in (first, second)]
     if None not in contents:
         return is_same and contents[0] == contents[1]
     # Files of other folders may have the same names and labels.
-    return None if is_same and _read_other_files(one, other, part) else is_same
+    return None if is_same and _read_other_files(first, second, part) else is_same
 
 
-def _read_other_files(one: GroupMember, other: GroupMember, part: str) -> bool:
+def _read_other_files(first: GroupMember, second: GroupMember, part: str) -> bool:
     """Return whether the recipes name different files for a split."""
-    changed, keys = diff_recipes(one.recipe, other.recipe), _held_out_keys(one, other, part)
+    changed, keys = diff_recipes(first.recipe, second.recipe), _held_out_keys(first, second, part)
     return any(
         _is_under(key, keys) and key.rsplit(".", 1)[-1] in ("path", "more_paths", "sources") for key, *_ in changed
     )
@@ -272,16 +272,16 @@ def _read_labels(run: Path, part: str) -> dict[str, str] | None:
     return None
 
 
-def _selection_keys(one: GroupMember, other: GroupMember, part: str, *, is_same: bool | None) -> tuple[str, ...]:
+def _selection_keys(first: GroupMember, second: GroupMember, part: str, *, is_same: bool | None) -> tuple[str, ...]:
     """Return the keys that may select different samples of a split for two runs."""
     if is_same:
         return (f"data.{part}.limit",)  # applied when the samples are evaluated
-    return (*ROW_SELECTION_KEYS, *_held_out_keys(one, other, part))
+    return (*ROW_SELECTION_KEYS, *_held_out_keys(first, second, part))
 
 
-def _held_out_keys(one: GroupMember, other: GroupMember, part: str) -> tuple[str, ...]:
+def _held_out_keys(first: GroupMember, second: GroupMember, part: str) -> tuple[str, ...]:
     """Return the keys that define a split: those of its own files, or of a fraction of the training data."""
-    sections = [getattr(member.recipe.data, part) for member in (one, other)]
+    sections = [getattr(member.recipe.data, part) for member in (first, second)]
     has_own_files = all(section is not None and section.path is not None for section in sections)
     return (f"data.{part}",) if has_own_files else TRAIN_SPLIT_KEYS
 
@@ -312,8 +312,8 @@ def read_best_value(run: Path, metric: str, goal: BestMetric) -> float:
         if _is_number(row.get(goal.metric)) and goal.is_better(row[goal.metric], best.get(goal.metric)):
             best = row
     # Metrics of the whole run, such as the backward transfer of a sequence, are only in the last evaluation.
-    chosen = rows[-1] if metric not in best and metric in rows[-1] else best or rows[-1]
-    return _get_number(chosen, metric if best else goal.metric, where=run / "metrics.jsonl")
+    source = rows[-1] if metric not in best and metric in rows[-1] else best or rows[-1]
+    return _get_number(source, metric if best else goal.metric, where=run / "metrics.jsonl")
 
 
 def read_result_value(run: Path, metric: str, split: str) -> tuple[float, bool]:
@@ -376,8 +376,8 @@ def read_correctness(groups: list[Group]) -> dict[str, np.ndarray] | str:
                 f"{groups[0].name} and {group.name} have predictions of different samples or labels, {len(differing):,} of "
                 f"{len(all_labels):,}, the first {differing[0]!r}; evaluate both on the same data"
             )
-    keys = first_labels.items()
-    return {name: np.array([rows[key][1] == label for key, label in keys]) for name, rows in predictions.items()}
+    expected = first_labels.items()
+    return {name: np.array([rows[key][1] == label for key, label in expected]) for name, rows in predictions.items()}
 
 
 def _read_predictions(results: Path) -> dict[str, tuple[str, str]] | None:

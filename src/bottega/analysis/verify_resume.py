@@ -101,16 +101,18 @@ def _last_step(run: Path) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def find_difference(one: Path, other: Path) -> str | None:
+def find_difference(first_run: Path, second_run: Path) -> str | None:
     """Return the first difference between two runs in tensors or metrics, or None."""
-    a, b = (checkpoint.find_newest(RunDirectory(path).checkpoints) for path in (one, other))
-    if a is None or b is None:
+    first_checkpoint, second_checkpoint = (
+        checkpoint.find_newest(RunDirectory(path).checkpoints) for path in (first_run, second_run)
+    )
+    if first_checkpoint is None or second_checkpoint is None:
         return "one of them has no checkpoint"
-    first, second = checkpoint.verify(a), checkpoint.verify(b)
-    for name in sorted(first.files.keys() | second.files.keys()):
-        if name.endswith(".safetensors") and first.files.get(name) != second.files.get(name):
-            return _find_tensor_difference(a / name, b / name)
-    rows, other_rows = (_read_comparable_metrics(RunDirectory(path).metrics) for path in (one, other))
+    first_manifest, second_manifest = checkpoint.verify(first_checkpoint), checkpoint.verify(second_checkpoint)
+    for name in sorted(first_manifest.files.keys() | second_manifest.files.keys()):
+        if name.endswith(".safetensors") and first_manifest.files.get(name) != second_manifest.files.get(name):
+            return _find_tensor_difference(first_checkpoint / name, second_checkpoint / name)
+    rows, other_rows = (_read_comparable_metrics(RunDirectory(path).metrics) for path in (first_run, second_run))
     if len(rows) != len(other_rows):
         return f"metrics.jsonl has {len(rows)} lines in one run and {len(other_rows)} in the other"
     for row, other_row in zip(rows, other_rows, strict=True):

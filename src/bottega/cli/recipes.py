@@ -15,10 +15,14 @@ from bottega.terminal import print_result
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega plan RECIPE... [key=value]... [--check | --memory]"
     parser.add_argument(
-        "--check", action="store_true", help="find every problem that train would, and print what would run (default)"
+        "--check",
+        action="store_true",
+        help="find every problem that train would find, and print the resolved recipe (default)",
     )
     parser.add_argument(
-        "--memory", action="store_true", help="measure a few steps: memory by micro-batch, and what fits on which GPU"
+        "--memory",
+        action="store_true",
+        help="measure a few steps: memory by micro-batch, and the micro-batch that fits on each GPU",
     )
 
 
