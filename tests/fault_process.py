@@ -96,7 +96,7 @@ def run_child(work: Callable[[], Any], log: Path) -> int:
             result = work()
             code = int(result or 0)
         except Exception as error:
-            code = cli._explain(error)
+            code = cli._report_error(error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -256,7 +256,7 @@ def test_equal_differences_prove_little(seeds: Callable[..., str]) -> None:
 def test_seeds_that_only_one_has_are_left_out_and_named(seeds: Callable[..., str]) -> None:
     report = compare([seeds("a", GOOD), seeds("b", BETTER[:4], first=1)])
     assert report["pairs"][0]["n"] == 4
-    assert any("seed 0 is in one of them only" in note for note in report["notes"])
+    assert any("seed 0 is only in one of them" in note for note in report["notes"])
 
 
 def test_results_of_an_evaluation(seeds: Callable[..., str]) -> None:
@@ -271,9 +271,9 @@ def test_results_of_an_evaluation(seeds: Callable[..., str]) -> None:
     assert "is of the split test, not validation" in refused(*names, split="validation")
     assert "has no f1; --metric can be accuracy" in refused(*names, split="test", metric="f1")
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text('{"accuracy": 0.7}')
-    assert any("does not say of which split" in note for note in compare(names, split="test")["notes"])
+    assert any("does not name its split" in note for note in compare(names, split="test")["notes"])
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text("[1")
-    assert "b-s1/results/metrics.json is no JSON object" in refused(*names, split="test", kind=DataError)
+    assert "b-s1/results/metrics.json is not a JSON object" in refused(*names, split="test", kind=DataError)
     (Path("runs") / "b-s1" / "results" / "metrics.json").unlink()
     assert "bottega evaluate runs/b-s1 --split test --out" in refused(*names, split="test")
 
@@ -338,10 +338,10 @@ def test_different_data_is_refused(seeds: Callable[..., str]) -> None:
     one = seeds("a", GOOD)
     split = seeds("b", BETTER, data="d2", settings={"data.validation.split": 0.3})
     assert "measured on different data: data.validation.split (0.1 and 0.3)" in refused(one, split)
-    assert "its files changed in between" in refused(one, seeds("c", BETTER, data="d3"))
+    assert "its files have changed" in refused(one, seeds("c", BETTER, data="d3"))
     fewer = seeds("d", BETTER, settings={"evaluation.max_batches": 2})
     assert "measured on all of it and 2 batches of 32" in refused(one, fewer)
-    assert "only the recipes say" in compare([one, seeds("e", BETTER, data=None)])["notes"][0]
+    assert "only the recipes were compared" in compare([one, seeds("e", BETTER, data=None)])["notes"][0]
 
 
 READ_OTHERWISE = {"data.train.columns": ["text", "rest", "label"]}
@@ -354,13 +354,13 @@ def test_samples_and_labels_decide_and_not_how_they_are_read(seeds: Callable[...
         "the data was read in different ways (data.train.columns); the samples measured and their labels are the same"
     ]
     text = refused(one, seeds("c", BETTER, data="d3", held_out="h2", settings={"model.num_filters": 64}))
-    assert "different data: the samples or labels that were held out are not the same" in text
+    assert "different data: the held-out samples or labels differ" in text
     assert "data.train.columns" in refused(one, seeds("d", BETTER, data="d4", held_out="h2", settings=READ_OTHERWISE))
     few = {**READ_OTHERWISE, "data.validation": {"split": 0.1, "limit": 3}}
     assert "data.validation.limit (null and 3)" in refused(
         one, seeds("e", BETTER, data="d5", held_out="h1", settings=few)
     )
-    assert "its files changed in between" in refused(one, seeds("f", BETTER, data="d6", held_out="h1"))
+    assert "its files have changed" in refused(one, seeds("f", BETTER, data="d6", held_out="h1"))
 
 
 def test_equal_names_and_labels_of_other_files_are_other_samples(seeds: Callable[..., str]) -> None:
@@ -386,7 +386,7 @@ def test_the_loss_of_other_texts_of_the_same_samples_is_refused(make: Make) -> N
         for seed in range(2):
             settings = {**language, "evaluation.mode": "min", "data.train.field": name}
             make(f"{name}-s{seed}", 0.5 + seed / 10, seed=seed, data=name, settings=settings, held_out="h1")
-    assert "loss is a mean over different numbers: data.train.field" in refused("runs/title-s*", "runs/text-s*")
+    assert "loss is a mean over different units: data.train.field" in refused("runs/title-s*", "runs/text-s*")
 
 
 def test_folds_without_a_record_are_told_by_their_answers(make: Make) -> None:
@@ -429,7 +429,7 @@ def test_single_runs_without_predictions(make: Make) -> None:
     b = make("b", 0.9, settings={"model.num_filters": 64})
     text = refused("runs/a", "runs/b")
     assert "at least 2" in text
-    assert "give seeds" in text
+    assert "several seeds" in text
     assert "bottega evaluate runs/a --out" in text
     answers(b, [True])
     assert "runs/a is a single run" in refused("runs/a", "runs/b")
@@ -450,11 +450,11 @@ def test_a_single_run_against_seeds(make: Make, seeds: Callable[..., str]) -> No
 
 def test_one_pair_is_too_few(seeds: Callable[..., str]) -> None:
     text = refused(seeds("a", GOOD[:3]), seeds("b", BETTER[:3], first=2))
-    assert "fewer than 2 pairs; give both the same seeds" in text
+    assert "needs 2 pairs or more; give both the same seeds" in text
 
 
 def test_groups_without_any_spread_or_pairs(seeds: Callable[..., str]) -> None:
-    assert "do not vary at all" in refused(seeds("a", (1.0, 1.0)), seeds("b", (0.9, 0.9), first=5))
+    assert "have no variance" in refused(seeds("a", (1.0, 1.0)), seeds("b", (0.9, 0.9), first=5))
 
 
 def test_members_that_differ_in_more_than_the_seed(make: Make, seeds: Callable[..., str]) -> None:
@@ -477,7 +477,7 @@ def test_the_same_run_or_seed_twice(make: Make, seeds: Callable[..., str]) -> No
 def test_different_goals(seeds: Callable[..., str]) -> None:
     one = seeds("a", GOOD)
     text = refused(one, seeds("b", BETTER, settings={"evaluation.metric": "loss", "evaluation.mode": "min"}))
-    assert "kept its best by accuracy (max)" in text
+    assert "selects its best checkpoint by accuracy (max)" in text
     assert "by loss (min)" in text
     text = refused(one, seeds("c", BETTER, settings={"evaluation.mode": "min"}))
     assert "evaluation.mode: higher accuracy is better, got min" in text
@@ -490,7 +490,7 @@ def test_metrics_that_are_missing(make: Make, seeds: Callable[..., str]) -> None
     assert "runs/b-s7 has no evaluation" in refused(one, two)
     make("c-s0", None, seed=0)
     make("c-s1", 0.7, seed=1)
-    assert "accuracy is null and no finite number" in refused(one, "runs/c-s*")
+    assert "accuracy is null and not a finite number" in refused(one, "runs/c-s*")
     # Without a best evaluation there is none to read another metric at.
     assert "accuracy is null" in refused(one, "runs/c-s*", metric="loss")
 
@@ -498,8 +498,8 @@ def test_metrics_that_are_missing(make: Make, seeds: Callable[..., str]) -> None
 def test_folds_against_seeds(make: Make, seeds: Callable[..., str]) -> None:
     for fold in range(3):
         make(f"cv/fold-{fold}", 0.8, settings={"data.split.folds": 3, "data.split.fold": fold})
-    assert "compare one kind" in refused(seeds("a", GOOD), "runs/cv")
-    assert "a group by itself" in refused("runs/cv,runs/a-s0", "runs/a-s1")
+    assert "compare groups of one kind" in refused(seeds("a", GOOD), "runs/cv")
+    assert "a group of its own" in refused("runs/cv,runs/a-s0", "runs/a-s1")
 
 
 def test_folds_of_another_split(make: Make) -> None:
@@ -527,7 +527,7 @@ def test_answers_to_other_questions(make: Make) -> None:
     [
         ("{", "predictions.jsonl:2"),
         ('{"key": "b", "label": "yes"}', "expected key, label and predicted"),
-        ('{"key": "a", "label": "yes", "predicted": "no"}', "'a' was there before"),
+        ('{"key": "a", "label": "yes", "predicted": "no"}', "'a' occurs twice"),
         ("[]", "expected key, label and predicted"),
     ],
 )
@@ -543,8 +543,8 @@ def test_names_that_lead_nowhere(make: Make, seeds: Callable[..., str]) -> None:
     one = seeds("a", GOOD)
     assert "no run matches" in refused(one, "runs/zz-*")
     assert "no run at runs/a-s7" in refused(one, "runs/a-s7")
-    assert "names no run" in refused(one, ",")
-    assert "say what to compare" in refused(one)
+    assert "does not name a run" in refused(one, ",")
+    assert "name at least two groups" in refused(one)
     for alpha in (0.0, 1.0, -1.0, float("nan")):
         assert "--alpha" in refused(one, "runs/b", alpha=alpha)
 
@@ -589,7 +589,7 @@ def test_an_interval_ends_where_the_metric_does() -> None:
         "groups": [{**group, "interval": {"low": 0.31, "high": 1.14}}],
     }
     assert "0.31000 to *1.00000" in format_report(report)
-    assert "* the interval goes beyond what the metric can be" in format_report(report)
+    assert "* the interval exceeds the range of the metric" in format_report(report)
     lost = format_report({**report, "metric": "loss"})
     assert "0.31000 to 1.14000" in lost
     assert "*" not in lost

@@ -189,8 +189,8 @@ def test_the_report_holds_the_numbers_of_the_folds(report: dict[str, Any]) -> No
     assert (
         f"mean{'':21}{np.mean(values):>8.4f}".split() == next(r for r in text.splitlines() if "mean" in r).split()[:2]
     )
-    assert "corrected as Nadeau and Bengio (2003) do: folds share training data" in text
-    assert "(1/3 + 1/2), not 1/3" in text
+    assert "the correction of Nadeau and Bengio (2003): folds share training data" in text
+    assert "scaled by 1/3 + 1/2, not by 1/3" in text
 
 
 @pytest.mark.parametrize("error", [EnvironmentProblem("plots need matplotlib"), OSError("no space left")])
@@ -245,7 +245,7 @@ def test_an_interval_is_shown_as_far_as_its_metric_goes(report: dict[str, Any]) 
     )
     assert (high[0], low[1], low[2]) == ("*1.0000", "*0.0000", "*0.0000")
     assert (low[0], low[3]) == tuple(f"{own[name]['interval']['low']:.4f}" for name in ("accuracy", "psnr"))
-    assert "note: * the interval goes beyond what the metric can be" in text
+    assert "note: * the interval exceeds the range of the metric" in text
     assert own["accuracy"]["interval"]["high"] > 1
     assert "note: *" not in format_report({**report, "metrics": {"psnr": own["psnr"]}, "runs": runs})
 
@@ -337,10 +337,10 @@ class Ended:
 
     code = 0
 
-    def __init__(self, work: FoldJob, place: dict[str, str]) -> None:
-        self.work, self.place = work, place
+    def __init__(self, job: FoldJob, environment: dict[str, str]) -> None:
+        self.job, self.environment = job, environment
 
-    def follow(self, say: Any, bar: Any) -> bool:
+    def follow(self, log: Any, report_progress: Any) -> bool:
         return True
 
     def error(self) -> str:
@@ -387,7 +387,7 @@ def test_what_is_said_of_folds_that_fail_and_that_go_on(tmp_path: Path, monkeypa
     two = works(tmp_path, 2)
     checkpoint.write(two[1].run.checkpoints, step=6, files={}, progress={"step": 6, "total": 8}, fingerprint={})
     said: list[str] = []
-    for trained, end in ((0, r"\(and 1 more\)$"), (1, r"\(and 1 more\); the other folds are kept$")):
+    for trained, end in ((0, r"\(and 1 more\)$"), (1, r"\(and 1 more\); the other folds are saved$")):
         with pytest.raises(DependencyFailed, match=end):
             train_folds(two, [{}, {}], num_trained=trained, log=said.append, report_progress=lambda *_: None)
     assert said[:2] == ["fold-0: training", "fold-1: resumed at step 6"]

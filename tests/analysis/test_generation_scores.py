@@ -50,7 +50,7 @@ def test_distributions_are_compared_at_equal_counts(
         return 0.0
 
     monkeypatch.setattr(generation_scores, "feature_moments", counted)
-    monkeypatch.setattr(generation_scores, "_fid", lambda *_: fid)
+    monkeypatch.setattr(generation_scores, "_make_fid", lambda *_: fid)
     found = bottega.evaluate(run, count=count, inception="weights.safetensors")
     assert seen["moments"] == [27, compared, compared], "the training data, what was drawn, what is real"
     assert seen["fid"] == [compared, compared]
@@ -66,10 +66,10 @@ def test_distributions_are_compared_at_equal_counts(
 
 
 def test_fewer_samples_than_are_held_out_are_asked_for_evenly() -> None:
-    assert generation_scores._places(3, 9).tolist() == [0, 3, 6], "of data sorted by class, one of each"
-    assert generation_scores._places(11, 9).tolist() == [*range(9), 0, 1]
+    assert generation_scores._matching_indices(3, 9).tolist() == [0, 3, 6], "of data sorted by class, one of each"
+    assert generation_scores._matching_indices(11, 9).tolist() == [*range(9), 0, 1]
     for count in range(1, 9):
-        assert len(set(generation_scores._places(count, 9).tolist())) == count
+        assert len(set(generation_scores._matching_indices(count, 9).tolist())) == count
 
 
 def test_what_is_drawn_in_parts_is_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,9 +81,9 @@ def test_what_is_drawn_in_parts_is_the_same(run: Path, monkeypatch: pytest.Monke
 
     def drawn() -> np.ndarray:
         seen.clear()
-        places = generation_scores._places(11, 9)
+        places = generation_scores._matching_indices(11, 9)
         tell = lambda stage, done, total: seen.append((done, total))  # noqa: E731
-        return generation_scores._generated(saved, workload, held_out, places, 0, tell).samples
+        return generation_scores._draw_samples(saved, workload, held_out, places, 0, tell).samples
 
     whole = drawn()
     total = seen[-1]
@@ -233,14 +233,14 @@ def test_a_measure_that_is_no_number_is_left_out_with_its_reason(tmp_path: Path)
     shown = format_report(found)
     assert "nan" not in shown
     assert [line for line in shown.splitlines() if line.startswith("nearest_ratio")] == found["notes"]
-    assert "are training samples" in found["notes"][0]
+    assert "are also training samples" in found["notes"][0]
 
 
 def test_only_a_generator_is_judged(tmp_path: Path) -> None:
     settings = {**small_media.image(tmp_path), "training.max_steps": 1, "model.hidden_size": 8}
     settings = {k: v for k, v in settings.items() if not k.startswith(("samples.", "model.num", "model.patch"))}
     path = bottega.train("classify/image", settings).path
-    with pytest.raises(UsageError, match="count 4: of a run of classify no samples are judged; leave it out"):
+    with pytest.raises(UsageError, match="count 4: the task classify does not score generated samples; leave it out"):
         bottega.evaluate(path, count=4)
     assert bottega.evaluate(path, count=0)["metrics"]
 
@@ -252,15 +252,15 @@ def test_only_a_generator_is_judged(tmp_path: Path) -> None:
 def test_a_judge_that_errs_on_real_data_is_flagged(accuracy: float, num_classes: int, is_weak: bool) -> None:
     names = ("conditional_accuracy", "shape_accuracy", "frechet_distance", "pitch_accuracy", "variance_ratio")
     notes: list[str] = []
-    judged = generation_scores._weakly_judged(
+    judged = generation_scores._weak_judge_measures(
         {**dict.fromkeys(names, 0.3), "conditional_accuracy": accuracy}, num_classes, notes
     )
     assert judged == (names[:3] if is_weak else ())
     assert len(notes) == is_weak
     if is_weak:
-        assert f"names {100 * accuracy:.0f} % right (guessing: {100 / num_classes:.0f} %)" in notes[0]
+        assert f"samples is {100 * accuracy:.0f} % (chance: {100 / num_classes:.0f} %)" in notes[0]
         assert "needs.judge" in notes[0]
-    assert generation_scores._weakly_judged({"variance_ratio": 1.0}, 3, notes) == (), (
+    assert generation_scores._weak_judge_measures({"variance_ratio": 1.0}, 3, notes) == (), (
         "without a judge nothing rests on one"
     )
 

@@ -365,7 +365,7 @@ def test_auto_in_the_other_verbs(tmp_path: Path, capsys: pytest.CaptureFixture[s
     name, values = classify(tmp_path)
     words = [*as_words(values), "--learning_rate", "auto"]
     assert cli.main(["plan", name, *words, "--check"]) == 0
-    assert "adamw at a rate that a range test finds" in capsys.readouterr().err
+    assert "adamw at a learning rate from a range test" in capsys.readouterr().err
     assert cli.main(["inspect", name, *words]) == 0
     assert load_recipe([name, {**values, **AUTO}]).recipe.run_name() != load_recipe([name, values]).recipe.run_name()
     with pytest.raises(UsageError, match=r"training\.learning_rate: expected a number.*got 'fast'"):

@@ -653,7 +653,7 @@ def test_plot_of_people_shows_means_alone(make: Any, monkeypatch: pytest.MonkeyP
     texts = "\n".join(texts_of(figures[0]))
     assert "mean over 12 people with its 95 % interval" in texts
     assert "each dot" not in texts
-    assert "n = 10 of 12 people where just one is right" in texts
+    assert "n = 10 of 12 people where only one is right" in texts
 
 
 def test_a_measure_has_one_test_for_all_pairs(make: Any) -> None:
@@ -788,7 +788,7 @@ def test_a_run_is_evaluated_and_compared_from_the_command_line(
     assert compared["pairs"][0]["difference"] == pytest.approx(
         np.mean(list(pairs[1].values())) - np.mean(list(pairs[0].values()))
     )
-    assert "samples are not judged by that" in told(capsys, "evaluate", str(run), "--inception", "x", code=2)
+    assert "the task personalize does not use it" in told(capsys, "evaluate", str(run), "--inception", "x", code=2)
     assert "only safetensors" in told(capsys, "evaluate", str(run), "--lpips", "alex.pth", code=4)
     assert "no test data" in told(capsys, "evaluate", str(run), "--split", "test", code=2)
 

@@ -47,7 +47,7 @@ def test_a_check_is_not_forgotten_beside_the_memory(capsys: pytest.CaptureFixtur
     from bottega import cli
 
     assert cli.main(["plan", "language", "--memory", "--check"]) == 2
-    assert "--check and --memory are two questions" in capsys.readouterr().err
+    assert "--check and --memory cannot be combined" in capsys.readouterr().err
 
 
 def test_checkpointing_keeps_less(tmp_path: Path) -> None:
@@ -101,5 +101,5 @@ def test_the_plan_says_what_could_be_computed_beforehand() -> None:
         (line,) = precompute_notes(recipe)
         return line
 
-    assert "none can be computed beforehand" in said(2)
+    assert "none can be precomputed" in said(2)
     assert "no gradient passes through the history" in said(0)

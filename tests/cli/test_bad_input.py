@@ -101,7 +101,7 @@ def test_several_mistakes_are_told_at_once(say: Any, tmp_path: Path) -> None:
         (["train", "language", "--no-such-flag", "3"], ["no-such-flag"]),
         (["train", "language", "training.learning_rate=fast"], ["training.learning_rate", "fast"]),
         (["train", "language", "--lr", "1e-3", "--learning_rate", "2e-3"], ["learning_rate"]),
-        (["generate"], ["say which run: bottega generate runs/NAME"]),
+        (["generate"], ["name one run: bottega generate runs/NAME"]),
         (["ledger", "runs/a"], ["bottega: ledger: the following arguments are required: --step"]),
         (["generate", "a", "b"], ["unexpected b"]),
         (["evaluate", "a", "--nonsense"], ["--nonsense"]),

@@ -41,18 +41,18 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, 
         (["--jobs", "0"], 2, "--jobs 0: expected auto, or 1 or more"),
         (["--jobs", "many"], 2, "--jobs many: expected auto"),
         (["--checkpoint", "7"], 2, "--checkpoint 7: expected best or last"),
-        (["--by", "group"], 2, "say --field"),
+        (["--by", "group"], 2, "add --field"),
         (["--by", "class"], 2, "--by"),
-        (["--stratified", "--field", "user"], 2, "--field user: goes with --by group or hash, not stratified"),
+        (["--stratified", "--field", "user"], 2, "--field user: applies to --by group or hash, not to stratified"),
         (["--by", "group", "--field", "user"], 3, "no field 'user' to split by"),
-        (["--folds", "40"], 3, "class 'cook' has 32 texts, fewer than --folds 40; lower it, or say --by fraction"),
+        (["--folds", "40"], 3, "class 'cook' has 32 texts, fewer than --folds 40; lower it, or use --by fraction"),
         (
             ["--folds", "97", "--by", "fraction"],
             3,
             "leaves no row for validation (train 96, validation 0); lower --folds 97",
         ),
         (["--folds", "2", "evaluation.metric=f2"], 2, "evaluation.metric: f2 is not measured; choose one of"),
-        (["--stratified", "data.multi_label=true"], 2, "use fraction"),
+        (["--stratified", "data.multi_label=true"], 2, "use --by fraction"),
         (["distributed.strategy=fsdp"], 2, "distributed.strategy: fsdp is not implemented yet"),
     ],
 )
@@ -65,11 +65,11 @@ def test_refused_in_one_line(
 
 
 def test_more_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused(capsys, ["crossval"])[1].startswith("bottega: say which recipe")
+    assert refused(capsys, ["crossval"])[1].startswith("bottega: name a recipe")
     prose = write_text(tmp_path / "prose.txt")
     words = ["crossval", "language", f"data.train.path={prose}", f"output_dir={tmp_path}"]
     code, text = refused(capsys, words)
-    assert (code, "prose.txt is one text, and folds are made of whole ones" in text) == (3, True)
+    assert (code, "prose.txt is one text, and a text is not split across folds" in text) == (3, True)
     image, label = np.zeros((12, 8, 8), np.uint8), np.array(["a"] * 10 + ["b"] * 2)
     np.savez(tmp_path / "few.npz", image=image, label=label)
     own = {"task": "classify", "data.input": "image", "data.train.path": str(tmp_path / "few.npz")}
@@ -81,7 +81,7 @@ def test_more_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert cli.main(["prepare", "language", f"data.train.path={prose}", "--out", str(shards)]) == 0
     capsys.readouterr()
     code, text = refused(capsys, ["crossval", "language", f"data.train.path={shards}", f"output_dir={tmp_path}"])
-    assert (code, "holds shards, which are split already" in text) == (2, True)
+    assert (code, "holds shards, which are already split" in text) == (2, True)
     monkeypatch.setenv("RANK", "0")
     assert "start it without torchrun" in refused(capsys, line(tmp_path))[1]
 
@@ -146,7 +146,7 @@ def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
     assert err.strip().splitlines()[-1] == (
-        "bottega: stopped by SIGINT; each fold has saved where it was, and the same command goes on from there"
+        "bottega: stopped by SIGINT; each fold has saved a checkpoint, and the same command resumes them"
     )
     for number in range(2):
         assert (root / f"fold-{number}" / "checkpoints" / "last").exists()
@@ -162,11 +162,11 @@ def test_a_broken_fold_stops_no_other(tmp_path: Path) -> None:
     assert done.returncode == 4, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "t-crossval/fold-0: every checkpoint in" in last
-    assert last.endswith("; the other folds are kept")
+    assert last.endswith("; the other folds are saved")
     assert (tmp_path / "t-crossval" / "fold-1" / "checkpoints" / "last").exists()
     shutil.rmtree(broken)
     done = bottega(words)
     assert done.returncode == 0, done.stderr
-    assert "2 folds, 1 of them trained" in done.stderr
+    assert "2 folds, 1 already trained" in done.stderr
     assert "fold-1: training" not in done.stderr
     assert "95 % from" in done.stdout

@@ -296,6 +296,6 @@ def test_a_run_may_be_made_shorter_and_longer_again(tmp_path: Path) -> None:
 
 def test_the_ledger_says_that_a_step_was_never_taken(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ledger", str(finished_run), "--step", "500"]) == 0
-    assert "the run has taken 8 steps; step 500 would see these samples" in capsys.readouterr().out
+    assert "the run has trained for 8 steps; step 500 would use these samples" in capsys.readouterr().out
     assert cli.main(["ledger", str(finished_run), "--step", "8"]) == 0
-    assert "would see" not in capsys.readouterr().out
+    assert "would use" not in capsys.readouterr().out

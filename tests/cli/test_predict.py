@@ -139,4 +139,4 @@ def test_what_cannot_be_predicted_is_one_line(
 def test_the_name_of_a_file_among_texts_is_remarked_on(run: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "texts.txt").write_text("stir the soup\n")
     assert cli.main(["predict", str(run), str(tmp_path / "texts.txt")]) == 0
-    assert f"--data {tmp_path / 'texts.txt'} labels what is in it" in capsys.readouterr().err
+    assert f"use --data {tmp_path / 'texts.txt'} to classify its content" in capsys.readouterr().err

@@ -79,7 +79,7 @@ def test_every_run_is_a_dot_of_its_own(figures: list[Any], tmp_path: Path) -> No
 
 def test_text_of_a_comparison_fits_the_figure(figures: list[Any], tmp_path: Path) -> None:
     single = {**group("A", [0.8]), "points": {}}
-    conclusion = "B - A: no difference shown (McNemar's test (exact binomial), n = 10 of 12 people where just one is right, p = 0.1)"
+    conclusion = "B - A: no difference shown (McNemar's test (exact binomial), n = 10 of 12 people where only one is right, p = 0.1)"
     path = tmp_path / "p.png"
     plot_groups([single, single], [(0.7, 0.9)] * 2, path, title="t", subtitle="s", conclusions=[conclusion])
     figure = figures[0]

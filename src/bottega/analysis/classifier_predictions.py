@@ -20,6 +20,7 @@ from bottega.storage.durable import replacing_file
 from bottega.tasks.measures import classification as measures
 
 PREDICTIONS, CONFUSION, CALIBRATION = "predictions.jsonl", "confusion.png", "calibration.png"
+"""Files that an evaluation writes."""
 
 
 @final
@@ -45,8 +46,13 @@ class ClassifierPredictions:
 
     def class_metrics(self) -> dict[str, dict[str, float]]:
         """Return class -> precision, recall, f1 and support (its number of samples)."""
-        found = measures.per_class_metrics(self.confusion_matrix)
-        columns = {"precision": found.precision, "recall": found.recall, "f1": found.f1, "support": found.support}
+        metrics = measures.per_class_metrics(self.confusion_matrix)
+        columns = {
+            "precision": metrics.precision,
+            "recall": metrics.recall,
+            "f1": metrics.f1,
+            "support": metrics.support,
+        }
         return {
             name: {key: float(values[i]) if key != "support" else int(values[i]) for key, values in columns.items()}
             for i, name in enumerate(self.classes)
@@ -57,17 +63,17 @@ class ClassifierPredictions:
         return [self._line(i) for i in range(len(self))]
 
     def _line(self, i: int) -> dict[str, Any]:
-        key, chances = _key(self.source, i), self.probabilities[i]
+        key, probabilities = _record_key(self.source, i), self.probabilities[i]
         if self.is_multi_label:
-            named = [
-                [name for name, is_one in zip(self.classes, row, strict=True) if is_one]
+            class_names = [
+                [name for name, is_set in zip(self.classes, row, strict=True) if is_set]
                 for row in (self.labels[i] > 0, self.predicted[i])
             ]
-            probability: Any = {name: round(float(p), 6) for name, p in zip(self.classes, chances, strict=True)}
-            return {"key": key, "label": named[0], "predicted": named[1], "probability": probability}
-        label, decided = self.classes[int(self.labels[i])], int(self.predicted[i])
-        probability = round(float(chances[decided]), 6)
-        return {"key": key, "label": label, "predicted": self.classes[decided], "probability": probability}
+            probability: Any = {name: round(float(p), 6) for name, p in zip(self.classes, probabilities, strict=True)}
+            return {"key": key, "label": class_names[0], "predicted": class_names[1], "probability": probability}
+        label, predicted = self.classes[int(self.labels[i])], int(self.predicted[i])
+        probability = round(float(probabilities[predicted]), 6)
+        return {"key": key, "label": label, "predicted": self.classes[predicted], "probability": probability}
 
     def write_files(self, folder: Path, *, warn: Callable[[str], None]) -> list[Path]:
         """Write predictions.jsonl and its plots to `folder`, and return the files; multi-label data has no confusion plot.
@@ -85,7 +91,7 @@ class ClassifierPredictions:
         return [file, *(folder / name for name, plot in plots.items() if try_plot(plot, folder / name, warn=warn))]
 
 
-def _key(source: Any, number: int) -> str:
+def _record_key(source: Any, number: int) -> str:
     """Return the key of a record, through all wrappers of its source."""
     while not hasattr(source, "table"):
         number = source.inner_index(number) if isinstance(source, Interleaved) else number

@@ -1,4 +1,4 @@
-"""`bottega compare`: whether groups of runs differ, by the test that fits what they share, in words and as a picture."""
+"""`bottega compare`: test whether groups of runs differ, by the test that fits what they share; a report and a plot."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from bottega.core.trainer import BestMetric
 from bottega.plots.comparison import plot_groups
 
 FEW_PAIRS = 5
-"""Pairs below which no difference has a Wilcoxon p under 0.1, however clear it is."""
+"""Number of pairs below which the p-value of a Wilcoxon test cannot be under 0.1."""
 CLIPPED_MARK = "*"
 DIRECTION_TEXT = {"max": ", larger is better", "min": ", smaller is better", None: ""}
 ONE_RUN_KINDS = ("samples", "people")
-"""What is counted where each group is a single run."""
+"""What `n` counts where each group is a single run."""
 MAX_VERDICTS = 10
 """Verdicts written below a plot."""
 
@@ -41,35 +41,41 @@ MAX_VERDICTS = 10
 def compare(
     group_names: Sequence[str], *, metric: str | None = None, split: str | None = None, alpha: float = 0.05
 ) -> dict[str, Any]:
-    """All that can be said of these groups, as plain values. Differences are the later group minus the earlier."""
+    """Test every pair of groups and return the report as plain values; a difference is the later group minus the earlier.
+
+    Runs of a group differ in seed or fold. p-values are adjusted by Holm's method. `split` compares the results of
+    `bottega evaluate` on that split, None the evaluations during training.
+    """
     if not 0 < alpha < 1:
         raise UsageError(f"--alpha {alpha:g}: expected a number between 0 and 1, such as 0.05")
     if len(group_names) < 2:
-        raise UsageError('say what to compare: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"')
-    report = _report(group_names, metric=metric, split=split, level=1 - alpha)
+        raise UsageError(
+            'name at least two groups: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"'
+        )
+    report = _compare_groups(group_names, metric=metric, split=split, level=1 - alpha)
     adjusted = st.holm_correction([pair["p"] for pair in report["pairs"]])
     for pair, p in zip(report["pairs"], adjusted, strict=True):
-        pair |= {"p_adjusted": p, **_judged(pair, p, report, alpha=alpha, num_pairs=len(adjusted))}
+        pair |= {"p_adjusted": p, **_conclude(pair, p, report, alpha=alpha, num_pairs=len(adjusted))}
     if len(adjusted) > 1:
         report["notes"].append("p is adjusted for the number of pairs by Holm's method; intervals are not")
     return {**report, "alpha": alpha, "level": 1 - alpha, "notes": list(dict.fromkeys(report["notes"]))}
 
 
-def _report(names: Sequence[str], *, metric: str | None, split: str | None, level: float) -> dict[str, Any]:
-    """By what the groups have in common: people, samples, or seeds and folds."""
+def _compare_groups(names: Sequence[str], *, metric: str | None, split: str | None, level: float) -> dict[str, Any]:
+    """Compare by what the groups have in common: people, samples, or seeds and folds."""
     if are_personalized_runs(names):
         return compare_by_people(names, metric=metric, split=split, level=level)
     groups = read_groups(names)
     goal = require_same_metric(groups)
     if all(len(group.members) == 1 for group in groups):
         return compare_by_predictions(groups, metric=metric, split=split, level=level)
-    return _by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
+    return _compare_by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
 
 
-def _by_values(
+def _compare_by_values(
     groups: list[Group], *, metric: str, goal: BestMetric, split: str | None, level: float
 ) -> dict[str, Any]:
-    """Groups of seeds or of folds, by one number a run."""
+    """Compare groups of seeds or folds by one number per run."""
     notes: list[str] = []
     for group in groups:
         if len(group.members) < 2:
@@ -78,7 +84,9 @@ def _by_values(
             notes += check_same_data(group.members[0], member, metric=metric, split=split)
     if len({group.kind for group in groups}) > 1:
         folds = next(group.name for group in groups if group.num_folds)
-        raise UsageError(f"{folds} is folds and others are seeds, which vary for different reasons; compare one kind")
+        raise UsageError(
+            f"{folds} holds folds and another group seeds, which vary for different reasons; compare groups of one kind"
+        )
     values: dict[str, dict[int, float]] = {}
     for group in groups:
         values[group.label] = {}
@@ -86,23 +94,23 @@ def _by_values(
             if split is None:
                 values[group.label][key] = read_best_value(member.path, metric, goal)
                 continue
-            values[group.label][key], is_said = read_result_value(member.path, metric, split)
-            if not is_said:
-                notes.append(f"results/metrics.json does not say of which split it is; it is taken for {split}")
+            values[group.label][key], names_split = read_result_value(member.path, metric, split)
+            if not names_split:
+                notes.append(f"results/metrics.json does not name its split; {split} is assumed")
     pairs = []
-    for one, other in itertools.combinations(groups, 2):
-        pairs.append(_tested(one, other, values, metric=metric, split=split, level=level, notes=notes))
+    for first, second in itertools.combinations(groups, 2):
+        pairs.append(_test_pair(first, second, values, metric=metric, split=split, level=level, notes=notes))
     return {
         "metric": metric,
         "mode": metric_direction(metric, goal),
         "read_from": "metrics.jsonl" if split is None else f"results/metrics.json ({split})",
-        "groups": [_described(group, values[group.label], level=level) for group in groups],
+        "groups": [_describe_group(group, values[group.label], level=level) for group in groups],
         "pairs": pairs,
         "notes": notes,
     }
 
 
-def _described(group: Group, values: dict[int, float], *, level: float) -> dict[str, Any]:
+def _describe_group(group: Group, values: dict[int, float], *, level: float) -> dict[str, Any]:
     numbers = np.array(list(values.values()))
     interval = st.mean_confidence_interval(numbers, level=level, test_train_ratio=group.test_train_ratio or 0.0)
     return {
@@ -120,9 +128,9 @@ def _described(group: Group, values: dict[int, float], *, level: float) -> dict[
     }
 
 
-def _tested(
-    one: Group,
-    other: Group,
+def _test_pair(
+    first: Group,
+    second: Group,
     values: dict[str, dict[int, float]],
     *,
     metric: str,
@@ -130,53 +138,60 @@ def _tested(
     level: float,
     notes: list[str],
 ) -> dict[str, Any]:
-    """In pairs by the folds or seeds that both have; seeds may also have none in common."""
-    first, second, kind = values[one.label], values[other.label], one.kind
-    shared = [key for key in first if key in second]
-    if len(shared) == 1 or (one.num_folds and not shared):
+    """Test two groups in pairs by the folds or seeds that both have, or unpaired where they have no seed in common."""
+    first_values, second_values, kind = values[first.label], values[second.label], first.kind
+    shared = [key for key in first_values if key in second_values]
+    if len(shared) == 1 or (first.num_folds and not shared):
         raise UsageError(
-            f"{one.name} and {other.name} have {len(shared) or 'no'} {kind} in common, which makes fewer than 2 pairs; give "
-            f"both the same {kind}s"
+            f"{first.name} and {second.name} have {len(shared) or 'no'} {kind} in common, and a test needs 2 pairs or more; "
+            f"give both the same {kind}s"
         )
-    for key in shared or (next(iter(first)),):
-        theirs = other.members_by_key[key] if shared else other.members[0]
-        notes += check_same_data(one.members_by_key[key], theirs, metric=metric, split=split)
+    for key in shared or (next(iter(first_values)),):
+        partner = second.members_by_key[key] if shared else second.members[0]
+        notes += check_same_data(first.members_by_key[key], partner, metric=metric, split=split)
     if not shared:
-        found = st.compare_unpaired(*(np.array(list(side.values())) for side in (second, first)), level=level)
-        if math.isinf(found.statistic):
+        result = st.compare_unpaired(
+            *(np.array(list(side.values())) for side in (second_values, first_values)), level=level
+        )
+        if math.isinf(result.statistic):
             raise UsageError(
-                f"{one.name} and {other.name} do not vary at all; only pairs can tell: give both the same seeds"
+                f"{first.name} and {second.name} have no variance, so only a paired test applies; give both the same seeds"
             )
-        why = f"they have no seed in common, so there are no pairs, and {len(first)} and {len(second)} runs may vary unlike"
-        if min(len(first), len(second)) < FEW_PAIRS:
+        why = (
+            f"they have no seed in common, so there are no pairs, and the variances of {len(first_values)} and "
+            f"{len(second_values)} runs may differ"
+        )
+        if min(len(first_values), len(second_values)) < FEW_PAIRS:
             notes.append(
-                f"with {len(first)} and {len(second)} runs a test can hardly find anything; {FEW_PAIRS} seeds each are few"
+                f"with {len(first_values)} and {len(second_values)} runs a test has little power; use at least {FEW_PAIRS} seeds each"
             )
-        return describe_pair(one, other, found, why=why, paired_by=None)
-    found = st.compare_paired(
-        *(np.array([side[key] for key in shared]) for side in (second, first)),
+        return describe_pair(first, second, result, why=why, paired_by=None)
+    result = st.compare_paired(
+        *(np.array([side[key] for key in shared]) for side in (second_values, first_values)),
         level=level,
-        test_train_ratio=one.test_train_ratio,
+        test_train_ratio=first.test_train_ratio,
     )
-    alone = sorted(set(first) ^ set(second))
-    if alone:
+    unpaired = sorted(set(first_values) ^ set(second_values))
+    if unpaired:
         notes.append(
-            f"{one.label} and {other.label}: {kind} {', '.join(map(str, alone))} is in one of them only and left out"
+            f"{first.label} and {second.label}: {kind} {', '.join(map(str, unpaired))} is only in one of them and is left out"
         )
     if len(shared) < FEW_PAIRS:
-        few = f"with {len(shared)} pairs a test can hardly find anything (Wilcoxon's smallest possible p is {2 / 2 ** len(shared):g})"
-        notes.append(f"{few}, and what t finds rests on differences being normal")
-    if found.test.startswith("Wilcoxon"):
-        why = "all pairs differ by the same amount, so that t has no scale"
-    elif one.num_folds:
-        why = f"folds share training data, so that the variance counts (1/{len(shared)} + 1/{one.num_folds - 1}), not 1/{len(shared)}"
+        few = f"with {len(shared)} pairs a test has little power (the smallest possible Wilcoxon p is {2 / 2 ** len(shared):g})"
+        notes.append(f"{few}, and the t-test assumes normal differences")
+    if result.test.startswith("Wilcoxon"):
+        why = "all pairs differ by the same amount, so a t-test has no variance to divide by"
+    elif first.num_folds:
+        why = f"folds share training data, so the variance is scaled by 1/{len(shared)} + 1/{first.num_folds - 1}, not by 1/{len(shared)}"
     else:
         why = f"both have {len(shared)} seeds in common, so runs of one seed are pairs"
-    return describe_pair(one, other, found, why=why, paired_by=kind)
+    return describe_pair(first, second, result, why=why, paired_by=kind)
 
 
-def _judged(pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: float, num_pairs: int) -> dict[str, Any]:
-    """Who is better, if that can be told; the verdict is never without test, n and p."""
+def _conclude(
+    pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: float, num_pairs: int
+) -> dict[str, Any]:
+    """Return which group is better, if the test shows it, and a verdict that always names the test, n and p."""
     first, second, is_higher = pair["first"], pair["second"], pair["difference"] > 0
     if p >= alpha:
         outcome, better = "no difference shown", None
@@ -186,89 +201,92 @@ def _judged(pair: dict[str, Any], p: float, report: dict[str, Any], *, alpha: fl
         better = second if is_higher == (report["mode"] == "max") else first
         outcome = f"{better} is better"
     holm = f" after Holm's correction for {num_pairs} pairs" if num_pairs > 1 else ""
-    verdict = f"{second} - {first}: {outcome} ({pair['test']}, n = {_counted(pair, report)}, p = {_p(p)}{holm})"
+    verdict = (
+        f"{second} - {first}: {outcome} ({pair['test']}, n = {_format_count(pair, report)}, p = {_format_p(p)}{holm})"
+    )
     return {"better": better, "outcome": outcome, "verdict": verdict}
 
 
-def _counted(pair: dict[str, Any], report: dict[str, Any]) -> str:
-    """McNemar's n is not of all who were asked, and alone would look like a mistake."""
+def _format_count(pair: dict[str, Any], report: dict[str, Any]) -> str:
+    """Format n; that of McNemar's test counts only discordant samples, so the total is added."""
     if not pair["test"].startswith("McNemar"):
         return str(pair["n"])
-    everybody = report["groups"][0]
-    return f"{pair['n']:,} of {everybody['n']:,} {everybody['kind']} where just one is right"
-
-
-# For people.
+    group = report["groups"][0]
+    return f"{pair['n']:,} of {group['n']:,} {group['kind']} where only one is right"
 
 
 def format_report(report: dict[str, Any]) -> str:
-    number, level = _format(report), _level(report)
+    """Format a report of `compare` for the terminal: a table of groups, a table of pairs, the reasons and the notes."""
+    number, level = _number_formatter(report), _interval_title(report)
     lines = [f"{report['metric']}{DIRECTION_TEXT[report['mode']]}, from {report['read_from']}", ""]
-    rows, is_cut = [["group", "", "n", "mean", "deviation", level]], False
+    rows, is_clipped = [["group", "", "n", "mean", "deviation", level]], False
     for group in report["groups"]:
         deviation = "" if group["deviation"] is None else number(group["deviation"])
         n = f"{group['n']:,} {group['kind']}"
-        span = _span(group["interval"], number, metric=report["metric"])
+        span = _format_interval(group["interval"], number, metric=report["metric"])
         rows.append([group["label"], group["name"], n, number(group["mean"]), deviation, span])
-        is_cut = is_cut or CLIPPED_MARK in span
+        is_clipped = is_clipped or CLIPPED_MARK in span
     lines += [*format_table(rows, right=(2, 3, 4, 5)), ""]
     p_title = "p" if len(report["pairs"]) == 1 else "p (Holm)"
     rows = [["pair", "difference", level, "test", "n", p_title, "effect", ""]]
     for pair in report["pairs"]:
         effect = f"{pair['effect']['name']} {pair['effect']['size']:.2f}"
-        difference, span = f"{number(pair['difference'], '+')}", _span(pair["interval"], number, "+")
+        difference, span = f"{number(pair['difference'], '+')}", _format_interval(pair["interval"], number, "+")
         name = f"{pair['second']} - {pair['first']}"
-        told = [pair["test"], f"{pair['n']:,}", _p(pair["p_adjusted"]), effect, pair["outcome"]]
-        rows.append([name, difference, span, *told])
+        cells = [pair["test"], f"{pair['n']:,}", _format_p(pair["p_adjusted"]), effect, pair["outcome"]]
+        rows.append([name, difference, span, *cells])
     lines += [*format_table(rows, right=(1, 2, 4, 5)), ""]
     for pair in report["pairs"]:
         name, ranks = f"{pair['second']} - {pair['first']}", pair["ranks"]
-        second = ""
+        wilcoxon = ""
         if ranks is not None and not pair["test"].startswith("Wilcoxon"):
-            plain = ", not adjusted" if len(report["pairs"]) > 1 else ""
-            second = f"; for a second opinion, Wilcoxon's signed ranks: p = {_p(ranks['p'])} ({ranks['method']}{plain})"
-        lines.append(f"{name}: {pair['test']}, because {pair['why']}{second}")
+            unadjusted = ", not adjusted" if len(report["pairs"]) > 1 else ""
+            wilcoxon = f"; as a check, Wilcoxon's signed-rank test: p = {_format_p(ranks['p'])} ({ranks['method']}{unadjusted})"
+        lines.append(f"{name}: {pair['test']}, because {pair['why']}{wilcoxon}")
         if pair["changed"]:
             lines.append(
                 f"{name}: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in pair["changed"].items())
             )
-    cut = (
-        [f"{CLIPPED_MARK} the interval goes beyond what the metric can be; --json has it as it was computed"]
-        if is_cut
+    clipped = (
+        [f"{CLIPPED_MARK} the interval exceeds the range of the metric and is clipped; --json has the computed one"]
+        if is_clipped
         else []
     )
-    return "\n".join([*lines, *(f"note: {note}" for note in (*report["notes"], *cut))])
+    return "\n".join([*lines, *(f"note: {note}" for note in (*report["notes"], *clipped))])
 
 
-def _level(report: dict[str, Any]) -> str:
+def _interval_title(report: dict[str, Any]) -> str:
     return f"{100 * report['level']:g} % interval"
 
 
-def _p(p: float) -> str:
+def _format_p(p: float) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
 
 
-def _format(report: dict[str, Any]) -> Callable[..., str]:
-    """Five digits of the largest mean, for all numbers alike, so that they stand under each other."""
+def _number_formatter(report: dict[str, Any]) -> Callable[..., str]:
+    """Return a formatter with five significant digits of the largest mean, the same for all numbers so that they align."""
     largest = max(abs(group["mean"]) for group in report["groups"]) or 1.0
     decimals = min(max(0, 4 - math.floor(math.log10(largest))), 10)
     return lambda value, sign="": f"{value:{sign}.{decimals}f}"
 
 
-def _span(interval: dict[str, float], number: Callable[..., str], sign: str = "", metric: str = "") -> str:
+def _format_interval(interval: dict[str, float], number: Callable[..., str], sign: str = "", metric: str = "") -> str:
     ends = [clip_to_bounds(interval[end], metric) for end in ("low", "high")]
     return " to ".join(f"{mark}{number(value, sign)}" for value, mark in ends)
 
 
 def clip_to_bounds(value: float, metric: str) -> tuple[float, str]:
-    """An end of an interval as far as the metric goes, and a sign where that is not the whole way: an interval of t knows
-    nothing of what a metric can be."""
-    least, most = get_metric_bounds(metric)
-    cut = min(max(value, least), most)
-    return cut, CLIPPED_MARK if cut != value else ""
+    """Clip an end of an interval to the range of the metric; return it with a mark where it was clipped.
+
+    A t interval does not respect the range of a metric.
+    """
+    low, high = get_metric_bounds(metric)
+    clipped = min(max(value, low), high)
+    return clipped, CLIPPED_MARK if clipped != value else ""
 
 
 def format_table(rows: list[list[str]], *, right: tuple[int, ...]) -> list[str]:
+    """Return `rows` as lines of aligned columns; the columns `right` are aligned to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     cells = [
         [
@@ -306,6 +324,6 @@ def plot_comparison(report: dict[str, Any], path: Path) -> None:
 def _plot_subtitle(report: dict[str, Any]) -> str:
     groups = report["groups"]
     if groups[0]["kind"] in ONE_RUN_KINDS:
-        return f"mean over {groups[0]['n']:,} {groups[0]['kind']} with its {_level(report)}"
+        return f"mean over {groups[0]['n']:,} {groups[0]['kind']} with its {_interval_title(report)}"
     joined = ", lines join runs of one seed or fold" if len(groups) > 1 else ""
-    return f"each dot is a run{joined}; beside it the mean with its {_level(report)}"
+    return f"each dot is a run{joined}; beside it the mean with its {_interval_title(report)}"

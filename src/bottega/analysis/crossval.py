@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from bottega.data.prepare.prepared import PreparedData
 
 RESULTS_FOLDER, TEST_FOLDER = "results", "test"
-"""Where a fold's answers lie, and within it those of the test set."""
+"""Folder of a fold with its results, and the folder within it with those of the test set."""
 
 
 def crossval(
@@ -58,14 +58,17 @@ def crossval(
     fresh: bool = False,
     quiet: bool = True,
 ) -> dict[str, Any]:
-    """`bottega.crossval`: what crossval.json holds. The same call goes on where an earlier one stopped."""
+    """`bottega.crossval`: train a recipe once per fold, and return the content of crossval.json.
+
+    The same call continues where an earlier one stopped.
+    """
     from bottega.run.saved import without_flag_dashes
 
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
-    chosen: dict[str, Any] = {"folds": folds, "by": by, "field": field, "repeats": repeats, "checkpoint": checkpoint}
+    options: dict[str, Any] = {"folds": folds, "by": by, "field": field, "repeats": repeats, "checkpoint": checkpoint}
     try:
         resolved = load_recipe([*sources, overrides or {}]).recipe
-        return cross_validate(resolved, **chosen, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
+        return cross_validate(resolved, **options, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
     except UsageError as error:
         raise without_flag_dashes(error) from None
     except DataError as error:
@@ -73,10 +76,10 @@ def crossval(
 
 
 def crossval_command(words: list[str], **options: Any) -> dict[str, Any]:
-    """The same for the command line."""
+    """Run `bottega crossval` with the recipe and overrides of the command line."""
     sources, overrides = parse_overrides(words)
     if not sources:
-        raise UsageError("say which recipe: bottega crossval RECIPE, such as bottega crossval classify --folds 5")
+        raise UsageError("name a recipe: bottega crossval RECIPE, such as bottega crossval classify --folds 5")
     return cross_validate(load_recipe(sources, overrides).recipe, **options)
 
 
@@ -93,7 +96,7 @@ def cross_validate(
     fresh: bool,
     quiet: bool,
 ) -> dict[str, Any]:
-
+    """Train and evaluate all folds of a resolved recipe, write crossval.json and plots, and return the report."""
     from bottega.callbacks.progress_bars import progress_bars
 
     if is_launched():
@@ -105,84 +108,85 @@ def cross_validate(
     raise_all(find_problems(recipe))
     split, notes = resolve_splitting(recipe, folds=folds, by=by, field=field)
     planned = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
-    where = plan_job_environments(recipe.device, jobs, num_folds=len(planned))
+    environments = plan_job_environments(recipe.device, jobs, num_folds=len(planned))
     root = RunDirectory(planned[0].run.path.parent)
     if fresh and root.path.exists():
         set_aside(root.path, what="folds are")
     console = open_console(quiet=quiet)
 
-    def say(text: str) -> None:
+    def log(text: str) -> None:
         console.print(escape_controls(text), soft_wrap=True, markup=False)
 
     with lock_directory(root, has_log=False):
         check_same_recipe(root, planned)
         with progress_bars(console) as bar:
-            # The last one first: where there are too few rows or groups, it is the one without any.
+            # The last fold first: where there are too few rows or groups, it is the one that is empty.
             prepared = [prepare_fold(fold.recipe, bar) for fold in reversed(planned)][::-1]
         check_class_counts(prepared[0], split)
         check_same_data(planned, prepared)
-        waiting = [fold for fold in planned if not is_trained(fold)]
-        if waiting:
+        untrained = [fold for fold in planned if not is_trained(fold)]
+        if untrained:
             with progress_bars(console) as bar:
-                check_metric_available(waiting[0].recipe, bar)
-        works = [_written(root, fold) for fold in waiting]
-        trained = len(planned) - len(works)
-        say(f"{root.path}: {len(planned)} folds, {_done(trained, works)}, {len(where)} at a time")
+                check_metric_available(untrained[0].recipe, bar)
+        new_jobs = [_write_fold_recipe(root, fold) for fold in untrained]
+        num_trained = len(planned) - len(new_jobs)
+        log(
+            f"{root.path}: {len(planned)} folds, {_describe_progress(num_trained, new_jobs)}, {len(environments)} at a time"
+        )
         with progress_bars(console, in_bytes=False) as bar:
-            train_folds(works, where, num_trained=trained, log=say, report_progress=bar)
-        runs = [_measured(fold, table, checkpoint, notes) for fold, table in zip(planned, prepared, strict=True)]
-        report = _reported(root, planned, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
-        matrix, classes = _pool(root, planned, report)
-        _write(root, report)
+            train_folds(new_jobs, environments, num_trained=num_trained, log=log, report_progress=bar)
+        runs = [_evaluate_fold(fold, table, checkpoint, notes) for fold, table in zip(planned, prepared, strict=True)]
+        report = _build_report(root, planned, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
+        matrix, classes = _pool_predictions(root, planned, report)
+        _write_report(root, report)
         _write_plots(root, report, matrix, classes)
-        _write(root, report)  # now with where the pictures are
+        _write_report(root, report)  # again, now with the paths of the plots
     return report
 
 
-def _done(trained: int, works: Sequence[FoldJob]) -> str:
-    begun = sum(work.step is not None for work in works)
-    return f"{trained} of them trained" + (f" and {begun} begun" if begun else "")
+def _describe_progress(num_trained: int, jobs: Sequence[FoldJob]) -> str:
+    num_started = sum(job.step is not None for job in jobs)
+    return f"{num_trained} already trained" + (f" and {num_started} started" if num_started else "")
 
 
-def _written(root: RunDirectory, fold: Fold) -> FoldJob:
-    """A file that `bottega train` can be given, by us or by hand."""
+def _write_fold_recipe(root: RunDirectory, fold: Fold) -> FoldJob:
+    """Write the recipe of a fold to a file that `bottega train` accepts, and return its job."""
     file = root.path / "recipes" / f"{fold.run.path.name}.yaml"
     file.parent.mkdir(exist_ok=True)
     root.write(file, to_yaml(fold.recipe))
     return FoldJob(fold.run, file)
 
 
-# What the held-out parts say.
-
-
-def _measured(fold: Fold, prepared: PreparedData | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:
-    """A fold by its checkpoint on its own part, and on the test set where there is one."""
+def _evaluate_fold(fold: Fold, prepared: PreparedData | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:
+    """Evaluate a checkpoint of a fold on its held-out rows, and on the test set where there is one."""
     from bottega.run.saved import choose_checkpoint
 
     rows = prepared.tables["validation"]["rows"] if prepared is not None else None
-    chosen = choose_checkpoint(fold.run, checkpoint)
+    checkpoint_path = choose_checkpoint(fold.run, checkpoint)
     split = fold.recipe.data.split
     assert split is not None
-    found = {
+    result = {
         "number": fold.number,
         "fold": split.fold,
         "split_seed": split.seed,
         "run": str(fold.run.path),
-        "step": checkpoints.read_manifest(chosen).step,
+        "step": checkpoints.read_manifest(checkpoint_path).step,
         "held_out": rows,
-        "metrics": _results(fold, chosen, checkpoint, "validation", fold.run.path / RESULTS_FOLDER, notes),
+        "metrics": _evaluate_split(
+            fold, checkpoint_path, checkpoint, "validation", fold.run.path / RESULTS_FOLDER, notes
+        ),
     }
     if fold.recipe.data.test is not None:
-        found[TEST_FOLDER] = _results(
-            fold, chosen, checkpoint, TEST_FOLDER, fold.run.path / RESULTS_FOLDER / TEST_FOLDER, notes
+        result[TEST_FOLDER] = _evaluate_split(
+            fold, checkpoint_path, checkpoint, TEST_FOLDER, fold.run.path / RESULTS_FOLDER / TEST_FOLDER, notes
         )
-    return found
+    return result
 
 
-def _results(
-    fold: Fold, chosen: Path, checkpoint: str, split: str, folder: Path, notes: list[str]
+def _evaluate_split(
+    fold: Fold, checkpoint_path: Path, checkpoint: str, split: str, folder: Path, notes: list[str]
 ) -> dict[str, float | None]:
-    """As `bottega evaluate --out` writes them; read where the same checkpoint was measured before."""
+    """Return the metrics of a checkpoint on a split; results of the same checkpoint are read from `folder`."""
     from bottega.analysis.evaluate import evaluate_run
     from bottega.tasks.evaluation_data import DataRequest
 
@@ -192,19 +196,19 @@ def _results(
         try:
             fields = json.loads(file.read_bytes())
         except ValueError:
-            fields = {}  # of a process that was killed, or somebody's own
-    if (fields.get("checkpoint"), fields.get("split")) != (chosen.name, split):
+            fields = {}  # truncated by a killed process, or written by something else
+    if (fields.get("checkpoint"), fields.get("split")) != (checkpoint_path.name, split):
         request = DataRequest(split=split)
         options: dict[str, Any] = {"request": request, "checkpoint": checkpoint, "device": fold.recipe.device}
-        # Only the loss of a generator: to judge samples takes as long as some trainings.
+        # Of a generator only the loss: scoring samples can take as long as training.
         options |= {"count": 0, "inception": None, "quiet": True}
         result = evaluate_run(fold.run.path, **options, out=folder)
-        missing = [note for note in result.get("notes", []) if is_plot_warning(note)]
-        note = {"note": f"no plots of single folds: {missing[0].partition(': ')[2]}"} if missing else {}
+        plot_warnings = [note for note in result.get("notes", []) if is_plot_warning(note)]
+        note = {"note": f"no plots of single folds: {plot_warnings[0].partition(': ')[2]}"} if plot_warnings else {}
         metrics = {name: value if math.isfinite(value) else None for name, value in result["metrics"].items()}
         classes = {"per_class": result["per_class"]} if "per_class" in result else {}
-        beside = {"split": split, "checkpoint": chosen.name, "metrics_named": list(metrics)}
-        fields = {**metrics, **classes, **beside, **note}
+        metadata = {"split": split, "checkpoint": checkpoint_path.name, "metrics_named": list(metrics)}
+        fields = {**metrics, **classes, **metadata, **note}
         folder.mkdir(parents=True, exist_ok=True)
         fold.run.write(file, json.dumps(fields, indent=1) + "\n")
     if "note" in fields and fields["note"] not in notes:
@@ -212,7 +216,7 @@ def _results(
     return {name: fields[name] for name in fields["metrics_named"]}
 
 
-def _reported(
+def _build_report(
     root: RunDirectory,
     folds: list[Fold],
     runs: list[dict[str, Any]],
@@ -225,14 +229,14 @@ def _reported(
     assert split.folds is not None
     recipe, count = folds[0].recipe, len(folds)
     notes = [
-        f"intervals are those of t with {count - 1} degrees of freedom, corrected as Nadeau and Bengio (2003) do: folds share "
-        f"training data, so that the variance counts (1/{count} + 1/{split.folds - 1}), not 1/{count}",
+        f"intervals are t intervals with {count - 1} degrees of freedom and the correction of Nadeau and Bengio (2003): folds "
+        f"share training data, so the variance is scaled by 1/{count} + 1/{split.folds - 1}, not by 1/{count}",
         *notes,
     ]
     if checkpoint == "best" and any(run["step"] < _last_step(fold) for run, fold in zip(runs, folds, strict=True)):
         notes.append(
-            "the best checkpoint of a fold was chosen by the part that it is measured on, which flatters it a little; "
-            "--checkpoint last does not choose"
+            "the best checkpoint of a fold was selected on the data it is evaluated on, which is slightly optimistic; "
+            "--checkpoint last avoids this"
         )
     metric = recipe.evaluation.metric
     report: dict[str, Any] = {
@@ -249,14 +253,15 @@ def _reported(
         "runs": runs,
         "metrics": {
             name: crossval_table.summarise_folds(values, folds=split.folds)
-            for name, values in _columns(runs, "metrics", notes).items()
+            for name, values in _metric_columns(runs, "metrics", notes).items()
         },
         "files": {},
         "notes": notes,
     }
     if recipe.data.test is not None:
         report[TEST_FOLDER] = {
-            name: crossval_table.summarise_test(values) for name, values in _columns(runs, TEST_FOLDER, notes).items()
+            name: crossval_table.summarise_test(values)
+            for name, values in _metric_columns(runs, TEST_FOLDER, notes).items()
         }
     return report
 
@@ -266,34 +271,38 @@ def _last_step(fold: Fold) -> int:
     return checkpoints.read_manifest(last).step if last is not None else 0
 
 
-def _columns(runs: list[dict[str, Any]], part: str, notes: list[str]) -> dict[str, list[float]]:
-    """Metric -> its value in each fold; without those that are no number in some fold."""
+def _metric_columns(runs: list[dict[str, Any]], part: str, notes: list[str]) -> dict[str, list[float]]:
+    """Return metric -> its value in each fold, without metrics that are undefined in some fold."""
     names = dict.fromkeys(name for run in runs for name in run[part])
-    found = {name: [run[part].get(name) for run in runs] for name in names}
-    for name, values in found.items():
+    columns = {name: [run[part].get(name) for run in runs] for name in names}
+    for name, values in columns.items():
         absent = [f"fold-{run['number']}" for run, value in zip(runs, values, strict=True) if value is None]
         if absent:
-            notes.append(f"{name} is no number in {', '.join(absent)}, and left out")
-    return {name: values for name, values in found.items() if None not in values}
+            notes.append(f"{name} is undefined in {', '.join(absent)} and is left out")
+    return {name: values for name, values in columns.items() if None not in values}
 
 
-def _write(root: RunDirectory, report: dict[str, Any]) -> None:
+def _write_report(root: RunDirectory, report: dict[str, Any]) -> None:
     root.write(root.path / "crossval.json", json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
 
-def _pool(root: RunDirectory, folds: list[Fold], report: dict[str, Any]) -> tuple[np.ndarray | None, tuple[str, ...]]:
-    """Of classifiers: the answers of all folds in one file, each sample once a repeat, and measures of them together;
-    who was taken for whom [classes, classes], and the names of the classes."""
+def _pool_predictions(
+    root: RunDirectory, folds: list[Fold], report: dict[str, Any]
+) -> tuple[np.ndarray | None, tuple[str, ...]]:
+    """Write the predictions of all folds to one file, for classifiers, and add metrics of the pooled predictions.
+
+    Return the confusion matrix (classes, classes), None for multi-label data, and the names of the classes.
+    """
     files = [(fold.number, fold.run.path / RESULTS_FOLDER / "predictions.jsonl") for fold in folds]
     if not all(file.is_file() for _, file in files):
         return None, ()
     rows = crossval_table.read_fold_predictions(files)
     results = [json.loads((file.parent / "metrics.json").read_bytes()) for _, file in files]
-    classes = tuple(dict.fromkeys(name for one in results for name in one["per_class"]))
+    classes = tuple(dict.fromkeys(name for result in results for name in result["per_class"]))
     report["pooled"], matrix = crossval_table.pool_predictions(rows, classes)
-    answers = root.path / "predictions.jsonl"
-    root.write(answers, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    report["files"]["predictions"] = str(answers)
+    predictions_file = root.path / "predictions.jsonl"
+    root.write(predictions_file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    report["files"]["predictions"] = str(predictions_file)
     return (matrix if matrix.ndim == 2 else None), classes
 
 

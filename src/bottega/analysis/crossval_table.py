@@ -19,7 +19,10 @@ CONFIDENCE_LEVEL = 0.95
 
 
 def summarise_folds(values: Sequence[float], *, folds: int) -> dict[str, Any]:
-    """`interval` is corrected as Nadeau and Bengio (2003) do, `uncorrected` takes folds for independent."""
+    """Return mean, deviation and intervals of a metric over folds.
+
+    `interval` has the correction of Nadeau and Bengio (2003); `uncorrected` treats folds as independent.
+    """
     numbers = np.array(values, np.float64)
     return {
         "mean": float(numbers.mean()),
@@ -32,34 +35,37 @@ def summarise_folds(values: Sequence[float], *, folds: int) -> dict[str, Any]:
 
 
 def summarise_test(values: Sequence[float]) -> dict[str, Any]:
-    """Of one test set that all folds answer: how they differ says nothing of how other samples would."""
+    """Return mean and deviation over folds on one test set; no interval, as the folds share the test samples."""
     numbers = np.array(values, np.float64)
     return {"mean": float(numbers.mean()), "deviation": float(numbers.std(ddof=1))}
 
 
 def pool_predictions(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> tuple[dict[str, float], np.ndarray]:
-    """Measures of all answers as those of one classifier, and what was taken for what.
+    """Return metrics of all predictions as if of one classifier, and the confusion matrix.
 
-    Chances of different models are not on one scale, so that what ranks or weighs them is left out.
+    Probabilities of different models are not on one scale, so metrics that rank or weight by them are left out.
     """
-    number = {name: place for place, name in enumerate(classes)}
+    class_index = {name: index for index, name in enumerate(classes)}
     if isinstance(rows[0]["label"], list):
-        truth, told = (np.zeros((len(rows), len(classes)), bool) for _ in range(2))
-        for row, answer in enumerate(rows):
-            truth[row, [number[name] for name in answer["label"]]] = True
-            told[row, [number[name] for name in answer["predicted"]]] = True
-        matrix = measures.confusion_matrices(truth, told)
-        found = {"exact_match": float((truth == told).all(1).mean()), "label_accuracy": float((truth == told).mean())}
+        labels, predictions = (np.zeros((len(rows), len(classes)), bool) for _ in range(2))
+        for i, row in enumerate(rows):
+            labels[i, [class_index[name] for name in row["label"]]] = True
+            predictions[i, [class_index[name] for name in row["predicted"]]] = True
+        matrix = measures.confusion_matrices(labels, predictions)
+        metrics = {
+            "exact_match": float((labels == predictions).all(1).mean()),
+            "label_accuracy": float((labels == predictions).mean()),
+        }
     else:
-        label, predicted = (np.array([number[row[key]] for row in rows]) for key in ("label", "predicted"))
+        label, predicted = (np.array([class_index[row[key]] for row in rows]) for key in ("label", "predicted"))
         matrix = measures.confusion_matrix(label, predicted, len(classes))
-        found = {"accuracy": float((label == predicted).mean())}
+        metrics = {"accuracy": float((label == predicted).mean())}
     means = measures.average_metrics(measures.per_class_metrics(matrix))
-    return {**found, "macro_f1": means["macro_f1"], "weighted_f1": means["weighted_f1"]}, matrix
+    return {**metrics, "macro_f1": means["macro_f1"], "weighted_f1": means["weighted_f1"]}, matrix
 
 
 def read_fold_predictions(files: Sequence[tuple[int, Path]]) -> list[dict[str, Any]]:
-    """The lines of the folds' predictions, each with its fold."""
+    """Return the rows of all predictions files, each with its fold."""
     return [
         {**json.loads(line), "fold": fold}
         for fold, file in files
@@ -68,56 +74,56 @@ def read_fold_predictions(files: Sequence[tuple[int, Path]]) -> list[dict[str, A
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """For the terminal: a row a fold, and below them what they say together."""
-    times = f", {report['repeats']} times" if report["repeats"] > 1 else ""
+    """Format a report for the terminal: a row per fold, then mean, deviation and interval."""
+    repeats = f", {report['repeats']} times" if report["repeats"] > 1 else ""
     by = report["by"] + (f" {report['field']}" if report["field"] else "")
     lines = [
-        f"{report['metric']}{DIRECTION_TEXT[report['mode']]}: {report['folds']} folds ({by}){times}, with the {report['checkpoint']} "
+        f"{report['metric']}{DIRECTION_TEXT[report['mode']]}: {report['folds']} folds ({by}){repeats}, with the {report['checkpoint']} "
         "checkpoint of each",
         "",
-        *_columns(report, "metrics", report["metrics"], pooled=report.get("pooled", {})),
+        *_format_columns(report, "metrics", report["metrics"], pooled=report.get("pooled", {})),
     ]
     if report.get("test"):
-        lines += ["", "test, the same samples for all folds", "", *_columns(report, "test", report["test"])]
+        lines += ["", "test, the same samples for all folds", "", *_format_columns(report, "test", report["test"])]
     lines += ["", *(f"{name:<12}{file}" for name, file in report["files"].items())]
     notes = list(report["notes"])
-    ends = [(name, one["interval"][end]) for name, one in report["metrics"].items() for end in ("low", "high")]
-    if any(_end(name, value, report["task"])[1] for name, value in ends):
+    ends = [(name, summary["interval"][end]) for name, summary in report["metrics"].items() for end in ("low", "high")]
+    if any(_clip_end(name, value, report["task"])[1] for name, value in ends):
         notes.append(
-            f"{CLIPPED_MARK} the interval goes beyond what the metric can be; crossval.json has it as it was computed"
+            f"{CLIPPED_MARK} the interval exceeds the range of the metric and is clipped; crossval.json has the computed one"
         )
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
-def _end(name: str, value: float, task: str) -> tuple[float, str]:
-    """An end of an interval as far as the metric goes, and a sign where that is not the whole way."""
-    # That of others may have terms below 0.
+def _clip_end(name: str, value: float, task: str) -> tuple[float, str]:
+    """Clip an end of an interval to the range of the metric; return it with a mark where it was clipped."""
+    # Other losses may have negative terms.
     if name.removesuffix("_before") == "loss" and TASKS[task].loss_is_cross_entropy:
         return max(value, 0.0), CLIPPED_MARK if value < 0 else ""
     return clip_to_bounds(value, name)
 
 
-def _columns(
-    report: dict[str, Any], part: str, found: dict[str, Any], *, pooled: dict[str, float] | None = None
+def _format_columns(
+    report: dict[str, Any], section: str, summaries: dict[str, Any], *, pooled: dict[str, float] | None = None
 ) -> list[str]:
-    names = sorted(found, key=lambda name: name != report["metric"])
+    names = sorted(summaries, key=lambda name: name != report["metric"])
 
     def cells(values: dict[str, float | None]) -> list[str]:
         return ["" if values.get(name) is None else f"{values[name]:.4f}" for name in names]
 
-    rows = [["", *(("held out", "step") if part == "metrics" else ("", "step")), *names]]
+    rows = [["", *(("held out", "step") if section == "metrics" else ("", "step")), *names]]
     for run in report["runs"]:
-        held = f"{run['held_out']:,}" if part == "metrics" and run["held_out"] is not None else ""
-        rows.append([f"fold-{run['number']}", held, f"{run['step']:,}", *cells(run[part])])
+        held_out = f"{run['held_out']:,}" if section == "metrics" and run["held_out"] is not None else ""
+        rows.append([f"fold-{run['number']}", held_out, f"{run['step']:,}", *cells(run[section])])
     rows.append([""] * len(rows[0]))
     for title in ("mean", "deviation"):
-        rows.append([title, "", "", *cells({name: found[name][title] for name in names})])
+        rows.append([title, "", "", *cells({name: summaries[name][title] for name in names})])
     for title, end in (("from", "low"), ("to", "high")):
-        if all("interval" in found[name] for name in names):
-            ends = [_end(name, found[name]["interval"][end], report["task"]) for name in names]
+        if all("interval" in summaries[name] for name in names):
+            ends = [_clip_end(name, summaries[name]["interval"][end], report["task"]) for name in names]
             rows.append(
                 [f"{100 * CONFIDENCE_LEVEL:g} % {title}", "", "", *(f"{sign}{value:.4f}" for value, sign in ends)]
             )
     if pooled:
-        rows.append(["all answers", "", "", *cells({name: pooled.get(name) for name in names})])
+        rows.append(["pooled", "", "", *cells({name: pooled.get(name) for name in names})])
     return format_table(rows, right=tuple(range(1, len(rows[0]))))

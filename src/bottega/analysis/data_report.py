@@ -37,32 +37,33 @@ from bottega.tasks.registry import TASKS
 from bottega.terminal import open_console
 
 PERCENTILES = {"min": 0, "5%": 5, "median": 50, "95%": 95, "max": 100}
-# A label list longer than this shows its largest and smallest only.
 LABELS_SHOWN = 12
+"""A longer list of labels shows only its largest and smallest."""
 
 
 def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any]:
+    """Report on the data of a recipe or path, with `examples` rows; plots are written to `out`."""
     from bottega.callbacks.progress_bars import progress_bars
 
-    columns = _columns_where_no_text(words)
+    columns = _describe_textless_table(words)
     if columns is not None:
         return columns
-    recipe = read_recipe(_with_task(words), verb="data")
-    with progress_bars(open_console()) as say:
-        prepared = prepare_recipe(recipe, say)
+    recipe = read_recipe(_add_task(words), verb="data")
+    with progress_bars(open_console()) as report_progress:
+        prepared = prepare_recipe(recipe, report_progress)
         preview = open_preview(prepared)
         report = describe_data(preview)
-        report["examples"] = _examples(preview, examples)
-        report["pictures"] = [str(path) for path in _pictures(preview, max(examples, 12), out)] if examples else []
+        report["examples"] = _list_examples(preview, examples)
+        report["pictures"] = [str(path) for path in _draw_preview(preview, max(examples, 12), out)] if examples else []
     if _is_path(words) and _has_labelled_lines(words[0]):
         path = shlex.quote(words[0])
-        report["hint"] = f"each line has a label and a text; to learn the labels: bottega data classify --data {path}"
+        report["hint"] = f"each line has a label and a text; to train a classifier: bottega data classify --data {path}"
     return report
 
 
-def _with_task(words: list[str]) -> list[str]:
-    """`bottega data photos/` is about a path, not a recipe: its kind says which task would learn from it."""
-    return [_task_of(words), "--data", *words] if _is_path(words) else words
+def _add_task(words: list[str]) -> list[str]:
+    """Turn `bottega data photos/` into the task that fits the files, with the path as its data."""
+    return [_guess_task(words), "--data", *words] if _is_path(words) else words
 
 
 def _is_path(words: list[str]) -> bool:
@@ -75,21 +76,21 @@ def _is_path(words: list[str]) -> bool:
     )
 
 
-def _columns_where_no_text(words: list[str]) -> dict[str, Any] | None:
-    """The columns of a table that is named alone and has no field of texts; None of anything else."""
+def _describe_textless_table(words: list[str]) -> dict[str, Any] | None:
+    """Return the columns of a table without a text field, where only its path is given; else None."""
     if not _is_path(words) or any(word.startswith(("data.", "--data")) for word in words[1:]):
         return None
     listing = find_files(Source(path=words[0]))
-    if listing.kind not in TABLE_KINDS or _task_of(words) != "language":
+    if listing.kind not in TABLE_KINDS or _guess_task(words) != "language":
         return None
     report = describe_columns(listing)
     names = [column["name"] for column in report["columns"]]
-    # Without a column nothing could be read, and preparing the data says why.
+    # Without any column nothing could be read, and preparing the data reports why.
     return None if not names or find_field(dict.fromkeys(names), TEXT_FIELDS) is not None else report
 
 
 def _has_labelled_lines(path: str) -> bool:
-    """Whether every line looked at is a label, a tab and a text (or has fastText's mark): other signs occur in any text."""
+    """Return whether every sampled line is a label, a tab and a text (or fastText's); other delimiters occur in any text."""
     listing = find_files(Source(path=path))
     if listing.kind != "text":
         return False
@@ -99,8 +100,8 @@ def _has_labelled_lines(path: str) -> bool:
         return False
 
 
-def _task_of(words: list[str]) -> str:
-    """By the kind of the files; of archives and tables, by what the first record holds."""
+def _guess_task(words: list[str]) -> str:
+    """Return the task that fits the kind of the files, or the fields of the first record of an archive or table."""
     path, option = words[0], "data.train.encoding="
     encoding = next((word.removeprefix(option) for word in words if word.startswith(option)), None)
     listing = find_utf8_files(Source(path=path, encoding=encoding))
@@ -113,18 +114,18 @@ def _task_of(words: list[str]) -> str:
     first = next((record for record in records if isinstance(record, Record)), None)
     names = set(first.fields) if first is not None else set()
     suffixes, stems = {f".{name.rpartition('.')[2]}" for name in names}, {name.partition(".")[0] for name in names}
-    for task, known in (("image", IMAGE_SUFFIXES), ("audio", AUDIO_SUFFIXES), ("video", VIDEO_SUFFIXES)):
-        if suffixes & known or task in stems:
+    for task, media_suffixes in (("image", IMAGE_SUFFIXES), ("audio", AUDIO_SUFFIXES), ("video", VIDEO_SUFFIXES)):
+        if suffixes & media_suffixes or task in stems:
             return task
     return next((task for task, spec in TASKS.items() if spec.fields and spec.fields <= names), "language")
 
 
 def describe_data(preview: Preview) -> dict[str, Any]:
-    """Everything but the examples, as plain values."""
+    """Return counts, lengths, labels, rules and duplicates of prepared data, as plain values."""
     prepared, column = preview.prepared, preview.column
     meta = prepared.metadata
     tables = {name: prepared.table(name) for name in sort_train_first(prepared.tables)}
-    duplicates = _duplicates(tables, preview.content_columns(tables))
+    duplicates = _count_duplicates(tables, preview.content_columns(tables))
     report: dict[str, Any] = {**summarise_prepared(prepared), "duplicates": duplicates}
     if preview.unit is not None and column is not None:
         report["lengths"] = {
@@ -136,36 +137,36 @@ def describe_data(preview: Preview) -> dict[str, Any]:
             },
         }
     if meta.get("classes"):
-        report["labels"] = {name: _balance(read_text_column(table, "label")) for name, table in tables.items()}
+        report["labels"] = {name: _count_values(read_text_column(table, "label")) for name, table in tables.items()}
     if meta.get("num_rules"):
         rules = {name: table.values("rule").tolist() for name, table in tables.items()}
-        report["rules"] = {name: _balance(map(str, numbers)) for name, numbers in rules.items()}
+        report["rules"] = {name: _count_values(map(str, numbers)) for name, numbers in rules.items()}
     return report
 
 
 def _quantiles(lengths: np.ndarray) -> dict[str, float]:
-    return {name: round(float(np.percentile(lengths, place)), 3) for name, place in PERCENTILES.items()}
+    return {name: round(float(np.percentile(lengths, percentile)), 3) for name, percentile in PERCENTILES.items()}
 
 
-def _balance(names: Iterable[str]) -> dict[str, int]:
+def _count_values(names: Iterable[str]) -> dict[str, int]:
     counts = Counter(names)
     return dict(sorted(counts.items(), key=lambda pair: (-pair[1], pair[0])))
 
 
-def _duplicates(tables: dict[str, Table], columns: list[str]) -> dict[str, int]:
-    """Rows of the same content: repeated within a table, and common to two tables."""
-    found: dict[str, int] = {}
-    hashes = {name: _hashes(table, columns) for name, table in tables.items()}
-    for name, own in hashes.items():
-        found[name] = len(own) - len(np.unique(own))
+def _count_duplicates(tables: dict[str, Table], columns: list[str]) -> dict[str, int]:
+    """Count rows of equal content: repeated within each table, and shared by two tables."""
+    counts: dict[str, int] = {}
+    hashes = {name: _hash_rows(table, columns) for name, table in tables.items()}
+    for name, table_hashes in hashes.items():
+        counts[name] = len(table_hashes) - len(np.unique(table_hashes))
     names = list(hashes)
     for i, a in enumerate(names):
         for b in names[i + 1 :]:
-            found[f"{a} and {b}"] = int(np.isin(hashes[b], hashes[a]).sum())
-    return found
+            counts[f"{a} and {b}"] = int(np.isin(hashes[b], hashes[a]).sum())
+    return counts
 
 
-def _hashes(table: Table, columns: list[str]) -> np.ndarray:
+def _hash_rows(table: Table, columns: list[str]) -> np.ndarray:
     def digest(number: int) -> int:
         content = hashlib.blake2b(digest_size=8)
         for column in columns:
@@ -177,26 +178,26 @@ def _hashes(table: Table, columns: list[str]) -> np.ndarray:
     return np.fromiter((digest(number) for number in range(len(table))), np.uint64, len(table))
 
 
-def _examples(preview: Preview, count: int) -> list[dict[str, str]]:
-    """The first few rows of train in words."""
+def _list_examples(preview: Preview, count: int) -> list[dict[str, str]]:
+    """Describe the first rows of the training data."""
     table = preview.prepared.table(preview.prepared.training_tables[0])
-    return [_example(preview, row) for row in read_rows(table, list(range(min(count, len(table)))))]
+    return [_describe_example(preview, row) for row in read_rows(table, list(range(min(count, len(table)))))]
 
 
-def _example(preview: Preview, row: dict[str, Any]) -> dict[str, str]:
-    said = {name: str(row[name]) for name in ("label", "caption") if row.get(name)}
+def _describe_example(preview: Preview, row: dict[str, Any]) -> dict[str, str]:
+    fields = {name: str(row[name]) for name in ("label", "caption") if row.get(name)}
     if "num_rules" in preview.prepared.metadata:
-        said["rule"] = str(row["rule"])
-    return {"key": str(row["key"]), "shows": preview.describe(row), **said}
+        fields["rule"] = str(row["rule"])
+    return {"key": str(row["key"]), "shows": preview.describe(row), **fields}
 
 
-def _pictures(preview: Preview, count: int, out: Path) -> list[Path]:
-    """A sheet of images or frames, or spectrograms; none where the medium is nothing to look at."""
+def _draw_preview(preview: Preview, count: int, out: Path) -> list[Path]:
+    """Write a contact sheet of images or frames, or spectrograms; nothing for other media."""
     return preview.draw(preview.prepared.table(preview.prepared.training_tables[0]), count, out)
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Format a report for the terminal."""
     if "columns" in report:
         return format_columns(report)
     lines = [f"task        {report['task']}", *format_rules(report)]
@@ -211,10 +212,10 @@ def format_report(report: dict[str, Any]) -> str:
         for table, values in lengths.items():
             lines.append(f"  {table:<22}" + "".join(f"{value:>12,.6g}" for value in values.values()))
     for table, balance in report.get("labels", {}).items():
-        lines += ["", f"classes in {table}: {len(balance)}", *_bars(balance)]
+        lines += ["", f"classes in {table}: {len(balance)}", *_format_bars(balance)]
     for table, balance in report.get("rules", {}).items():
-        lines += ["", f"rules in {table}: {len(balance)}", *_bars(balance)]
-    lines += ["", *_duplicates_shown(report["duplicates"])]
+        lines += ["", f"rules in {table}: {len(balance)}", *_format_bars(balance)]
+    lines += ["", *_format_duplicates(report["duplicates"])]
     if report["bad"]:
         lines.append(f"bad records: {report['bad']:,} of {report['records']:,}, left out")
         lines += [f"  {bad}" for bad in report["bad_records"][:5]]
@@ -223,37 +224,37 @@ def format_report(report: dict[str, Any]) -> str:
     for reason, count in sorted(report["dropped"].items()):
         lines.append(f"left out: {count:,} {reason}")
     for example in report["examples"]:
-        told = [name for name in ("label", "rule", "caption") if name in example]
-        said = "".join(f", {name} {_visible(example[name])}" for name in told)
-        lines += ["", f"-- {_visible(example['key'])}{said}", _visible(_short(example["shows"]), keep="\n\t")]
+        names = [name for name in ("label", "rule", "caption") if name in example]
+        fields = "".join(f", {name} {_escape(example[name])}" for name in names)
+        lines += ["", f"-- {_escape(example['key'])}{fields}", _escape(_truncate(example["shows"]), keep="\n\t")]
     lines += [f"\nsee {path}" for path in report["pictures"]]
     lines += [f"\n{report['hint']}"] if "hint" in report else []
     return "\n".join(lines)
 
 
-def _bars(balance: dict[str, int]) -> list[str]:
+def _format_bars(balance: dict[str, int]) -> list[str]:
     rows = list(balance.items())
     hidden = max(0, len(rows) - LABELS_SHOWN)
     if hidden:
         rows = [*rows[: LABELS_SHOWN - 2], *rows[-2:]]
     most = max(balance.values(), default=1)
     lines = [
-        f"  {_visible(name[:24]):<24}{count:>10,}  {'█' * max(1, round(30 * count / most))}" for name, count in rows
+        f"  {_escape(name[:24]):<24}{count:>10,}  {'█' * max(1, round(30 * count / most))}" for name, count in rows
     ]
     if hidden:
         lines.insert(LABELS_SHOWN - 2, f"  ... {hidden:,} more ...")
     return lines
 
 
-def _duplicates_shown(duplicates: dict[str, int]) -> list[str]:
-    found = [f"  {count:,} in {name}" for name, count in duplicates.items() if count]
-    return ["repeated rows:", *found] if found else ["repeated rows: none"]
+def _format_duplicates(duplicates: dict[str, int]) -> list[str]:
+    lines = [f"  {count:,} in {name}" for name, count in duplicates.items() if count]
+    return ["repeated rows:", *lines] if lines else ["repeated rows: none"]
 
 
-def _visible(text: str, *, keep: str = "") -> str:
-    """What comes from the data must not move the cursor or set the colours of a terminal."""
+def _escape(text: str, *, keep: str = "") -> str:
+    """Escape control characters, so that data cannot move the cursor or set colours of the terminal."""
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-def _short(text: str) -> str:
+def _truncate(text: str) -> str:
     return text if len(text) <= 300 else text[:300] + " ..."

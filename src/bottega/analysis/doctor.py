@@ -35,11 +35,11 @@ PACKAGE_EXTRAS = {
     "jax": "jax",
     "optuna": "tune",
 }
-"""Package -> the extra that brings it; "" belongs to every installation."""
+"""Package -> the extra that installs it; "" is part of every installation."""
 
 
 def examine_environment() -> dict[str, Any]:
-    """Versions, devices, memory and disk, and one line for each problem."""
+    """Return versions, devices, memory and disk of this machine, and one line for each problem."""
     versions = {name: _version(name) for name in PACKAGE_EXTRAS}
     report: dict[str, Any] = {
         "python": platform.python_version(),
@@ -62,13 +62,14 @@ def examine_environment() -> dict[str, Any]:
     if report["disk_free_gib"] < 2:
         problems.append(f"only {report['disk_free_gib']} GiB of disk are free here: checkpoints may not fit")
     if any(device.startswith("cuda") for device in report["devices"]) and not versions["nvidia-ml-py"]:
-        report["notes"].append("how busy a GPU is can only be logged with nvidia-ml-py: pip install 'bottega[gpu]'")
+        report["notes"].append("GPU utilisation is only logged with nvidia-ml-py: pip install 'bottega[gpu]'")
     if problems:
         report["exit_code"] = 5
     return report
 
 
 def format_report(report: dict[str, Any]) -> str:
+    """Format a report for the terminal."""
     lines = [
         f"python       {report['python']} on {report['platform']}",
         f"machine      {report['cores']} cores, {report['ram_gib']} GiB of memory, {report['disk_free_gib']} GiB of disk free",
@@ -78,7 +79,7 @@ def format_report(report: dict[str, Any]) -> str:
         extra = PACKAGE_EXTRAS[name]
         lines.append(f"{name:<13}{version or f'not installed (optional: bottega[{extra}])'}")
     lines += [f"note         {note}" for note in report["notes"]]
-    lines += [f"problem      {problem}" for problem in report["problems"]] or ["everything that is needed is here"]
+    lines += [f"problem      {problem}" for problem in report["problems"]] or ["no problems found"]
     return "\n".join(lines)
 
 
@@ -92,11 +93,11 @@ def _version(package: str) -> str | None:
 def _devices() -> list[str]:
     import torch
 
-    found = [f"cpu ({torch.get_num_threads()} threads)"]
+    devices = [f"cpu ({torch.get_num_threads()} threads)"]
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
         bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
-        found.append(f"cuda:{i} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}")
+        devices.append(f"cuda:{i} {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}")
     if torch.backends.mps.is_available():
-        found.append("mps (Apple GPU)")
-    return found
+        devices.append("mps (Apple GPU)")
+    return devices

@@ -17,14 +17,14 @@ from bottega.tasks.evaluation_data import DataRequest
 from bottega.terminal import open_console
 
 UNDEFINED_REASONS = {
-    "nearest_ratio": "is left out: half or more of the held-out samples are training samples, at a distance of 0",
-    "variance_ratio": "is left out: no class has two held-out samples that differ, and two that were drawn",
+    "nearest_ratio": "is left out: at least half of the held-out samples are also training samples (distance 0)",
+    "variance_ratio": "is left out: no class has two different held-out samples and two generated ones",
 }
 TITLES = {"generated": "generated", "real": "real, held out", "through_codec": "real, through codec"}
 
 
 MAX_CLASSES_SHOWN = 50
-"""Up to which the terminal shows each; JSON has all."""
+"""Number of classes up to which the terminal shows the metrics of each; JSON always has them."""
 
 
 def evaluate(
@@ -42,16 +42,16 @@ def evaluate(
     out: str | Path | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
-    """`bottega.evaluate`: {"metrics", "split", "samples", "checkpoint"}, and of a generator the same measures of real data.
+    """`bottega.evaluate`: {"metrics", "split", "samples", "checkpoint"}, and for a generator the same measures of real data.
 
-    Measured is the run's own validation part, or `split` of it: test, or train on request. `data` is a path of other data,
-    `data_config` a recipe file whose data is meant, and `settings` say how it is read: {"data.train.field": "review"}.
-    `count` samples are drawn for that; 0 measures the loss alone. A classifier's answers are written to `out`. Of a
-    personalised run `count` are people, and {"arms": ...} what they were drawn with and without being known.
+    The data is the run's own validation split, or its `split` test or train. `data` is a path of other data, `data_config`
+    a recipe file with a data section, and `settings` say how to read it: {"data.train.field": "review"}. A generator draws
+    `count` samples; 0 computes the loss only. The predictions of a classifier are written to `out`. For a personalised run
+    `count` is the number of people, and {"arms": ...} has the metrics with and without their preferences.
     """
     overrides = [(key, json.dumps(value), "settings") for key, value in (settings or {}).items()]
-    named = [str(one) if one is not None else None for one in (data, data_config)]
-    request = DataRequest(named[0], named[1], overrides, split)
+    paths = [str(path) if path is not None else None for path in (data, data_config)]
+    request = DataRequest(paths[0], paths[1], overrides, split)
     options: dict[str, Any] = {"checkpoint": checkpoint, "device": device}
     options |= {"count": count, "inception": inception, "lpips": lpips, "quiet": quiet}
     try:
@@ -61,19 +61,21 @@ def evaluate(
 
 
 def evaluate_run(run: str | Path, *, request: DataRequest, out: Path | None = None, **options: Any) -> dict[str, Any]:
-    """The same for the command line. To `out` goes metrics.json, and of a classifier its answers and pictures. What is drawn
-    for people is for looking at and goes into the run's folder where no other is named."""
-    result = _measured(run, request=request, out=out, **options)
+    """Evaluate a run, and write metrics.json and the predictions and plots of a classifier to `out`.
+
+    Images generated for people are always written, by default to the folder of the run.
+    """
+    result = _evaluate(run, request=request, out=out, **options)
     if out is not None or "folder" in result:
         file = (out or Path(result["folder"])) / "metrics.json"
-        beside = {name: value for name, value in result.items() if name not in ("metrics", "files", "folder")}
-        fields = {**result["metrics"], **beside}
+        metadata = {name: value for name, value in result.items() if name not in ("metrics", "files", "folder")}
+        fields = {**result["metrics"], **metadata}
         with explain_write_errors(file), replacing_file(file) as temporary:
             temporary.write_text(json.dumps(replace_non_finite(fields), indent=1) + "\n")
     return result
 
 
-def _measured(
+def _evaluate(
     run: str | Path,
     *,
     request: DataRequest,
@@ -86,21 +88,21 @@ def _measured(
     out: Path | None,
 ) -> dict[str, Any]:
     if count is not None and count < 0:
-        raise UsageError(f"--count {count}: expected 0, for the loss alone, or more")
+        raise UsageError(f"--count {count}: expected 0, for the loss only, or more")
     if out is not None and Path(out).is_file():
         raise UsageError(f"--out {out}: is a file; name a folder")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
-    is_personal = saved.recipe.task == "personalize"
-    _check_judged(saved, {"--count": count, "--inception": inception, "--lpips": lpips})
-    chosen = saved.select_data(request)
-    means, rows, source = saved.evaluate_data(chosen)
+    is_personalized = saved.recipe.task == "personalize"
+    _check_sampling_options(saved, {"--count": count, "--inception": inception, "--lpips": lpips})
+    data = saved.select_data(request)
+    metrics, rows, source = saved.evaluate_data(data)
     result: dict[str, Any] = {
-        "metrics": {**means, **_codes_used(saved, source)},
+        "metrics": {**metrics, **_code_usage(saved, source)},
         "checkpoint": str(saved.checkpoint),
-        "data": chosen.path,
-        "split": chosen.split,
+        "data": data.path,
+        "split": data.split,
         "samples": len(source),
-        **({"notes": chosen.notes} if chosen.notes else {}),
+        **({"notes": data.notes} if data.notes else {}),
     }
     if "probability" in rows:
         from bottega.analysis.classifier_predictions import ClassifierPredictions
@@ -111,36 +113,36 @@ def _measured(
             notes: list[str] = []
             result["files"] = [str(path) for path in predictions.write_files(out, warn=notes.append)]
             result |= {"notes": [*result.get("notes", []), *notes]} if notes else {}
-    if is_personal and count != 0:
-        is_own = chosen.given is None
-        out = out or saved.directory.path / "evaluation" / (str(chosen.split) if is_own else "data")
+    if is_personalized and count != 0:
+        is_own = data.given is None
+        out = out or saved.directory.path / "evaluation" / (str(data.split) if is_own else "data")
         weights = Path(lpips) if lpips is not None else None
-        return _over_people(saved, source, result, count=count, lpips=weights, is_own=is_own, out=out, quiet=quiet)
-    if not _generates(saved) or count == 0:
+        return _evaluate_people(saved, source, result, count=count, lpips=weights, is_own=is_own, out=out, quiet=quiet)
+    if not _is_generator(saved) or count == 0:
         return result
-    return _beside_real(saved, result, data=chosen, count=count, inception=inception, quiet=quiet)
+    return _score_generated(saved, result, data=data, count=count, inception=inception, quiet=quiet)
 
 
-def _check_judged(saved: SavedRun, given: dict[str, Any]) -> None:
-    """Refuses what would change nothing."""
-    is_personal, generates, task = saved.recipe.task == "personalize", _generates(saved), saved.recipe.task
-    takes = {"--count": is_personal or generates, "--inception": generates, "--lpips": is_personal}
-    for flag, value in given.items():
-        if value and not takes[flag]:
-            why = "samples are not judged by that" if takes["--count"] else "no samples are judged"
-            raise UsageError(f"{flag} {value}: of a run of {task} {why}; leave it out")
+def _check_sampling_options(saved: SavedRun, options: dict[str, Any]) -> None:
+    """Raise `UsageError` for an option that has no effect on this task."""
+    is_personalized, generates, task = saved.recipe.task == "personalize", _is_generator(saved), saved.recipe.task
+    accepted = {"--count": is_personalized or generates, "--inception": generates, "--lpips": is_personalized}
+    for flag, value in options.items():
+        if value and not accepted[flag]:
+            reason = "does not use it" if accepted["--count"] else "does not score generated samples"
+            raise UsageError(f"{flag} {value}: the task {task} {reason}; leave it out")
 
 
-def _beside_real(
+def _score_generated(
     saved: SavedRun, result: dict[str, Any], *, inception: str | Path | None, quiet: bool, **options: Any
 ) -> dict[str, Any]:
-    """What a generator draws, beside real data."""
+    """Add the scores of generated samples, of real held-out ones, and notes to `result`."""
     from bottega.analysis.generation_scores import score_samples
     from bottega.callbacks.progress_bars import progress_bars
 
     weights = Path(inception) if inception is not None else None
-    with progress_bars(open_console(quiet=quiet), in_bytes=False) as say:
-        scores = score_samples(saved, **options, inception=weights, report_progress=say, quiet=quiet)
+    with progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress:
+        scores = score_samples(saved, **options, inception=weights, report_progress=report_progress, quiet=quiet)
     result["metrics"] = {**result["metrics"], **scores.generated}
     result["real"] = scores.real
     if scores.through_processor:
@@ -151,48 +153,48 @@ def _beside_real(
     notes = (
         result.get("notes", [])
         + scores.notes
-        + [f"{name}: {UNDEFINED_REASONS.get(name, 'is no number here')}" for name in _undefined(result)]
+        + [f"{name}: {UNDEFINED_REASONS.get(name, 'is undefined here')}" for name in _list_undefined(result)]
     )
     if notes:
         result["notes"] = notes
     return result
 
 
-def _over_people(
+def _evaluate_people(
     saved: SavedRun, source: Source, result: dict[str, Any], *, is_own: bool, out: Path, quiet: bool, **options: Any
 ) -> dict[str, Any]:
-    """The arms; the metrics of the run are those of the whole method."""
+    """Add the metrics of all arms; those of the full method (`both`) are the metrics of the run."""
     from bottega.analysis.personalize_evaluation import evaluate_personalization
     from bottega.analysis.personalize_generator import open_personalized_generator
     from bottega.callbacks.progress_bars import progress_bars
 
     with (
-        progress_bars(open_console(quiet=quiet), in_bytes=False) as say,
-        open_personalized_generator(saved, source, is_own=is_own) as studio,
+        progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress,
+        open_personalized_generator(saved, source, is_own=is_own) as generator,
     ):
-        found = evaluate_personalization(studio, **options, out=out, report_progress=say)
-    both = {measure: values["mean"] for measure, values in found["arms"]["both"].items()}
-    return {**result, "metrics": {**result["metrics"], **both}, **found, "folder": str(out)}
+        evaluation = evaluate_personalization(generator, **options, out=out, report_progress=report_progress)
+    metrics = {measure: values["mean"] for measure, values in evaluation["arms"]["both"].items()}
+    return {**result, "metrics": {**result["metrics"], **metrics}, **evaluation, "folder": str(out)}
 
 
-def _undefined(result: dict[str, Any]) -> list[str]:
-    """Measures that are no number in some column, and so compare nothing."""
+def _list_undefined(result: dict[str, Any]) -> list[str]:
+    """Return the measures that are not finite in some column."""
     columns = [result["metrics"], *(result[name] for name in TITLES if name in result)]
     return [name for name in result["real"] if not all(math.isfinite(values[name]) for values in columns)]
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """What was measured, the loss, and a table of what was drawn beside what is real, or of people drawn for."""
+    """Format a result for the terminal: the data, the loss, and a table of generated beside real samples or of arms."""
     compared = result["arms"]["both"] if "arms" in result else result.get("real", {})
     width = max(20, *(len(name) + 2 for name in result["metrics"]))
-    lines = [_measured_shown(result), ""] if "samples" in result else []
+    lines = [_describe_data(result), ""] if "samples" in result else []
     lines += [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
     if "arms" in result:
-        from bottega.analysis.personalize_table import format_report as arms_shown
+        from bottega.analysis.personalize_table import format_report as format_arms
 
-        lines += [*arms_shown(result), "", f"written to {result['folder']}"]
+        lines += [*format_arms(result), "", f"written to {result['folder']}"]
     elif compared:
-        undefined = _undefined(result)
+        undefined = _list_undefined(result)
         columns = {"generated": result["metrics"], **{name: result[name] for name in TITLES if name in result}}
         lines += ["", " " * 20 + "".join(f"{TITLES[name]:>22}" for name in columns)]
         lines += [
@@ -204,32 +206,32 @@ def format_report(result: dict[str, Any]) -> str:
         counts = result["counts"]
         lines.append(f"{'samples':<20}" + "".join(f"{counts.get(n, counts['real']):>22,}" for n in columns))
         if "training" in counts:
-            some = f"{counts['training']:,} of {counts['training_available']:,} training samples"
-            lines.append(f"compared with {some}, distributions at {counts['compared']:,} samples each")
+            training = f"{counts['training']:,} of {counts['training_available']:,} training samples"
+            lines.append(f"compared with {training}, distributions at {counts['compared']:,} samples each")
     if 1 < len(result.get("per_class", {})) <= MAX_CLASSES_SHOWN:
-        lines += _classes_shown(result["per_class"])
+        lines += _format_classes(result["per_class"])
     return "\n".join([*lines, *result.get("notes", ())])
 
 
-def _measured_shown(result: dict[str, Any]) -> str:
-    """Which data, how many samples, which checkpoint, on one line."""
+def _describe_data(result: dict[str, Any]) -> str:
+    """Return one line with the data, the number of samples and the checkpoint."""
     part = f"the {result['split']} part" if result["split"] is not None else "all"
-    of = f" of {result['data']}" if result["data"] is not None else ""
+    origin = f" of {result['data']}" if result["data"] is not None else ""
     samples = f"{result['samples']:,} sample{'s' if result['samples'] != 1 else ''}"
-    return f"measured {part}{of}, {samples}, by checkpoint {Path(result['checkpoint']).name}"
+    return f"measured {part}{origin}, {samples}, by checkpoint {Path(result['checkpoint']).name}"
 
 
-def _classes_shown(found: dict[str, dict[str, float]]) -> list[str]:
-    width = max(20, max(map(len, found)) + 2)
+def _format_classes(class_metrics: dict[str, dict[str, float]]) -> list[str]:
+    width = max(20, max(map(len, class_metrics)) + 2)
     lines = ["", " " * width + "".join(f"{name:>12}" for name in ("precision", "recall", "f1", "samples"))]
-    for name, row in found.items():
+    for name, row in class_metrics.items():
         numbers = "".join(f"{row[key]:>12.4f}" for key in ("precision", "recall", "f1"))
         lines.append(f"{name:<{width}}{numbers}{row['support']:>12,}")
     return lines
 
 
-def _codes_used(saved: SavedRun, source: Source) -> dict[str, float]:
-    """Of a tokenizer: how many of its codes the same data uses."""
+def _code_usage(saved: SavedRun, source: Source) -> dict[str, float]:
+    """Return the codebook usage of an image or audio tokenizer on `source`; empty for other tasks."""
     from bottega.tasks.autoencode.tokens_workload import TokensWorkload
 
     workload = saved.workload
@@ -239,7 +241,7 @@ def _codes_used(saved: SavedRun, source: Source) -> dict[str, float]:
         return workload.code_usage(models, source, device=saved.engine.device)
 
 
-def _generates(saved: SavedRun) -> bool:
+def _is_generator(saved: SavedRun) -> bool:
     from bottega.tasks.generation.workload import GenerationWorkload
 
     return isinstance(saved.workload, GenerationWorkload)

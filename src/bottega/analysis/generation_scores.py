@@ -1,4 +1,4 @@
-"""Quality of generated samples, measured with a classifier trained on real data alone (the judge) and beside held-out data.
+"""Quality of generated samples: measured with a classifier of real data (the judge), and compared with held-out data.
 
 All numbers come from the same samples, drawn without guidance.
 """
@@ -30,46 +30,48 @@ from bottega.tasks.measures.pitch import estimate_pitch, note_frequency, semiton
 from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio
 
 DEFAULT_COUNTS = {"image": 1000, "video": 1000, "audio": 250}
-"""Samples drawn where nobody says how many, unless more are held out. Sounds take longest: their phase is looked for."""
+"""Default number of samples per medium, unless more are held out. Audio is slowest, because its phase is reconstructed."""
 MAX_BYTES, MAX_REFERENCES = 512 << 20, 60_000
-"""Samples that are held in memory at once, of the training data and of what is held out: 10,900 pictures of 128 x 128 in
-colour. What is more is thinned evenly."""
+"""Limits on the samples held in memory, each for training and for held-out data: 512 MiB are 10,900 RGB images of
+128 x 128. Larger data is subsampled evenly."""
 CHUNK = 256
+"""Samples processed at once."""
 CONDITION_FIELDS = {"label", "condition", "input_ids", "attention_mask"}
 HALF_A_SEMITONE = 0.5
 MIN_JUDGE_SKILL = 0.7
-"""How far between guessing (0) and always right (1) on real held-out data a judge must be to be believed."""
+"""Accuracy on real held-out data, scaled from chance (0) to perfect (1), below which the judge is reported as weak."""
 JUDGE_FREE_MEASURES = ("pitch_accuracy", "motion_accuracy")
-"""Measured in the samples themselves."""
+"""Measures of the samples themselves, without the judge."""
 
 ProgressCallback = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class GenerationScores:
-    """The same measures of generated samples, of real held-out ones, and of real ones through a codec that loses some."""
+    """The same measures of generated samples, of real held-out ones, and of real ones encoded and decoded with loss."""
 
     generated: dict[str, float]
     real: dict[str, float]
     through_processor: dict[str, float] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    """What is left out, and why."""
+    """Measures that are left out, and why."""
     weakly_judged: tuple[str, ...] = ()
-    """The measures that rest on a judge that is itself weak; empty where it is good enough, or there is none."""
+    """The measures that depend on a weak judge; empty where the judge is good enough or there is none."""
 
 
 @dataclass(frozen=True)
 class SampleSet:
-    """Samples as people know the medium, and what each is or was asked to be: fields of a batch."""
+    """Samples as pixels or waveforms, with their conditions (label, vector or text) as fields of a batch."""
 
     samples: np.ndarray
     conditions: dict[str, np.ndarray]
     num_available: int = 0
-    """How many there are in all; 0 where these were drawn."""
+    """Size of the data before subsampling; 0 for generated samples."""
 
     @property
     def labels(self) -> np.ndarray | None:
+        """Class indices, or None for unlabelled samples."""
         return self.conditions.get("label")
 
 
@@ -83,56 +85,62 @@ def score_samples(
     report_progress: ProgressCallback = lambda stage, done, total: None,
     quiet: bool = True,
 ) -> GenerationScores:
-    """Draw, read and compare. Without a judge among the recipe's needs there is nothing to read with."""
+    """Draw samples and score them beside held-out data; without `needs.judge`, the measures that need a judge are left out.
+
+    `count` defaults to `DEFAULT_COUNTS`, or to the number of held-out samples where that is larger. `inception` is a file of
+    Inception weights; with it, FID is computed too.
+    """
     workload = saved.workload
     assert isinstance(workload, GenerationWorkload)
-    given, split = data.given, str(data.split)
-    if given is None and split not in workload.data.prepared.tables:
+    external, split = data.given, str(data.split)
+    if external is None and split not in workload.data.prepared.tables:
         raise UsageError(f"this run has no {split} data; name other data with --data")
-    if count is not None:  # pixels are kept as bytes
+    if count is not None:  # pixels are held as bytes
         check_sample_memory(count, count, max(1, math.prod(workload.metadata.sample) // 8))
-    fid = _fid(inception, workload, saved.engine.device) if inception is not None else None
+    compute_fid = _make_fid(inception, workload, saved.engine.device) if inception is not None else None
     notes: list[str] = []
-    has_own = given is None or _has_own_data(workload, notes)
-    # What is wrong with it is said before anything is drawn.
-    judge = JudgeModel.open_judge(saved, workload, notes, has_own=has_own, quiet=quiet)
+    has_training_data = external is None or _has_own_data(workload, notes)
+    # Before sampling, so that a problem with the judge is reported at once.
+    judge = JudgeModel.open_judge(saved, workload, notes, has_own=has_training_data, quiet=quiet)
     held_out = collect_samples(
-        workload, [workload.read_external_raw(given) if given is not None else workload.read_raw(split)]
+        workload, [workload.read_external_raw(external) if external is not None else workload.read_raw(split)]
     )
-    own = [workload.read_raw(table) for table in workload.data.prepared.training_tables] if has_own else None
-    training = collect_samples(workload, own) if own is not None else None
+    training_sources = (
+        [workload.read_raw(table) for table in workload.data.prepared.training_tables] if has_training_data else None
+    )
+    training = collect_samples(workload, training_sources) if training_sources is not None else None
     count = max(DEFAULT_COUNTS[workload.medium.name], len(held_out.samples)) if count is None else count
-    places = _places(count, len(held_out.samples))
-    generated = _generated(saved, workload, held_out, places, seed, report_progress)
-    several = {"generated": generated, "real": held_out}
+    indices = _matching_indices(count, len(held_out.samples))
+    generated = _draw_samples(saved, workload, held_out, indices, seed, report_progress)
+    sample_sets = {"generated": generated, "real": held_out}
     if workload.medium.name == "audio" or workload.task.latents is not None:
-        several["through_processor"] = SampleSet(
-            _through_processor(saved, workload, held_out.samples), held_out.conditions
+        sample_sets["through_processor"] = SampleSet(
+            _round_trip(saved, workload, held_out.samples), held_out.conditions
         )
     reference = Reference(workload, judge, held_out, training)
-    # More samples are nearer to any distribution, so all columns are compared at the same number of them, and of the
-    # same classes: as many as were drawn or are held out, whichever is less.
+    # The Frechet distance falls with the number of samples, so all columns use the same number of samples of the same
+    # classes: the number drawn or the number held out, whichever is smaller.
     compared = min(count, len(held_out.samples))
-    places_of = dict.fromkeys(several, places[:compared]) | {"generated": np.arange(compared)}
-    found = {name: reference.measure(one, places_of[name]) for name, one in several.items()}
-    if fid is not None and training is not None:
-        for name, one in several.items():
-            found[name]["fid"] = fid(one.samples[places_of[name]], training.samples)
+    compared_indices = dict.fromkeys(sample_sets, indices[:compared]) | {"generated": np.arange(compared)}
+    scores = {name: reference.measure(sample_set, compared_indices[name]) for name, sample_set in sample_sets.items()}
+    if compute_fid is not None and training is not None:
+        for name, sample_set in sample_sets.items():
+            scores[name]["fid"] = compute_fid(sample_set.samples[compared_indices[name]], training.samples)
     counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": compared}
     if training is not None:
         counts |= {"training": len(training.samples), "training_available": training.num_available}
-    judged = _weakly_judged(found["real"], len(workload.metadata.classes), notes)
-    return GenerationScores(**found, counts=counts, notes=notes, weakly_judged=judged)
+    weak = _weak_judge_measures(scores["real"], len(workload.metadata.classes), notes)
+    return GenerationScores(**scores, counts=counts, notes=notes, weakly_judged=weak)
 
 
-def _weakly_judged(real: dict[str, float], num_classes: int, notes: list[str]) -> tuple[str, ...]:
-    """Return the measures that say little because the judge often errs on real data itself, and note that."""
+def _weak_judge_measures(real: dict[str, float], num_classes: int, notes: list[str]) -> tuple[str, ...]:
+    """Return the measures that are unreliable because the judge is weak on real data, and add a note."""
     accuracy, chance = real.get("conditional_accuracy"), 1 / max(2, num_classes)
     if accuracy is None or not (accuracy - chance) / (1 - chance) < MIN_JUDGE_SKILL:
         return ()
     notes.append(
-        f"* the judge is weak: of real held-out samples it names {100 * accuracy:.0f} % right (guessing: {100 * chance:.0f} %), "
-        "so what it says of generated ones means little; train it longer (needs.judge.settings), or name a better one "
+        f"* the judge is weak: its accuracy on real held-out samples is {100 * accuracy:.0f} % (chance: {100 * chance:.0f} %), "
+        "so its measures of generated samples are unreliable; train it longer (needs.judge.settings), or use a better one "
         "(needs.judge.run)"
     )
     return tuple(
@@ -143,83 +151,82 @@ def _weakly_judged(real: dict[str, float], num_classes: int, notes: list[str]) -
 
 
 def _has_own_data(workload: GenerationWorkload, notes: list[str]) -> bool:
-    """Whether what the run learnt from is still there; beside other data it can be done without."""
+    """Return whether the training data of the run still exists; other data can be scored without it, which is noted."""
     try:
         return bool(workload.data.prepared.tables)
     except DataError as error:
         reason = str(error).partition(";")[0]
-        notes.append(f"{reason}; what is compared with it is left out: frechet_distance, nearest_ratio, fid")
+        notes.append(f"{reason}; measures that compare with it are left out: frechet_distance, nearest_ratio, fid")
         return False
 
 
 class Reference:
-    """What all samples are compared with, computed once: held-out and training data, as the judge and as pixels."""
+    """Held-out and training data that samples are compared with: judge features and comparable values, computed once."""
 
     def __init__(
         self, workload: GenerationWorkload, judge: JudgeModel | None, held_out: SampleSet, training: SampleSet | None
     ) -> None:
         self.workload, self.judge, self.held_out = workload, judge, held_out
-        seen = judge.classify(training.samples)[1] if judge is not None and training is not None else None
-        self.features = feature_moments(seen) if seen is not None else None
-        self.training = _comparable(workload, training.samples) if training is not None else None
-        self.real = _comparable(workload, held_out.samples)
+        features = judge.classify(training.samples)[1] if judge is not None and training is not None else None
+        self.features = feature_moments(features) if features is not None else None
+        self.training = _to_comparable(workload, training.samples) if training is not None else None
+        self.real = _to_comparable(workload, held_out.samples)
         self.distances = nearest_distances(self.real, self.training) if self.training is not None else None
 
     def frechet_distance_to_training(self, samples: np.ndarray) -> float:
-        """The Frechet distance of their features to the training data's."""
+        """Return the Frechet distance between the judge features of `samples` and those of the training data."""
         assert self.judge is not None
         assert self.features is not None
         return distance_of_moments(feature_moments(self.judge.classify(samples)[1]), self.features)
 
-    def measure(self, one: SampleSet, compared: np.ndarray) -> dict[str, float]:
-        """`compared` are the places of the samples whose distribution is compared."""
-        found: dict[str, float] = {}
-        names, is_real = self.workload.metadata.classes, one is self.held_out
+    def measure(self, sample_set: SampleSet, compared: np.ndarray) -> dict[str, float]:
+        """Return all measures of a set; the Frechet distance uses the samples with the indices `compared`."""
+        measures: dict[str, float] = {}
+        names, is_real = self.workload.metadata.classes, sample_set is self.held_out
         if self.judge is not None:
-            chances, features = self.judge.classify(one.samples)
-            if one.labels is not None:
-                found |= conditional_accuracy(
-                    self.judge.map_to_generator_classes(chances.argmax(1), names), one.labels, names
+            probabilities, features = self.judge.classify(sample_set.samples)
+            if sample_set.labels is not None:
+                measures |= conditional_accuracy(
+                    self.judge.map_to_generator_classes(probabilities.argmax(1), names), sample_set.labels, names
                 )
             if self.features is not None:
-                found["frechet_distance"] = distance_of_moments(feature_moments(features[compared]), self.features)
-        if one.labels is not None:
-            found |= _medium_measures(self.workload, one)
-        values = self.real if is_real else _comparable(self.workload, one.samples)
-        if one.labels is not None and self.held_out.labels is not None:
-            found["variance_ratio"] = variance_ratio(values, one.labels, self.real, self.held_out.labels)
+                measures["frechet_distance"] = distance_of_moments(feature_moments(features[compared]), self.features)
+        if sample_set.labels is not None:
+            measures |= _measure_medium(self.workload, sample_set)
+        values = self.real if is_real else _to_comparable(self.workload, sample_set.samples)
+        if sample_set.labels is not None and self.held_out.labels is not None:
+            measures["variance_ratio"] = variance_ratio(values, sample_set.labels, self.real, self.held_out.labels)
         if self.training is not None and self.distances is not None:
             distances = self.distances if is_real else nearest_distances(values, self.training)
-            found["nearest_ratio"] = nearest_ratio(distances, self.distances)
-        return found
+            measures["nearest_ratio"] = nearest_ratio(distances, self.distances)
+        return measures
 
 
-def _medium_measures(workload: GenerationWorkload, one: SampleSet) -> dict[str, float]:
-    """What can be measured in the samples themselves, without anybody's judgement."""
+def _measure_medium(workload: GenerationWorkload, sample_set: SampleSet) -> dict[str, float]:
+    """Return measures of the samples themselves, without the judge: pitch of audio, direction of motion in video."""
     names = workload.metadata.classes
-    assert one.labels is not None
+    assert sample_set.labels is not None
     if workload.medium.name == "audio":
         notes = [note_frequency(name) for name in names]
         if names and all(note is not None for note in notes):
-            wanted = np.array(notes, np.float64)[one.labels]
+            expected = np.array(notes, np.float64)[sample_set.labels]
             assert workload.mel is not None
-            apart = np.abs(semitone_difference(estimate_pitch(one.samples, workload.mel.mel.sample_rate), wanted))
-            return {"pitch_accuracy": float((apart <= HALF_A_SEMITONE).mean())}
+            pitch = estimate_pitch(sample_set.samples, workload.mel.mel.sample_rate)
+            return {"pitch_accuracy": float((np.abs(semitone_difference(pitch, expected)) <= HALF_A_SEMITONE).mean())}
     if workload.medium.name == "video":
-        ways = parse_attributes(names).get("direction", list(names))
-        if ways and all(way in DIRECTIONS for way in ways):
-            went = [motion_direction(video) for video in one.samples.astype(np.float32)]
-            return {
-                "motion_accuracy": float(np.mean([way == ways[i] for way, i in zip(went, one.labels, strict=True)]))
-            }
+        directions = parse_attributes(names).get("direction", list(names))
+        if directions and all(direction in DIRECTIONS for direction in directions):
+            estimated = [motion_direction(video) for video in sample_set.samples.astype(np.float32)]
+            hits = [name == directions[i] for name, i in zip(estimated, sample_set.labels, strict=True)]
+            return {"motion_accuracy": float(np.mean(hits))}
     return {}
 
 
 class JudgeModel:
-    """The part that reads, with its classes in the order of the generator's."""
+    """A classifier that judges generated samples, with its classes mapped to those of the generator."""
 
-    def __init__(self, saved: SavedRun, how: Any) -> None:
-        self.saved, self.normalisation = saved, how
+    def __init__(self, saved: SavedRun, normalisation: Any) -> None:
+        self.saved, self.normalisation = saved, normalisation
         assert isinstance(saved.workload, MediaClassifyWorkload)
         self.workload = saved.workload
 
@@ -227,150 +234,155 @@ class JudgeModel:
     def open_judge(
         cls, saved: SavedRun, workload: GenerationWorkload, notes: list[str], *, has_own: bool = True, quiet: bool
     ) -> JudgeModel | None:
-        """None where there is none, or nothing to train it on: one class, or data that is not there any more."""
-        need, number, beside = (
-            workload.recipe.needs.get("judge"),
-            len(workload.metadata.classes),
-            saved.directory.path.parent,
-        )
-        if need is None:
+        """Open `needs.judge`, training it first if needed.
+
+        Return None, with a note, where the recipe has no judge, the data has fewer than two classes, or the judge is not
+        trained yet and its training data is gone.
+        """
+        dependency, beside = workload.recipe.needs.get("judge"), saved.directory.path.parent
+        num_classes = len(workload.metadata.classes)
+        if dependency is None:
             return None
-        if number < (2 if need.run is None else 1):
-            said = f"the data has {'one class' if number else 'no classes'}, and a judge tells two or more apart"
-            notes.append(f"{said}; conditional_accuracy and frechet_distance are left out")
+        if num_classes < (2 if dependency.run is None else 1):
+            reason = f"the data has {'one class' if num_classes else 'no classes'}, and a judge needs two or more"
+            notes.append(f"{reason}; conditional_accuracy and frechet_distance are left out")
             return None
-        if (
-            not has_own
-            and need.run is None
-            and not is_exported(dependencies.dependency_run(workload.recipe, "judge", beside=beside))
-        ):
-            notes.append("needs.judge: is not trained yet, and learns from that data; conditional_accuracy is left out")
+        judge_run = dependencies.dependency_run(workload.recipe, "judge", beside=beside)
+        if not has_own and dependency.run is None and not is_exported(judge_run):
+            notes.append("needs.judge: is not trained yet, and its data is missing; conditional_accuracy is left out")
             return None
-        how: dict[str, Any] = {"quiet": quiet, "beside": beside, "allow_data_change": not has_own}
-        path = ensure_dependency(workload.recipe, "judge", **how, started_in=workload.data.started_in)
+        options: dict[str, Any] = {"quiet": quiet, "beside": beside, "allow_data_change": not has_own}
+        path = ensure_dependency(workload.recipe, "judge", **options, started_in=workload.data.started_in)
         try:
-            # Not its best step: that was chosen on the data which are held out here, and would flatter the real ones.
-            opened = load(path, checkpoint="last", device=str(saved.engine.device))
+            # Not its best checkpoint: that was selected on the data held out here, which would favour the real samples.
+            loaded = load(path, checkpoint="last", device=str(saved.engine.device))
         except CheckpointError as error:
-            raise CheckpointError(f"needs.judge: {path}: {error}; delete it to have it trained again") from error
-        if not isinstance(opened.workload, MediaClassifyWorkload):
+            raise CheckpointError(f"needs.judge: {path}: {error}; delete it to train it again") from error
+        if not isinstance(loaded.workload, MediaClassifyWorkload):
             raise UsageError(f"needs.judge: {path} is not a classifier")
-        return cls(opened, getattr(opened.recipe.data, "normalise", None))
+        return cls(loaded, getattr(loaded.recipe.data, "normalise", None))
 
     def classify(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        chances, features = [], []
+        """Return class probabilities (samples, classes) and features (samples, features)."""
+        probabilities, features = [], []
         with self.saved.engine.sampling() as models:
             for first in range(0, len(samples), CHUNK):
-                part = samples[first : first + CHUNK]
-                values = normalise_pixels(part, mode=self.normalisation) if part.dtype == np.uint8 else part
-                found = self.workload.predict_with_features(models, values, device=self.saved.engine.device)
-                chances.append(found[0])
-                features.append(found[1])
-        return np.concatenate(chances), np.concatenate(features)
+                chunk = samples[first : first + CHUNK]
+                values = normalise_pixels(chunk, mode=self.normalisation) if chunk.dtype == np.uint8 else chunk
+                outputs = self.workload.predict_with_features(models, values, device=self.saved.engine.device)
+                probabilities.append(outputs[0])
+                features.append(outputs[1])
+        return np.concatenate(probabilities), np.concatenate(features)
 
     def map_to_generator_classes(self, predicted: np.ndarray, names: tuple[str, ...]) -> np.ndarray:
-        places = {name: number for number, name in enumerate(names)}
-        return np.array([places.get(name, -1) for name in self.workload.classes.names])[predicted]
+        """Return the generator's class indices of the judge's predictions, -1 for a class that the generator lacks."""
+        indices = {name: index for index, name in enumerate(names)}
+        return np.array([indices.get(name, -1) for name in self.workload.classes.names])[predicted]
 
 
-def _places(count: int, available: int) -> np.ndarray:
-    """Which of the held-out samples each that is drawn is asked to be like: all over and over, or an even choice. The
-    first of a folder sorted by class would all be of one."""
+def _matching_indices(count: int, available: int) -> np.ndarray:
+    """Return for each of `count` samples the index of the held-out sample whose condition it gets.
+
+    All held-out samples in turn, or an even subset: the first samples of a folder sorted by class would have one class.
+    """
     return np.arange(count) % available if count >= available else np.arange(count) * available // count
 
 
-def _generated(
+def _draw_samples(
     saved: SavedRun,
     workload: GenerationWorkload,
     held_out: SampleSet,
-    places: np.ndarray,
+    indices: np.ndarray,
     seed: int,
-    say: ProgressCallback,
+    report_progress: ProgressCallback,
 ) -> SampleSet:
-    """Asked for what the held-out samples are, so that both have the same classes."""
-    asked = {name: value[places] for name, value in held_out.conditions.items()}
-    rows, count, made = {**asked, "number": np.arange(len(places))}, len(places), []
+    """Draw samples under the conditions of the held-out samples `indices`, so that both have the same classes."""
+    conditions = {name: value[indices] for name, value in held_out.conditions.items()}
+    rows, count, chunks = {**conditions, "number": np.arange(len(indices))}, len(indices), []
     with saved.engine.sampling() as models:
         for first in range(0, count, CHUNK):
-            part = {name: value[first : first + CHUNK] for name, value in rows.items()}
-            size = len(part["number"])
+            chunk = {name: value[first : first + CHUNK] for name, value in rows.items()}
+            size = len(chunk["number"])
 
-            def tell(stage: str, done: int, total: int, before: int = first, size: int = size) -> None:
-                say(stage, before * total // size + done, count * total // size)
+            def report_chunk(stage: str, done: int, total: int, before: int = first, size: int = size) -> None:
+                report_progress(stage, before * total // size + done, count * total // size)
 
-            # A sample is a function of its number, so it is the same in parts; all of it as floats would be large.
-            x = workload.sampler.draw(models, part, device=saved.engine.device, seed=seed, guidance=1.0, say=tell)
-            made.append(workload.medium.from_values(x, device=saved.engine.device))
-    return SampleSet(np.concatenate(made), asked)
+            # A sample is a function of its number, so chunks do not change it; all samples at once would be large as floats.
+            x = workload.sampler.draw(
+                models, chunk, device=saved.engine.device, seed=seed, guidance=1.0, say=report_chunk
+            )
+            chunks.append(workload.medium.from_values(x, device=saved.engine.device))
+    return SampleSet(np.concatenate(chunks), conditions)
 
 
 def collect_samples(workload: GenerationWorkload, sources: list[Source]) -> SampleSet:
-    """In memory as people know the medium, evenly thinned where it is more than `MOST_BYTES` or `MOST_REFERENCES`."""
+    """Load the samples of `sources` as pixels or waveforms, evenly subsampled to `MAX_BYTES` and `MAX_REFERENCES`."""
     total = sum(map(len, sources))
     first = next((source for source in sources if len(source)), None)
     if first is None:
-        raise UsageError("there are no samples to compare with: what is measured is empty; name other data")
-    size = _as_known(workload, first.rows(np.arange(1), np.zeros(1, np.int64))).nbytes
-    if workload.mel is not None:  # whose spectrograms, as floats, may be the larger
+        raise UsageError("there are no samples to compare with: the data is empty; name other data")
+    size = _to_samples(workload, first.rows(np.arange(1), np.zeros(1, np.int64))).nbytes
+    if workload.mel is not None:  # spectrograms as floats may be larger
         size = max(size, 4 * math.prod(workload.mel.shape))
     step = max(1, -(-total // MAX_REFERENCES), -(-total * size // MAX_BYTES))
-    places = [np.arange(len(source))[::step] for source in sources]
+    indices = [np.arange(len(source))[::step] for source in sources]
     samples: np.ndarray | None = None
-    asked: dict[str, list[np.ndarray]] = {}
-    filled = 0
-    for source, chosen in zip(sources, places, strict=True):
-        for start in range(0, len(chosen), CHUNK):
-            index = chosen[start : start + CHUNK]
+    conditions: dict[str, list[np.ndarray]] = {}
+    num_filled = 0
+    for source, source_indices in zip(sources, indices, strict=True):
+        for start in range(0, len(source_indices), CHUNK):
+            index = source_indices[start : start + CHUNK]
             rows = source.rows(index, np.zeros_like(index))
-            values = _as_known(workload, rows)
-            if samples is None:  # once, because joining the parts in the end would hold all of it twice
-                samples = np.empty((sum(map(len, places)), *values.shape[1:]), values.dtype)
-            samples[filled : filled + len(index)] = values
-            filled += len(index)
+            values = _to_samples(workload, rows)
+            if samples is None:  # preallocated, because concatenating chunks at the end would hold all samples twice
+                samples = np.empty((sum(map(len, indices)), *values.shape[1:]), values.dtype)
+            samples[num_filled : num_filled + len(index)] = values
+            num_filled += len(index)
             for name in CONDITION_FIELDS & rows.keys():
-                asked.setdefault(name, []).append(rows[name])
+                conditions.setdefault(name, []).append(rows[name])
     assert samples is not None
-    return SampleSet(samples, {name: np.concatenate(parts) for name, parts in asked.items()}, total)
+    return SampleSet(samples, {name: np.concatenate(chunks) for name, chunks in conditions.items()}, total)
 
 
-def _as_known(workload: GenerationWorkload, rows: Any) -> np.ndarray:
+def _to_samples(workload: GenerationWorkload, rows: Any) -> np.ndarray:
+    """Return rows of a source as waveforms, or as pixels in bytes."""
     values: np.ndarray = (
         rows["audio"] if workload.medium.name == "audio" else workload.medium.from_values(rows[workload.medium.name])
     )
     return values
 
 
-def _comparable(workload: GenerationWorkload, samples: np.ndarray) -> np.ndarray:
-    """In which distances and variances mean something: pixels, and the logarithm of a sound's bands.
+def _to_comparable(workload: GenerationWorkload, samples: np.ndarray) -> np.ndarray:
+    """Return values in which distances and variances are meaningful: pixels, or log-mel spectrograms of audio.
 
-    Pixels stay bytes: only ratios are measured, which no scale changes, and as floats they would be four times as many.
+    Pixels stay bytes: only ratios are measured, which do not depend on the scale, and floats would take four times the memory.
     """
     if workload.mel is None:
         return samples
     return np.concatenate([workload.mel.encode(samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)])
 
 
-def _through_processor(saved: SavedRun, workload: GenerationWorkload, samples: np.ndarray) -> np.ndarray:
-    """Real samples as a perfect model would give them back: encoded and decoded."""
+def _round_trip(saved: SavedRun, workload: GenerationWorkload, samples: np.ndarray) -> np.ndarray:
+    """Return real samples encoded and decoded: the best that a perfect model could generate."""
     with saved.engine.sampling() as models:
-        parts = [
+        chunks = [
             workload.round_trip(models, samples[i : i + CHUNK], saved.engine.device)
             for i in range(0, len(samples), CHUNK)
         ]
-    return np.concatenate(parts)
+    return np.concatenate(chunks)
 
 
-def _fid(weights: Path, workload: GenerationWorkload, device: Any) -> Callable[[np.ndarray, np.ndarray], float]:
-    """The usual FID, for pictures; clips are read frame by frame."""
+def _make_fid(weights: Path, workload: GenerationWorkload, device: Any) -> Callable[[np.ndarray, np.ndarray], float]:
+    """Return a function that computes FID between samples and training data; videos are compared frame by frame."""
     if workload.medium.name == "audio":
-        raise UsageError("--inception: sounds are no pictures; leave it out")
+        raise UsageError("--inception: FID is defined for images and video, not for audio; leave it out")
     import torch
 
     from bottega.models.metric_networks.inception import load_inception
 
     network = load_inception(weights, device=device)
 
-    def read(samples: np.ndarray) -> np.ndarray:
+    def compute_features(samples: np.ndarray) -> np.ndarray:
         frames = samples.reshape(-1, *samples.shape[-3:])
         return np.concatenate(
             [
@@ -379,10 +391,10 @@ def _fid(weights: Path, workload: GenerationWorkload, device: Any) -> Callable[[
             ]
         )
 
-    known: list[np.ndarray] = []
+    cached: list[np.ndarray] = []
 
     def distance(samples: np.ndarray, training: np.ndarray) -> float:
-        known[:] = known or [read(training)]
-        return frechet_distance(read(samples), known[0])
+        cached[:] = cached or [compute_features(training)]
+        return frechet_distance(compute_features(samples), cached[0])
 
     return distance

@@ -11,7 +11,7 @@ from bottega.data.loading.loader import Loader
 
 
 def inspect_model(what: str, words: list[str]) -> dict[str, Any]:
-    """One row for each module; gradient norms come from one batch of the training data, and nothing is changed."""
+    """Return a row for each module of a run or recipe, with gradient norms of the first training batch; nothing is updated."""
     engine, workload, batch_size, seed = _open(what, words)
     return engine.inspect(Loader(workload.data.training(), batch_size, seed=seed, order=workload.data.order).batch(0))
 
@@ -29,7 +29,7 @@ def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
     from bottega.tasks.registry import TASKS
 
     if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in TASKS:
-        RunDirectory(Path(what)).must_exist()  # or it says which run is near
+        RunDirectory(Path(what)).must_exist()  # raises an error that suggests a similar run
     sources, overrides = parse_overrides([what, *words])
     recipe = load_recipe(sources, overrides).recipe
     raise_all(find_problems(recipe))
@@ -44,6 +44,7 @@ def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
 
 
 def format_report(report: dict[str, Any]) -> str:
+    """Format the module tree as a table for the terminal."""
     head = ("module", "kind", "parameters", "trainable", "device", "type", "gradient")
     rows = [
         (

@@ -15,7 +15,7 @@ from bottega.tasks.data_paths import resolve_paths
 
 
 def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
-    """The samples of one step, counted from 1 as in the log; with `replay`, the loss of exactly that batch."""
+    """Return the samples of one step (from 1, as in the log); with `replay`, also the loss of that batch."""
     if step < 1:
         raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
     saved = open_run(path, device="cpu")
@@ -35,10 +35,10 @@ def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     }
     trained = max((manifest.step for _, manifest in list_checkpoints(saved.directory.checkpoints)), default=0)
     if step > trained:
-        report["note"] = f"the run has taken {trained} steps; step {step} would see these samples"
+        report["note"] = f"the run has trained for {trained} steps; step {step} would use these samples"
     if replay:
         batch = loader.batch(step - 1)
-        # An episode is adapted to, and only the lesson's own task knows how.
+        # Only the task of the training plan can adapt to an episode.
         task = plan.task if "query" in batch else None
         sums = saved.engine.eval_step(batch, task=task).sums
         means = {name: float(total) / float(count) for name, (total, count) in sums.items() if count}
@@ -57,6 +57,7 @@ def _world(environment: Path) -> int:
 
 
 def format_report(report: dict[str, Any]) -> str:
+    """Format the samples of a step for the terminal."""
     lines = [report["note"]] if "note" in report else []
     lines += [f"step {report['step']}: samples {', '.join(map(str, report['samples']))}"]
     for text in report["described"]:

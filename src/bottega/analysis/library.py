@@ -1,4 +1,4 @@
-"""Verbs as library calls: what they measure comes back as plain values, and errors name arguments, not flags."""
+"""Verbs as library calls: they return plain values, and errors name arguments, not flags."""
 
 from __future__ import annotations
 
@@ -24,40 +24,42 @@ def lr_find(
     out: str | Path | None = None,
     quiet: bool = True,
 ) -> dict[str, Any]:
-    """`bottega.lr_find`: a range test over a recipe, or from a run directory on; `suggestion` is the rate to begin with.
+    """`bottega.lr_find`: a learning-rate range test of a recipe, or from a run directory; `suggestion` is the rate to use.
 
-    With `out`, its curve and numbers are written to that folder.
+    With `out`, the curve and the numbers are written to that folder.
     """
     from bottega.analysis.lr_find import find_learning_rate, is_run_directory, write_report
     from bottega.tasks.recipes import load_recipe
 
-    with _arguments():
+    with _translate_errors():
         options: dict[str, Any] = {"low": low, "high": high, "steps": steps, "quiet": quiet}
         if isinstance(recipe, str | Path) and is_run_directory(recipe):
             if overrides:
                 raise UsageError(f"{recipe} is a run and has its own recipe; leave out overrides")
             report = find_learning_rate(None, run=Path(recipe), **options)
         else:
-            report = find_learning_rate(load_recipe([*_listed(recipe), overrides or {}]).recipe, run=None, **options)
+            report = find_learning_rate(
+                load_recipe([*_list_sources(recipe), overrides or {}]).recipe, run=None, **options
+            )
         return report if out is None else write_report(report, Path(out))
 
 
 def compare(
     *groups: str | Path, metric: str | None = None, split: str | None = None, alpha: float = 0.05
 ) -> dict[str, Any]:
-    """`bottega.compare`: whether groups of runs (directories, or patterns of them) differ, by the test that fits."""
+    """`bottega.compare`: test whether groups of runs (directories, or patterns of them) differ."""
     from bottega.analysis.compare import compare as compare_groups
 
-    with _arguments():
+    with _translate_errors():
         return compare_groups([str(group) for group in groups], metric=metric, split=split, alpha=alpha)
 
 
 def plan(recipe: RecipeLike, overrides: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """`bottega.plan`: the whole recipe as it would run, under `recipe`; every problem that training would find is raised."""
+    """`bottega.plan`: the resolved recipe, under `recipe`; every problem that training would find is raised."""
     from bottega.analysis.plan import plan_recipe
 
-    with _arguments():
-        return plan_recipe([*_listed(recipe), overrides or {}], show=False)
+    with _translate_errors():
+        return plan_recipe([*_list_sources(recipe), overrides or {}], show=False)
 
 
 def runs(folder: str | Path = "runs") -> list[dict[str, Any]]:
@@ -65,13 +67,13 @@ def runs(folder: str | Path = "runs") -> list[dict[str, Any]]:
     return list_runs(Path(folder))
 
 
-def _listed(recipe: RecipeLike) -> list[Any]:
+def _list_sources(recipe: RecipeLike) -> list[Any]:
     return [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
 
 
 @contextmanager
-def _arguments() -> Iterator[None]:
-    """Whoever calls from Python has given names, not flags."""
+def _translate_errors() -> Iterator[None]:
+    """Raise usage errors with the names of arguments in place of flags."""
     check_launch_variables()
     try:
         yield

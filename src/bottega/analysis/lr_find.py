@@ -32,7 +32,7 @@ from bottega.world import World
 def lr_find_command(
     what: str, words: list[str], *, low: float, high: float, steps: int, out: Path, quiet: bool = False
 ) -> dict[str, Any]:
-    """The report of a range test; its curve and its numbers are in `out`."""
+    """Run `bottega lr-find`: return the report of a range test, and write its curve and numbers to `out`."""
     check_range(low, high, steps)
     is_run = is_run_directory(what)
     if is_run and words:
@@ -42,11 +42,12 @@ def lr_find_command(
     report = find_learning_rate(
         recipe, run=Path(what) if is_run else None, low=low, high=high, steps=steps, quiet=quiet
     )
-    report["command"] = _command(what, words, report, is_run=is_run)
+    report["command"] = _train_command(what, words, report, is_run=is_run)
     return write_report(report, out) if World.from_environment().is_main else report
 
 
 def is_run_directory(what: str | Path) -> bool:
+    """Return whether `what` is a run directory, or a checkpoint in one."""
     return RunDirectory(split_checkpoint_path(Path(what))[0]).recipe.is_file()
 
 
@@ -59,7 +60,7 @@ def find_learning_rate(
     folders: tuple[Path, ...] = ()
     if run is not None:
         directory = RunDirectory(split_checkpoint_path(run)[0])
-        recipe, start = load_saved_recipe(directory.recipe), _chosen(directory, run)
+        recipe, start = load_saved_recipe(directory.recipe), _find_start(directory, run)
         folders = read_start_folders(directory.path)
     assert recipe is not None, "a recipe or a run"
     raise_all(find_problems(resolve_paths(recipe, folders)))
@@ -70,7 +71,7 @@ def find_learning_rate(
     workload = prepare_workload(resolve_paths(dependencies.resolve_references(recipe), folders), console)
     if start is not None and start[1] != workload.data.fingerprint:
         raise DataError(f"{run}: the data has changed since its last checkpoint; undo the change")
-    with progress_bars(console.rich, in_bytes=False) as say:
+    with progress_bars(console.rich, in_bytes=False) as report_progress:
         return run_range_test(
             recipe,
             workload,
@@ -78,23 +79,25 @@ def find_learning_rate(
             low=low,
             high=high,
             steps=steps,
-            report_progress=lambda done, total: say("lr-find", done, total),
+            report_progress=lambda done, total: report_progress("lr-find", done, total),
         )
 
 
-def _chosen(run: RunDirectory, path: Path) -> tuple[Path, str]:
-    """The checkpoint that `path` names, or the run's newest good one, and the fingerprint of the data it learnt from."""
-    found = resume.find_checkpoint(run, path if path != run.path else None, lambda text: None)
-    if found is None:
-        raise CheckpointError(f"{run.path} has no checkpoint yet; give its recipe in place of the run")
-    return found[0], str(found[1].fingerprint.get("data"))
+def _find_start(run: RunDirectory, path: Path) -> tuple[Path, str]:
+    """Return the checkpoint that `path` names, or the newest valid one, and the fingerprint of its training data."""
+    checkpoint = resume.find_checkpoint(run, path if path != run.path else None, lambda text: None)
+    if checkpoint is None:
+        raise CheckpointError(f"{run.path} has no checkpoint yet; give its recipe instead of the run")
+    return checkpoint[0], str(checkpoint[1].fingerprint.get("data"))
 
 
-def _command(what: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
+def _train_command(what: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
     rate = f"training.learning_rate={report['suggestion']:g}"
     if not is_run:
-        said = [word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))]
-        return shlex.join(["bottega", "train", what, *said, rate])
+        other_words = [
+            word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))
+        ]
+        return shlex.join(["bottega", "train", what, *other_words, rate])
     run = RunDirectory(split_checkpoint_path(Path(what))[0])
     name, longer = f"name={run.path.resolve().name}-again", []
     recipe = load_saved_recipe(run.recipe)
@@ -114,6 +117,7 @@ def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def format_report(report: dict[str, Any]) -> str:
+    """Format a report for the terminal."""
     rates = report["curve"]["rate"]
     end = f"diverges at {report['diverged']:.2e}" if report["diverged"] is not None else f"ends at {rates[-1]:.2e}"
     lines = [
@@ -123,6 +127,6 @@ def format_report(report: dict[str, Any]) -> str:
         f"  suggestion       {report['suggestion']:.2e}",
     ]
     if report["still_falling"]:
-        lines.append("the loss still falls at the highest rate; --max may be raised")
+        lines.append("the loss still falls at the highest rate; try a higher --max")
     lines += [f"plot:   {report['picture']}"] if "picture" in report else []
     return "\n".join([*lines, f"use it: {report['command']}", *(f"note: {note}" for note in report.get("notes", ()))])

@@ -35,14 +35,14 @@ from bottega.world import World
 def plan_command(words: list[str], *, show: bool) -> dict[str, Any]:
     """Find every problem that `train` would, in one error with its exit code; else print the resolved recipe.
 
-    A file that several tasks could use is a part of a recipe, and is held against their schemas alone.
+    A file that fits several tasks is a partial recipe, and is only checked against their schemas.
     """
     sources, overrides = parse_words(words)
     return plan_recipe(sources, overrides, show=show)
 
 
 def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[str, Any]:
-    """The same for recipes by name, file or dict."""
+    """Check recipes given by name, file or dict; with `show`, print the result."""
     resolved = _resolve(sources, overrides)
     tasks = list(resolved.task_candidates)
     notes = list(resolved.notes)
@@ -54,42 +54,48 @@ def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[
         for note in notes:
             print_notice(f"bottega: {note}")
         print_result(to_yaml(resolved.recipe), end="")
-        print_notice(f"bottega: {_story(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}")
-        for line in _methods(resolved.recipe):
+        print_notice(
+            f"bottega: {_summarise_run(resolved.recipe) if len(tasks) == 1 else 'valid for ' + ', '.join(tasks)}"
+        )
+        for line in _list_additions(resolved.recipe):
             print_notice(f"bottega: {line}")
     return {"valid": True, "tasks": tasks, "notes": notes, "recipe": resolved.recipe.to_plain_dict()}
 
 
 def _resolve(sources: list[Any], overrides: Any) -> ResolvedRecipe:
     try:
-        part = check_recipe(sources, overrides)
+        partial_recipe = check_recipe(sources, overrides)
     except BottegaError:
-        part = None
-    return part if part is not None and len(part.task_candidates) > 1 else load_checked(sources, overrides)
+        partial_recipe = None
+    return (
+        partial_recipe
+        if partial_recipe is not None and len(partial_recipe.task_candidates) > 1
+        else load_checked(sources, overrides)
+    )
 
 
 def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
-    """Prepare the data as `train` would, which then finds it in the cache, and hold the rest of the recipe against it.
+    """Prepare the data as `train` would (which then reads it from the cache), and check the recipe against it.
 
-    Returns what could not be looked at without training or downloading something first.
+    Return notes on what cannot be checked before something is trained or downloaded.
     """
-    waiting = [
+    untrained = [
         f"needs.{name}"
         for name in dependencies.referenced_dependencies(recipe)
         if not is_exported(dependencies.dependency_run(recipe, name))
     ]
     base = getattr(recipe.model, "from_", None)
     if base is not None and not base.startswith(dependencies.PREFIX) and not os.path.isdir(os.path.expanduser(base)):
-        return [f"model.from: {base} is not here; what depends on it is not checked before train downloads it"]
-    if waiting or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
+        return [f"model.from: {base} is not downloaded yet; what depends on it is checked when train downloads it"]
+    if untrained or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
         prepared = prepare_data(recipe, quiet=quiet)
         if prepared is not None:
             _check_rows(recipe, sum(prepared.tables[table]["rows"] for table in prepared.training_tables))
-        return [f"{', '.join(waiting)}: trained first; what depends on it is not checked"] if waiting else []
-    placed = dependencies.resolve_references(recipe)
-    workload = prepare_workload(placed, Console(unit="samples", quiet=quiet))
+        return [f"{', '.join(untrained)}: trained first; what depends on it is not checked"] if untrained else []
+    resolved = dependencies.resolve_references(recipe)
+    workload = prepare_workload(resolved, Console(unit="samples", quiet=quiet))
     raise_all(find_size_problems(recipe, workload.task) or find_disk_problems(recipe, workload.task))
-    plan = build_training_plan(placed, workload)
+    plan = build_training_plan(resolved, workload)
     raise_all([*find_data_problems(recipe, plan), *find_model_problems(recipe, plan)])
     return [*plan.notes, *list_adjusted(recipe, plan)]
 
@@ -102,50 +108,48 @@ def _check_rows(recipe: Recipe, rows: int) -> None:
         )
 
 
-def _story(recipe: Recipe) -> str:
-    """The run in a sentence."""
+def _summarise_run(recipe: Recipe) -> str:
+    """Return the length, batch size, optimizer and folder of a run in one line."""
     t = recipe.training
     length = f"{t.max_steps} steps" if t.max_steps else f"{t.num_epochs} epochs" if t.num_epochs else "no length yet"
     batch = f"batches of {t.batch_size * (t.gradient_accumulation_steps or 1)}"
-    rate = "a rate that a range test finds" if t.learning_rate == "auto" else f"{t.learning_rate:g}"
-    how = f"{t.optimizer.name} at {rate}, {t.scheduler.name}"
-    return f"valid; {recipe.task}: {length}, {batch}, {how}, in {recipe.output_dir}/{recipe.run_name()}"
+    rate = "a learning rate from a range test" if t.learning_rate == "auto" else f"{t.learning_rate:g}"
+    optimizer = f"{t.optimizer.name} at {rate}, {t.scheduler.name}"
+    return f"valid; {recipe.task}: {length}, {batch}, {optimizer}, in {recipe.output_dir}/{recipe.run_name()}"
 
 
-def _methods(recipe: Recipe) -> list[str]:
-    """What is added to plain training, a line each."""
-    found = []
+def _list_additions(recipe: Recipe) -> list[str]:
+    """Return a line for each technique and for each other addition to plain training."""
+    lines = []
     for technique in recipe.techniques:
         options = technique.model_dump(mode="json", by_alias=True).get("options", {})
-        said = ", ".join(f"{key} {_written(value)}" for key, value in options.items() if value is not None)
-        found.append(f"techniques: {technique.name}" + (f" ({said})" if said else ""))
+        values = ", ".join(f"{key} {_format_value(value)}" for key, value in options.items() if value is not None)
+        lines.append(f"techniques: {technique.name}" + (f" ({values})" if values else ""))
     if recipe.training.learning_rate == "auto":
-        found.append(
-            "training.learning_rate: auto, found by a range test before the first step, as bottega lr-find does"
-        )
-    found += precompute_notes(recipe)
+        lines.append("training.learning_rate: auto, found by a range test before the first step, as in bottega lr-find")
+    lines += precompute_notes(recipe)
     split = recipe.data.split
     if split is not None and split.folds is not None:
-        found.append(
+        lines.append(
             f"data.split: fold {split.fold} of {split.folds} is held out; bottega crossval trains each of them"
         )
-    return found
+    return lines
 
 
 def precompute_notes(recipe: Recipe) -> list[str]:
-    """What of a step could be done once beforehand, and what cannot."""
+    """Return a note on which states of a frozen language model can be precomputed."""
     prefixes = getattr(recipe.model, "num_prefix_tokens", None)
     if prefixes is None:
         return []
     if prefixes:
         return [
-            f"model.num_prefix_tokens {prefixes}: every state of the language model depends on what is trained, so none "
-            "can be computed beforehand; 0 runs the history without gradient"
+            f"model.num_prefix_tokens {prefixes}: every state of the language model depends on trained weights, so none "
+            "can be precomputed; 0 runs the history without gradients"
         ]
-    return ["model.num_prefix_tokens 0: no gradient passes through the history, which is read without keeping anything"]
+    return ["model.num_prefix_tokens 0: no gradient passes through the history, so its activations are not saved"]
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return (
         f"[{', '.join(map(str, value))}]"
         if isinstance(value, list)

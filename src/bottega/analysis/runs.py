@@ -17,19 +17,17 @@ from bottega.core.rundir import RunDirectory, is_run
 from bottega.storage.durable import is_locked
 
 MAX_DEPTH = 2
-"""Levels below the folder at which runs are looked for: parts and folds lie one deeper than runs."""
+"""Levels below the folder that are searched for runs: dependencies and folds are one level deeper than runs."""
 TAIL_BYTES = 64 << 10
-"""Of metrics.jsonl and log.txt, what is read of their ends."""
+"""Bytes read from the end of metrics.jsonl and log.txt."""
 _ERROR = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ERROR (.*)")
 _NOT_FINITE = re.compile(r"not finite|diverged", re.IGNORECASE)
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs of a folder, or the one that it is, the last changed first."""
+    """Return the runs in a folder, or the folder itself if it is a run, the last changed first."""
     if not folder.is_dir():
-        raise UsageError(
-            f"there is no folder {folder} here; name the one that holds runs, or make one with bottega train"
-        )
+        raise UsageError(f"there is no folder {folder} here; name a folder of runs, or start a run with bottega train")
     rows = [describe_run(path, folder) for path in _find(folder)]
     return sorted(rows, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
 
@@ -44,12 +42,12 @@ def _find(folder: Path, depth: int = 0) -> list[Path]:
     except PermissionError:
         if depth == 0:
             raise
-        return []  # a folder of somebody else
+        return []  # a folder of another user
     return [run for path in inner for run in _find(path, depth + 1)]
 
 
 def describe_run(path: Path, folder: Path) -> dict[str, Any]:
-    """Return what the files of a run say: task, step of how many, best metric, state and why."""
+    """Return task, step and number of steps, best metric, state and its reason, from the files of a run."""
     run = RunDirectory(path)
     task, metric, planned, problem = _recipe(run)
     progress, has_checkpoint, unreadable = _progress(run)
@@ -73,8 +71,10 @@ def describe_run(path: Path, folder: Path) -> dict[str, Any]:
 
 
 def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str | None]:
-    """Task, metric, length in steps, and what is wrong with the file. Nothing else is read, so that a recipe of another
-    version is listed too."""
+    """Return task, metric, length in steps, and what is wrong with the file.
+
+    Nothing else is parsed, so that runs of other versions are listed too.
+    """
     try:
         values = read_yaml(run.recipe).value
     except (BottegaError, OSError):
@@ -88,7 +88,7 @@ def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str 
 
 
 def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
-    """Of the newest checkpoint whose progress can be read, whether there is a checkpoint at all, and why none can be listed."""
+    """Return the progress of the newest readable checkpoint, whether there is any, and why they cannot be listed."""
     try:
         saved = checkpoint.list_checkpoints(run.checkpoints)
     except EnvironmentProblem as error:
@@ -104,7 +104,7 @@ def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
 def _state(
     run: RunDirectory, progress: dict[str, Any], *, has_checkpoint: bool, problem: str | None
 ) -> tuple[str, str | None]:
-    """One word, and the reason where there is one."""
+    """Return the state of a run in one word, and its reason or None."""
     if is_locked(run.path / "LOCK"):
         return "running", None
     step, total = progress.get("step") or 0, progress.get("total") or 0
@@ -127,7 +127,7 @@ def _last_row(path: Path) -> dict[str, Any]:
         try:
             row = json.loads(line)
         except ValueError:
-            continue  # half a line of a killed process
+            continue  # truncated by a killed process
         return row if isinstance(row, dict) else {}
     return {}
 
@@ -152,9 +152,9 @@ def _updated(run: RunDirectory) -> str | None:
 
 
 def format_runs(folder: Path, rows: list[dict[str, Any]]) -> str:
-    """A table for people."""
+    """Format runs as a table for the terminal."""
     if not rows:
-        return f"no runs in {folder}; bottega train makes one"
+        return f"no runs in {folder}; start one with bottega train"
     table = [("run", "task", "step", "best", "changed", "state")]
     for row in rows:
         step = f"{row['step']}/{row['total']}" if row["total"] else str(row["step"])

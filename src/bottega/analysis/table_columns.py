@@ -15,15 +15,15 @@ from bottega.data.formats import SourceFiles
 from bottega.data.records.record import BadRecord
 
 TABLE_KINDS = ("csv", "jsonl", "json", "parquet", "arrow", "huggingface", "tfrecord")
-"""Kinds whose records have named fields that a person may have to choose among."""
+"""Kinds of files whose records have named fields."""
 MAX_ROWS, MAX_DISTINCT_VALUES = 100_000, 1_000
-"""Rows that are looked at for what is in the columns, and values that are told apart."""
+"""Number of rows that are read, and of distinct values that are counted per column."""
 
 
-def describe_columns(found: SourceFiles) -> dict[str, Any]:
-    """What is in each column of a table: how many values, of which type, how many differ, and the first of them."""
+def describe_columns(files: SourceFiles) -> dict[str, Any]:
+    """Return for each column of a table its type, number of values, number of distinct values, and examples."""
     rows, columns, bad = 0, dict[str, _Column](), 0
-    records = (record for piece in found.list_pieces(1 << 20) for record in found.read(piece))
+    records = (record for piece in files.list_pieces(1 << 20) for record in files.read(piece))
     for record in itertools.islice(records, MAX_ROWS):
         if isinstance(record, BadRecord):
             bad += 1
@@ -32,8 +32,8 @@ def describe_columns(found: SourceFiles) -> dict[str, Any]:
         for name, value in record.fields.items():
             columns.setdefault(name, _Column()).add(value)
     return {
-        "path": str(found.root),
-        "kind": found.kind,
+        "path": str(files.root),
+        "kind": files.kind,
         "rows": rows,
         "bad": bad,
         "columns": [{"name": name, **column.report()} for name, column in columns.items()],
@@ -42,10 +42,12 @@ def describe_columns(found: SourceFiles) -> dict[str, Any]:
 
 @dataclass
 class _Column:
+    """Running statistics of a column."""
+
     filled: int = 0
     types: Counter[str] = field(default_factory=Counter)
     values: dict[str, None] = field(default_factory=dict)
-    """Those that differ, in the order they come, up to MOST_VALUES."""
+    """Distinct values in the order of occurrence, up to MAX_DISTINCT_VALUES."""
 
     def add(self, value: Any) -> None:
         text = str(value) if not isinstance(value, bytes) else f"{len(value):,} bytes"
@@ -60,29 +62,29 @@ class _Column:
             self.values.setdefault(text[:200])
 
     def report(self) -> dict[str, Any]:
-        many = len(self.values) >= MAX_DISTINCT_VALUES
+        is_full = len(self.values) >= MAX_DISTINCT_VALUES
         return {
             "type": self.types.most_common(1)[0][0] if self.types else "empty",
             "filled": self.filled,
-            "distinct": f"{MAX_DISTINCT_VALUES} or more" if many else len(self.values),
+            "distinct": f"{MAX_DISTINCT_VALUES} or more" if is_full else len(self.values),
             "examples": list(self.values)[:3],
         }
 
 
 def format_columns(report: dict[str, Any]) -> str:
-    """A line for each column, and how to say what is to be read."""
-    widest = max([6, *(len(column["name"]) for column in report["columns"])]) + 2
+    """Format a table's columns for the terminal, with commands that name the columns to read."""
+    width = max([6, *(len(column["name"]) for column in report["columns"])]) + 2
     lines = [f"{report['path']}: {report['kind']}, {report['rows']:,} rows, {len(report['columns'])} columns", ""]
-    lines.append(f"{'number':<8}{'column':<{widest}}{'type':<8}{'filled':>10}{'distinct':>14}  examples")
+    lines.append(f"{'number':<8}{'column':<{width}}{'type':<8}{'filled':>10}{'distinct':>14}  examples")
     for number, column in enumerate(report["columns"]):
         examples = ", ".join(_shorten(example) for example in column["examples"])
         distinct = column["distinct"] if isinstance(column["distinct"], str) else f"{column['distinct']:,}"
-        named = f"{number:<8}{' '.join(column['name'].split()):<{widest}}{column['type']:<8}"
-        lines.append(f"{named}{column['filled']:>10,}{distinct:>14}  {examples}")
+        prefix = f"{number:<8}{' '.join(column['name'].split()):<{width}}{column['type']:<8}"
+        lines.append(f"{prefix}{column['filled']:>10,}{distinct:>14}  {examples}")
     path = shlex.quote(report["path"])
     text, label = _guess_columns(report["columns"])
     hints = [
-        "there is no column of texts by a usual name; say what to read:",
+        "no column has a usual name for texts; name the columns to read:",
         f"  bottega data classify --data {path} data.train.field={text} data.train.label={label}",
         f"  bottega data routing --data {path} data.train.label={label}",
     ]
@@ -90,13 +92,15 @@ def format_columns(report: dict[str, Any]) -> str:
 
 
 def _guess_columns(columns: list[dict[str, Any]]) -> tuple[str, str]:
-    """The names of the columns that look most like texts and like labels; COLUMN where none does."""
+    """Return the names of the likeliest text and label columns; COLUMN where there is none."""
     names = [column["name"] for column in columns]
     lengths = [sum(map(len, column["examples"])) * (column["type"] == "text") for column in columns]
-    kinds = [column["distinct"] if isinstance(column["distinct"], int) else MAX_DISTINCT_VALUES for column in columns]
-    text = max(range(len(columns)), key=lambda at: (lengths[at], kinds[at]), default=0)
-    labels = [at for at in range(len(columns)) if at != text and 1 < kinds[at] <= columns[at]["filled"] / 4]
-    label = min(labels, key=lambda at: kinds[at], default=None)
+    distinct_counts = [
+        column["distinct"] if isinstance(column["distinct"], int) else MAX_DISTINCT_VALUES for column in columns
+    ]
+    text = max(range(len(columns)), key=lambda i: (lengths[i], distinct_counts[i]), default=0)
+    labels = [i for i in range(len(columns)) if i != text and 1 < distinct_counts[i] <= columns[i]["filled"] / 4]
+    label = min(labels, key=lambda i: distinct_counts[i], default=None)
     return (
         shlex.quote(names[text]) if any(lengths) else "COLUMN",
         shlex.quote(names[label]) if label is not None else "COLUMN",

@@ -22,13 +22,16 @@ from bottega.terminal import print_notice
 SPEED_METRICS = ("samples_per_second", "units_per_second", "data_wait", "step_seconds")
 MACHINE_METRICS = ("cpu_percent", "ram_gib", "disk_free_gib", "gpu_memory_gib", "gpu_percent")
 TIMING_METRICS = (*SPEED_METRICS, *MACHINE_METRICS)
-"""What may differ between two equal runs: how fast they were."""
+"""Metrics of speed and load, which may differ between two equal runs."""
 
 
 def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) -> dict[str, Any]:
-    """Three runs of the same recipe: one whole, one killed `kills` times by SIGKILL, and one resumed after its end."""
+    """Train a recipe uninterrupted, and again with `kills` SIGKILLs and a resume after its end; compare bit for bit.
 
-    def say(text: str) -> None:
+    Raises `CheckpointError` where the runs differ.
+    """
+
+    def log(text: str) -> None:
         if verbose:
             print_notice(f"bottega: {text}")
 
@@ -44,79 +47,81 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
             "logging.tensorboard=false",
             f"output_dir={folder}",
         ]
-        say(f"a run of {steps} steps without interruption")
-        seconds = _whole([*common, "name=whole"])
-        say(f"the same, killed with SIGKILL {kills} times")
-        survived = _killed([*common, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, say=say)
-        say("the same once more, after its end")
-        _whole([*common, "name=killed"])
+        log(f"a run of {steps} steps without interruption")
+        seconds = _train_whole([*common, "name=whole"])
+        log(f"the same, killed with SIGKILL {kills} times")
+        num_kills = _train_killed([*common, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, log=log)
+        log("the same command once more, after its end")
+        _train_whole([*common, "name=killed"])
         difference = find_difference(Path(folder) / "whole", Path(folder) / "killed")
     if difference is not None:
         raise CheckpointError(f"the resumed run differs: {difference}")
-    say(
-        f"equal bit for bit: weights, optimizer, data order and metrics, after {survived} kills ({seconds:.0f} s a run)"
+    log(
+        f"equal bit for bit: weights, optimizer, data order and metrics, after {num_kills} kills ({seconds:.0f} s a run)"
     )
-    return {"equal": True, "kills": survived, "steps": steps}
+    return {"equal": True, "kills": num_kills, "steps": steps}
 
 
-def _command(words: list[str]) -> list[str]:
+def _train_command(words: list[str]) -> list[str]:
     return plugins.bottega_command(["train", *words, "--quiet"])
 
 
-def _whole(words: list[str]) -> float:
-    began = time.monotonic()
-    done = subprocess.run(_command(words), capture_output=True, text=True)
-    if done.returncode:
-        error = BottegaError((done.stderr.strip().splitlines() or ["the run failed"])[-1].removeprefix("bottega: "))
-        error.code = done.returncode
+def _train_whole(words: list[str]) -> float:
+    started = time.monotonic()
+    process = subprocess.run(_train_command(words), capture_output=True, text=True)
+    if process.returncode:
+        error = BottegaError((process.stderr.strip().splitlines() or ["the run failed"])[-1].removeprefix("bottega: "))
+        error.code = process.returncode
         raise error
-    return time.monotonic() - began
+    return time.monotonic() - started
 
 
-def _killed(words: list[str], run: Path, *, kills: int, steps: int, say: Callable[[str], None]) -> int:
-    """Kill the run at random steps; a kill only counts once training has begun, else it would prove nothing."""
-    chance = random.Random(0)
-    done = 0
-    while done < kills:
-        process = subprocess.Popen(_command(words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        target = _step(run) + chance.randint(1, max(1, steps // (kills + 1)))
-        while process.poll() is None and _step(run) < target:
+def _train_killed(words: list[str], run: Path, *, kills: int, steps: int, log: Callable[[str], None]) -> int:
+    """Kill the run at random steps; a kill only counts once training has started."""
+    rng = random.Random(0)
+    num_kills = 0
+    while num_kills < kills:
+        process = subprocess.Popen(_train_command(words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        target = _last_step(run) + rng.randint(1, max(1, steps // (kills + 1)))
+        while process.poll() is None and _last_step(run) < target:
             time.sleep(0.01)
-        time.sleep(chance.random() * 0.05)
+        time.sleep(rng.random() * 0.05)
         if process.poll() is not None:
-            break  # it finished first
+            break  # finished before the kill
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
-        done += 1
-        say(f"killed after step {_step(run)}")
-    _whole(words)
-    return done
+        num_kills += 1
+        log(f"killed after step {_last_step(run)}")
+    _train_whole(words)
+    return num_kills
 
 
-def _step(run: Path) -> int:
+def _last_step(run: Path) -> int:
     rows = read_metrics(RunDirectory(run).metrics)
     return int(rows[-1]["step"]) if rows else 0
 
 
-def find_difference(one: Path, other: Path) -> str | None:
-    """The first difference between two runs, or None."""
-    a, b = (checkpoint.find_newest(RunDirectory(path).checkpoints) for path in (one, other))
-    if a is None or b is None:
+def find_difference(first_run: Path, second_run: Path) -> str | None:
+    """Return the first difference between two runs in tensors or metrics, or None."""
+    first_checkpoint, second_checkpoint = (
+        checkpoint.find_newest(RunDirectory(path).checkpoints) for path in (first_run, second_run)
+    )
+    if first_checkpoint is None or second_checkpoint is None:
         return "one of them has no checkpoint"
-    first, second = checkpoint.verify(a), checkpoint.verify(b)
-    for name in sorted(first.files.keys() | second.files.keys()):
-        if name.endswith(".safetensors") and first.files.get(name) != second.files.get(name):
-            return _first_tensor(a / name, b / name)
-    rows, others = (_comparable(RunDirectory(path).metrics) for path in (one, other))
-    if len(rows) != len(others):
-        return f"metrics.jsonl has {len(rows)} lines in one run and {len(others)} in the other"
-    for row, theirs in zip(rows, others, strict=True):
-        if row != theirs:
-            return f"metrics.jsonl: {json.dumps(row)} against {json.dumps(theirs)}"
+    first_manifest, second_manifest = checkpoint.verify(first_checkpoint), checkpoint.verify(second_checkpoint)
+    for name in sorted(first_manifest.files.keys() | second_manifest.files.keys()):
+        if name.endswith(".safetensors") and first_manifest.files.get(name) != second_manifest.files.get(name):
+            return _find_tensor_difference(first_checkpoint / name, second_checkpoint / name)
+    rows, other_rows = (_read_comparable_metrics(RunDirectory(path).metrics) for path in (first_run, second_run))
+    if len(rows) != len(other_rows):
+        return f"metrics.jsonl has {len(rows)} lines in one run and {len(other_rows)} in the other"
+    for row, other_row in zip(rows, other_rows, strict=True):
+        if row != other_row:
+            return f"metrics.jsonl: {json.dumps(row)} against {json.dumps(other_row)}"
     return None
 
 
-def _first_tensor(a: Path, b: Path) -> str:
+def _find_tensor_difference(a: Path, b: Path) -> str:
     from safetensors.numpy import load_file
 
     if not (a.is_file() and b.is_file()):
@@ -130,5 +135,5 @@ def _first_tensor(a: Path, b: Path) -> str:
     return f"{a.name} differs in its layout"
 
 
-def _comparable(path: Path) -> list[dict[str, Any]]:
+def _read_comparable_metrics(path: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in TIMING_METRICS} for row in read_metrics(path)]

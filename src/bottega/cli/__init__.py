@@ -1,4 +1,4 @@
-"""The verbs. Nothing heavy is imported before a verb runs, so `bottega --help` answers at once."""
+"""The command line. A verb imports what it needs when it runs, so that `bottega --help` is fast."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from bottega.terminal import OutputClosed, drop_unwritable_output, print_notice,
 from bottega.world import World
 
 HELP = """\
-usage: bottega VERB [...]            one recipe, one command; `bottega VERB --help` says more
+usage: bottega VERB [...]            one recipe, one command; see `bottega VERB --help`
 
 {verbs}
 
   bottega train language                                  works offline, on a CPU
-  bottega train language --data my.txt --lr 3e-4          short names people type
+  bottega train language --data my.txt --lr 3e-4          short flags for common keys
   bottega train my.yaml training.max_steps=500            any key of a recipe, dotted
 
-Every verb takes --json (one JSON object on standard output), --plugin FILE (a task of your own) and --debug (tracebacks)."""
+Every verb accepts --json (one JSON object on standard output), --plugin FILE (a task of your own) and --debug (tracebacks)."""
 
 
 VERBS = {**runs.VERBS, **data.VERBS, **recipes.VERBS, **analysis.VERBS}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    # Threads of torch that wait by spinning take the core from whoever they wait for: with one more busy process on two
-    # cores a step takes 2 to 8 times as long. Sleeping at once costs small models 40 % on a quiet machine, and a thousand
-    # spins first next to nothing on either. Must be set before torch is loaded.
+    """Run a command and return its exit code; errors become one line on standard error."""
+    # OpenMP threads of torch that spin while they wait take the core from the thread they wait for: with another busy
+    # process on two cores a step takes 2 to 8 times as long. Sleeping at once costs small models 40 % on an idle machine;
+    # a thousand spins before sleeping cost next to nothing on either. Must be set before torch is loaded.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -46,23 +47,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         with CommandSignals() if StopSignals.current is None else nullcontext():
-            return _answer(words)
+            return _run_command(words)
     except OutputClosed:
         return 0
     except StopRequested as stop:
         print_notice(f"bottega: {stop}")
         return stop.code
     except Exception as error:
-        if "--debug" in words:  # libraries quote the address that they could not read
+        if "--debug" in words:  # errors of libraries may quote a URL with credentials
             print_notice(strip_credentials_in_text(traceback.format_exc()))
-        return _explain(error)
+        return _report_error(error)
     except KeyboardInterrupt:
         return 130
     finally:
         drop_unwritable_output()
 
 
-def _answer(words: list[str]) -> int:
+def _run_command(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         table = "\n".join(f"  {name:<15}{verb.summary}" for name, verb in VERBS.items())
         print_result(HELP.format(verbs=table))
@@ -76,7 +77,7 @@ def _answer(words: list[str]) -> int:
         from bottega.tasks.plugins import load_plugin_flags
 
         words = load_plugin_flags(words)
-    return _dispatch(words[0], words[1:]) if words else _answer([])
+    return _dispatch(words[0], words[1:]) if words else _run_command([])
 
 
 def _dispatch(name: str, words: list[str]) -> int:
@@ -90,26 +91,28 @@ def _dispatch(name: str, words: list[str]) -> int:
     verb.add_arguments(parser)
     parser.set_defaults(verb=name)
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    # Taken off the line before this; here for --help.
+    # Removed from the words before parsing; added here for --help.
     parser.add_argument("--plugin", metavar="FILE", help="a file with a task of your own (docs/extend.md); repeatable")
-    arguments, rest = parser.parse_known_args(_joined(parser, words))
+    arguments, rest = parser.parse_known_args(_join_negative_values(parser, words))
     result = verb.run(arguments, rest)
     if arguments.json and World.from_environment().is_main:
         from bottega.data.output_files import replace_non_finite
 
         text = json.dumps(replace_non_finite(result if result is not None else {}), default=str)
-        print_result(text.replace("\x7f", "\\u007f"))  # the one control that JSON leaves as it is
+        print_result(text.replace("\x7f", "\\u007f"))  # the only control character that JSON does not escape
     return int(result.get("exit_code", 0)) if isinstance(result, dict) else 0
 
 
-def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    """`--vector -0.5,1` as `--vector=-0.5,1`: argparse takes whatever begins with a dash for an option. None of ours has
-    a single one, but for -h."""
-    valued = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
+def _join_negative_values(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
+    """Turn `--vector -0.5,1` into `--vector=-0.5,1`: argparse takes a word that begins with a dash for an option.
+
+    No option has a single dash, except -h.
+    """
+    options = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
     joined: list[str] = []
     for word in words:
         is_value = word.startswith("-") and not word.startswith("--") and word != "-h"
-        if is_value and joined and joined[-1] in valued:
+        if is_value and joined and joined[-1] in options:
             joined[-1] += f"={word}"
         else:
             joined.append(word)
@@ -118,11 +121,13 @@ def _joined(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise UsageError(f"{self.prog.removeprefix('bottega ')}: {message}")  # the line begins with the program's name
+        raise UsageError(
+            f"{self.prog.removeprefix('bottega ')}: {message}"
+        )  # the printed line already begins with the program name
 
 
-def _explain(error: Exception) -> int:
-    """One line for people, and the exit code a scheduler can act on."""
+def _report_error(error: Exception) -> int:
+    """Print an error as one line, and return its exit code, which a scheduler can act on."""
     code, text = describe_error(error)
     if code == 1 and "bottega.tasks.plugins" in sys.modules:
         from bottega.tasks.plugins import describe_plugin_error

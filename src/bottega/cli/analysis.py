@@ -37,7 +37,7 @@ def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", help="a run directory")
-    parser.add_argument("--step", type=int, required=True, help="which step, counted from 1 as in the log")
+    parser.add_argument("--step", type=int, required=True, help="number of the step, from 1 as in the log")
     parser.add_argument("--replay", action="store_true", help="compute the loss of that batch with the best weights")
 
 
@@ -53,7 +53,7 @@ def _ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega verify-resume RECIPE... [key=value]... [--kills N]"
-    parser.add_argument("--kills", type=int, default=3, help="how often to kill -9 the run (default: 3)")
+    parser.add_argument("--kills", type=int, default=3, help="how often to kill the run with SIGKILL (default: 3)")
     parser.add_argument("--steps", type=int, default=30, help="length of the run (default: 30)")
 
 
@@ -68,9 +68,13 @@ def _compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "groups", nargs="*", help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds, RUN:ARM'
     )
-    parser.add_argument("--metric", help="what is compared (default: the metric the runs kept their best by)")
-    parser.add_argument("--split", choices=("validation", "test"), help="what bottega evaluate wrote to RUN/results")
-    parser.add_argument("--alpha", type=float, default=0.05, help="how small p must be to tell (default: 0.05)")
+    parser.add_argument(
+        "--metric", help="metric to compare (default: the metric that selects the runs' best checkpoints)"
+    )
+    parser.add_argument(
+        "--split", choices=("validation", "test"), help="compare the results of bottega evaluate in RUN/results"
+    )
+    parser.add_argument("--alpha", type=float, default=0.05, help="significance level (default: 0.05)")
     parser.add_argument("--out", metavar="FILE.png", help="also write a plot")
 
 
@@ -96,20 +100,22 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _crossval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega crossval RECIPE... [key=value | --key value]... [options]"
-    parser.add_argument("--folds", type=int, help="parts, each held out once (default: the recipe's, else 5)")
+    parser.add_argument("--folds", type=int, help="number of folds, each held out once (default: the recipe's, else 5)")
     parser.add_argument(
         "--by",
         choices=("fraction", "hash", "file", "stratified", "group"),
-        help="how rows are shared out (default: the recipe's; else stratified where rows have a class; else fraction)",
+        help="how rows are assigned to folds (default: the recipe's; else stratified where rows have a class; else fraction)",
     )
     parser.add_argument("--stratified", action="store_const", dest="by", const="stratified", help="--by stratified")
-    parser.add_argument("--field", help="--by group or hash: the field whose rows stay together")
-    parser.add_argument("--repeats", type=int, default=1, help="the same again with other splits (default: 1)")
-    parser.add_argument("--jobs", default="auto", help="folds at a time (default: auto, what the machine has room for)")
-    parser.add_argument("--checkpoint", default="best", help="which is measured, best or last (default: best)")
-    parser.add_argument("--out", metavar="DIR", help="where (default: output_dir/NAME-crossval)")
-    parser.add_argument("--fresh", action="store_true", help="start over; the old folds are kept under another name")
-    parser.add_argument("--quiet", action="store_true", help="say nothing but errors and the result")
+    parser.add_argument("--field", help="with --by group or hash: rows with the same value of this field stay together")
+    parser.add_argument("--repeats", type=int, default=1, help="repetitions with other splits (default: 1)")
+    parser.add_argument(
+        "--jobs", default="auto", help="folds trained in parallel (default: auto, as many as fit on the machine)"
+    )
+    parser.add_argument("--checkpoint", default="best", help="checkpoint to evaluate, best or last (default: best)")
+    parser.add_argument("--out", metavar="DIR", help="output folder (default: output_dir/NAME-crossval)")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old folds are renamed")
+    parser.add_argument("--quiet", action="store_true", help="print errors and the result only")
 
 
 def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -135,14 +141,14 @@ def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega lr-find RECIPE-or-RUN [key=value]... [options]"
-    parser.add_argument("what", help="a recipe, or a run directory to go on from")
+    parser.add_argument("what", help="a recipe, or a run directory to start from")
     parser.add_argument(
         "--steps", type=int, default=100, help="steps from the lowest rate to the highest (default: 100)"
     )
-    parser.add_argument("--min", type=float, default=1e-7, help="the lowest rate (default: 1e-7)")
-    parser.add_argument("--max", type=float, default=10.0, help="the highest rate (default: 10)")
+    parser.add_argument("--min", type=float, default=1e-7, help="lowest learning rate (default: 1e-7)")
+    parser.add_argument("--max", type=float, default=10.0, help="highest learning rate (default: 10)")
     parser.add_argument(
-        "--out", default=".", metavar="DIR", help="where lr-find.png and lr-find.json go (default: here)"
+        "--out", default=".", metavar="DIR", help="folder for lr-find.png and lr-find.json (default: .)"
     )
 
 
@@ -182,11 +188,11 @@ def _runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 VERBS = {
     "runs": Verb("list runs with task, step, best metric and state", _runs_arguments, _runs),
-    "lr-find": Verb("which learning rate to begin with, by a range test", _lr_find_arguments, _lr_find),
-    "inspect": Verb("the module tree with parameters and gradients", _inspect_arguments, _inspect),
-    "ledger": Verb("which samples made a step; replay of that batch", _ledger_arguments, _ledger),
-    "crossval": Verb("train a recipe on folds of its data; mean and interval", _crossval_arguments, _crossval),
-    "compare": Verb("whether groups of runs differ, by a test that fits", _compare_arguments, _compare),
-    "verify-resume": Verb("kill a run, resume it, compare bit for bit", _verify_arguments, _verify),
-    "doctor": Verb("versions, devices and what is missing", add_no_arguments, _doctor),
+    "lr-find": Verb("find a learning rate with a range test", _lr_find_arguments, _lr_find),
+    "inspect": Verb("show the module tree with parameters and gradients", _inspect_arguments, _inspect),
+    "ledger": Verb("list the samples of a step, or replay its batch", _ledger_arguments, _ledger),
+    "crossval": Verb("cross-validate a recipe: mean and interval over folds", _crossval_arguments, _crossval),
+    "compare": Verb("test whether groups of runs differ", _compare_arguments, _compare),
+    "verify-resume": Verb("kill and resume a run, and compare bit for bit", _verify_arguments, _verify),
+    "doctor": Verb("show versions, devices and missing packages", add_no_arguments, _doctor),
 }

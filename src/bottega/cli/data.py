@@ -17,7 +17,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "--output_dir",
         "--output-dir",
         metavar="FOLDER",
-        help="also keep the prepared shards here, to copy or to train from",
+        help="also write the prepared shards here, to copy or to train from",
     )
     parser.add_argument(
         "--to",
@@ -62,5 +62,5 @@ def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 VERBS = {
     "prepare": Verb("read, clean, split and encode the data once, before training", _prepare_arguments, _prepare),
-    "data": Verb("what is in the data: counts, lengths, labels, duplicates, examples", _data_arguments, _data),
+    "data": Verb("describe the data: counts, lengths, labels, duplicates, examples", _data_arguments, _data),
 }

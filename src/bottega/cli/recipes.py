@@ -15,10 +15,14 @@ from bottega.terminal import print_result
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega plan RECIPE... [key=value]... [--check | --memory]"
     parser.add_argument(
-        "--check", action="store_true", help="find every problem that train would, and print what would run (default)"
+        "--check",
+        action="store_true",
+        help="find every problem that train would find, and print the resolved recipe (default)",
     )
     parser.add_argument(
-        "--memory", action="store_true", help="measure a few steps: memory by micro-batch, and what fits on which GPU"
+        "--memory",
+        action="store_true",
+        help="measure a few steps: memory by micro-batch, and the micro-batch that fits on each GPU",
     )
 
 
@@ -26,7 +30,7 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.plan import plan_command
 
     if arguments.check and arguments.memory:
-        raise UsageError("bottega plan: --check and --memory are two questions; say one, and then the other")
+        raise UsageError("bottega plan: --check and --memory cannot be combined; run one after the other")
     if arguments.memory:
         from bottega.analysis.memory import format_report, plan_memory
 
@@ -74,14 +78,12 @@ def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="axolotl.yml, llamafactory.yaml, trainer-args.json or lightning.yaml")
-    parser.add_argument(
-        "--out", metavar="RECIPE", help="where to write it (default: NAME.bottega.yaml beside the file)"
-    )
+    parser.add_argument("--out", metavar="RECIPE", help="file to write (default: NAME.bottega.yaml beside the file)")
     parser.add_argument(
         "--from",
         dest="kind",
         choices=("axolotl", "llamafactory", "trainer", "lightning"),
-        help="whose configuration it is, where its keys do not tell",
+        help="which trainer the file is for, if its keys do not show it",
     )
 
 
@@ -91,16 +93,16 @@ def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
     reject_extra_words(rest)
     out = Path(arguments.out) if arguments.out else None
-    found = import_file(Path(arguments.file), out=out, kind=arguments.kind)
+    report = import_file(Path(arguments.file), out=out, kind=arguments.kind)
     if not arguments.json:
-        print_result(format_report(found))
-    return found
+        print_result(format_report(report))
+    return report
 
 
 VERBS = {
     "plan": Verb("check a recipe and print what would run, or measure the memory it takes", _plan_arguments, _plan),
-    "recipes": Verb("the bundled recipes", add_no_arguments, _recipes),
-    "schema": Verb("the JSON schema of a recipe, for editors", add_no_arguments, _schema),
-    "init": Verb("a commented recipe to start from", _init_arguments, _init),
-    "import": Verb("a recipe from another trainer's configuration", _import_arguments, _import),
+    "recipes": Verb("list the bundled recipes", add_no_arguments, _recipes),
+    "schema": Verb("print the JSON schema of recipes, for editors", add_no_arguments, _schema),
+    "init": Verb("print a commented recipe to start from", _init_arguments, _init),
+    "import": Verb("convert the configuration of another trainer to a recipe", _import_arguments, _import),
 }

@@ -1,4 +1,4 @@
-"""The verbs that make a run and use it: train, evaluate, generate, predict, export."""
+"""The verbs that train a run and use it: train, evaluate, generate, predict, export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.world import World
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega train RECIPE... [key=value | --key value]... [options]"
-    parser.add_argument("--fresh", action="store_true", help="start over; the old run is kept under another name")
+    parser.add_argument("--fresh", action="store_true", help="start over; the old run is renamed")
     parser.add_argument("--resume_from", "--resume-from", metavar="PATH", help="start from this checkpoint or run")
     parser.add_argument("--allow-data-change", action="store_true", help="resume even if the data has changed")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
@@ -50,42 +50,46 @@ def _print_predict_example(run: Path) -> None:
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", nargs="?", help="a run directory, or a checkpoint in it: RUN/checkpoints/last")
-    parser.add_argument("--model_path", "--model-path", metavar="RUN", help="the same, as other trainers call it")
+    parser.add_argument(
+        "--model_path", "--model-path", metavar="RUN", help="the same, under the name that other trainers use"
+    )
     parser.add_argument("--checkpoint", default="best", help="best, last or a step number (default: best)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
 
 
 def _run_path(arguments: argparse.Namespace) -> Path:
-    given = [p for p in (arguments.run, arguments.model_path) if p]
-    if len(given) != 1:
-        raise UsageError(f"say which run: bottega {arguments.verb} runs/NAME")
-    return Path(given[0])
+    paths = [p for p in (arguments.run, arguments.model_path) if p]
+    if len(paths) != 1:
+        raise UsageError(f"name one run: bottega {arguments.verb} runs/NAME")
+    return Path(paths[0])
 
 
 def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
     parser.usage = "bottega evaluate RUN [--data PATH] [data.train.field=NAME]... [options]"
     parser.add_argument(
-        "--data", help="other data than the run's own; data.train.field=NAME and the like say how to read it"
+        "--data", help="evaluate on other data; data.train.field=NAME and similar settings say how to read it"
     )
-    parser.add_argument("--data_config", "--data-config", metavar="FILE", help="a recipe file whose data is meant")
     parser.add_argument(
-        "--split", choices=("validation", "test", "train"), help="which part of the data (default: validation)"
+        "--data_config", "--data-config", metavar="FILE", help="evaluate on the data of this recipe file"
+    )
+    parser.add_argument(
+        "--split", choices=("validation", "test", "train"), help="which split of the data (default: validation)"
     )
     parser.add_argument(
         "--output_dir",
         "--output-dir",
         "--out",
         metavar="DIR",
-        help="write metrics.json there, of a classifier its answers and pictures, and all that was drawn for people",
+        help="write metrics.json there, the predictions and plots of a classifier, and the images generated for people",
     )
     parser.add_argument(
         "--count",
         type=int,
-        help="samples a generator draws to be judged (default: as many as held out, at least 1,000 pictures or clips, 250 sounds; 0: none), or people to draw for (default: all)",
+        help="samples of a generator to score (default: the number held out, at least 1,000 images or videos or 250 audio clips; 0: none), or people to generate for (default: all)",
     )
-    parser.add_argument("--inception", metavar="FILE", help="Inception weights (safetensors), for FID as well")
-    parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights (safetensors), of pictures drawn for people")
+    parser.add_argument("--inception", metavar="FILE", help="Inception weights (safetensors), to compute FID too")
+    parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights (safetensors), for images generated for people")
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -119,35 +123,39 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
-    parser.add_argument("--prompt", action="append", help="how a text begins, or what a picture shows; repeat for more")
+    parser.add_argument(
+        "--prompt", action="append", help="beginning of a text, or description of an image; may be repeated"
+    )
     parser.add_argument("--class", action="append", dest="class_", metavar="NAME", help="a class by name or number")
-    parser.add_argument("--vector", action="append", metavar="X,Y,...", help="numbers of a vector condition")
+    parser.add_argument("--vector", action="append", metavar="X,Y,...", help="a vector condition")
     parser.add_argument(
         "--count",
         type=int,
-        help="samples for each of them; without them, in all, of every class in turn (default: 1 text, 16 of all else)",
+        help="samples for each prompt, class or vector; without these, samples in all, of each class in turn (default: 1 text, else 16)",
     )
     parser.add_argument("--seed", type=int, help="the same seed gives the same samples (default: 0)")
-    parser.add_argument("--part", metavar="NAME", help="which of several tasks, where more than one can")
-    parser.add_argument("--out", help="write them there: a file, or a folder")
+    parser.add_argument("--part", metavar="NAME", help="task of a multitask run, if several can generate")
+    parser.add_argument("--out", help="file or folder to write to")
     text = parser.add_argument_group("text")
     text.add_argument("--max_tokens", "--max-tokens", type=int, help="tokens to add (default: 200)")
-    text.add_argument("--repetition_penalty", "--repetition-penalty", type=float, help="above 1 repeats less")
+    text.add_argument(
+        "--repetition_penalty", "--repetition-penalty", type=float, help="values above 1 reduce repetition"
+    )
     tokens = parser.add_argument_group("text, and images and audio as tokens")
     tokens.add_argument("--temperature", type=float, help="0 is greedy (default: 0.8 for text, else the recipe's)")
-    tokens.add_argument("--top_k", "--top-k", type=int, help="sample among the k likeliest tokens")
-    tokens.add_argument("--top_p", "--top-p", type=float, help="sample among the likeliest tokens that hold this mass")
-    media = parser.add_argument_group("images, audio, video")
-    media.add_argument("--steps", type=int, help="steps of the sampler (default: the recipe's)")
-    media.add_argument("--sampler", help="euler, heun or dpm (default: the recipe's)")
-    media.add_argument("--guidance", type=float, help="how strongly the condition is followed; 1 is plain")
-    personal = parser.add_argument_group("personalised images")
-    personal.add_argument("--user", action="append", metavar="ID", help="for whom; repeat for more")
-    personal.add_argument(
-        "--wish", action="append", metavar="TEXT", help="what the picture should show; repeat for more"
+    tokens.add_argument("--top_k", "--top-k", type=int, help="sample from the k most likely tokens")
+    tokens.add_argument(
+        "--top_p", "--top-p", type=float, help="sample from the most likely tokens with this total probability"
     )
-    personal.add_argument("--history", metavar="FILE", help="what somebody new has liked: a record file, or captions")
-    personal.add_argument("--negative_prompt", "--negative-prompt", help="what the picture should not show")
+    media = parser.add_argument_group("images, audio, video")
+    media.add_argument("--steps", type=int, help="number of sampling steps (default: the recipe's)")
+    media.add_argument("--sampler", help="euler, heun or dpm (default: the recipe's)")
+    media.add_argument("--guidance", type=float, help="guidance scale; 1 is without guidance")
+    personal = parser.add_argument_group("personalised images")
+    personal.add_argument("--user", action="append", metavar="ID", help="person to generate for; may be repeated")
+    personal.add_argument("--wish", action="append", metavar="TEXT", help="what the image should show; may be repeated")
+    personal.add_argument("--history", metavar="FILE", help="what a new person has liked: a record file, or captions")
+    personal.add_argument("--negative_prompt", "--negative-prompt", help="what the image should not show")
 
 
 GENERATION_OPTIONS = (
@@ -162,7 +170,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.run.saved import open_run
 
     reject_extra_words(rest)
-    asked = {
+    request = {
         name.removesuffix("_"): getattr(arguments, name)
         for name in GENERATION_OPTIONS
         if getattr(arguments, name) is not None
@@ -171,11 +179,13 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
         saved.workload.sampler.check_output(out)
-    # A text is read while it is written, and a bar would write over it.
+    # A text is streamed to the terminal, and a progress bar would overwrite it.
     quiet = arguments.json or "max_tokens" in saved.workload.sampler.requests
-    with progress_bars(open_console(quiet=quiet), in_bytes=False) as say:
-        made = saved.generate_samples(asked, stream=None if arguments.json else ResultStream(), say=say)
-    result = saved.workload.sampler.present(made, out, run=saved.directory.path, **asked)
+    with progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress:
+        samples = saved.generate_samples(
+            request, stream=None if arguments.json else ResultStream(), say=report_progress
+        )
+    result = saved.workload.sampler.present(samples, out, run=saved.directory.path, **request)
     if not arguments.json:
         for line in (*result.get("files", ()), *result.get("notes", ())):
             print_result(line)
@@ -184,7 +194,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _export_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
-    parser.add_argument("--out", "--output_dir", "--output-dir", help="where (default: RUN/final)")
+    parser.add_argument("--out", "--output_dir", "--output-dir", help="output folder (default: RUN/final)")
 
 
 def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -208,12 +218,12 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "inputs",
         nargs="*",
-        help="texts, or files and folders of images, sound, video or rows; without any, a run that classifies text reads "
-        "the lines of standard input",
+        help="texts, or files and folders of images, audio, video or rows; without any, a text classifier reads the lines of "
+        "standard input",
     )
     parser.add_argument("--data", metavar="PATH", help="a file of lines, a table, an archive or a folder")
-    parser.add_argument("--out", metavar="FILE", help="write a JSON line for each there")
-    parser.add_argument("--part", metavar="NAME", help="which of several tasks, where more than one classifies")
+    parser.add_argument("--out", metavar="FILE", help="write predictions to this file, one JSON object per line")
+    parser.add_argument("--part", metavar="NAME", help="task of a multitask run, if several can predict")
 
 
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -224,12 +234,12 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         words, arguments.run = [arguments.run, *words], None  # the first word is a text then
     if arguments.data and words:
         raise UsageError(f"--data {arguments.data}: {words[0]} is given as well; leave one of them out")
-    chosen = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
-    rows = predict(_run_path(arguments), words, data=arguments.data, **chosen, standard_input=sys.stdin)
+    options = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
+    rows = predict(_run_path(arguments), words, data=arguments.data, **options, standard_input=sys.stdin)
     for word in words:
         if rows and "text" in rows[0] and os.path.isfile(word):
             print_notice(
-                f"bottega: {word} is a file, and its name was labelled as a text; --data {word} labels what is in it"
+                f"bottega: {word} is a file, and its name was classified as a text; use --data {word} to classify its content"
             )
     if arguments.out:
         write_predictions(rows, Path(arguments.out))
@@ -241,8 +251,8 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 VERBS = {
     "train": Verb("train a recipe; the same command resumes it", _train_arguments, _train),
-    "evaluate": Verb("measure a run on held-out data", _evaluate_arguments, _evaluate),
-    "generate": Verb("sample from a run", _generate_arguments, _generate),
-    "predict": Verb("label new texts, images, sounds, clips or rows by a run", _predict_arguments, _predict),
-    "export": Verb("write a run for the ecosystem (layout of transformers or diffusers)", _export_arguments, _export),
+    "evaluate": Verb("evaluate a run on held-out data", _evaluate_arguments, _evaluate),
+    "generate": Verb("generate samples with a run", _generate_arguments, _generate),
+    "predict": Verb("classify new texts, images, audio, video or rows with a run", _predict_arguments, _predict),
+    "export": Verb("export a run in the layout of transformers or diffusers", _export_arguments, _export),
 }

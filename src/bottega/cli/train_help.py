@@ -36,11 +36,11 @@ KEYS = {
 def add_keys_to_help(parser: argparse.ArgumentParser) -> None:
     """List the keys below the options; the schema is loaded only when the help is printed."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    plain = parser.format_help
+    original_format_help = parser.format_help
 
     def format_help() -> str:
         parser.epilog = describe_keys()
-        return plain()
+        return original_format_help()
 
     cast(Any, parser).format_help = format_help
 
@@ -75,7 +75,7 @@ def _field(key: str) -> tuple[str, str]:
     for name in blocks:
         kind = block.model_fields[name].annotation
         choices = [kind, *get_args(kind)]
-        block = next(one for one in choices if isinstance(one, type) and issubclass(one, Section))
+        block = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
     default = block.model_construct().model_dump(mode="json")[last]
     description = str(block.model_fields[last].description).partition(";")[0]
     return description, dump_yaml(default, flow=True).strip().removesuffix("\n...").strip()
