@@ -1,4 +1,4 @@
-"""Metrics of personalised images: accuracies, CLIP similarities, SSIM and perceptual distance, one row per record and arm."""
+"""Metrics of personalised images, one row per record and arm: accuracies, CLIP similarities, SSIM, perceptual distance."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ImageMetrics:
     sticker_reader: Callable[[np.ndarray], FieldPredictions] | None = None
 
     def measure_arm(self, arm: str, images: np.ndarray, **extra: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return a row for each record's image; `images` is uint8 (records, height, width, 3), `extra` are further columns."""
+        """Return a row for each image; `images` is uint8 (records, height, width, 3), `extra` are further columns."""
         people, embeddings = self.people, self.judge.pictures(images) if self.judge is not None else None
         assert len(images) == len(people), "one image per record"
         columns: dict[str, Sequence[Any]] = {
@@ -90,7 +90,7 @@ class ImageMetrics:
         return columns
 
     def _clip_similarities(self, embeddings: np.ndarray) -> dict[str, Sequence[float]]:
-        """Return cosines of the images' `embeddings` (records, width) with those of the keywords, the wish and the liked images."""
+        """Return cosines of `embeddings` (records, width) with those of the keywords, the wish and the liked images."""
         keyword_embeddings, wish_embeddings = self._text_embeddings
         to_keywords = cosine_similarity(embeddings, keyword_embeddings)
         to_keywords[[not words for words in self.people.keywords]] = np.nan
@@ -104,7 +104,7 @@ class ImageMetrics:
         targets, columns = self.people.target_images, {}
         if images.shape != targets.shape:
             raise UsageError(
-                f"generated images are {_size(images)}, targets {_size(targets)}; set data.image_size to the size of the targets"
+                f"generated images are {_size(images)}, targets {_size(targets)}; set data.image_size to one size"
             )
         if min(images.shape[1:3]) >= WINDOW:
             columns["ssim"] = ssim(images, targets).tolist()
