@@ -33,31 +33,31 @@ def import_file(tasks: TaskRegistry, path: Path, *, out: Path | None = None, kin
     said = strip_credentials_in_values(whole)
     _refuse_ours(tasks, path, said, is_told=kind is not None)
     kind = kind or detect_format(path, said)
-    sheet = translate_config(tasks, path, said, kind)
+    translation = translate_config(tasks, path, said, kind)
     if said != whole:
-        sheet.notes.append("credentials of addresses are left out; give an address with them on the command line")
+        translation.notes.append("credentials of addresses are left out; give an address with them on the command line")
     out = out or path.with_name(f"{path.stem}.bottega.yaml")
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out: {out}: a recipe file ends in .yaml or .yml")
     if not out.parent.is_dir():
         raise UsageError(f"--out: {out.parent}: no such folder")
-    text = render_recipe_file(sheet, path=path, kind=kind)
+    text = render_recipe_file(translation, path=path, kind=kind)
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError:
         raise UsageError(f"{out}: exists and is not overwritten; name another file with --out") from None
-    return build_report(sheet, kind=kind, path=path, out=out)
+    return build_report(translation, kind=kind, path=path, out=out)
 
 
 def translate_config(tasks: TaskRegistry, path: Path, said: Mapping[str, Any], kind: str) -> Translation:
-    """The sheet of one file, on which every key has an answer, and whose recipe our loader takes."""
-    sheet = Translation(said)
-    FORMATS[kind](sheet)
-    if not any(not row.is_default for row in sheet.mapped):
+    """The translation of one file, on which every key has an answer, and whose recipe our loader takes."""
+    translation = Translation(said)
+    FORMATS[kind](translation)
+    if not any(not row.is_default for row in translation.mapped):
         raise UsageError(f"{path}: no key of it is known as one of {kind}; is --from right?")
-    sheet.drop_rejected(tasks)
-    return sheet
+    translation.drop_rejected(tasks)
+    return translation
 
 
 def detect_format(path: Path, said: Mapping[str, Any]) -> str:

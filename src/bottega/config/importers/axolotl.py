@@ -40,13 +40,13 @@ FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz",
 LORA_OPTIONS = "techniques.0.options."
 
 
-def translate(sheet: Translation) -> None:
-    sheet.map_default("(axolotl)", "language models", "task", "language")
-    _model(sheet)
-    _data(sheet)
-    transformers_common.map_length(sheet, "num_epochs", default=1)
-    _batch(sheet)
-    sheet.map_table(
+def translate(translation: Translation) -> None:
+    translation.map_default("(axolotl)", "language models", "task", "language")
+    _model(translation)
+    _data(translation)
+    transformers_common.map_length(translation, "num_epochs", default=1)
+    _batch(translation)
+    translation.map_table(
         {
             "learning_rate": ("training.learning_rate", parse_number),
             "weight_decay": ("training.weight_decay", parse_number),
@@ -57,185 +57,196 @@ def translate(sheet: Translation) -> None:
             "wandb_tags": ("logging.wandb.tags", parse_text_list),
         }
     )
-    sheet.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    sheet.map_default("seed", 42, "seed", 42)
-    transformers_common.map_optimizer(sheet, "optimizer")
-    transformers_common.map_gradient_clipping(sheet)
-    sheet.map_converted("cosine_min_lr_ratio", "training.scheduler.min_ratio", parse_number)
-    transformers_common.map_schedule(sheet, "lr_scheduler", default="cosine")
-    sheet.map_default("warmup_ratio", 0.03, "training.scheduler.warmup_steps", "3%")
-    if is_disabled(sheet.get("float32")) or not sheet.is_pending("float32"):
-        transformers_common.map_precision(sheet, default="auto")
+    translation.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
+    translation.map_default("seed", 42, "seed", 42)
+    transformers_common.map_optimizer(translation, "optimizer")
+    transformers_common.map_gradient_clipping(translation)
+    translation.map_converted("cosine_min_lr_ratio", "training.scheduler.min_ratio", parse_number)
+    transformers_common.map_schedule(translation, "lr_scheduler", default="cosine")
+    translation.map_default("warmup_ratio", 0.03, "training.scheduler.warmup_steps", "3%")
+    if is_disabled(translation.get("float32")) or not translation.is_pending("float32"):
+        transformers_common.map_precision(translation, default="auto")
     else:
-        sheet.map_key("float32", "training.mixed_precision", "fp32")
+        translation.map_key("float32", "training.mixed_precision", "fp32")
         for key in ("bf16", "fp16", "bfloat16", "float16"):
-            sheet.skip(key, "meaningless here", "float32 decides")
-    _cadences(sheet)
-    transformers_common.map_best_metric(sheet, patience="early_stopping_patience")
-    sheet.map_table(transformers_common.WANDB_KEYS)
-    transformers_common.map_wandb_mode(sheet)
-    transformers_common.map_sharding(sheet)
-    transformers_common.map_performance_options(sheet)
-    _adapter(sheet)
-    if sheet.is_pending("device"):
-        name = str(sheet.get("device")).partition(":")[0]
-        sheet.map_key("device", "device", name)
-    sheet.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
+            translation.skip(key, "meaningless here", "float32 decides")
+    _cadences(translation)
+    transformers_common.map_best_metric(translation, patience="early_stopping_patience")
+    translation.map_table(transformers_common.WANDB_KEYS)
+    transformers_common.map_wandb_mode(translation)
+    transformers_common.map_sharding(translation)
+    transformers_common.map_performance_options(translation)
+    _adapter(translation)
+    if translation.is_pending("device"):
+        name = str(translation.get("device")).partition(":")[0]
+        translation.map_key("device", "device", name)
+    translation.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _model(sheet: Translation) -> None:
-    sheet.map_converted("base_model", "model.from", parse_text)
-    sheet.map_converted("sequence_len", "data.sequence_length", parse_integer)
-    if sheet.is_pending("tokenizer_config"):
-        if sheet.get("tokenizer_config") == sheet.get("base_model"):
-            sheet.skip("tokenizer_config", "meaningless here", "the tokenizer of model.from is used anyway")
+def _model(translation: Translation) -> None:
+    translation.map_converted("base_model", "model.from", parse_text)
+    translation.map_converted("sequence_len", "data.sequence_length", parse_integer)
+    if translation.is_pending("tokenizer_config"):
+        if translation.get("tokenizer_config") == translation.get("base_model"):
+            translation.skip("tokenizer_config", "meaningless here", "the tokenizer of model.from is used anyway")
         else:
-            sheet.map_key("tokenizer_config", "data.tokenizer.path", str(sheet.get("tokenizer_config")))
-            sheet.map_key("tokenizer_config", "data.tokenizer.kind", "pretrained")
+            translation.map_key("tokenizer_config", "data.tokenizer.path", str(translation.get("tokenizer_config")))
+            translation.map_key("tokenizer_config", "data.tokenizer.kind", "pretrained")
 
 
-def _batch(sheet: Translation) -> None:
+def _batch(translation: Translation) -> None:
     """micro_batch_size is their batch of one process; batch_size, where it is given, the product."""
-    micro, total = sheet.get("micro_batch_size"), sheet.get("batch_size")
-    if isinstance(micro, int) and isinstance(total, int) and micro > 0 and not sheet.get("gradient_accumulation_steps"):
+    micro, total = translation.get("micro_batch_size"), translation.get("batch_size")
+    if (
+        isinstance(micro, int)
+        and isinstance(total, int)
+        and micro > 0
+        and not translation.get("gradient_accumulation_steps")
+    ):
         passes = max(1, total // micro)
-        sheet.map_key("batch_size", "training.gradient_accumulation_steps", passes, note=f"{total} / {micro}")
-        sheet.map_key("micro_batch_size", "training.batch_size", micro)
-        transformers_common.add_batch_note(sheet, micro, passes)
+        translation.map_key("batch_size", "training.gradient_accumulation_steps", passes, note=f"{total} / {micro}")
+        translation.map_key("micro_batch_size", "training.batch_size", micro)
+        transformers_common.add_batch_note(translation, micro, passes)
     else:
-        sheet.skip("batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps decide")
-        transformers_common.map_batch_size(sheet, "micro_batch_size", default=1)
-    sheet.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
+        translation.skip("batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps decide")
+        transformers_common.map_batch_size(translation, "micro_batch_size", default=1)
+    translation.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
 
 
-def _cadences(sheet: Translation) -> None:
+def _cadences(translation: Translation) -> None:
     for theirs, ours, steps, strategy in (
         ("evals_per_epoch", "evaluation.every", "eval_steps", ("eval_strategy", "evaluation_strategy")),
         ("saves_per_epoch", "checkpoint.every", "save_steps", ("save_strategy",)),
     ):
-        times = sheet.get(theirs)
-        if sheet.is_pending(theirs) and not is_disabled(times):
-            sheet.map_converted(theirs, ours, lambda v: format_epochs(1 / parse_number(v)))
+        times = translation.get(theirs)
+        if translation.is_pending(theirs) and not is_disabled(times):
+            translation.map_converted(theirs, ours, lambda v: format_epochs(1 / parse_number(v)))
             for key in (steps, *strategy):
-                sheet.skip(key, "meaningless here", f"{theirs} is given and decides")
-        elif sheet.is_pending(steps) and not is_disabled(sheet.get(steps)):
+                translation.skip(key, "meaningless here", f"{theirs} is given and decides")
+        elif translation.is_pending(steps) and not is_disabled(translation.get(steps)):
             for key in strategy:
-                sheet.skip(key, "meaningless here", f"{steps} is given and decides")
-            transformers_common.map_cadence(sheet, ours, strategies=(), steps=steps)
+                translation.skip(key, "meaningless here", f"{steps} is given and decides")
+            transformers_common.map_cadence(translation, ours, strategies=(), steps=steps)
         else:
-            transformers_common.map_cadence(sheet, ours, strategies=strategy, steps=steps)
-    sheet.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
-    transformers_common.map_cadence(sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps")
+            transformers_common.map_cadence(translation, ours, strategies=strategy, steps=steps)
+    translation.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
+    transformers_common.map_cadence(
+        translation, "logging.every", strategies=("logging_strategy",), steps="logging_steps"
+    )
 
 
-def _data(sheet: Translation) -> None:
-    key = "pretraining_dataset" if sheet.pending_under("pretraining_dataset") else "datasets"
-    _sources(sheet, key, "data.train", several="data.sources")
-    if isinstance(sheet.get("pretraining_dataset"), str):
-        _path(sheet, "pretraining_dataset", "data.train", None)
-    _sources(sheet, "test_datasets", "data.validation", several=None)
-    map_validation_split(sheet, "val_set_size")
-    _packing(sheet)
-    if sheet.get("dataset_exact_deduplication"):
-        sheet.map_key("dataset_exact_deduplication", "data.deduplicate.method", "exact")
+def _data(translation: Translation) -> None:
+    key = "pretraining_dataset" if translation.pending_under("pretraining_dataset") else "datasets"
+    _sources(translation, key, "data.train", several="data.sources")
+    if isinstance(translation.get("pretraining_dataset"), str):
+        _path(translation, "pretraining_dataset", "data.train", None)
+    _sources(translation, "test_datasets", "data.validation", several=None)
+    map_validation_split(translation, "val_set_size")
+    _packing(translation)
+    if translation.get("dataset_exact_deduplication"):
+        translation.map_key("dataset_exact_deduplication", "data.deduplicate.method", "exact")
 
 
-def map_validation_split(sheet: Translation, key: str) -> None:
+def map_validation_split(translation: Translation, key: str) -> None:
     """A share is ours too; a number of examples is not; none is said, because ours would hold some back."""
-    if sheet.find_mapped("data.validation.path"):
-        sheet.skip(key, "meaningless here", "validation has data of its own")
-    size = sheet.get(key)
+    if translation.find_mapped("data.validation.path"):
+        translation.skip(key, "meaningless here", "validation has data of its own")
+    size = translation.get(key)
     if size is not None and is_disabled(size):
-        sheet.map_key(key, "data.validation", None, note="nothing is held back")
+        translation.map_key(key, "data.validation", None, note="nothing is held back")
     elif isinstance(size, int | float) and size >= 1:
-        sheet.skip(key, "no counterpart", "a number of examples; data.validation.split is a share, such as 0.05")
-    elif sheet.is_pending(key):
-        sheet.map_converted(key, "data.validation.split", lambda v: float(parse_number(v)))
-    elif sheet.find_mapped("data.validation.path") is None:
-        sheet.map_default(key, 0, "data.validation", None)
+        translation.skip(key, "no counterpart", "a number of examples; data.validation.split is a share, such as 0.05")
+    elif translation.is_pending(key):
+        translation.map_converted(key, "data.validation.split", lambda v: float(parse_number(v)))
+    elif translation.find_mapped("data.validation.path") is None:
+        translation.map_default(key, 0, "data.validation", None)
 
 
-def _packing(sheet: Translation) -> None:
-    if sheet.is_pending("sample_packing"):
-        if sheet.get("sample_packing"):
+def _packing(translation: Translation) -> None:
+    if translation.is_pending("sample_packing"):
+        if translation.get("sample_packing"):
             note = "documents are joined and may be cut at a border"
-            sheet.map_key("sample_packing", "data.separate_documents", True, note=note)
+            translation.map_key("sample_packing", "data.separate_documents", True, note=note)
         else:
-            sheet.map_key("sample_packing", "data.padding", True)
+            translation.map_key("sample_packing", "data.padding", True)
 
 
-def _sources(sheet: Translation, key: str, ours: str, *, several: str | None) -> None:
+def _sources(translation: Translation, key: str, ours: str, *, several: str | None) -> None:
     """One data set is `train`; several are `sources`, each example once an epoch as there."""
     numbers = [
-        name for name in dict.fromkeys(name.split(".")[1] for name in sheet.pending_under(key)) if name.isdigit()
+        name for name in dict.fromkeys(name.split(".")[1] for name in translation.pending_under(key)) if name.isdigit()
     ]
     for number_ in numbers:
         if len(numbers) > 1 and several is None and number_ != numbers[0]:
-            sheet.skip_block(f"{key}.{number_}", "no counterpart", "one source measures progress here; join the files")
+            translation.skip_block(
+                f"{key}.{number_}", "no counterpart", "one source measures progress here; join the files"
+            )
             continue
         to = ours if len(numbers) == 1 or several is None else f"{several}.{number_}"
-        _source(sheet, f"{key}.{number_}", to)
+        _source(translation, f"{key}.{number_}", to)
     if len(numbers) > 1 and several is not None:
-        sheet.map_default(key, f"{len(numbers)} together", "data.mixture", "concatenate")
+        translation.map_default(key, f"{len(numbers)} together", "data.mixture", "concatenate")
 
 
-def _source(sheet: Translation, theirs: str, ours: str) -> None:
-    files = sheet.get(f"{theirs}.data_files")
+def _source(translation: Translation, theirs: str, ours: str) -> None:
+    files = translation.get(f"{theirs}.data_files")
     if isinstance(files, list) and len(files) > 1:
-        sheet.skip(
+        translation.skip(
             f"{theirs}.data_files", "no counterpart", "one path a source; a pattern such as data/*.jsonl names several"
         )
     elif files:
-        sheet.skip(f"{theirs}.path", "meaningless here", "data_files names the file")
-        _path(sheet, f"{theirs}.data_files", ours, sheet.get(f"{theirs}.ds_type"))
-    _path(sheet, f"{theirs}.path", ours, sheet.get(f"{theirs}.ds_type"))
-    sheet.skip(f"{theirs}.ds_type", "meaningless here", "told from the file's name")
-    sheet.map_converted(f"{theirs}.name", f"{ours}.subset", parse_text)
-    sheet.map_converted(f"{theirs}.split", f"{ours}.split", parse_text)
+        translation.skip(f"{theirs}.path", "meaningless here", "data_files names the file")
+        _path(translation, f"{theirs}.data_files", ours, translation.get(f"{theirs}.ds_type"))
+    _path(translation, f"{theirs}.path", ours, translation.get(f"{theirs}.ds_type"))
+    translation.skip(f"{theirs}.ds_type", "meaningless here", "told from the file's name")
+    translation.map_converted(f"{theirs}.name", f"{ours}.subset", parse_text)
+    translation.map_converted(f"{theirs}.split", f"{ours}.split", parse_text)
     for key in ("field", "text_column"):
-        sheet.map_converted(f"{theirs}.{key}", f"{ours}.field", parse_text)
-    kind = sheet.get(f"{theirs}.type")
+        translation.map_converted(f"{theirs}.{key}", f"{ours}.field", parse_text)
+    kind = translation.get(f"{theirs}.type")
     if kind in PLAIN:
-        sheet.skip(f"{theirs}.type", "meaningless here", "plain text is what is learned here")
-        sheet.map_default(f"{theirs}.field", "text", f"{ours}.field", "text")
-    sheet.skip(f"{theirs}.type", "no counterpart", NOT_PLAIN)
-    sheet.skip_block(f"{theirs}.type", "no counterpart", NOT_PLAIN)
+        translation.skip(f"{theirs}.type", "meaningless here", "plain text is what is learned here")
+        translation.map_default(f"{theirs}.field", "text", f"{ours}.field", "text")
+    translation.skip(f"{theirs}.type", "no counterpart", NOT_PLAIN)
+    translation.skip_block(f"{theirs}.type", "no counterpart", NOT_PLAIN)
 
 
-def _path(sheet: Translation, theirs: str, ours: str, kind: Any) -> None:
+def _path(translation: Translation, theirs: str, ours: str, kind: Any) -> None:
     """A file here, or a data set of the hub: told by the name, because the file need not be on this machine."""
-    if not sheet.is_pending(theirs):
+    if not translation.is_pending(theirs):
         return
-    path = sheet.map_converted(theirs, f"{ours}.path", lambda v: parse_text(v[0] if isinstance(v, list) and v else v))
+    path = translation.map_converted(
+        theirs, f"{ours}.path", lambda v: parse_text(v[0] if isinstance(v, list) and v else v)
+    )
     if path is None:
         return
     suffix = path.lower().endswith(FILES)
     is_hub = not suffix and path.count("/") <= 1 and "://" not in path and not path.startswith((".", "/", "~", "data/"))
     if is_hub:
-        sheet.map_key(
+        translation.map_key(
             theirs, f"{ours}.kind", "huggingface", note=None if "/" in path else "taken for a name on the hub"
         )
     elif not suffix and str(kind) in BUILDERS:
-        sheet.map_key(theirs, f"{ours}.kind", str(kind))
+        translation.map_key(theirs, f"{ours}.kind", str(kind))
 
 
-def _adapter(sheet: Translation) -> None:
-    adapter = sheet.get("adapter")
+def _adapter(translation: Translation) -> None:
+    adapter = translation.get("adapter")
     if adapter in ("lora", "qlora"):
         note = "the base is not quantised here" if adapter == "qlora" else None
-        sheet.map_key("adapter", "techniques.0.name", "lora", note=note)
-        sheet.map_converted("lora_r", f"{LORA_OPTIONS}rank", parse_integer)
-        sheet.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
-        sheet.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
-        sheet.map_converted("lora_target_modules", f"{LORA_OPTIONS}targets", parse_text_list)
-        if sheet.get("lora_target_linear") and sheet.find_mapped(f"{LORA_OPTIONS}targets") is None:
-            sheet.map_key("lora_target_linear", f"{LORA_OPTIONS}targets", "all-linear")
+        translation.map_key("adapter", "techniques.0.name", "lora", note=note)
+        translation.map_converted("lora_r", f"{LORA_OPTIONS}rank", parse_integer)
+        translation.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
+        translation.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
+        translation.map_converted("lora_target_modules", f"{LORA_OPTIONS}targets", parse_text_list)
+        if translation.get("lora_target_linear") and translation.find_mapped(f"{LORA_OPTIONS}targets") is None:
+            translation.map_key("lora_target_linear", f"{LORA_OPTIONS}targets", "all-linear")
     elif adapter is not None and not is_disabled(adapter):
-        sheet.skip("adapter", "no counterpart", "lora is the adapter that is understood")
-    if sheet.find_mapped("techniques.0.name") is None:
+        translation.skip("adapter", "no counterpart", "lora is the adapter that is understood")
+    if translation.find_mapped("techniques.0.name") is None:
         for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"):
-            if sheet.is_pending(key):
-                sheet.skip(key, "meaningless here", "no adapter is asked for")
+            if translation.is_pending(key):
+                translation.skip(key, "meaningless here", "no adapter is asked for")
 
 
 _CHAT = "prompts are not built from chats or instructions"

@@ -18,11 +18,11 @@ TITLES = {
 }
 
 
-def render_recipe_file(sheet: Translation, *, path: Path, kind: str) -> str:
+def render_recipe_file(translation: Translation, *, path: Path, kind: str) -> str:
     """The recipe under a header that says where it is from, what was left out and what to know."""
     lines = [f"{path.name}, a configuration of {TITLES[kind]}, taken over by bottega import."]
-    lost = [left for left in sheet.unmapped if left.category != "meaningless here"]
-    idle = [left.source_key for left in sheet.unmapped if left.category == "meaningless here"]
+    lost = [left for left in translation.unmapped if left.category != "meaningless here"]
+    idle = [left.source_key for left in translation.unmapped if left.category == "meaningless here"]
     if lost:
         lines += [
             "",
@@ -31,14 +31,14 @@ def render_recipe_file(sheet: Translation, *, path: Path, kind: str) -> str:
         ]
     if idle:
         lines += ["", f"Left out as meaningless here, empty or switched off: {', '.join(idle)}"]
-    said = [f"{row.recipe_key}: {row.note}" for row in sheet.mapped if row.note]
-    if said or sheet.notes:
-        lines += ["", "To know:", *(f"  {line}" for line in [*said, *sheet.notes])]
+    said = [f"{row.recipe_key}: {row.note}" for row in translation.mapped if row.note]
+    if said or translation.notes:
+        lines += ["", "To know:", *(f"  {line}" for line in [*said, *translation.notes])]
     header = "".join(f"# {_plain(line)}".rstrip() + "\n" for line in lines)
-    return f"{header}\n{dump_yaml(sheet.to_recipe())}"
+    return f"{header}\n{dump_yaml(translation.to_recipe())}"
 
 
-def build_report(sheet: Translation, *, kind: str, path: Path, out: Path) -> dict[str, Any]:
+def build_report(translation: Translation, *, kind: str, path: Path, out: Path) -> dict[str, Any]:
     return {
         "from": kind,
         "file": str(path),
@@ -52,7 +52,7 @@ def build_report(sheet: Translation, *, kind: str, path: Path, out: Path) -> dic
                 "note": row.note,
                 "default": row.is_default,
             }
-            for row in sheet.mapped
+            for row in translation.mapped
         ],
         "unmapped": [
             {
@@ -61,9 +61,9 @@ def build_report(sheet: Translation, *, kind: str, path: Path, out: Path) -> dic
                 "why": left.category,
                 "reason": left.reason,
             }
-            for left in sheet.unmapped
+            for left in translation.unmapped
         ],
-        "notes": list(sheet.notes),
+        "notes": list(translation.notes),
     }
 
 

@@ -21,84 +21,86 @@ MARKER_KEYS = (
 """Keys of which such a file has at least one beside model_name_or_path."""
 
 
-def translate(sheet: Translation) -> None:
-    _stage(sheet)
-    sheet.map_converted("model_name_or_path", "model.from", parse_text)
-    sheet.map_converted("cutoff_len", "data.sequence_length", parse_integer)
-    sheet.map_default("cutoff_len", 2048, "data.sequence_length", 2048)
-    _data(sheet)
-    if sheet.is_pending("disable_gradient_checkpointing"):
+def translate(translation: Translation) -> None:
+    _stage(translation)
+    translation.map_converted("model_name_or_path", "model.from", parse_text)
+    translation.map_converted("cutoff_len", "data.sequence_length", parse_integer)
+    translation.map_default("cutoff_len", 2048, "data.sequence_length", 2048)
+    _data(translation)
+    if translation.is_pending("disable_gradient_checkpointing"):
         key = "disable_gradient_checkpointing"
-        sheet.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
-        sheet.skip("gradient_checkpointing", "meaningless here", f"{key} decides")
-    if sheet.get("use_muon"):
-        sheet.map_key("use_muon", "training.optimizer.name", "muon")
-        sheet.skip("optim", "meaningless here", "use_muon decides")
-    trainer.map_arguments(sheet, patience="early_stopping_steps")
+        translation.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
+        translation.skip("gradient_checkpointing", "meaningless here", f"{key} decides")
+    if translation.get("use_muon"):
+        translation.map_key("use_muon", "training.optimizer.name", "muon")
+        translation.skip("optim", "meaningless here", "use_muon decides")
+    trainer.map_arguments(translation, patience="early_stopping_steps")
     # Theirs recomputes activations unless told not to.
-    sheet.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
-    _method(sheet)
-    sheet.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
+    translation.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
+    _method(translation)
+    translation.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _stage(sheet: Translation) -> None:
-    stage = sheet.get("stage")
+def _stage(translation: Translation) -> None:
+    stage = translation.get("stage")
     if stage in ("pt", "sft"):
         note = None if stage == "pt" else "all tokens are learned, not only the answers"
-        sheet.map_key("stage", "task", "language", note=note)
+        translation.map_key("stage", "task", "language", note=note)
     else:
-        sheet.skip(
+        translation.skip(
             "stage", "no counterpart", "learning from preferences or rewards; task: language predicts the next token"
         )
-        sheet.map_default("stage", stage or "sft", "task", "language")
+        translation.map_default("stage", stage or "sft", "task", "language")
 
 
-def _data(sheet: Translation) -> None:
+def _data(translation: Translation) -> None:
     named = "a name in their dataset_info.json; put the file itself into {}"
-    sheet.skip("dataset", "no counterpart", named.format("data.train.path"))
-    sheet.skip("eval_dataset", "no counterpart", named.format("data.validation.path"))
-    sheet.map_converted("max_samples", "data.limit", parse_integer, note="of all data together here")
-    if sheet.get("val_size") or not sheet.is_pending("eval_dataset"):
-        map_validation_split(sheet, "val_size")
-    packed = sheet.get("packing")
-    if sheet.get("neat_packing"):
-        sheet.map_key("neat_packing", "data.separate_documents", True)
-        sheet.skip("packing", "meaningless here", "documents are joined without gaps anyway")
-    elif packed or (packed is None and sheet.get("stage") == "pt"):
-        sheet.skip("packing", "meaningless here", "documents are joined without gaps anyway")
+    translation.skip("dataset", "no counterpart", named.format("data.train.path"))
+    translation.skip("eval_dataset", "no counterpart", named.format("data.validation.path"))
+    translation.map_converted("max_samples", "data.limit", parse_integer, note="of all data together here")
+    if translation.get("val_size") or not translation.is_pending("eval_dataset"):
+        map_validation_split(translation, "val_size")
+    packed = translation.get("packing")
+    if translation.get("neat_packing"):
+        translation.map_key("neat_packing", "data.separate_documents", True)
+        translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
+    elif packed or (packed is None and translation.get("stage") == "pt"):
+        translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
     elif packed is not None:
-        sheet.map_key("packing", "data.padding", True)
+        translation.map_key("packing", "data.padding", True)
     else:
-        sheet.map_default("packing", False, "data.padding", True)
+        translation.map_default("packing", False, "data.padding", True)
 
 
-def _method(sheet: Translation) -> None:
-    method = sheet.get("finetuning_type")
+def _method(translation: Translation) -> None:
+    method = translation.get("finetuning_type")
     if method in (None, "lora"):
         if method is None:
-            sheet.map_default("finetuning_type", "lora", "techniques.0.name", "lora")
+            translation.map_default("finetuning_type", "lora", "techniques.0.name", "lora")
         else:
-            sheet.map_key("finetuning_type", "techniques.0.name", "lora")
-        rank = sheet.map_converted("lora_rank", f"{LORA_OPTIONS}rank", parse_integer)
+            translation.map_key("finetuning_type", "techniques.0.name", "lora")
+        rank = translation.map_converted("lora_rank", f"{LORA_OPTIONS}rank", parse_integer)
         if rank is None:
-            sheet.map_default("lora_rank", 8, f"{LORA_OPTIONS}rank", 8)
-        sheet.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
-        sheet.map_default("lora_alpha", 2 * (rank or 8), f"{LORA_OPTIONS}alpha", 2 * (rank or 8))
-        sheet.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
-        sheet.map_converted(
+            translation.map_default("lora_rank", 8, f"{LORA_OPTIONS}rank", 8)
+        translation.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
+        translation.map_default("lora_alpha", 2 * (rank or 8), f"{LORA_OPTIONS}alpha", 2 * (rank or 8))
+        translation.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
+        translation.map_converted(
             "lora_target",
             f"{LORA_OPTIONS}targets",
             lambda v: "all-linear" if v in ("all", ["all"]) else parse_text_list(v),
         )
-        sheet.map_default("lora_target", "all", f"{LORA_OPTIONS}targets", "all-linear")
+        translation.map_default("lora_target", "all", f"{LORA_OPTIONS}targets", "all-linear")
         return
     if method == "full":
-        sheet.skip("finetuning_type", "meaningless here", "everything learns unless something says otherwise")
+        translation.skip("finetuning_type", "meaningless here", "everything learns unless something says otherwise")
     else:
-        sheet.skip("finetuning_type", "no counterpart", "rows of training.groups say what learns; scale none freezes")
+        translation.skip(
+            "finetuning_type", "no counterpart", "rows of training.groups say what learns; scale none freezes"
+        )
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
-        if sheet.is_pending(key):
-            sheet.skip(key, "meaningless here", "finetuning_type is not lora")
+        if translation.is_pending(key):
+            translation.skip(key, "meaningless here", "finetuning_type is not lora")
 
 
 _CHAT = "prompts are not built from chats or instructions"

@@ -20,14 +20,14 @@ METRIC_NAMES = {
 LANGUAGE_METRICS = ("loss", "perplexity", "bits_per_byte")
 
 
-def map_monitored_metric(sheet: Translation, *, metric: str, mode: str, ours: str) -> str | None:
+def map_monitored_metric(translation: Translation, *, metric: str, mode: str, ours: str) -> str | None:
     """Fill `ours`.metric from their keys; which way it is better needs no key, since all that is taken over is known."""
     found = None
-    if sheet.is_pending(metric):
-        said = parse_text(sheet.get(metric)) if isinstance(sheet.get(metric), str) else ""
+    if translation.is_pending(metric):
+        said = parse_text(translation.get(metric)) if isinstance(translation.get(metric), str) else ""
         bare = _bare(said)
         named = METRIC_NAMES.get(bare)
-        task = sheet.find_mapped("task")
+        task = translation.find_mapped("task")
         allowed = (
             LANGUAGE_METRICS
             if task is not None and task.recipe_value == "language"
@@ -35,17 +35,17 @@ def map_monitored_metric(sheet: Translation, *, metric: str, mode: str, ours: st
         )
         if named in allowed:
             note = "the mean over classes; weighted_f1 goes by their sizes" if bare in ("f1", "f1_score") else None
-            found = sheet.map_converted(metric, f"{ours}.metric", lambda _: named, note=note)
+            found = translation.map_converted(metric, f"{ours}.metric", lambda _: named, note=note)
         else:
-            sheet.skip(metric, "not understood", f"measured here are {', '.join(allowed)}; loss decides")
+            translation.skip(metric, "not understood", f"measured here are {', '.join(allowed)}; loss decides")
     known = infer_metric_mode(found or "loss")
-    if sheet.is_pending(mode):
-        is_max = str(sheet.get(mode)).lower() in ("max", "true", "yes", "on", "1")
+    if translation.is_pending(mode):
+        is_max = str(translation.get(mode)).lower() in ("max", "true", "yes", "on", "1")
         if is_max == (known == "max"):
-            sheet.skip(mode, "meaningless here", "the name of the metric says it")
+            translation.skip(mode, "meaningless here", "the name of the metric says it")
         else:
             better = "larger" if known == "max" else "smaller"
-            sheet.skip(mode, "not understood", f"of {found or 'loss'}, which decides here, {better} is better")
+            translation.skip(mode, "not understood", f"of {found or 'loss'}, which decides here, {better} is better")
     return found
 
 

@@ -21,29 +21,31 @@ MARKER_KEYS = (
 """Keys of which such a file has at least two."""
 
 
-def translate(sheet: Translation) -> None:
-    map_arguments(sheet)
-    _script(sheet)
-    sheet.skip_remaining(SKIPPED_KEYS)
-    sheet.notes.append("their file does not say what is learned: add task, or say bottega train TASK FILE")
+def translate(translation: Translation) -> None:
+    map_arguments(translation)
+    _script(translation)
+    translation.skip_remaining(SKIPPED_KEYS)
+    translation.notes.append("their file does not say what is learned: add task, or say bottega train TASK FILE")
 
 
-def map_arguments(sheet: Translation, *, patience: str = "early_stopping_patience") -> None:
+def map_arguments(translation: Translation, *, patience: str = "early_stopping_patience") -> None:
     """The arguments themselves, which LLaMA-Factory has as well."""
-    transformers_common.map_length(sheet, "num_train_epochs", default=3)
+    transformers_common.map_length(translation, "num_train_epochs", default=3)
     for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
-        if sheet.is_pending(f"per_device_{new}_batch_size"):
-            sheet.skip(old, "meaningless here", f"per_device_{new}_batch_size wins")
+        if translation.is_pending(f"per_device_{new}_batch_size"):
+            translation.skip(old, "meaningless here", f"per_device_{new}_batch_size wins")
     size = "per_device_train_batch_size"
     transformers_common.map_batch_size(
-        sheet, "per_gpu_train_batch_size" if sheet.is_pending("per_gpu_train_batch_size") else size, default=8
+        translation,
+        "per_gpu_train_batch_size" if translation.is_pending("per_gpu_train_batch_size") else size,
+        default=8,
     )
     for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
-        sheet.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
-    if sheet.get("auto_find_batch_size"):
+        translation.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
+    if translation.get("auto_find_batch_size"):
         note = "the batch stays as it is; only what one forward pass sees is halved"
-        sheet.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
-    sheet.map_table(
+        translation.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
+    translation.map_table(
         {
             "learning_rate": ("training.learning_rate", parse_number),
             "weight_decay": ("training.weight_decay", parse_number),
@@ -56,62 +58,62 @@ def map_arguments(sheet: Translation, *, patience: str = "early_stopping_patienc
             "run_name": ("logging.wandb.name", parse_text),
         }
     )
-    sheet.map_default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
-    sheet.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    sheet.map_default("seed", 42, "seed", 42)
-    transformers_common.map_optimizer(sheet, "optim")
-    transformers_common.map_gradient_clipping(sheet)
-    transformers_common.map_schedule(sheet, "lr_scheduler_type", default="linear")
-    transformers_common.map_precision(sheet, default="fp32")
-    logged = sheet.get("logging_steps")
-    map_cadences(sheet, logged if isinstance(logged, int) and logged > 0 else 500)
-    transformers_common.map_best_metric(sheet, patience=patience)
-    transformers_common.map_reporting(sheet)
-    sheet.map_table(transformers_common.WANDB_KEYS)
-    transformers_common.map_wandb_mode(sheet)
-    transformers_common.map_sharding(sheet)
-    transformers_common.map_performance_options(sheet)
-    map_device(sheet)
+    translation.map_default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
+    translation.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
+    translation.map_default("seed", 42, "seed", 42)
+    transformers_common.map_optimizer(translation, "optim")
+    transformers_common.map_gradient_clipping(translation)
+    transformers_common.map_schedule(translation, "lr_scheduler_type", default="linear")
+    transformers_common.map_precision(translation, default="fp32")
+    logged = translation.get("logging_steps")
+    map_cadences(translation, logged if isinstance(logged, int) and logged > 0 else 500)
+    transformers_common.map_best_metric(translation, patience=patience)
+    transformers_common.map_reporting(translation)
+    translation.map_table(transformers_common.WANDB_KEYS)
+    transformers_common.map_wandb_mode(translation)
+    transformers_common.map_sharding(translation)
+    transformers_common.map_performance_options(translation)
+    map_device(translation)
 
 
-def map_cadences(sheet: Translation, logged: int) -> None:
+def map_cadences(translation: Translation, logged: int) -> None:
     evaluated = ("eval_strategy", "evaluation_strategy")
     transformers_common.map_cadence(
-        sheet, "evaluation.every", strategies=evaluated, steps="eval_steps", otherwise=logged
+        translation, "evaluation.every", strategies=evaluated, steps="eval_steps", otherwise=logged
     )
     transformers_common.map_cadence(
-        sheet, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500
+        translation, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500
     )
     transformers_common.map_cadence(
-        sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500
+        translation, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500
     )
 
 
-def map_device(sheet: Translation) -> None:
+def map_device(translation: Translation) -> None:
     for key, name in (("use_cpu", "cpu"), ("no_cuda", "cpu"), ("use_mps_device", "mps")):
-        if sheet.get(key):
-            sheet.map_key(key, "device", name)
-    same = sheet.get("data_seed") == sheet.get("seed") if sheet.is_pending("data_seed") else False
+        if translation.get(key):
+            translation.map_key(key, "device", name)
+    same = translation.get("data_seed") == translation.get("seed") if translation.is_pending("data_seed") else False
     reason = (
         "one seed for everything here" if same else "one seed for everything here; the order of the data follows it"
     )
-    sheet.skip("data_seed", "meaningless here" if same else "no counterpart", reason)
+    translation.skip("data_seed", "meaningless here" if same else "no counterpart", reason)
 
 
-def _script(sheet: Translation) -> None:
+def _script(translation: Translation) -> None:
     """What the example scripts of transformers add to the arguments: the model and the data."""
-    sheet.map_converted("model_name_or_path", "model.from", parse_text)
-    if sheet.is_pending("tokenizer_name"):
-        sheet.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
-        sheet.map_key("tokenizer_name", "data.tokenizer.path", str(sheet.get("tokenizer_name")))
-    if sheet.is_pending("train_file"):
-        sheet.skip("dataset_name", "meaningless here", "train_file is given")
-        sheet.map_converted("train_file", "data.train.path", parse_text)
-    elif sheet.is_pending("dataset_name"):
-        name = str(sheet.get("dataset_name"))
-        sheet.map_key("dataset_name", "data.train.path", name)
-        sheet.map_key("dataset_name", "data.train.kind", "huggingface")
-    sheet.map_table(
+    translation.map_converted("model_name_or_path", "model.from", parse_text)
+    if translation.is_pending("tokenizer_name"):
+        translation.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
+        translation.map_key("tokenizer_name", "data.tokenizer.path", str(translation.get("tokenizer_name")))
+    if translation.is_pending("train_file"):
+        translation.skip("dataset_name", "meaningless here", "train_file is given")
+        translation.map_converted("train_file", "data.train.path", parse_text)
+    elif translation.is_pending("dataset_name"):
+        name = str(translation.get("dataset_name"))
+        translation.map_key("dataset_name", "data.train.path", name)
+        translation.map_key("dataset_name", "data.train.kind", "huggingface")
+    translation.map_table(
         {
             "dataset_config_name": ("data.train.subset", parse_text),
             "validation_file": ("data.validation.path", parse_text),
@@ -122,11 +124,11 @@ def _script(sheet: Translation) -> None:
             "max_train_samples": ("data.limit", parse_integer),
         }
     )
-    if sheet.find_mapped("data.validation.path"):
-        sheet.skip("validation_split_percentage", "meaningless here", "validation_file is given")
-    sheet.map_converted("validation_split_percentage", "data.validation.split", lambda v: parse_number(v) / 100)
+    if translation.find_mapped("data.validation.path"):
+        translation.skip("validation_split_percentage", "meaningless here", "validation_file is given")
+    translation.map_converted("validation_split_percentage", "data.validation.split", lambda v: parse_number(v) / 100)
     for key in ("block_size", "max_seq_length", "max_source_length", "max_length"):
-        sheet.map_converted(key, "data.sequence_length", parse_integer)
+        translation.map_converted(key, "data.sequence_length", parse_integer)
 
 
 _HUB = "nothing is uploaded; bottega export writes a folder that can be"

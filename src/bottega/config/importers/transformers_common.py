@@ -71,159 +71,167 @@ _SHAPE = {
 """lr_scheduler_kwargs -> keys of training.scheduler."""
 
 
-def map_length(sheet: Translation, epochs_key: str, *, default: int) -> None:
+def map_length(translation: Translation, epochs_key: str, *, default: int) -> None:
     """Steps win over epochs, as they do there."""
-    if sheet.is_pending("max_steps"):
-        if isinstance(sheet.get("max_steps"), int) and sheet.get("max_steps") <= 0:
-            sheet.skip("max_steps", "meaningless here", "switched off there")
+    if translation.is_pending("max_steps"):
+        if isinstance(translation.get("max_steps"), int) and translation.get("max_steps") <= 0:
+            translation.skip("max_steps", "meaningless here", "switched off there")
         else:
-            sheet.map_converted("max_steps", "training.max_steps", parse_integer)
-    if sheet.find_mapped("training.max_steps"):
-        sheet.skip(epochs_key, "meaningless here", "max_steps is given and wins")
-    elif sheet.is_pending(epochs_key):
-        amount = sheet.get(epochs_key)
+            translation.map_converted("max_steps", "training.max_steps", parse_integer)
+    if translation.find_mapped("training.max_steps"):
+        translation.skip(epochs_key, "meaningless here", "max_steps is given and wins")
+    elif translation.is_pending(epochs_key):
+        amount = translation.get(epochs_key)
         part = isinstance(amount, float) and math.isfinite(amount) and amount != int(amount)
         note = "a whole number of epochs here; set training.max_steps for a part of one" if part else None
-        sheet.map_converted(
+        translation.map_converted(
             epochs_key, "training.num_epochs", lambda v: math.ceil(v) if part else parse_integer(v), note=note
         )
     else:
-        sheet.map_default(epochs_key, default, "training.num_epochs", default)
+        translation.map_default(epochs_key, default, "training.num_epochs", default)
 
 
-def map_batch_size(sheet: Translation, size_key: str, *, default: int) -> None:
+def map_batch_size(translation: Translation, size_key: str, *, default: int) -> None:
     """Both numbers are taken over as they are: with gradient_accumulation_steps our batch is per process too."""
-    size = sheet.map_converted(size_key, "training.batch_size", parse_integer)
-    passes = sheet.map_converted("gradient_accumulation_steps", "training.gradient_accumulation_steps", parse_integer)
+    size = translation.map_converted(size_key, "training.batch_size", parse_integer)
+    passes = translation.map_converted(
+        "gradient_accumulation_steps", "training.gradient_accumulation_steps", parse_integer
+    )
     if size is None:
-        sheet.map_default(size_key, default, "training.batch_size", default)
+        translation.map_default(size_key, default, "training.batch_size", default)
     if passes is None:
-        sheet.map_default("gradient_accumulation_steps", 1, "training.gradient_accumulation_steps", 1)
-    add_batch_note(sheet, size or default, passes or 1)
+        translation.map_default("gradient_accumulation_steps", 1, "training.gradient_accumulation_steps", 1)
+    add_batch_note(translation, size or default, passes or 1)
 
 
-def add_batch_note(sheet: Translation, size: int, passes: int) -> None:
-    sheet.notes.append(f"batch: {size} a process x {passes} = {size * passes} a step with one process, as there")
+def add_batch_note(translation: Translation, size: int, passes: int) -> None:
+    translation.notes.append(f"batch: {size} a process x {passes} = {size * passes} a step with one process, as there")
 
 
-def map_optimizer(sheet: Translation, key: str) -> None:
-    asked = str(sheet.get(key)).lower() if sheet.is_pending(key) else None
+def map_optimizer(translation: Translation, key: str) -> None:
+    asked = str(translation.get(key)).lower() if translation.is_pending(key) else None
     if asked is not None and asked in OPTIMIZERS:
         name, note = OPTIMIZERS[asked]
-        sheet.map_key(key, "training.optimizer.name", name, note=note)
+        translation.map_key(key, "training.optimizer.name", name, note=note)
     elif asked is not None:
-        sheet.skip(key, "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam")
-    first, second = sheet.get("adam_beta1"), sheet.get("adam_beta2")
-    row = sheet.find_mapped("training.optimizer.name")
+        translation.skip(key, "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam")
+    first, second = translation.get("adam_beta1"), translation.get("adam_beta2")
+    row = translation.find_mapped("training.optimizer.name")
     if first is not None or second is not None:
         pair = [0.9 if first is None else first, 0.999 if second is None else second]
         for beta in ("adam_beta1", "adam_beta2"):
-            sheet.map_converted(beta, "training.optimizer.betas", lambda _: [parse_number(part) for part in pair])
+            translation.map_converted(beta, "training.optimizer.betas", lambda _: [parse_number(part) for part in pair])
     elif row is not None and row.recipe_value == "lion":
-        sheet.map_default("adam_beta1, adam_beta2", [0.9, 0.999], "training.optimizer.betas", [0.9, 0.999])
-    sheet.map_converted("adam_epsilon", "training.optimizer.eps", parse_number)
+        translation.map_default("adam_beta1, adam_beta2", [0.9, 0.999], "training.optimizer.betas", [0.9, 0.999])
+    translation.map_converted("adam_epsilon", "training.optimizer.eps", parse_number)
     if row is not None and row.recipe_value == "sgd":
-        sheet.map_default("momentum", 0.0, "training.optimizer.momentum", 0.0)
+        translation.map_default("momentum", 0.0, "training.optimizer.momentum", 0.0)
 
 
-def map_gradient_clipping(sheet: Translation) -> None:
+def map_gradient_clipping(translation: Translation) -> None:
     """0 is off there; here that is null."""
-    note = "null is off" if sheet.get("max_grad_norm") == 0 else None
-    sheet.map_converted("max_grad_norm", "training.max_grad_norm", lambda v: parse_number(v) or None, note=note)
+    note = "null is off" if translation.get("max_grad_norm") == 0 else None
+    translation.map_converted("max_grad_norm", "training.max_grad_norm", lambda v: parse_number(v) or None, note=note)
 
 
-def map_schedule(sheet: Translation, key: str, *, default: str) -> None:
-    asked = str(sheet.get(key)).lower() if sheet.is_pending(key) else None
+def map_schedule(translation: Translation, key: str, *, default: str) -> None:
+    asked = str(translation.get(key)).lower() if translation.is_pending(key) else None
     if asked is None:
-        sheet.map_default(key, default, "training.scheduler.name", SCHEDULES[default])
+        translation.map_default(key, default, "training.scheduler.name", SCHEDULES[default])
     elif asked in SCHEDULES:
-        sheet.map_key(key, "training.scheduler.name", SCHEDULES[asked], note=_DIFFERS.get(asked))
+        translation.map_key(key, "training.scheduler.name", SCHEDULES[asked], note=_DIFFERS.get(asked))
     else:
-        sheet.skip(key, "no counterpart", "cosine is used; docs/recipes.md names the others")
+        translation.skip(key, "no counterpart", "cosine is used; docs/recipes.md names the others")
     for theirs, (name, convert) in _SHAPE.items():
-        sheet.map_converted(f"lr_scheduler_kwargs.{theirs}", f"training.scheduler.{name}", convert)
-    _decay_steps(sheet)
+        translation.map_converted(f"lr_scheduler_kwargs.{theirs}", f"training.scheduler.{name}", convert)
+    _decay_steps(translation)
     if asked == "polynomial":
-        sheet.map_default("lr_scheduler_kwargs.lr_end", 1e-7, "training.scheduler.eta_min", 1e-7)
+        translation.map_default("lr_scheduler_kwargs.lr_end", 1e-7, "training.scheduler.eta_min", 1e-7)
     if asked == "reduce_lr_on_plateau":
-        sheet.map_default("lr_scheduler_kwargs.factor", 0.1, "training.scheduler.factor", 0.1)
-        sheet.map_default("lr_scheduler_kwargs.patience", 10, "training.scheduler.patience", 10)
-    _warmup(sheet, has_none=asked in ("constant", "reduce_lr_on_plateau"))
+        translation.map_default("lr_scheduler_kwargs.factor", 0.1, "training.scheduler.factor", 0.1)
+        translation.map_default("lr_scheduler_kwargs.patience", 10, "training.scheduler.patience", 10)
+    _warmup(translation, has_none=asked in ("constant", "reduce_lr_on_plateau"))
 
 
-def _decay_steps(sheet: Translation) -> None:
+def _decay_steps(translation: Translation) -> None:
     """Steps of the last part there, a share of the run here; the share needs the length."""
-    key, steps = "lr_scheduler_kwargs.num_decay_steps", sheet.find_mapped("training.max_steps")
+    key, steps = "lr_scheduler_kwargs.num_decay_steps", translation.find_mapped("training.max_steps")
     if steps is not None:
-        sheet.map_converted(key, "training.scheduler.decay_fraction", lambda v: parse_integer(v) / steps.recipe_value)
-    sheet.skip(key, "no counterpart", "a share of the run here, training.scheduler.decay_fraction; needs max_steps")
+        translation.map_converted(
+            key, "training.scheduler.decay_fraction", lambda v: parse_integer(v) / steps.recipe_value
+        )
+    translation.skip(
+        key, "no counterpart", "a share of the run here, training.scheduler.decay_fraction; needs max_steps"
+    )
 
 
-def _warmup(sheet: Translation, *, has_none: bool) -> None:
+def _warmup(translation: Translation, *, has_none: bool) -> None:
     key, ours = "warmup_steps", "training.scheduler.warmup_steps"
     for said in ("warmup_steps", "warmup_ratio"):
         if has_none:
-            sheet.skip(said, "meaningless here", "their schedule of this name has no warm-up")
-    steps = sheet.get(key)
+            translation.skip(said, "meaningless here", "their schedule of this name has no warm-up")
+    steps = translation.get(key)
     if isinstance(steps, int | float) and 0 < steps < 1:
-        sheet.map_converted(key, ours, format_percent)
-    elif steps or not sheet.get("warmup_ratio"):
-        sheet.map_converted(key, ours, parse_integer)
+        translation.map_converted(key, ours, format_percent)
+    elif steps or not translation.get("warmup_ratio"):
+        translation.map_converted(key, ours, parse_integer)
     else:
-        sheet.skip(key, "meaningless here", "0, so warmup_ratio decides")
-    if sheet.find_mapped(ours):
-        sheet.skip("warmup_ratio", "meaningless here", "warmup_steps is given and wins")
-    sheet.map_converted("warmup_ratio", ours, lambda v: format_percent(parse_number(v)))
+        translation.skip(key, "meaningless here", "0, so warmup_ratio decides")
+    if translation.find_mapped(ours):
+        translation.skip("warmup_ratio", "meaningless here", "warmup_steps is given and wins")
+    translation.map_converted("warmup_ratio", ours, lambda v: format_percent(parse_number(v)))
 
 
-def map_precision(sheet: Translation, *, default: str) -> None:
+def map_precision(translation: Translation, *, default: str) -> None:
     """One key here for what is several switches there."""
     asked = [("bf16", "bf16"), ("bfloat16", "bf16"), ("pure_bf16", "bf16"), ("fp16", "fp16"), ("float16", "fp16")]
     key = "training.mixed_precision"
     for theirs, name in asked:
-        value = sheet.get(theirs)
-        if value is None or is_disabled(value) or sheet.find_mapped(key):
+        value = translation.get(theirs)
+        if value is None or is_disabled(value) or translation.find_mapped(key):
             continue
         pure = theirs in ("bfloat16", "pure_bf16", "float16") or value == "full"
         note = "weights stay in fp32 here" if pure else None
-        sheet.map_key(theirs, key, "auto" if str(value).lower() == "auto" else name, note=note)
-    chosen = sheet.find_mapped(key)
+        translation.map_key(theirs, key, "auto" if str(value).lower() == "auto" else name, note=note)
+    chosen = translation.find_mapped(key)
     for theirs, _ in asked:
-        if chosen is None and sheet.is_pending(theirs):
-            sheet.map_key(theirs, key, "fp32")
+        if chosen is None and translation.is_pending(theirs):
+            translation.map_key(theirs, key, "fp32")
         elif chosen is not None:
-            sheet.skip(theirs, "meaningless here", f"{chosen.source_key} decides")
-    if sheet.find_mapped(key) is None:
-        sheet.map_default("bf16", "auto" if default == "auto" else False, key, default)
+            translation.skip(theirs, "meaningless here", f"{chosen.source_key} decides")
+    if translation.find_mapped(key) is None:
+        translation.map_default("bf16", "auto" if default == "auto" else False, key, default)
 
 
 def map_cadence(
-    sheet: Translation, ours: str, *, strategies: tuple[str, ...], steps: str, otherwise: Any = None
+    translation: Translation, ours: str, *, strategies: tuple[str, ...], steps: str, otherwise: Any = None
 ) -> None:
     """A strategy (steps, epoch, no) and a number of steps there, one key here.
 
     `otherwise` is the number where the strategy is steps and none is given.
     """
-    strategy = next((key for key in strategies if sheet.is_pending(key)), None)
-    asked = "steps" if strategy is None else str(sheet.get(strategy)).lower()
+    strategy = next((key for key in strategies if translation.is_pending(key)), None)
+    asked = "steps" if strategy is None else str(translation.get(strategy)).lower()
     if strategy is not None and asked == "epoch":
-        sheet.map_key(strategy, ours, "1 epoch")
+        translation.map_key(strategy, ours, "1 epoch")
     elif strategy is not None and asked == "best":
-        sheet.skip(strategy, "meaningless here", "the best checkpoint is always kept")
+        translation.skip(strategy, "meaningless here", "the best checkpoint is always kept")
     elif strategy is not None and asked in ("no", "false", "none"):
         if ours == "logging.every":
-            sheet.skip(strategy, "no counterpart", "the log is always written; logging.every says how often")
+            translation.skip(strategy, "no counterpart", "the log is always written; logging.every says how often")
         else:
-            sheet.map_key(strategy, ours, None, note="null is at the end only")
+            translation.map_key(strategy, ours, None, note="null is at the end only")
     elif asked == "steps":
-        every = sheet.map_converted(steps, ours, _every)
+        every = translation.map_converted(steps, ours, _every)
         if strategy is not None and every is None and otherwise is not None:
-            sheet.map_key(strategy, ours, otherwise)
+            translation.map_key(strategy, ours, otherwise)
         elif strategy is not None and every is not None:
-            sheet.map_key(strategy, ours, every)
+            translation.map_key(strategy, ours, every)
     if strategy is not None:
-        sheet.skip(strategy, "not understood", f"expected steps, epoch or no, got {format_value(sheet.get(strategy))}")
-    sheet.skip(steps, "meaningless here", f"{strategy} says {asked}")
+        translation.skip(
+            strategy, "not understood", f"expected steps, epoch or no, got {format_value(translation.get(strategy))}"
+        )
+    translation.skip(steps, "meaningless here", f"{strategy} says {asked}")
 
 
 def _every(value: Any) -> Any:
@@ -234,31 +242,33 @@ def _every(value: Any) -> Any:
     return format_percent(amount) if amount < 1 else parse_integer(amount)
 
 
-def map_best_metric(sheet: Translation, *, patience: str) -> None:
+def map_best_metric(translation: Translation, *, patience: str) -> None:
     """Which metric decides, and when to stop waiting for a better one."""
-    metric = map_monitored_metric(sheet, metric="metric_for_best_model", mode="greater_is_better", ours="evaluation")
-    waits = sheet.map_converted(patience, "training.early_stopping.patience", parse_integer)
-    sheet.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
+    metric = map_monitored_metric(
+        translation, metric="metric_for_best_model", mode="greater_is_better", ours="evaluation"
+    )
+    waits = translation.map_converted(patience, "training.early_stopping.patience", parse_integer)
+    translation.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
     if waits is not None and metric is not None:
-        sheet.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
-    sheet.skip(
+        translation.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
+    translation.skip(
         "load_best_model_at_end", "meaningless here", "the best checkpoint is always kept and is what is exported"
     )
 
 
-def map_reporting(sheet: Translation, key: str = "report_to") -> None:
-    if not sheet.is_pending(key):
+def map_reporting(translation: Translation, key: str = "report_to") -> None:
+    if not translation.is_pending(key):
         return
-    value = sheet.get(key)
+    value = translation.get(key)
     asked = [str(part).lower() for part in (value if isinstance(value, list) else str(value).split(","))]
     others = sorted({part.strip() for part in asked} - {"wandb", "tensorboard", "none", "all", ""})
     if asked == ["all"]:
-        sheet.skip(key, "meaningless here", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
+        translation.skip(key, "meaningless here", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
         return
     note = f"no counterpart: {', '.join(others)}" if others else None
-    sheet.map_key(key, "logging.tensorboard", "tensorboard" in asked, note=note)
+    translation.map_key(key, "logging.tensorboard", "tensorboard" in asked, note=note)
     if "wandb" in asked:
-        sheet.map_key(key, "logging.wandb.enabled", True)
+        translation.map_key(key, "logging.wandb.enabled", True)
 
 
 WANDB_KEYS = {
@@ -270,68 +280,72 @@ WANDB_KEYS = {
 }
 
 
-def map_wandb_mode(sheet: Translation) -> None:
-    mode = sheet.get("wandb_mode")
+def map_wandb_mode(translation: Translation) -> None:
+    mode = translation.get("wandb_mode")
     if mode == "offline":
-        sheet.map_key("wandb_mode", "logging.wandb.offline", True)
+        translation.map_key("wandb_mode", "logging.wandb.offline", True)
     elif mode == "disabled":
-        sheet.skip("use_wandb", "meaningless here", "wandb_mode says disabled")
-        sheet.map_key("wandb_mode", "logging.wandb.enabled", False)
+        translation.skip("use_wandb", "meaningless here", "wandb_mode says disabled")
+        translation.map_key("wandb_mode", "logging.wandb.enabled", False)
     else:
-        sheet.skip("wandb_mode", "meaningless here", "what happens here anyway")
+        translation.skip("wandb_mode", "meaningless here", "what happens here anyway")
 
 
-def map_sharding(sheet: Translation) -> None:
+def map_sharding(translation: Translation) -> None:
     """DeepSpeed and FSDP: what is sharded, and what lies in host memory."""
-    if isinstance(sheet.get("deepspeed"), str) and sheet.get("deepspeed"):
-        name = sheet.get("deepspeed")
+    if isinstance(translation.get("deepspeed"), str) and translation.get("deepspeed"):
+        name = translation.get("deepspeed")
         stage = re.search(r"(?:zero|stage|z)[_-]?([0-3])", name, re.IGNORECASE)
-        _stage(sheet, "deepspeed", stage and int(stage[1]))
-        if "offload" in name.lower() and sheet.find_mapped("distributed.strategy"):
-            sheet.map_key("deepspeed", "distributed.offload", True, note=SHARDING_NOTE)
-    if sheet.is_pending("deepspeed.zero_optimization.stage"):
-        _stage(sheet, "deepspeed.zero_optimization.stage", sheet.get("deepspeed.zero_optimization.stage"))
-    if sheet.get("deepspeed.zero_optimization.offload_optimizer.device") == "cpu":
-        sheet.map_key(
+        _stage(translation, "deepspeed", stage and int(stage[1]))
+        if "offload" in name.lower() and translation.find_mapped("distributed.strategy"):
+            translation.map_key("deepspeed", "distributed.offload", True, note=SHARDING_NOTE)
+    if translation.is_pending("deepspeed.zero_optimization.stage"):
+        _stage(translation, "deepspeed.zero_optimization.stage", translation.get("deepspeed.zero_optimization.stage"))
+    if translation.get("deepspeed.zero_optimization.offload_optimizer.device") == "cpu":
+        translation.map_key(
             "deepspeed.zero_optimization.offload_optimizer.device", "distributed.offload", True, note=SHARDING_NOTE
         )
-    sheet.skip_block("deepspeed", "no counterpart", "a setting of DeepSpeed")
-    asked = sheet.get("fsdp")
+    translation.skip_block("deepspeed", "no counterpart", "a setting of DeepSpeed")
+    asked = translation.get("fsdp")
     if asked is not None and not is_disabled(asked):
         words = " ".join(map(str, asked)) if isinstance(asked, list) else str(asked)
         whole_copies = "no_shard" in words
         note = None if whole_copies else SHARDING_NOTE
-        sheet.map_key("fsdp", "distributed.strategy", "ddp" if whole_copies else "fsdp", note=note)
+        translation.map_key("fsdp", "distributed.strategy", "ddp" if whole_copies else "fsdp", note=note)
         if "offload" in words:
-            sheet.map_key("fsdp", "distributed.offload", True, note=SHARDING_NOTE)
+            translation.map_key("fsdp", "distributed.offload", True, note=SHARDING_NOTE)
         for key in ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"):
-            sheet.map_converted(key, "distributed.offload", parse_boolean)
-    elif sheet.is_pending("fsdp_version") or any(
-        not is_disabled(value) for value in sheet.pending_under("fsdp_config").values()
+            translation.map_converted(key, "distributed.offload", parse_boolean)
+    elif translation.is_pending("fsdp_version") or any(
+        not is_disabled(value) for value in translation.pending_under("fsdp_config").values()
     ):
         # The newer way: a block of settings switches it on.
-        key = "fsdp_version" if sheet.is_pending("fsdp_version") else next(iter(sheet.pending_under("fsdp_config")))
-        sheet.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
-        sheet.map_converted("fsdp_config.offload_params", "distributed.offload", parse_boolean)
-    sheet.map_converted("fsdp_config.activation_checkpointing", "training.gradient_checkpointing", parse_boolean)
-    sheet.skip_block("fsdp_config", "no counterpart", "a setting of their sharding")
+        key = (
+            "fsdp_version"
+            if translation.is_pending("fsdp_version")
+            else next(iter(translation.pending_under("fsdp_config")))
+        )
+        translation.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
+        translation.map_converted("fsdp_config.offload_params", "distributed.offload", parse_boolean)
+    translation.map_converted("fsdp_config.activation_checkpointing", "training.gradient_checkpointing", parse_boolean)
+    translation.skip_block("fsdp_config", "no counterpart", "a setting of their sharding")
 
 
-def _stage(sheet: Translation, key: str, stage: Any) -> None:
+def _stage(translation: Translation, key: str, stage: Any) -> None:
     if stage in (1, 2, 3):
-        sheet.map_key(key, "distributed.strategy", "fsdp", note=f"ZeRO-{stage}; {SHARDING_NOTE}")
+        translation.map_key(key, "distributed.strategy", "fsdp", note=f"ZeRO-{stage}; {SHARDING_NOTE}")
     elif stage == 0:
-        sheet.map_key(key, "distributed.strategy", "ddp")
+        translation.map_key(key, "distributed.strategy", "ddp")
     else:
-        sheet.skip(key, "no counterpart", "DeepSpeed's own file; distributed.strategy is ddp or fsdp here")
+        translation.skip(key, "no counterpart", "DeepSpeed's own file; distributed.strategy is ddp or fsdp here")
 
 
-def map_performance_options(sheet: Translation) -> None:
+def map_performance_options(translation: Translation) -> None:
     """Compiling, recomputing and what loads batches."""
-    if str(sheet.get("gradient_checkpointing")).startswith("offload"):
+    if str(translation.get("gradient_checkpointing")).startswith("offload"):
         note = "activations are recomputed and not moved to host memory"
-        sheet.map_key("gradient_checkpointing", "training.gradient_checkpointing", True, note=note)
-    sheet.map_table(
+        translation.map_key("gradient_checkpointing", "training.gradient_checkpointing", True, note=note)
+    translation.map_table(
         {
             "gradient_checkpointing": ("training.gradient_checkpointing", parse_boolean),
             "torch_compile": ("training.compile", lambda v: v if v == "auto" else parse_boolean(v)),
@@ -339,9 +353,9 @@ def map_performance_options(sheet: Translation) -> None:
             "dataloader_pin_memory": ("data.pin_memory", parse_boolean),
         }
     )
-    row = sheet.find_mapped("data.workers")
+    row = translation.find_mapped("data.workers")
     workers = max(1, row.recipe_value) if row else 1
     counted = "counted a worker there, in all here" if workers > 1 else None
-    sheet.map_converted(
+    translation.map_converted(
         "dataloader_prefetch_factor", "data.prefetch", lambda v: parse_integer(v) * workers, note=counted
     )
