@@ -32,7 +32,7 @@ MARKER_KEYS = (
 )
 """Keys of which such a file has at least one beside base_model."""
 
-NOT_PLAIN = "prompts are not built from chats or instructions; name one field of plain text in data.train.field"
+NOT_PLAIN = "chat and instruction prompts are not built; name one field of plain text in data.train.field"
 PLAIN = ("completion", "pretrain")
 """Their types of data whose text is learned as it stands."""
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
@@ -69,7 +69,7 @@ def translate(translation: Translation) -> None:
     else:
         translation.map_key("float32", "training.mixed_precision", "fp32")
         for key in ("bf16", "fp16", "bfloat16", "float16"):
-            translation.skip(key, "meaningless here", "float32 decides")
+            translation.skip(key, "meaningless here", "float32 takes precedence")
     _cadences(translation)
     transformers_common.map_best_metric(translation, patience="early_stopping_patience")
     translation.map_table(transformers_common.WANDB_KEYS)
@@ -108,7 +108,9 @@ def _batch(translation: Translation) -> None:
         translation.map_key("micro_batch_size", "training.batch_size", micro)
         transformers_common.add_batch_note(translation, micro, passes)
     else:
-        translation.skip("batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps decide")
+        translation.skip(
+            "batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps take precedence"
+        )
         transformers_common.map_batch_size(translation, "micro_batch_size", default=1)
     translation.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
 
@@ -122,10 +124,10 @@ def _cadences(translation: Translation) -> None:
         if translation.is_pending(theirs) and not is_disabled(times):
             translation.map_converted(theirs, ours, lambda v: format_epochs(1 / parse_number(v)))
             for key in (steps, *strategy):
-                translation.skip(key, "meaningless here", f"{theirs} is given and decides")
+                translation.skip(key, "meaningless here", f"{theirs} takes precedence")
         elif translation.is_pending(steps) and not is_disabled(translation.get(steps)):
             for key in strategy:
-                translation.skip(key, "meaningless here", f"{steps} is given and decides")
+                translation.skip(key, "meaningless here", f"{steps} takes precedence")
             transformers_common.map_cadence(translation, ours, strategies=(), steps=steps)
         else:
             transformers_common.map_cadence(translation, ours, strategies=strategy, steps=steps)
@@ -153,9 +155,11 @@ def map_validation_split(translation: Translation, key: str) -> None:
         translation.skip(key, "meaningless here", "validation has data of its own")
     size = translation.get(key)
     if size is not None and is_disabled(size):
-        translation.map_key(key, "data.validation", None, note="nothing is held back")
+        translation.map_key(key, "data.validation", None, note="no validation split")
     elif isinstance(size, int | float) and size >= 1:
-        translation.skip(key, "no counterpart", "a number of examples; data.validation.split is a share, such as 0.05")
+        translation.skip(
+            key, "no counterpart", "a number of examples; data.validation.split is a fraction, such as 0.05"
+        )
     elif translation.is_pending(key):
         translation.map_converted(key, "data.validation.split", lambda v: float(parse_number(v)))
     elif translation.find_mapped("data.validation.path") is None:
@@ -178,9 +182,7 @@ def _sources(translation: Translation, key: str, ours: str, *, several: str | No
     ]
     for number_ in numbers:
         if len(numbers) > 1 and several is None and number_ != numbers[0]:
-            translation.skip_block(
-                f"{key}.{number_}", "no counterpart", "one source measures progress here; join the files"
-            )
+            translation.skip_block(f"{key}.{number_}", "no counterpart", "evaluation uses one source; join the files")
             continue
         to = ours if len(numbers) == 1 or several is None else f"{several}.{number_}"
         _source(translation, f"{key}.{number_}", to)
@@ -195,17 +197,17 @@ def _source(translation: Translation, theirs: str, ours: str) -> None:
             f"{theirs}.data_files", "no counterpart", "one path a source; a pattern such as data/*.jsonl names several"
         )
     elif files:
-        translation.skip(f"{theirs}.path", "meaningless here", "data_files names the file")
+        translation.skip(f"{theirs}.path", "meaningless here", "data_files takes precedence")
         _path(translation, f"{theirs}.data_files", ours, translation.get(f"{theirs}.ds_type"))
     _path(translation, f"{theirs}.path", ours, translation.get(f"{theirs}.ds_type"))
-    translation.skip(f"{theirs}.ds_type", "meaningless here", "told from the file's name")
+    translation.skip(f"{theirs}.ds_type", "meaningless here", "inferred from the file's name")
     translation.map_converted(f"{theirs}.name", f"{ours}.subset", parse_text)
     translation.map_converted(f"{theirs}.split", f"{ours}.split", parse_text)
     for key in ("field", "text_column"):
         translation.map_converted(f"{theirs}.{key}", f"{ours}.field", parse_text)
     kind = translation.get(f"{theirs}.type")
     if kind in PLAIN:
-        translation.skip(f"{theirs}.type", "meaningless here", "plain text is what is learned here")
+        translation.skip(f"{theirs}.type", "meaningless here", "plain text is what the task trains on")
         translation.map_default(f"{theirs}.field", "text", f"{ours}.field", "text")
     translation.skip(f"{theirs}.type", "no counterpart", NOT_PLAIN)
     translation.skip_block(f"{theirs}.type", "no counterpart", NOT_PLAIN)
@@ -242,19 +244,19 @@ def _adapter(translation: Translation) -> None:
         if translation.get("lora_target_linear") and translation.find_mapped(f"{LORA_OPTIONS}targets") is None:
             translation.map_key("lora_target_linear", f"{LORA_OPTIONS}targets", "all-linear")
     elif adapter is not None and not is_disabled(adapter):
-        translation.skip("adapter", "no counterpart", "lora is the adapter that is understood")
+        translation.skip("adapter", "no counterpart", "lora is the only supported adapter")
     if translation.find_mapped("techniques.0.name") is None:
         for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"):
             if translation.is_pending(key):
-                translation.skip(key, "meaningless here", "no adapter is asked for")
+                translation.skip(key, "meaningless here", "the file sets no adapter")
 
 
-_CHAT = "prompts are not built from chats or instructions"
+_CHAT = "chat and instruction prompts are not built"
 _KERNEL = "attention and kernels are chosen by the engine"
 _QUANTISED = "the base is not quantised here"
-_PREFERENCE = "learning from preferences or rewards; task: language predicts the next token"
+_PREFERENCE = "preference optimisation and RL are not supported; task: language predicts the next token"
 _PACKED = "documents are joined without gaps"
-_TOKENS = "the tokenizer is taken as it is"
+_TOKENS = "the tokenizer is used unchanged"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
@@ -271,7 +273,7 @@ SKIPPED_KEYS = SkippedKeys(
             _CHAT,
         ),
         **dict.fromkeys(
-            (f"{part}.*.shards" for part in ("datasets", "test_datasets")), "limit takes the first so many"
+            (f"{part}.*.shards" for part in ("datasets", "test_datasets")), "limit takes the first N samples"
         ),
         "datasets": "not a setting of a source here",
         "test_datasets": "not a setting of a source here",
@@ -289,10 +291,10 @@ SKIPPED_KEYS = SkippedKeys(
         ),
         **dict.fromkeys(("embedding_lr", "embedding_lr_scale", "lr_groups"), "a row of training.groups, with scale"),
         "unfrozen_parameters": "rows of training.groups; scale none freezes",
-        "cosine_constant_lr_ratio": "the cosine falls over the whole run",
-        "lr_quadratic_warmup": "the warm-up is a line",
+        "cosine_constant_lr_ratio": "the cosine decays over the whole run",
+        "lr_quadratic_warmup": "the warm-up is linear",
         "min_sample_len": "data.filter.min_characters leaves out short texts",
-        **dict.fromkeys(("eval_table_size", "eval_max_new_tokens"), "samples.every draws samples while it learns"),
+        **dict.fromkeys(("eval_table_size", "eval_max_new_tokens"), "samples.every generates samples during training"),
         **dict.fromkeys(
             ("do_bench_eval", "do_causal_lm_eval", "eval_causal_lm_metrics"), "bottega evaluate measures a run"
         ),
@@ -300,19 +302,21 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(
             ("loss_watchdog_threshold", "loss_watchdog_patience"), "training.on_nonfinite watches the loss"
         ),
-        **dict.fromkeys(("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "use_comet"), "not written to"),
+        **dict.fromkeys(
+            ("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "use_comet"), "not a supported logger"
+        ),
         **dict.fromkeys(("comet_api_key", "hf_use_auth_token"), "secrets belong in the environment"),
         **dict.fromkeys(("wandb_run_id", "wandb_watch", "wandb_log_model"), "not sent to Weights & Biases"),
         **dict.fromkeys(("sequence_parallel_degree", "context_parallel_size"), "a sequence stays on one device"),
         **dict.fromkeys(("tensor_parallel_size", "dp_shard_size"), "distributed.strategy is ddp or fsdp"),
-        **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "of a rule that is not here"),
+        **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "of an optimizer that is not available"),
         **dict.fromkeys(
             ("plugins", "overrides_of_model_config", "model_config", "revision_of_model"),
-            "no code or settings beside the folder",
+            "code and settings outside the model's folder are not used",
         ),
         **dict.fromkeys(("relora", "relora_steps", "lisa_n_layers"), "not a technique here"),
         "num_labels": "task: classify has model.num_labels",
-        "device_map": "a model lies on one device of each process",
+        "device_map": "a model is on one device of each process",
         "save_first_step": "the first checkpoint comes after checkpoint.every",
         "shuffle_merged_datasets": "always shuffled",
     },
@@ -348,17 +352,20 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "batch_flattening"), _PACKED),
         **dict.fromkeys(
             ("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory"),
-            "prepared data are kept by what made them",
+            "prepared data are cached by a hash of their settings",
         ),
-        **dict.fromkeys(("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data are kept by what made them"),
+        **dict.fromkeys(
+            ("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data are cached by a hash of their settings"
+        ),
         **dict.fromkeys(("world_size", "ddp", "use_ray", "ray_num_workers"), "processes are counted by the launcher"),
         "strict": "every key is always checked",
         "auto_resume_from_checkpoints": "the same command resumes by itself",
-        "gc_steps": "a detail of their loop",
+        "gc_steps": "an internal setting of their training loop",
         **dict.fromkeys(
-            ("low_cpu_mem_usage", "lora_on_cpu", "gpu_memory_limit", "max_memory"), "a detail of how they load"
+            ("low_cpu_mem_usage", "lora_on_cpu", "gpu_memory_limit", "max_memory"),
+            "an internal setting of their loader",
         ),
-        "datasets.*.trust_remote_code": "no code from a data set is run",
+        "datasets.*.trust_remote_code": "code from a data set is not run",
         "save_safetensors": "weights are always safetensors",
     },
     harmless_values={"shuffle_merged_datasets": (True,), "train_on_inputs": (False,), "loraplus_lr_embedding": (1e-6,)},

@@ -78,13 +78,13 @@ def translate(translation: Translation) -> None:
     if type(translation.get("seed_everything")) is int:
         translation.map_key("seed_everything", "seed", translation.get("seed_everything"))
     translation.skip_remaining(SKIPPED_KEYS)
-    translation.notes.append("model and data are classes of their own there: add task, model and data.train.path")
+    translation.notes.append("model and data are Python classes in the file: add task, model and data.train.path")
 
 
 def _length(translation: Translation) -> None:
     for key, ours in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
         if translation.get(f"trainer.{key}") == -1:
-            translation.skip(f"trainer.{key}", "meaningless here", "switched off there")
+            translation.skip(f"trainer.{key}", "meaningless here", "switched off in the file")
         if translation.find_mapped("training.max_steps") is None:
             translation.map_converted(f"trainer.{key}", ours, parse_integer)
         translation.skip(
@@ -101,7 +101,7 @@ def _batch(translation: Translation) -> None:
     ]
     size = translation.map_converted(sizes[0], "training.batch_size", parse_integer) if sizes else None
     for key in sizes[1:]:
-        translation.skip(key, "meaningless here", f"{sizes[0]} decides")
+        translation.skip(key, "meaningless here", f"{sizes[0]} takes precedence")
     for block in ("data", "data.init_args"):
         for key in ("eval_batch_size", "val_batch_size"):
             translation.map_converted(
@@ -112,7 +112,7 @@ def _batch(translation: Translation) -> None:
     if passes is None:
         translation.map_default(key, 1, "training.gradient_accumulation_steps", 1)
     if size is None:
-        translation.notes.append("the file names no batch size; set training.batch_size, which is of one process here")
+        translation.notes.append("the file names no batch size; set training.batch_size, the batch of one process")
     else:
         add_batch_note(translation, size, passes or 1)
 
@@ -124,7 +124,7 @@ def _clipping(translation: Translation) -> None:
             value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value"
         )
         translation.skip(how, "no counterpart", "gradients are clipped by their norm")
-    translation.skip(how, "meaningless here", "what happens here anyway")
+    translation.skip(how, "meaningless here", "this is always done here")
     translation.map_converted(value, "training.max_grad_norm", lambda v: parse_number(v) or None)
     translation.map_default(value, None, "training.max_grad_norm", None)
 
@@ -152,12 +152,12 @@ def _evaluation(translation: Translation) -> None:
     elif value is not None and value != 1.0:
         translation.map_converted(interval, "evaluation.every", _share_of_epoch)
     if translation.find_mapped("evaluation.every"):
-        translation.skip(each, "meaningless here", "val_check_interval decides")
+        translation.skip(each, "meaningless here", "val_check_interval takes precedence")
     translation.map_converted(each, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
     translation.map_default(each, 1, "evaluation.every", "1 epoch")
     limit = "trainer.limit_val_batches"
     if translation.get(limit) == 0 and translation.is_pending(limit):
-        translation.map_key(limit, "data.validation", None, note="nothing is measured")
+        translation.map_key(limit, "data.validation", None, note="evaluation is off")
     elif type(translation.get(limit)) is int:
         translation.map_key(limit, "evaluation.max_batches", translation.get(limit))
 
@@ -165,7 +165,7 @@ def _evaluation(translation: Translation) -> None:
 def _share_of_epoch(value: Any) -> str:
     share = parse_number(value)
     if not 0 < share <= 1:
-        raise ValueError(f"expected a share of an epoch, got {format_value(value)}")
+        raise ValueError(f"expected a fraction of an epoch, got {format_value(value)}")
     return format_epochs(share)
 
 
@@ -179,7 +179,7 @@ def _processes(translation: Translation) -> None:
     devices = translation.get("trainer.devices")
     number_of = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
     if number_of and number_of * machines > 1:
-        note = "start them with torchrun" if not isinstance(devices, list) else "which ones says CUDA_VISIBLE_DEVICES"
+        note = "start them with torchrun" if not isinstance(devices, list) else "select them with CUDA_VISIBLE_DEVICES"
         translation.map_key("trainer.devices", "distributed.processes", number_of * machines, note=note)
     translation.skip("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
     strategy = str(translation.get("trainer.strategy")).lower()
@@ -209,14 +209,18 @@ def _optimizer(translation: Translation) -> None:
             translation.map_converted(f"{place}.{name}", "training.learning_rate", parse_number)
         translation.map_converted(f"{place}.weight_decay", "training.weight_decay", parse_number)
     if block is None:
-        translation.notes.append("the file names no optimizer: what the model's code sets up is not taken over")
+        translation.notes.append(
+            "the file names no optimizer, and one created in the model's code is not taken over; set training.optimizer"
+        )
         return
     name = str(translation.get(f"{block}.class_path")).rpartition(".")[2]
     if name in OPTIMIZERS:
         translation.map_key(f"{block}.class_path", "training.optimizer.name", OPTIMIZERS[name])
     else:
         translation.skip(
-            f"{block}.class_path", "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam"
+            f"{block}.class_path",
+            "no counterpart",
+            "adamw is used; muon, lion, adafactor, sgd and adam are available too",
         )
     for key in (f"{block}.init_args", block):
         translation.map_table(
@@ -254,8 +258,8 @@ def _schedule(translation: Translation) -> None:
         return
     name = str(translation.get(f"{block}.class_path")).rpartition(".")[2]
     if name not in SCHEDULES:
-        translation.skip(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md names the others")
-        translation.skip_block(block, "no counterpart", "of a schedule that is not here")
+        translation.skip(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md lists the others")
+        translation.skip_block(block, "no counterpart", "of a schedule that is not available")
         return
     translation.map_key(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
     key, to = f"{block}.init_args", "training.scheduler"
@@ -273,7 +277,7 @@ def _schedule(translation: Translation) -> None:
     translation.map_converted(f"{key}.power", f"{to}.power", parse_number)
     for length in ("T_max", "total_iters", "total_steps"):
         translation.skip(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
-    translation.skip_block(block, "no counterpart", "not a setting of our schedule")
+    translation.skip_block(block, "no counterpart", "not a setting of training.scheduler")
 
 
 def _exponential(translation: Translation, key: str) -> None:
@@ -283,7 +287,9 @@ def _exponential(translation: Translation, key: str) -> None:
     if row is not None and isinstance(factor, float) and 0 < factor <= 1:
         left = max(1e-12, math.pow(factor, row.recipe_value))
         translation.map_key(key, "training.scheduler.gamma", left, note="over the whole run")
-    translation.skip(key, "no counterpart", "the rate at the end of the run here; needs max_epochs")
+    translation.skip(
+        key, "no counterpart", "training.scheduler.gamma is the factor over the whole run; needs max_epochs"
+    )
 
 
 def _classes(translation: Translation) -> None:
@@ -307,32 +313,33 @@ def _classes(translation: Translation) -> None:
             translation.map_converted(f"{place}.{name}", "data.sequence_length", parse_integer)
 
 
-_OWN = "a detail of their loop"
-_ALL = "a run sees all of its data; data.limit takes the first so many"
+_OWN = "an internal setting of their training loop"
+_ALL = "a run uses all of its data; data.limit takes the first N samples"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
-        "model": "an argument of a class of their own",
-        "data": "an argument of a class of their own",
-        "model.class_path": "no code from a file is run; task and model say what is learned",
-        "data.class_path": "no code from a file is run; data.train.path says what is read",
+        "model": "an argument of a class that is not loaded",
+        "data": "an argument of a class that is not loaded",
+        "model.class_path": "code named in a file is not run; set task and model",
+        "data.class_path": "code named in a file is not run; set data.train.path",
         **dict.fromkeys(("trainer.limit_train_batches", "trainer.overfit_batches"), _ALL),
         "trainer.limit_val_batches": "evaluation.max_batches is a number of batches",
-        "trainer.max_time": "the length of a run is in steps or epochs",
+        "trainer.max_time": "the length of a run is given in steps or epochs",
         **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps"), "training.early_stopping has patience only"),
         "trainer.fast_dev_run": "bottega plan FILE --check, or training.max_steps=1",
         "trainer.strategy": "a setting of their strategy",
-        "trainer.plugins": "no code from a file is run",
-        "trainer.profiler": "bottega inspect and the log tell where time goes",
-        "trainer.sync_batchnorm": "batch statistics are of each process",
+        "trainer.plugins": "code named in a file is not run",
+        "trainer.profiler": "bottega inspect and the log show where time goes",
+        "trainer.sync_batchnorm": "batch statistics are computed per process",
         "trainer.reload_dataloaders_every_n_epochs": "the data do not change during a run",
     },
     meaningless={
         "ckpt_path": "the same command resumes by itself; train --resume_from names a checkpoint",
-        "seed_everything": "a run always has a seed; seed says which",
-        "trainer.val_check_interval": "once an epoch, which check_val_every_n_epoch says",
+        "seed_everything": "a run always has a seed; set seed",
+        "trainer.val_check_interval": "once an epoch, as check_val_every_n_epoch says",
         **dict.fromkeys(
-            ("trainer.enable_checkpointing", "trainer.enable_progress_bar"), "always there; train --quiet says less"
+            ("trainer.enable_checkpointing", "trainer.enable_progress_bar"),
+            "always there; use train --quiet for less output",
         ),
         "trainer.enable_model_summary": "bottega inspect shows the model",
         **dict.fromkeys(("trainer.num_sanity_val_steps", "trainer.inference_mode", "trainer.benchmark"), _OWN),

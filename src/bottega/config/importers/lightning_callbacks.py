@@ -33,7 +33,7 @@ def map_callbacks(translation: Translation) -> None:
             _checkpoint(translation, said)
         elif kind == "EarlyStopping":
             map_monitored_metric(
-                translation, metric=f"{said}.monitor", mode=f"{said}.mode", ours="training.early_stopping"
+                translation, metric=f"{said}.monitor", mode=f"{said}.mode", recipe_block="training.early_stopping"
             )
             translation.map_converted(f"{said}.patience", "training.early_stopping.patience", parse_integer)
             translation.map_converted(
@@ -44,12 +44,12 @@ def map_callbacks(translation: Translation) -> None:
             translation.map_converted(f"{said}.decay", "training.ema", parse_number)
         if kind in ("ModelCheckpoint", "EarlyStopping", "EMA", "EMAWeightAveraging", "WeightAveraging"):
             translation.skip(
-                f"{block}.class_path", "meaningless here", "a part of every run here; its settings are taken"
+                f"{block}.class_path", "meaningless here", "part of every run; its settings are taken over"
             )
         elif kind in MONITORING_CALLBACKS:
             translation.skip(f"{block}.class_path", "meaningless here", "shown and logged anyway")
         else:
-            translation.skip(f"{block}.class_path", "no counterpart", "no code from a file is run")
+            translation.skip(f"{block}.class_path", "no counterpart", "code named in a file is not run")
         translation.skip_block(block, "no counterpart", f"of {kind}")
 
 
@@ -62,19 +62,21 @@ def _blocks(translation: Translation, key: str) -> list[str]:
 def _checkpoint(translation: Translation, said: str) -> None:
     translation.map_converted(f"{said}.every_n_train_steps", "checkpoint.every", parse_integer)
     if translation.find_mapped("checkpoint.every"):
-        translation.skip(f"{said}.every_n_epochs", "meaningless here", "every_n_train_steps decides")
+        translation.skip(f"{said}.every_n_epochs", "meaningless here", "every_n_train_steps takes precedence")
     translation.map_converted(f"{said}.every_n_epochs", "checkpoint.every", lambda v: format_epochs(parse_integer(v)))
     translation.map_default(f"{said}.every_n_epochs", 1, "checkpoint.every", "1 epoch")
     top = translation.get(f"{said}.save_top_k")
     if isinstance(top, int) and top > 0:
         translation.map_key(
-            f"{said}.save_top_k", "checkpoint.keep", top, note="the newest and the best, not the best so many"
+            f"{said}.save_top_k", "checkpoint.keep", top, note="the newest and the best, not the best k"
         )
-    translation.skip(f"{said}.save_top_k", "no counterpart", "checkpoint.keep is how many of the newest stay")
-    map_monitored_metric(translation, metric=f"{said}.monitor", mode=f"{said}.mode", ours="evaluation")
+    translation.skip(
+        f"{said}.save_top_k", "no counterpart", "checkpoint.keep is the number of newest checkpoints to keep"
+    )
+    map_monitored_metric(translation, metric=f"{said}.monitor", mode=f"{said}.mode", recipe_block="evaluation")
     translation.skip(f"{said}.save_last", "meaningless here", "the newest is always kept")
     for key in ("dirpath", "filename", "auto_insert_metric_name", "verbose", "save_on_train_epoch_end"):
-        translation.skip(f"{said}.{key}", "meaningless here", "checkpoints lie in the run's folder")
+        translation.skip(f"{said}.{key}", "meaningless here", "checkpoints are in the run's folder")
 
 
 def map_loggers(translation: Translation) -> None:

@@ -30,10 +30,10 @@ def translate(translation: Translation) -> None:
     if translation.is_pending("disable_gradient_checkpointing"):
         key = "disable_gradient_checkpointing"
         translation.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
-        translation.skip("gradient_checkpointing", "meaningless here", f"{key} decides")
+        translation.skip("gradient_checkpointing", "meaningless here", f"{key} takes precedence")
     if translation.get("use_muon"):
         translation.map_key("use_muon", "training.optimizer.name", "muon")
-        translation.skip("optim", "meaningless here", "use_muon decides")
+        translation.skip("optim", "meaningless here", "use_muon takes precedence")
     trainer.map_arguments(translation, patience="early_stopping_steps")
     # Theirs recomputes activations unless told not to.
     translation.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
@@ -44,20 +44,22 @@ def translate(translation: Translation) -> None:
 def _stage(translation: Translation) -> None:
     stage = translation.get("stage")
     if stage in ("pt", "sft"):
-        note = None if stage == "pt" else "all tokens are learned, not only the answers"
+        note = None if stage == "pt" else "the loss covers all tokens, not only the answers"
         translation.map_key("stage", "task", "language", note=note)
     else:
         translation.skip(
-            "stage", "no counterpart", "learning from preferences or rewards; task: language predicts the next token"
+            "stage",
+            "no counterpart",
+            "preference optimisation and RL are not supported; task: language predicts the next token",
         )
         translation.map_default("stage", stage or "sft", "task", "language")
 
 
 def _data(translation: Translation) -> None:
-    named = "a name in their dataset_info.json; put the file itself into {}"
+    named = "a name in their dataset_info.json; set {} to the file itself"
     translation.skip("dataset", "no counterpart", named.format("data.train.path"))
     translation.skip("eval_dataset", "no counterpart", named.format("data.validation.path"))
-    translation.map_converted("max_samples", "data.limit", parse_integer, note="of all data together here")
+    translation.map_converted("max_samples", "data.limit", parse_integer, note="over all data together here")
     if translation.get("val_size") or not translation.is_pending("eval_dataset"):
         map_validation_split(translation, "val_size")
     packed = translation.get("packing")
@@ -93,26 +95,28 @@ def _method(translation: Translation) -> None:
         translation.map_default("lora_target", "all", f"{LORA_OPTIONS}targets", "all-linear")
         return
     if method == "full":
-        translation.skip("finetuning_type", "meaningless here", "everything learns unless something says otherwise")
+        translation.skip(
+            "finetuning_type", "meaningless here", "all parameters are trained unless a setting freezes them"
+        )
     else:
         translation.skip(
-            "finetuning_type", "no counterpart", "rows of training.groups say what learns; scale none freezes"
+            "finetuning_type", "no counterpart", "rows of training.groups select what is trained; scale none freezes"
         )
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
         if translation.is_pending(key):
             translation.skip(key, "meaningless here", "finetuning_type is not lora")
 
 
-_CHAT = "prompts are not built from chats or instructions"
+_CHAT = "chat and instruction prompts are not built"
 _LORA = "of LoRA"
-_FREEZE = "rows of training.groups say what learns; scale none freezes"
-_PREFERENCE = "learning from preferences or rewards"
+_FREEZE = "rows of training.groups select what is trained; scale none freezes"
+_PREFERENCE = "preference optimisation and RL are not supported"
 _QUANTISED = "the base is not quantised here"
 _KERNEL = "attention and kernels are chosen by the engine"
 _MIXING = "data.mixture, once data.sources names the files"
-_SAMPLES = "samples.* says how samples are drawn"
-_OPTIMIZER = "not an update rule here"
-_TOKENS = "the tokenizer is taken as it is"
+_SAMPLES = "samples.* sets how samples are generated"
+_OPTIMIZER = "not an available optimizer"
+_TOKENS = "the tokenizer is used unchanged"
 _MEDIA = "a language model of text alone"
 
 SKIPPED_KEYS = SkippedKeys(
@@ -141,23 +145,25 @@ SKIPPED_KEYS = SkippedKeys(
             ("use_badam", "badam_mode", "use_adam_mini", "apollo_rank", "galore_update_interval"), _OPTIMIZER
         ),
         **dict.fromkeys(
-            ("use_llama_pro", "mixture_of_depths", "rope_scaling", "shift_attn"), "the model is taken as it is"
+            ("use_llama_pro", "mixture_of_depths", "rope_scaling", "shift_attn"), "the model is used unchanged"
         ),
         **dict.fromkeys(
-            ("moe_aux_loss_coef", "upcast_layernorm", "upcast_lmhead_output"), "the model is taken as it is"
+            ("moe_aux_loss_coef", "upcast_layernorm", "upcast_lmhead_output"), "the model is used unchanged"
         ),
-        "train_from_scratch": "leave model.from out and say the model's size",
+        "train_from_scratch": "leave model.from out and set model.size",
         **dict.fromkeys(("resize_vocab", "add_tokens", "add_special_tokens", "split_special_tokens"), _TOKENS),
         **dict.fromkeys(("temperature", "top_p", "top_k", "max_new_tokens", "do_sample", "num_beams"), _SAMPLES),
         **dict.fromkeys(("repetition_penalty", "eval_num_beams"), _SAMPLES),
         **dict.fromkeys(
             ("hf_hub_token", "ms_hub_token", "om_hub_token", "swanlab_api_key"), "secrets belong in the environment"
         ),
-        **dict.fromkeys(("use_swanlab", "swanlab_project", "swanlab_run_name", "swanlab_mode"), "not written to"),
+        **dict.fromkeys(
+            ("use_swanlab", "swanlab_project", "swanlab_run_name", "swanlab_mode"), "not a supported logger"
+        ),
         **dict.fromkeys(("compute_accuracy", "use_dft_loss"), "the loss and its metrics belong to the task"),
         "disable_shuffling": "always shuffled",
         "model_revision": "name a folder in model.from to pin a version",
-        "eval_on_each_dataset": "one source measures progress here",
+        "eval_on_each_dataset": "evaluation uses one source",
         **dict.fromkeys(("export_dir", "export_size", "export_device"), "bottega export writes a folder"),
         "use_muon": "training.optimizer.name: muon",
         "early_stopping_steps": "training.early_stopping.patience",
@@ -166,16 +172,17 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("use_rslora", "use_dora", "pissa_init", "pissa_iter", "pissa_convert"), _LORA),
         **dict.fromkeys(("additional_target", "adapter_name_or_path", "adapter_folder", "create_new_adapter"), _LORA),
         **dict.fromkeys(("loraplus_lr_ratio", "loraplus_lr_embedding"), _LORA),
-        **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "lora is the adapter that is understood"),
+        **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "lora is the only supported adapter"),
     },
     meaningless={
         "dataset_dir": "a path in data.train.path starts from where the command runs",
         **dict.fromkeys(
             ("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
-            "prepared data are kept by what made them",
+            "prepared data are cached by a hash of their settings",
         ),
         **dict.fromkeys(
-            ("tokenized_path", "cache_dir", "data_shared_file_system"), "prepared data are kept by what made them"
+            ("tokenized_path", "cache_dir", "data_shared_file_system"),
+            "prepared data are cached by a hash of their settings",
         ),
         **dict.fromkeys(("streaming", "buffer_size"), "prepared data are read from disk as they are needed"),
         **dict.fromkeys(
@@ -185,10 +192,10 @@ SKIPPED_KEYS = SkippedKeys(
         "include_effective_tokens_per_second": "tokens are always counted",
         **dict.fromkeys(
             ("low_cpu_mem_usage", "use_fast_tokenizer", "use_kv_cache", "print_param_status"),
-            "a detail of how they load",
+            "an internal setting of their loader",
         ),
-        **dict.fromkeys(("infer_backend", "infer_dtype", "offload_folder"), "of drawing, not of training"),
-        "ignore_pad_token_for_loss": "what fills up an example is never learned",
+        **dict.fromkeys(("infer_backend", "infer_dtype", "offload_folder"), "of inference, not of training"),
+        "ignore_pad_token_for_loss": "padding never counts in the loss",
         "ray_run_name": "processes are counted by the launcher",
     },
     harmless_values={

@@ -25,7 +25,7 @@ def translate(translation: Translation) -> None:
     map_arguments(translation)
     _script(translation)
     translation.skip_remaining(SKIPPED_KEYS)
-    translation.notes.append("their file does not say what is learned: add task, or say bottega train TASK FILE")
+    translation.notes.append("the file names no task: add task, or run bottega train TASK FILE")
 
 
 def map_arguments(translation: Translation, *, patience: str = "early_stopping_patience") -> None:
@@ -33,7 +33,7 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
     transformers_common.map_length(translation, "num_train_epochs", default=3)
     for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
         if translation.is_pending(f"per_device_{new}_batch_size"):
-            translation.skip(old, "meaningless here", f"per_device_{new}_batch_size wins")
+            translation.skip(old, "meaningless here", f"per_device_{new}_batch_size takes precedence")
     size = "per_device_train_batch_size"
     transformers_common.map_batch_size(
         translation,
@@ -43,7 +43,7 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
     for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
         translation.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
     if translation.get("auto_find_batch_size"):
-        note = "the batch stays as it is; only what one forward pass sees is halved"
+        note = "the batch size stays; only the part of it in one forward pass is halved"
         translation.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
     translation.map_table(
         {
@@ -133,7 +133,7 @@ def _script(translation: Translation) -> None:
 
 _HUB = "nothing is uploaded; bottega export writes a folder that can be"
 _RANKS = "processes are counted by the launcher"
-_OWN = "a detail of their loop"
+_OWN = "an internal setting of their training loop"
 _TRACKIO = "TensorBoard and Weights & Biases are what is written to"
 _KERNEL = "chosen by the engine here"
 
@@ -142,11 +142,11 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"), _HUB),
         **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _HUB),
         **dict.fromkeys(("hub_token", "push_to_hub_token"), "secrets belong in the environment"),
-        **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "device says where"),
+        **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "set device"),
         "auto_find_batch_size": "training.micro_batch_size: auto finds what fits",
-        "lr_scheduler_kwargs": "not a setting of our schedule",
+        "lr_scheduler_kwargs": "not a setting of training.scheduler",
         "optim_args": "training.optimizer has betas, eps, momentum and nesterov",
-        "optim_target_modules": "training.groups says which parameters learn, and how fast",
+        "optim_target_modules": "training.groups selects parameters and scales their learning rates",
         "neftune_noise_alpha": "no noise is added to embeddings",
         "group_by_length": "batches are shuffled; data.curriculum can order by length",
         "train_sampling_strategy": "batches are shuffled; data.curriculum can order by length",
@@ -156,7 +156,7 @@ SKIPPED_KEYS = SkippedKeys(
         "logging_first_step": "the first line comes after logging.every",
         "include_for_metrics": "metrics belong to the task",
         "label_names": "data.train.label names the field of the class",
-        "predict_with_generate": "samples.every draws samples while it learns",
+        "predict_with_generate": "samples.every generates samples during training",
         "generation_max_length": "samples.max_new_tokens is the length of samples",
         "max_eval_samples": "evaluation.max_batches bounds it in batches",
         **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
@@ -166,26 +166,26 @@ SKIPPED_KEYS = SkippedKeys(
         "fp16_full_eval": "evaluation follows training.mixed_precision",
         "bf16_full_eval": "evaluation follows training.mixed_precision",
         "fp8": "training.mixed_precision is fp32, bf16 or fp16",
-        "save_only_model": "a checkpoint holds all that a resume needs",
+        "save_only_model": "a checkpoint holds everything needed to resume",
         "parallelism_config": "distributed.strategy is ddp or fsdp",
         "mp_parameters": "distributed.strategy is ddp or fsdp",
         "torch_compile_backend": _KERNEL,
         "torch_compile_mode": _KERNEL,
-        "task_name": "task says what is learned, data.train.path from what",
-        "config_name": "the configuration lies beside the weights of model.from",
-        "trust_remote_code": "no code from a model or data set is run",
+        "task_name": "set task and data.train.path",
+        "config_name": "the configuration is read from model.from",
+        "trust_remote_code": "code from a model or data set is not run",
     },
     meaningless={
-        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "a verb here: train, evaluate, generate"),
+        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "a command here: train, evaluate, generate"),
         "resume_from_checkpoint": "the same command resumes by itself; train --resume_from names a checkpoint",
         "overwrite_output_dir": "a run resumes; train --fresh starts over and keeps the old one",
         "ignore_data_skip": "the order is a function of the step, so nothing is skipped",
         "restore_callback_states_from_checkpoint": "a resume always restores everything",
         "save_safetensors": "weights are always safetensors",
-        "logging_dir": "events lie in the run's folder",
-        "disable_tqdm": "train --quiet says less",
-        "tf32": "the engine decides which fast products are exact enough",
-        "dataloader_drop_last": "an epoch goes on into the next, so no batch is short",
+        "logging_dir": "events are in the run's folder",
+        "disable_tqdm": "use train --quiet for less output",
+        "tf32": "the engine chooses the precision of matrix products",
+        "dataloader_drop_last": "epochs follow each other without a gap, so every batch is full",
         "remove_unused_columns": "only the fields that are needed are read",
         "gradient_checkpointing_kwargs": _KERNEL,
         **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _OWN),
@@ -202,14 +202,15 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("include_num_input_tokens_seen", "include_tokens_per_second"), "tokens are always counted"),
         "average_tokens_across_devices": "means are always over all tokens of the batch",
         "accelerator_config": _OWN,
-        "log_level": "logging.level; their levels of a library mean other things",
-        "log_level_replica": "only the first process speaks",
+        "log_level": "logging.level; the levels of transformers differ",
+        "log_level_replica": "only the first process logs",
         **dict.fromkeys(
             ("use_liger_kernel", "liger_kernel_config", "torchdynamo", "jit_mode_eval", "use_ipex"), _KERNEL
         ),
         **dict.fromkeys(("fp16_opt_level", "fp16_backend", "half_precision_backend"), _KERNEL),
         **dict.fromkeys(
-            ("cache_dir", "overwrite_cache", "preprocessing_num_workers"), "prepared data are kept by what made them"
+            ("cache_dir", "overwrite_cache", "preprocessing_num_workers"),
+            "prepared data are cached by a hash of their settings",
         ),
         "framework": "engine: torch is the default",
     },

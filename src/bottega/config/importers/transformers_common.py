@@ -19,7 +19,7 @@ from bottega.config.importers.translation import (
 )
 
 SHARDING_NOTE = "train refuses it until sharding is built; leave it out for a model that fits one GPU"
-_MEMORY = "the same rule; its state is kept in full precision here"
+_MEMORY = "the same optimizer, with its state in full precision"
 
 OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla"), ("adamw", None)),
@@ -52,9 +52,9 @@ SCHEDULES = {
 }
 
 _DIFFERS = {
-    "warmup_stable_decay": "decays along a line here",
+    "warmup_stable_decay": "decays linearly here",
     # Theirs falls by a scale of 10,000 steps where there is no warm-up; ours by that of one step.
-    "inverse_sqrt": "falls by the length of the warm-up; give it one",
+    "inverse_sqrt": "decays relative to the length of the warm-up; set warmup_steps",
 }
 """What a schedule of a like name does differently."""
 
@@ -75,11 +75,11 @@ def map_length(translation: Translation, epochs_key: str, *, default: int) -> No
     """Steps win over epochs, as they do there."""
     if translation.is_pending("max_steps"):
         if isinstance(translation.get("max_steps"), int) and translation.get("max_steps") <= 0:
-            translation.skip("max_steps", "meaningless here", "switched off there")
+            translation.skip("max_steps", "meaningless here", "switched off in the file")
         else:
             translation.map_converted("max_steps", "training.max_steps", parse_integer)
     if translation.find_mapped("training.max_steps"):
-        translation.skip(epochs_key, "meaningless here", "max_steps is given and wins")
+        translation.skip(epochs_key, "meaningless here", "max_steps takes precedence")
     elif translation.is_pending(epochs_key):
         amount = translation.get(epochs_key)
         part = isinstance(amount, float) and math.isfinite(amount) and amount != int(amount)
@@ -114,7 +114,7 @@ def map_optimizer(translation: Translation, key: str) -> None:
         name, note = OPTIMIZERS[asked]
         translation.map_key(key, "training.optimizer.name", name, note=note)
     elif asked is not None:
-        translation.skip(key, "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam")
+        translation.skip(key, "no counterpart", "adamw is used; muon, lion, adafactor, sgd and adam are available too")
     first, second = translation.get("adam_beta1"), translation.get("adam_beta2")
     row = translation.find_mapped("training.optimizer.name")
     if first is not None or second is not None:
@@ -130,7 +130,7 @@ def map_optimizer(translation: Translation, key: str) -> None:
 
 def map_gradient_clipping(translation: Translation) -> None:
     """0 is off there; here that is null."""
-    note = "null is off" if translation.get("max_grad_norm") == 0 else None
+    note = "null turns it off" if translation.get("max_grad_norm") == 0 else None
     translation.map_converted("max_grad_norm", "training.max_grad_norm", lambda v: parse_number(v) or None, note=note)
 
 
@@ -141,7 +141,7 @@ def map_schedule(translation: Translation, key: str, *, default: str) -> None:
     elif asked in SCHEDULES:
         translation.map_key(key, "training.scheduler.name", SCHEDULES[asked], note=_DIFFERS.get(asked))
     else:
-        translation.skip(key, "no counterpart", "cosine is used; docs/recipes.md names the others")
+        translation.skip(key, "no counterpart", "cosine is used; docs/recipes.md lists the others")
     for theirs, (name, convert) in _SHAPE.items():
         translation.map_converted(f"lr_scheduler_kwargs.{theirs}", f"training.scheduler.{name}", convert)
     _decay_steps(translation)
@@ -161,7 +161,7 @@ def _decay_steps(translation: Translation) -> None:
             key, "training.scheduler.decay_fraction", lambda v: parse_integer(v) / steps.recipe_value
         )
     translation.skip(
-        key, "no counterpart", "a share of the run here, training.scheduler.decay_fraction; needs max_steps"
+        key, "no counterpart", "training.scheduler.decay_fraction is a fraction of the run; needs max_steps"
     )
 
 
@@ -176,9 +176,9 @@ def _warmup(translation: Translation, *, has_none: bool) -> None:
     elif steps or not translation.get("warmup_ratio"):
         translation.map_converted(key, ours, parse_integer)
     else:
-        translation.skip(key, "meaningless here", "0, so warmup_ratio decides")
+        translation.skip(key, "meaningless here", "0, so warmup_ratio takes precedence")
     if translation.find_mapped(ours):
-        translation.skip("warmup_ratio", "meaningless here", "warmup_steps is given and wins")
+        translation.skip("warmup_ratio", "meaningless here", "warmup_steps takes precedence")
     translation.map_converted("warmup_ratio", ours, lambda v: format_percent(parse_number(v)))
 
 
@@ -198,7 +198,7 @@ def map_precision(translation: Translation, *, default: str) -> None:
         if chosen is None and translation.is_pending(theirs):
             translation.map_key(theirs, key, "fp32")
         elif chosen is not None:
-            translation.skip(theirs, "meaningless here", f"{chosen.source_key} decides")
+            translation.skip(theirs, "meaningless here", f"{chosen.source_key} takes precedence")
     if translation.find_mapped(key) is None:
         translation.map_default("bf16", "auto" if default == "auto" else False, key, default)
 
@@ -220,7 +220,7 @@ def map_cadence(
         if ours == "logging.every":
             translation.skip(strategy, "no counterpart", "the log is always written; logging.every says how often")
         else:
-            translation.map_key(strategy, ours, None, note="null is at the end only")
+            translation.map_key(strategy, ours, None, note="null means at the end only")
     elif asked == "steps":
         every = translation.map_converted(steps, ours, _every)
         if strategy is not None and every is None and otherwise is not None:
@@ -245,7 +245,7 @@ def _every(value: Any) -> Any:
 def map_best_metric(translation: Translation, *, patience: str) -> None:
     """Which metric decides, and when to stop waiting for a better one."""
     metric = map_monitored_metric(
-        translation, metric="metric_for_best_model", mode="greater_is_better", ours="evaluation"
+        translation, metric="metric_for_best_model", mode="greater_is_better", recipe_block="evaluation"
     )
     waits = translation.map_converted(patience, "training.early_stopping.patience", parse_integer)
     translation.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
@@ -288,7 +288,7 @@ def map_wandb_mode(translation: Translation) -> None:
         translation.skip("use_wandb", "meaningless here", "wandb_mode says disabled")
         translation.map_key("wandb_mode", "logging.wandb.enabled", False)
     else:
-        translation.skip("wandb_mode", "meaningless here", "what happens here anyway")
+        translation.skip("wandb_mode", "meaningless here", "this is always done here")
 
 
 def map_sharding(translation: Translation) -> None:
@@ -355,7 +355,7 @@ def map_performance_options(translation: Translation) -> None:
     )
     row = translation.find_mapped("data.workers")
     workers = max(1, row.recipe_value) if row else 1
-    counted = "counted a worker there, in all here" if workers > 1 else None
+    counted = "per worker in the file, in total here" if workers > 1 else None
     translation.map_converted(
         "dataloader_prefetch_factor", "data.prefetch", lambda v: parse_integer(v) * workers, note=counted
     )
