@@ -1,4 +1,4 @@
-"""Axolotl's YAML: a base model, a list of data sets, an adapter, and the arguments of transformers under other names."""
+"""Translate Axolotl's YAML: a base model, data sets, an adapter, and arguments of transformers under other names."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ MARKER_KEYS = (
     *("dataset_prepared_path", "lora_r", "lr_scheduler", "load_in_8bit", "load_in_4bit", "flash_attention"),
     *("evals_per_epoch", "saves_per_epoch", "pad_to_sequence_len", "tokenizer_type", "special_tokens"),
 )
-"""Keys of which such a file has at least one beside base_model."""
+"""An Axolotl file has base_model and at least one of these."""
 
 NOT_PLAIN = "chat and instruction prompts are not built; name one field of plain text in data.train.field"
 PLAIN = ("completion", "pretrain")
-"""Their types of data whose text is learned as it stands."""
+"""Axolotl's types of data that are plain text."""
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 LORA_OPTIONS = "techniques.0.options."
 
 
 def translate(translation: Translation) -> None:
+    """Translate an Axolotl configuration."""
     translation.map_default("(axolotl)", "language models", "task", "language")
-    _model(translation)
-    _data(translation)
+    _map_model(translation)
+    _map_data(translation)
     transformers_common.map_length(translation, "num_epochs", default=1)
-    _batch(translation)
+    _map_batch(translation)
     translation.map_table(
         {
             "learning_rate": ("training.learning_rate", parse_number),
@@ -70,20 +71,20 @@ def translate(translation: Translation) -> None:
         translation.map_key("float32", "training.mixed_precision", "fp32")
         for key in ("bf16", "fp16", "bfloat16", "float16"):
             translation.skip(key, "meaningless here", "float32 takes precedence")
-    _cadences(translation)
+    _map_cadences(translation)
     transformers_common.map_best_metric(translation, patience="early_stopping_patience")
     translation.map_table(transformers_common.WANDB_KEYS)
     transformers_common.map_wandb_mode(translation)
     transformers_common.map_sharding(translation)
     transformers_common.map_performance_options(translation)
-    _adapter(translation)
+    _map_adapter(translation)
     if translation.is_pending("device"):
         name = str(translation.get("device")).partition(":")[0]
         translation.map_key("device", "device", name)
     translation.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _model(translation: Translation) -> None:
+def _map_model(translation: Translation) -> None:
     translation.map_converted("base_model", "model.from", parse_text)
     translation.map_converted("sequence_len", "data.sequence_length", parse_integer)
     if translation.is_pending("tokenizer_config"):
@@ -94,8 +95,8 @@ def _model(translation: Translation) -> None:
             translation.map_key("tokenizer_config", "data.tokenizer.kind", "pretrained")
 
 
-def _batch(translation: Translation) -> None:
-    """micro_batch_size is their batch of one process; batch_size, where it is given, the product."""
+def _map_batch(translation: Translation) -> None:
+    """Map the batch: micro_batch_size is that of one process; batch_size, where given, is that of an optimizer step."""
     micro, total = translation.get("micro_batch_size"), translation.get("batch_size")
     if (
         isinstance(micro, int)
@@ -115,42 +116,42 @@ def _batch(translation: Translation) -> None:
     translation.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
 
 
-def _cadences(translation: Translation) -> None:
-    for theirs, ours, steps, strategy in (
+def _map_cadences(translation: Translation) -> None:
+    for source_key, recipe_key, steps, strategy in (
         ("evals_per_epoch", "evaluation.every", "eval_steps", ("eval_strategy", "evaluation_strategy")),
         ("saves_per_epoch", "checkpoint.every", "save_steps", ("save_strategy",)),
     ):
-        times = translation.get(theirs)
-        if translation.is_pending(theirs) and not is_disabled(times):
-            translation.map_converted(theirs, ours, lambda v: format_epochs(1 / parse_number(v)))
+        per_epoch = translation.get(source_key)
+        if translation.is_pending(source_key) and not is_disabled(per_epoch):
+            translation.map_converted(source_key, recipe_key, lambda v: format_epochs(1 / parse_number(v)))
             for key in (steps, *strategy):
-                translation.skip(key, "meaningless here", f"{theirs} takes precedence")
+                translation.skip(key, "meaningless here", f"{source_key} takes precedence")
         elif translation.is_pending(steps) and not is_disabled(translation.get(steps)):
             for key in strategy:
                 translation.skip(key, "meaningless here", f"{steps} takes precedence")
-            transformers_common.map_cadence(translation, ours, strategies=(), steps=steps)
+            transformers_common.map_cadence(translation, recipe_key, strategies=(), steps=steps)
         else:
-            transformers_common.map_cadence(translation, ours, strategies=strategy, steps=steps)
+            transformers_common.map_cadence(translation, recipe_key, strategies=strategy, steps=steps)
     translation.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
     transformers_common.map_cadence(
         translation, "logging.every", strategies=("logging_strategy",), steps="logging_steps"
     )
 
 
-def _data(translation: Translation) -> None:
+def _map_data(translation: Translation) -> None:
     key = "pretraining_dataset" if translation.pending_under("pretraining_dataset") else "datasets"
-    _sources(translation, key, "data.train", several="data.sources")
+    _map_sources(translation, key, "data.train", list_key="data.sources")
     if isinstance(translation.get("pretraining_dataset"), str):
-        _path(translation, "pretraining_dataset", "data.train", None)
-    _sources(translation, "test_datasets", "data.validation", several=None)
+        _map_path(translation, "pretraining_dataset", "data.train", None)
+    _map_sources(translation, "test_datasets", "data.validation", list_key=None)
     map_validation_split(translation, "val_set_size")
-    _packing(translation)
+    _map_packing(translation)
     if translation.get("dataset_exact_deduplication"):
         translation.map_key("dataset_exact_deduplication", "data.deduplicate.method", "exact")
 
 
 def map_validation_split(translation: Translation, key: str) -> None:
-    """A share is ours too; a number of examples is not; none is said, because ours would hold some back."""
+    """Map a validation split: fractions only. No split becomes an explicit null, since a recipe without one holds data back."""
     if translation.find_mapped("data.validation.path"):
         translation.skip(key, "meaningless here", "validation has data of its own")
     size = translation.get(key)
@@ -166,7 +167,7 @@ def map_validation_split(translation: Translation, key: str) -> None:
         translation.map_default(key, 0, "data.validation", None)
 
 
-def _packing(translation: Translation) -> None:
+def _map_packing(translation: Translation) -> None:
     if translation.is_pending("sample_packing"):
         if translation.get("sample_packing"):
             note = "documents are joined and may be cut at a border"
@@ -175,64 +176,68 @@ def _packing(translation: Translation) -> None:
             translation.map_key("sample_packing", "data.padding", True)
 
 
-def _sources(translation: Translation, key: str, ours: str, *, several: str | None) -> None:
-    """One data set is `train`; several are `sources`, each example once an epoch as there."""
-    numbers = [
+def _map_sources(translation: Translation, key: str, recipe_key: str, *, list_key: str | None) -> None:
+    """Map data sets: one becomes `data.train`, several become `data.sources` with each example once an epoch."""
+    indices = [
         name for name in dict.fromkeys(name.split(".")[1] for name in translation.pending_under(key)) if name.isdigit()
     ]
-    for number_ in numbers:
-        if len(numbers) > 1 and several is None and number_ != numbers[0]:
-            translation.skip_block(f"{key}.{number_}", "no counterpart", "evaluation uses one source; join the files")
+    for index in indices:
+        if len(indices) > 1 and list_key is None and index != indices[0]:
+            translation.skip_block(f"{key}.{index}", "no counterpart", "evaluation uses one source; join the files")
             continue
-        to = ours if len(numbers) == 1 or several is None else f"{several}.{number_}"
-        _source(translation, f"{key}.{number_}", to)
-    if len(numbers) > 1 and several is not None:
-        translation.map_default(key, f"{len(numbers)} together", "data.mixture", "concatenate")
+        target = recipe_key if len(indices) == 1 or list_key is None else f"{list_key}.{index}"
+        _map_source(translation, f"{key}.{index}", target)
+    if len(indices) > 1 and list_key is not None:
+        translation.map_default(key, f"{len(indices)} data sets", "data.mixture", "concatenate")
 
 
-def _source(translation: Translation, theirs: str, ours: str) -> None:
-    files = translation.get(f"{theirs}.data_files")
+def _map_source(translation: Translation, source_key: str, recipe_key: str) -> None:
+    files = translation.get(f"{source_key}.data_files")
     if isinstance(files, list) and len(files) > 1:
         translation.skip(
-            f"{theirs}.data_files", "no counterpart", "one path a source; a pattern such as data/*.jsonl names several"
+            f"{source_key}.data_files",
+            "no counterpart",
+            "one path a source; a pattern such as data/*.jsonl names several",
         )
     elif files:
-        translation.skip(f"{theirs}.path", "meaningless here", "data_files takes precedence")
-        _path(translation, f"{theirs}.data_files", ours, translation.get(f"{theirs}.ds_type"))
-    _path(translation, f"{theirs}.path", ours, translation.get(f"{theirs}.ds_type"))
-    translation.skip(f"{theirs}.ds_type", "meaningless here", "inferred from the file's name")
-    translation.map_converted(f"{theirs}.name", f"{ours}.subset", parse_text)
-    translation.map_converted(f"{theirs}.split", f"{ours}.split", parse_text)
+        translation.skip(f"{source_key}.path", "meaningless here", "data_files takes precedence")
+        _map_path(translation, f"{source_key}.data_files", recipe_key, translation.get(f"{source_key}.ds_type"))
+    _map_path(translation, f"{source_key}.path", recipe_key, translation.get(f"{source_key}.ds_type"))
+    translation.skip(f"{source_key}.ds_type", "meaningless here", "inferred from the file's name")
+    translation.map_converted(f"{source_key}.name", f"{recipe_key}.subset", parse_text)
+    translation.map_converted(f"{source_key}.split", f"{recipe_key}.split", parse_text)
     for key in ("field", "text_column"):
-        translation.map_converted(f"{theirs}.{key}", f"{ours}.field", parse_text)
-    kind = translation.get(f"{theirs}.type")
+        translation.map_converted(f"{source_key}.{key}", f"{recipe_key}.field", parse_text)
+    kind = translation.get(f"{source_key}.type")
     if kind in PLAIN:
-        translation.skip(f"{theirs}.type", "meaningless here", "plain text is what the task trains on")
-        translation.map_default(f"{theirs}.field", "text", f"{ours}.field", "text")
-    translation.skip(f"{theirs}.type", "no counterpart", NOT_PLAIN)
-    translation.skip_block(f"{theirs}.type", "no counterpart", NOT_PLAIN)
+        translation.skip(f"{source_key}.type", "meaningless here", "plain text is what the task trains on")
+        translation.map_default(f"{source_key}.field", "text", f"{recipe_key}.field", "text")
+    translation.skip(f"{source_key}.type", "no counterpart", NOT_PLAIN)
+    translation.skip_block(f"{source_key}.type", "no counterpart", NOT_PLAIN)
 
 
-def _path(translation: Translation, theirs: str, ours: str, kind: Any) -> None:
-    """A file here, or a data set of the hub: told by the name, because the file need not be on this machine."""
-    if not translation.is_pending(theirs):
+def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: Any) -> None:
+    """Map a path to a file or a data set of the hub, decided by its form: the file need not exist on this machine."""
+    if not translation.is_pending(source_key):
         return
     path = translation.map_converted(
-        theirs, f"{ours}.path", lambda v: parse_text(v[0] if isinstance(v, list) and v else v)
+        source_key, f"{recipe_key}.path", lambda v: parse_text(v[0] if isinstance(v, list) and v else v)
     )
     if path is None:
         return
-    suffix = path.lower().endswith(FILES)
-    is_hub = not suffix and path.count("/") <= 1 and "://" not in path and not path.startswith((".", "/", "~", "data/"))
+    has_suffix = path.lower().endswith(FILES)
+    is_hub = (
+        not has_suffix and path.count("/") <= 1 and "://" not in path and not path.startswith((".", "/", "~", "data/"))
+    )
     if is_hub:
         translation.map_key(
-            theirs, f"{ours}.kind", "huggingface", note=None if "/" in path else "taken for a name on the hub"
+            source_key, f"{recipe_key}.kind", "huggingface", note=None if "/" in path else "taken as a name on the hub"
         )
-    elif not suffix and str(kind) in BUILDERS:
-        translation.map_key(theirs, f"{ours}.kind", str(kind))
+    elif not has_suffix and str(kind) in BUILDERS:
+        translation.map_key(source_key, f"{recipe_key}.kind", str(kind))
 
 
-def _adapter(translation: Translation) -> None:
+def _map_adapter(translation: Translation) -> None:
     adapter = translation.get("adapter")
     if adapter in ("lora", "qlora"):
         note = "the base is not quantised here" if adapter == "qlora" else None

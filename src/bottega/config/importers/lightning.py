@@ -1,4 +1,4 @@
-"""Lightning's command-line YAML: the Trainer's arguments, and classes with the arguments they are made with."""
+"""Translate LightningCLI's YAML: the Trainer's arguments, and classes with their init_args."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MARKER_KEYS = (
     *("gradient_clip_val", "val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "strategy"),
     *("limit_train_batches", "limit_val_batches", "num_nodes", "fast_dev_run", "default_root_dir"),
 )
-"""Keys of which the block `trainer` has at least one."""
+"""The block `trainer` of a Lightning file has at least one of these."""
 
 PRECISIONS = {
     **dict.fromkeys(("32", "32-true"), "fp32"),
@@ -43,7 +43,7 @@ PRECISIONS = {
 }
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adafactor": "adafactor", "Muon": "muon", "Lion": "lion"}
 WEIGHT_DECAY = {"AdamW": 0.01, "Adam": 0.0, "SGD": 0.0, "Adafactor": 0.0, "Muon": 0.1, "Lion": 0.0}
-"""Of torch, where the file says none."""
+"""Defaults of torch, where the file gives none."""
 SCHEDULES = {
     "CosineAnnealingLR": "cosine",
     "CosineAnnealingWarmRestarts": "cosine_with_restarts",
@@ -57,17 +57,18 @@ SCHEDULES = {
 
 
 def translate(translation: Translation) -> None:
-    _length(translation)
-    _batch(translation)
-    _clipping(translation)
-    _precision(translation)
-    _evaluation(translation)
-    _processes(translation)
-    _optimizer(translation)
-    _schedule(translation)
+    """Translate a LightningCLI configuration."""
+    _map_length(translation)
+    _map_batch(translation)
+    _map_clipping(translation)
+    _map_precision(translation)
+    _map_evaluation(translation)
+    _map_processes(translation)
+    _map_optimizer(translation)
+    _map_schedule(translation)
     map_callbacks(translation)
     map_loggers(translation)
-    _classes(translation)
+    _map_class_arguments(translation)
     translation.map_table(
         {
             "trainer.log_every_n_steps": ("logging.every", parse_integer),
@@ -81,21 +82,21 @@ def translate(translation: Translation) -> None:
     translation.notes.append("model and data are Python classes in the file: add task, model and data.train.path")
 
 
-def _length(translation: Translation) -> None:
-    for key, ours in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
+def _map_length(translation: Translation) -> None:
+    for key, recipe_key in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
         if translation.get(f"trainer.{key}") == -1:
             translation.skip(f"trainer.{key}", "meaningless here", "switched off in the file")
         if translation.find_mapped("training.max_steps") is None:
-            translation.map_converted(f"trainer.{key}", ours, parse_integer)
+            translation.map_converted(f"trainer.{key}", recipe_key, parse_integer)
         translation.skip(
-            f"trainer.{key}", "no counterpart", "max_steps or num_epochs ends a run here, not whichever is first"
+            f"trainer.{key}", "no counterpart", "either max_steps or num_epochs ends a run, not the first of both"
         )
     if not (translation.find_mapped("training.max_steps") or translation.find_mapped("training.num_epochs")):
         translation.map_default("trainer.max_epochs", 1000, "training.num_epochs", 1000)
 
 
-def _batch(translation: Translation) -> None:
-    """The loader's batch is one of one process; accumulate_grad_batches of them make a step."""
+def _map_batch(translation: Translation) -> None:
+    """Map the batch: that of the data loader is of one process, and accumulate_grad_batches of them make a step."""
     sizes = [
         key for key in translation.source_values if re.search(r"^(data|model)(\.init_args)?\.(train_)?batch_size$", key)
     ]
@@ -117,44 +118,44 @@ def _batch(translation: Translation) -> None:
         add_batch_note(translation, size, passes or 1)
 
 
-def _clipping(translation: Translation) -> None:
-    value, how = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
-    if translation.get(how) == "value":
+def _map_clipping(translation: Translation) -> None:
+    value, algorithm = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
+    if translation.get(algorithm) == "value":
         translation.skip(
             value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value"
         )
-        translation.skip(how, "no counterpart", "gradients are clipped by their norm")
-    translation.skip(how, "meaningless here", "this is always done here")
+        translation.skip(algorithm, "no counterpart", "gradients are clipped by their norm")
+    translation.skip(algorithm, "meaningless here", "this is always done here")
     translation.map_converted(value, "training.max_grad_norm", lambda v: parse_number(v) or None)
     translation.map_default(value, None, "training.max_grad_norm", None)
 
 
-def _precision(translation: Translation) -> None:
+def _map_precision(translation: Translation) -> None:
     key = "trainer.precision"
-    asked = str(translation.get(key))
-    if asked in PRECISIONS:
-        note = "weights stay in fp32 here" if asked in ("16-true", "bf16-true") else None
-        translation.map_key(key, "training.mixed_precision", PRECISIONS[asked], note=note)
+    precision = str(translation.get(key))
+    if precision in PRECISIONS:
+        note = "weights stay in fp32 here" if precision in ("16-true", "bf16-true") else None
+        translation.map_key(key, "training.mixed_precision", PRECISIONS[precision], note=note)
     elif translation.is_pending(key):
         translation.skip(key, "no counterpart", "training.mixed_precision is fp32, bf16 or fp16")
     else:
         translation.map_default(key, "32-true", "training.mixed_precision", "fp32")
 
 
-def _evaluation(translation: Translation) -> None:
-    """A share of an epoch, a number of batches, or every so many epochs."""
-    interval, each = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
+def _map_evaluation(translation: Translation) -> None:
+    """Map the evaluation interval: a fraction of an epoch, a number of batches, or a number of epochs."""
+    interval, epochs_key = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
     value, row = translation.get(interval), translation.find_mapped("training.gradient_accumulation_steps")
     passes = row.recipe_value if row and isinstance(row.recipe_value, int) and row.recipe_value > 0 else 1
     if type(value) is int:
-        note = f"{value} batches there" if passes > 1 else None
+        note = f"{value} batches in the file" if passes > 1 else None
         translation.map_key(interval, "evaluation.every", max(1, value // passes), note=note)
     elif value is not None and value != 1.0:
-        translation.map_converted(interval, "evaluation.every", _share_of_epoch)
+        translation.map_converted(interval, "evaluation.every", _parse_epoch_fraction)
     if translation.find_mapped("evaluation.every"):
-        translation.skip(each, "meaningless here", "val_check_interval takes precedence")
-    translation.map_converted(each, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
-    translation.map_default(each, 1, "evaluation.every", "1 epoch")
+        translation.skip(epochs_key, "meaningless here", "val_check_interval takes precedence")
+    translation.map_converted(epochs_key, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
+    translation.map_default(epochs_key, 1, "evaluation.every", "1 epoch")
     limit = "trainer.limit_val_batches"
     if translation.get(limit) == 0 and translation.is_pending(limit):
         translation.map_key(limit, "data.validation", None, note="evaluation is off")
@@ -162,36 +163,36 @@ def _evaluation(translation: Translation) -> None:
         translation.map_key(limit, "evaluation.max_batches", translation.get(limit))
 
 
-def _share_of_epoch(value: Any) -> str:
-    share = parse_number(value)
-    if not 0 < share <= 1:
+def _parse_epoch_fraction(value: Any) -> str:
+    fraction = parse_number(value)
+    if not 0 < fraction <= 1:
         raise ValueError(f"expected a fraction of an epoch, got {format_value(value)}")
-    return format_epochs(share)
+    return format_epochs(fraction)
 
 
-def _processes(translation: Translation) -> None:
+def _map_processes(translation: Translation) -> None:
     device = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "auto": "auto"}
-    asked = str(translation.get("trainer.accelerator"))
-    if asked in device:
-        translation.map_key("trainer.accelerator", "device", device[asked])
+    accelerator = str(translation.get("trainer.accelerator"))
+    if accelerator in device:
+        translation.map_key("trainer.accelerator", "device", device[accelerator])
     translation.skip("trainer.accelerator", "no counterpart", "device is cpu, cuda or mps")
     machines = translation.map_converted("trainer.num_nodes", "distributed.machines", parse_integer) or 1
     devices = translation.get("trainer.devices")
-    number_of = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
-    if number_of and number_of * machines > 1:
+    num_devices = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    if num_devices and num_devices * machines > 1:
         note = "start them with torchrun" if not isinstance(devices, list) else "select them with CUDA_VISIBLE_DEVICES"
-        translation.map_key("trainer.devices", "distributed.processes", number_of * machines, note=note)
+        translation.map_key("trainer.devices", "distributed.processes", num_devices * machines, note=note)
     translation.skip("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
     strategy = str(translation.get("trainer.strategy")).lower()
-    named = str(translation.get("trainer.strategy.class_path")).lower()
+    strategy_class = str(translation.get("trainer.strategy.class_path")).lower()
     key = "trainer.strategy" if translation.is_pending("trainer.strategy") else "trainer.strategy.class_path"
     if not translation.is_pending(key):
         return
-    if any("fsdp" in name or "deepspeed" in name for name in (strategy, named)):
+    if any("fsdp" in name or "deepspeed" in name for name in (strategy, strategy_class)):
         translation.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
         if "offload" in strategy:
             translation.map_key(key, "distributed.offload", True, note=SHARDING_NOTE)
-    elif any("ddp" in name for name in (strategy, named)):
+    elif any("ddp" in name for name in (strategy, strategy_class)):
         translation.map_key(key, "distributed.strategy", "ddp")
     elif strategy == "auto":
         translation.map_key(key, "distributed.strategy", "auto")
@@ -199,15 +200,15 @@ def _processes(translation: Translation) -> None:
         translation.skip(key, "no counterpart", "distributed.strategy is ddp or fsdp")
 
 
-def _optimizer(translation: Translation) -> None:
-    """`optimizer` at the top, or handed to the model; its arguments stand under init_args or beside class_path."""
+def _map_optimizer(translation: Translation) -> None:
+    """Map the optimizer, at the top or an argument of the model; its arguments are under init_args or beside class_path."""
     block = next(
         (b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if translation.pending_under(b)), None
     )
-    for place in ("model.init_args", "model"):
+    for model_block in ("model.init_args", "model"):
         for name in ("learning_rate", "lr"):
-            translation.map_converted(f"{place}.{name}", "training.learning_rate", parse_number)
-        translation.map_converted(f"{place}.weight_decay", "training.weight_decay", parse_number)
+            translation.map_converted(f"{model_block}.{name}", "training.learning_rate", parse_number)
+        translation.map_converted(f"{model_block}.weight_decay", "training.weight_decay", parse_number)
     if block is None:
         translation.notes.append(
             "the file names no optimizer, and one created in the model's code is not taken over; set training.optimizer"
@@ -227,7 +228,7 @@ def _optimizer(translation: Translation) -> None:
             {
                 f"{key}.lr": ("training.learning_rate", parse_number),
                 f"{key}.weight_decay": ("training.weight_decay", parse_number),
-                f"{key}.betas": ("training.optimizer.betas", _pair),
+                f"{key}.betas": ("training.optimizer.betas", _parse_pair),
                 f"{key}.eps": ("training.optimizer.eps", parse_number),
                 f"{key}.momentum": ("training.optimizer.momentum", parse_number),
                 f"{key}.nesterov": ("training.optimizer.nesterov", parse_boolean),
@@ -244,13 +245,13 @@ def _optimizer(translation: Translation) -> None:
     translation.skip_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
 
 
-def _pair(value: Any) -> list[float]:
+def _parse_pair(value: Any) -> list[float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError(f"expected two numbers, got {format_value(value)}")
     return [parse_number(part) for part in value]
 
 
-def _schedule(translation: Translation) -> None:
+def _map_schedule(translation: Translation) -> None:
     block = next((b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if translation.pending_under(b)), None)
     for key in ("model.init_args.warmup_steps", "model.warmup_steps"):
         translation.map_converted(key, "training.scheduler.warmup_steps", parse_integer)
@@ -262,55 +263,57 @@ def _schedule(translation: Translation) -> None:
         translation.skip_block(block, "no counterpart", "of a schedule that is not available")
         return
     translation.map_key(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
-    key, to = f"{block}.init_args", "training.scheduler"
+    key, recipe_block = f"{block}.init_args", "training.scheduler"
     if name == "ExponentialLR":
-        _exponential(translation, f"{key}.gamma")
+        _map_exponential(translation, f"{key}.gamma")
     if name == "OneCycleLR":
         translation.map_converted(f"{key}.max_lr", "training.learning_rate", parse_number)
-        translation.map_converted(f"{key}.pct_start", f"{to}.warmup_steps", lambda v: format_percent(parse_number(v)))
+        translation.map_converted(
+            f"{key}.pct_start", f"{recipe_block}.warmup_steps", lambda v: format_percent(parse_number(v))
+        )
     if name == "ReduceLROnPlateau":
-        translation.map_converted(f"{key}.factor", f"{to}.factor", parse_number)
-        translation.map_converted(f"{key}.patience", f"{to}.patience", parse_integer)
-        translation.map_default(f"{key}.factor", 0.1, f"{to}.factor", 0.1)
-        translation.map_default(f"{key}.patience", 10, f"{to}.patience", 10)
-    translation.map_converted(f"{key}.eta_min", f"{to}.eta_min", parse_number)
-    translation.map_converted(f"{key}.power", f"{to}.power", parse_number)
+        translation.map_converted(f"{key}.factor", f"{recipe_block}.factor", parse_number)
+        translation.map_converted(f"{key}.patience", f"{recipe_block}.patience", parse_integer)
+        translation.map_default(f"{key}.factor", 0.1, f"{recipe_block}.factor", 0.1)
+        translation.map_default(f"{key}.patience", 10, f"{recipe_block}.patience", 10)
+    translation.map_converted(f"{key}.eta_min", f"{recipe_block}.eta_min", parse_number)
+    translation.map_converted(f"{key}.power", f"{recipe_block}.power", parse_number)
     for length in ("T_max", "total_iters", "total_steps"):
         translation.skip(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
     translation.skip_block(block, "no counterpart", "not a setting of training.scheduler")
 
 
-def _exponential(translation: Translation, key: str) -> None:
-    """A factor an epoch there; here what is left of the rate at the end of the run."""
+def _map_exponential(translation: Translation, key: str) -> None:
+    """Map gamma: a factor per epoch in torch, the factor over the whole run here."""
     row = translation.find_mapped("training.num_epochs")
     factor = translation.get(key)
     if row is not None and isinstance(factor, float) and 0 < factor <= 1:
-        left = max(1e-12, math.pow(factor, row.recipe_value))
-        translation.map_key(key, "training.scheduler.gamma", left, note="over the whole run")
+        total = max(1e-12, math.pow(factor, row.recipe_value))
+        translation.map_key(key, "training.scheduler.gamma", total, note="over the whole run")
     translation.skip(
         key, "no counterpart", "training.scheduler.gamma is the factor over the whole run; needs max_epochs"
     )
 
 
-def _classes(translation: Translation) -> None:
-    """Arguments of the model and the data whose names say what they are."""
-    for place in ("model.init_args", "model"):
+def _map_class_arguments(translation: Translation) -> None:
+    """Map arguments of the model and the data that have conventional names."""
+    for prefix in ("model.init_args", "model"):
         for name in ("pretrained_model_name_or_path", "model_name_or_path", "model_name"):
-            translation.map_converted(f"{place}.{name}", "model.from", parse_text)
-        translation.map_converted(f"{place}.dropout", "model.dropout", parse_number)
-        translation.map_converted(f"{place}.label_smoothing", "training.label_smoothing", parse_number)
-        translation.map_converted(f"{place}.ema_decay", "training.ema", parse_number)
-        translation.map_converted(f"{place}.gradient_checkpointing", "training.gradient_checkpointing", parse_boolean)
-    for place in ("data.init_args", "data"):
-        translation.map_converted(f"{place}.num_workers", "data.workers", parse_integer)
-        translation.map_converted(f"{place}.pin_memory", "data.pin_memory", parse_boolean)
+            translation.map_converted(f"{prefix}.{name}", "model.from", parse_text)
+        translation.map_converted(f"{prefix}.dropout", "model.dropout", parse_number)
+        translation.map_converted(f"{prefix}.label_smoothing", "training.label_smoothing", parse_number)
+        translation.map_converted(f"{prefix}.ema_decay", "training.ema", parse_number)
+        translation.map_converted(f"{prefix}.gradient_checkpointing", "training.gradient_checkpointing", parse_boolean)
+    for prefix in ("data.init_args", "data"):
+        translation.map_converted(f"{prefix}.num_workers", "data.workers", parse_integer)
+        translation.map_converted(f"{prefix}.pin_memory", "data.pin_memory", parse_boolean)
         for name in ("data_dir", "data_path", "root", "train_file", "path"):
-            translation.map_converted(f"{place}.{name}", "data.train.path", parse_text)
+            translation.map_converted(f"{prefix}.{name}", "data.train.path", parse_text)
         for name in ("val_split", "validation_split"):
-            if isinstance(translation.get(f"{place}.{name}"), float):
-                translation.map_converted(f"{place}.{name}", "data.validation.split", parse_number)
+            if isinstance(translation.get(f"{prefix}.{name}"), float):
+                translation.map_converted(f"{prefix}.{name}", "data.validation.split", parse_number)
         for name in ("max_seq_length", "sequence_length", "block_size", "max_length"):
-            translation.map_converted(f"{place}.{name}", "data.sequence_length", parse_integer)
+            translation.map_converted(f"{prefix}.{name}", "data.sequence_length", parse_integer)
 
 
 _OWN = "an internal setting of their training loop"

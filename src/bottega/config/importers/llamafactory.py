@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML: the arguments of transformers, and beside them stage, method, template and data by name."""
+"""Translate LLaMA-Factory's YAML: arguments of transformers, with stage, fine-tuning method, template and named data."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ MARKER_KEYS = (
     *("stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "lora_rank", "val_size"),
     *("neat_packing", "quantization_bit", "adapter_name_or_path"),
 )
-"""Keys of which such a file has at least one beside model_name_or_path."""
+"""A LLaMA-Factory file has model_name_or_path and at least one of these."""
 
 
 def translate(translation: Translation) -> None:
-    _stage(translation)
+    """Translate a LLaMA-Factory configuration."""
+    _map_stage(translation)
     translation.map_converted("model_name_or_path", "model.from", parse_text)
     translation.map_converted("cutoff_len", "data.sequence_length", parse_integer)
     translation.map_default("cutoff_len", 2048, "data.sequence_length", 2048)
-    _data(translation)
+    _map_data(translation)
     if translation.is_pending("disable_gradient_checkpointing"):
         key = "disable_gradient_checkpointing"
         translation.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
@@ -35,13 +36,13 @@ def translate(translation: Translation) -> None:
         translation.map_key("use_muon", "training.optimizer.name", "muon")
         translation.skip("optim", "meaningless here", "use_muon takes precedence")
     trainer.map_arguments(translation, patience="early_stopping_steps")
-    # Theirs recomputes activations unless told not to.
+    # LLaMA-Factory uses gradient checkpointing by default.
     translation.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
-    _method(translation)
+    _map_method(translation)
     translation.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _stage(translation: Translation) -> None:
+def _map_stage(translation: Translation) -> None:
     stage = translation.get("stage")
     if stage in ("pt", "sft"):
         note = None if stage == "pt" else "the loss covers all tokens, not only the answers"
@@ -55,26 +56,26 @@ def _stage(translation: Translation) -> None:
         translation.map_default("stage", stage or "sft", "task", "language")
 
 
-def _data(translation: Translation) -> None:
-    named = "a name in their dataset_info.json; set {} to the file itself"
-    translation.skip("dataset", "no counterpart", named.format("data.train.path"))
-    translation.skip("eval_dataset", "no counterpart", named.format("data.validation.path"))
+def _map_data(translation: Translation) -> None:
+    reason = "a name in their dataset_info.json; set {} to the file itself"
+    translation.skip("dataset", "no counterpart", reason.format("data.train.path"))
+    translation.skip("eval_dataset", "no counterpart", reason.format("data.validation.path"))
     translation.map_converted("max_samples", "data.limit", parse_integer, note="over all data together here")
     if translation.get("val_size") or not translation.is_pending("eval_dataset"):
         map_validation_split(translation, "val_size")
-    packed = translation.get("packing")
+    packing = translation.get("packing")
     if translation.get("neat_packing"):
         translation.map_key("neat_packing", "data.separate_documents", True)
         translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
-    elif packed or (packed is None and translation.get("stage") == "pt"):
+    elif packing or (packing is None and translation.get("stage") == "pt"):
         translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
-    elif packed is not None:
+    elif packing is not None:
         translation.map_key("packing", "data.padding", True)
     else:
         translation.map_default("packing", False, "data.padding", True)
 
 
-def _method(translation: Translation) -> None:
+def _map_method(translation: Translation) -> None:
     method = translation.get("finetuning_type")
     if method in (None, "lora"):
         if method is None:

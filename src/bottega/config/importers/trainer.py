@@ -1,4 +1,4 @@
-"""TrainingArguments of transformers, as `to_json_string()` writes them or as a script's own JSON names them."""
+"""Translate TrainingArguments of transformers, as `to_json_string()` or the JSON of an example script has them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ MARKER_KEYS = (
     *("warmup_ratio", "adam_beta1", "adam_epsilon", "load_best_model_at_end", "metric_for_best_model", "report_to"),
     *("dataloader_num_workers", "label_smoothing_factor", "save_total_limit", "logging_steps", "overwrite_output_dir"),
 )
-"""Keys of which such a file has at least two."""
+"""A file of TrainingArguments has at least two of these."""
 
 
 def translate(translation: Translation) -> None:
+    """Translate TrainingArguments, with the model and data arguments of the example scripts."""
     map_arguments(translation)
-    _script(translation)
+    _map_script_arguments(translation)
     translation.skip_remaining(SKIPPED_KEYS)
     translation.notes.append("the file names no task: add task, or run bottega train TASK FILE")
 
 
 def map_arguments(translation: Translation, *, patience: str = "early_stopping_patience") -> None:
-    """The arguments themselves, which LLaMA-Factory has as well."""
+    """Map the TrainingArguments proper, which LLaMA-Factory shares; `patience` is the key of early stopping."""
     transformers_common.map_length(translation, "num_train_epochs", default=3)
     for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
         if translation.is_pending(f"per_device_{new}_batch_size"):
@@ -65,8 +66,8 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
     transformers_common.map_gradient_clipping(translation)
     transformers_common.map_schedule(translation, "lr_scheduler_type", default="linear")
     transformers_common.map_precision(translation, default="fp32")
-    logged = translation.get("logging_steps")
-    map_cadences(translation, logged if isinstance(logged, int) and logged > 0 else 500)
+    logging_steps = translation.get("logging_steps")
+    map_cadences(translation, logging_steps if isinstance(logging_steps, int) and logging_steps > 0 else 500)
     transformers_common.map_best_metric(translation, patience=patience)
     transformers_common.map_reporting(translation)
     translation.map_table(transformers_common.WANDB_KEYS)
@@ -76,10 +77,11 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
     map_device(translation)
 
 
-def map_cadences(translation: Translation, logged: int) -> None:
-    evaluated = ("eval_strategy", "evaluation_strategy")
+def map_cadences(translation: Translation, eval_default: int) -> None:
+    """Map evaluation, checkpoint and logging intervals; `eval_default` is the default number of steps between evaluations."""
+    strategies = ("eval_strategy", "evaluation_strategy")
     transformers_common.map_cadence(
-        translation, "evaluation.every", strategies=evaluated, steps="eval_steps", otherwise=logged
+        translation, "evaluation.every", strategies=strategies, steps="eval_steps", otherwise=eval_default
     )
     transformers_common.map_cadence(
         translation, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500
@@ -90,18 +92,19 @@ def map_cadences(translation: Translation, logged: int) -> None:
 
 
 def map_device(translation: Translation) -> None:
+    """Map the device, and leave out data_seed, since one seed is used for everything."""
     for key, name in (("use_cpu", "cpu"), ("no_cuda", "cpu"), ("use_mps_device", "mps")):
         if translation.get(key):
             translation.map_key(key, "device", name)
-    same = translation.get("data_seed") == translation.get("seed") if translation.is_pending("data_seed") else False
+    is_same = translation.get("data_seed") == translation.get("seed") if translation.is_pending("data_seed") else False
     reason = (
-        "one seed for everything here" if same else "one seed for everything here; the order of the data follows it"
+        "one seed for everything here" if is_same else "one seed for everything here; the order of the data follows it"
     )
-    translation.skip("data_seed", "meaningless here" if same else "no counterpart", reason)
+    translation.skip("data_seed", "meaningless here" if is_same else "no counterpart", reason)
 
 
-def _script(translation: Translation) -> None:
-    """What the example scripts of transformers add to the arguments: the model and the data."""
+def _map_script_arguments(translation: Translation) -> None:
+    """Map what the example scripts of transformers add: model and data arguments."""
     translation.map_converted("model_name_or_path", "model.from", parse_text)
     if translation.is_pending("tokenizer_name"):
         translation.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
@@ -226,4 +229,4 @@ SKIPPED_KEYS = SkippedKeys(
         "generation_max_length": (20,),
     },
 )
-"""The rest of the arguments, and what the scripts add."""
+"""The other TrainingArguments, and arguments of the example scripts."""
