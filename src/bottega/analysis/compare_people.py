@@ -103,7 +103,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         why = f"both generated images for the same {len(people)} people, who are the pairs"
         why += f"; for {comparison.n} of them just one is right" if is_binary else ""
         pairs.append(describe_pair(evaluation.group, other.group, comparison, why=why, paired_by="user"))
-    notes = ["one run each: this compares the generated images, not two ways of training; for that, give several seeds"]
+    notes = ["one run each: this compares the generated images, not two ways of training; for that, give seeds"]
     if len({evaluation.group.members[0].path.resolve() for evaluation in evaluations}) == 1:
         notes = []
     left_out = max(len(evaluation.targets_by_user) for evaluation in evaluations) - len(people)
