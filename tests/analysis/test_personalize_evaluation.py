@@ -727,7 +727,7 @@ def test_what_cannot_be_compared_is_refused(make: Any, tmp_path: Path) -> None:
     (tmp_path / "runs/wishes/evaluation/validation/people.jsonl").write_text('{"user": "p"}\n')
     assert "people.jsonl:1" in refused(run, wishes, kind=DataError)
     words = make("words", [*made_rows(ARMS)[:-1], {**made_rows(ARMS)[-1], "preference_accuracy": "x"}])
-    assert 'people.jsonl:36: preference_accuracy is "x" and no number' in refused(words, run, kind=DataError)
+    assert 'people.jsonl:36: preference_accuracy is "x", not a number' in refused(words, run, kind=DataError)
     assert compare([f"{bare}:none", bare], split="test")["read_from"] == "evaluation/test/people.jsonl"
 
 

@@ -510,7 +510,7 @@ TABLE: list[tuple[str, str, str, Any]] = [
 ROWS = [(kind, snippet, key, value) for kinds, snippet, key, value in TABLE for kind in kinds.split()]
 
 
-def sheet_of(kind: str, said: dict[str, Any]) -> Translation:
+def translate_example(kind: str, said: dict[str, Any]) -> Translation:
     return translate_config(TASKS, Path("theirs.yaml"), said, kind)
 
 
@@ -527,26 +527,26 @@ def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     return both
 
 
-def assert_nothing_is_lost(sheet: Translation, said: dict[str, Any]) -> None:
-    mapped = [row.source_key for row in sheet.mapped if not row.is_default]
-    unmapped = [left.source_key for left in sheet.unmapped]
+def assert_nothing_is_lost(translation: Translation, said: dict[str, Any]) -> None:
+    mapped = [row.source_key for row in translation.mapped if not row.is_default]
+    unmapped = [left.source_key for left in translation.unmapped]
     assert len(unmapped) == len(set(unmapped))
     assert not set(mapped) & set(unmapped)
     assert {*mapped, *unmapped} == {key for key, _ in iterate_leaves(said)}
-    recipe = sheet.to_recipe()
+    recipe = translation.to_recipe()
     check_recipe([recipe])
-    for row in sheet.mapped:
+    for row in translation.mapped:
         assert at(recipe, row.recipe_key) == row.recipe_value, row
 
 
 @pytest.mark.parametrize(("kind", "snippet", "key", "value"), ROWS)
 def test_a_key_becomes_ours(kind: str, snippet: str, key: str, value: Any) -> None:
     said = merged(BASES[kind], parse_yaml(snippet, "snippet").value)
-    sheet = sheet_of(kind, said)
-    got = at(sheet.to_recipe(), key)
+    translation = translate_example(kind, said)
+    got = at(translation.to_recipe(), key)
     assert got == pytest.approx(value) if isinstance(value, float) else got == value
-    assert_nothing_is_lost(sheet, said)
-    assert not [left for left in sheet.unmapped if left.category == "not understood"]
+    assert_nothing_is_lost(translation, said)
+    assert not [left for left in translation.unmapped if left.category == "not understood"]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -562,8 +562,10 @@ def test_a_whole_configuration(kind: str, tmp_path: Path) -> None:
     assert text.startswith(f"# {path.name}, a configuration of ")
     assert "very-secret" not in text + json.dumps(found) + format_report(found)
     loaded = check_recipe([str(written)])
-    assert loaded.recipe == check_recipe([sheet_of(kind, said).to_recipe(), {"origin": "theirs.bottega"}]).recipe
-    assert_nothing_is_lost(sheet_of(kind, said), said)
+    assert (
+        loaded.recipe == check_recipe([translate_example(kind, said).to_recipe(), {"origin": "theirs.bottega"}]).recipe
+    )
+    assert_nothing_is_lost(translate_example(kind, said), said)
     for left in found["unmapped"]:
         assert left["their_key"] in text
 
@@ -574,15 +576,15 @@ def test_a_whole_configuration(kind: str, tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_the_batch_is_theirs_on_any_number_of_processes(kind: str, size: tuple[int, int], one: int, world: int) -> None:
-    recipe = check_recipe([sheet_of(kind, EXAMPLES[kind]).to_recipe()]).recipe
+    recipe = check_recipe([translate_example(kind, EXAMPLES[kind]).to_recipe()]).recipe
     assert (recipe.training.batch_size, recipe.training.gradient_accumulation_steps) == size
     assert get_global_batch_size(recipe, world) == one * world
 
 
 @pytest.mark.parametrize("kind", ["llamafactory", "trainer"])
-def test_what_they_do_unasked_is_said(kind: str) -> None:
+def test_defaults_of_the_source_are_written(kind: str) -> None:
     """Ours would be 3e-4, cosine, a decay of 0.1, 32 examples and the seed 0."""
-    recipe = check_recipe([sheet_of(kind, BASES[kind]).to_recipe()]).recipe
+    recipe = check_recipe([translate_example(kind, BASES[kind]).to_recipe()]).recipe
     training = recipe.training
     assert (training.learning_rate, training.weight_decay, training.scheduler.name) == (5e-5, 0.0, "linear")
     assert (training.num_epochs, get_global_batch_size(recipe, 1), recipe.seed) == (3, 8, 42)
@@ -590,7 +592,7 @@ def test_what_they_do_unasked_is_said(kind: str) -> None:
 
 
 def test_lightning_does_not_clip_unasked() -> None:
-    training = check_recipe([sheet_of("lightning", BASES["lightning"]).to_recipe()]).recipe.training
+    training = check_recipe([translate_example("lightning", BASES["lightning"]).to_recipe()]).recipe.training
     assert training.max_grad_norm is None
     assert training.mixed_precision == "fp32"
 
@@ -635,9 +637,9 @@ REASONS = [
 @pytest.mark.parametrize(("kind", "snippet", "key", "why"), REASONS)
 def test_what_is_left_has_its_reason(kind: str, snippet: str, key: str, why: str) -> None:
     said = merged(BASES[kind], parse_yaml(snippet, "snippet").value)
-    sheet = sheet_of(kind, said)
-    assert [left.category for left in sheet.unmapped if left.source_key == key] == [why]
-    assert_nothing_is_lost(sheet, said)
+    translation = translate_example(kind, said)
+    assert [left.category for left in translation.unmapped if left.source_key == key] == [why]
+    assert_nothing_is_lost(translation, said)
 
 
 def known(kind: str) -> set[str]:
@@ -673,15 +675,17 @@ def known(kind: str) -> set[str]:
     ],
 )
 def test_a_metric_that_nothing_measures_is_not_written(kind: str, snippet: str, left: list[str]) -> None:
-    sheet = sheet_of(kind, merged(BASES[kind], parse_yaml(snippet, "snippet").value))
-    assert [row.source_key for row in sheet.unmapped if row.category == "not understood"] == left
-    assert "mode" not in sheet.to_recipe().get("evaluation", {})
+    translation = translate_example(kind, merged(BASES[kind], parse_yaml(snippet, "snippet").value))
+    assert [row.source_key for row in translation.unmapped if row.category == "not understood"] == left
+    assert "mode" not in translation.to_recipe().get("evaluation", {})
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_many_keys_are_known(kind: str) -> None:
     assert len(known(kind)) >= (60 if kind != "lightning" else 50)
-    assert not [left.source_key for left in sheet_of(kind, EXAMPLES[kind]).unmapped if left.reason == UNKNOWN_REASON]
+    assert not [
+        left.source_key for left in translate_example(kind, EXAMPLES[kind]).unmapped if left.reason == UNKNOWN_REASON
+    ]
 
 
 # Every argument of transformers 5.
@@ -709,8 +713,8 @@ do_predict resume_from_checkpoint local_rank
 
 @pytest.mark.parametrize("kind", ["trainer", "llamafactory"])
 def test_every_argument_is_known(kind: str) -> None:
-    sheet = sheet_of(kind, {**dict.fromkeys(ARGUMENTS.split(), "odd"), "seed": 1})
-    assert not [left.source_key for left in sheet.unmapped if left.reason == UNKNOWN_REASON]
+    translation = translate_example(kind, {**dict.fromkeys(ARGUMENTS.split(), "odd"), "seed": 1})
+    assert not [left.source_key for left in translation.unmapped if left.reason == UNKNOWN_REASON]
 
 
 values = st.one_of(
@@ -745,7 +749,7 @@ def test_no_value_breaks_it_or_gets_lost(kind: str) -> None:
         if kind == "lightning":
             said = {**said, "trainer": inside}
         said = {**said, **({"seed_everything": 1} if kind == "lightning" else {"seed": 1})}
-        assert_nothing_is_lost(sheet_of(kind, said), said)
+        assert_nothing_is_lost(translate_example(kind, said), said)
 
     check()
 
@@ -762,7 +766,9 @@ def test_no_value_breaks_it_or_gets_lost(kind: str) -> None:
     ],
 )
 def test_keys_that_disagree_are_both_answered(said: dict[str, Any]) -> None:
-    assert_nothing_is_lost(sheet_of("lightning", {**said, "seed_everything": 1}), {**said, "seed_everything": 1})
+    assert_nothing_is_lost(
+        translate_example("lightning", {**said, "seed_everything": 1}), {**said, "seed_everything": 1}
+    )
 
 
 def test_a_key_cannot_leave_the_comment(tmp_path: Path) -> None:
@@ -781,8 +787,8 @@ BAD = [
     ("a.yaml", "", [], "is empty"),
     ("a.json", "", [], "is empty"),
     ("a.json", "{}", [], "is empty"),
-    ("a.yaml", "- 1\n- 2\n", [], "a configuration is a block of keys"),
-    ("a.json", "[1]", [], "a configuration is a block of keys"),
+    ("a.yaml", "- 1\n- 2\n", [], "a configuration is a mapping of keys"),
+    ("a.json", "[1]", [], "a configuration is a mapping of keys"),
     ("a.yaml", "a: [1\n", [], "not YAML"),
     ("a.json", "{'a': 1}", [], "not JSON"),
     ("a.json", '{"a": 1, "a": 2}', [], "given twice"),
@@ -790,14 +796,19 @@ BAD = [
     ("a.json", '{"a":' * 40 + "1" + "}" * 40, [], "nested deeper"),
     ("a.yaml", "base_model: !!python/name:os.system x\n", [], "tags such as"),
     ("a.yaml", "base_model: x\nbase_model: y\n", [], "given twice"),
-    ("a.yaml", "task: language\nmodel: {size: nano}\n", [], "this is a recipe already"),
-    ("a.yaml", "extends: language\nlearning_rate: 1\n", [], "this is a recipe already"),
-    ("a.yaml", "model: {size: nano}\ndata: {limit: 5}\n", [], "this is a recipe already"),
-    ("a.yaml", "task: image\n", ["--from", "axolotl"], "this is a recipe already"),
+    ("a.yaml", "task: language\nmodel: {size: nano}\n", [], "this is already a recipe"),
+    ("a.yaml", "extends: language\nlearning_rate: 1\n", [], "this is already a recipe"),
+    ("a.yaml", "model: {size: nano}\ndata: {limit: 5}\n", [], "this is already a recipe"),
+    ("a.yaml", "task: image\n", ["--from", "axolotl"], "this is already a recipe"),
     ("a.yaml", "compute_environment: LOCAL_MACHINE\n", [], "Accelerate"),
-    ("a.yaml", "colour: blue\n", [], "say so with --from"),
+    ("a.yaml", "colour: blue\n", [], "give it with --from"),
     ("a.yaml", "colour: blue\n", ["--from", "trainer"], "is --from right?"),
-    ("a.yaml", "base_model: x\nadapter: lora\nmodel_name_or_path: y\nstage: sft\n", [], "say which it is with --from"),
+    (
+        "a.yaml",
+        "base_model: x\nadapter: lora\nmodel_name_or_path: y\nstage: sft\n",
+        [],
+        "choose the format with --from",
+    ),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--from", "nemo"], "invalid choice"),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "x.txt"], "ends in .yaml"),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "no/where.yaml"], "no such folder"),

@@ -1,4 +1,4 @@
-"""Pictures of an evaluation over people: what each liked, wished for and was drawn, arm by arm; and the arms as bars."""
+"""Contact sheets and a bar chart of a personalised evaluation: each person's history, wish and images arm by arm."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from bottega.data.output_files import build_numbered_paths, explain_write_errors
 from bottega.plots.comparison import plot_condition_bars
 
 ROWS = 8
-"""People on a page."""
+"""People per page."""
 SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 84.0
 WORDS = 150.0
-"""Room for the wish and the keywords."""
+"""Width of the column with the wish and the keywords."""
 MEANING = {"none": "prompt only", "keywords": "with keywords", "soft": "with soft tokens", "both": "with both"}
 MEANING |= {"picked": "best of several by CLIP", "shuffled": "another user's history", "target": "the image chosen"}
 COLOURS = {"none": "#8d8b9b", "keywords": "#a8862a", "soft": "#2e8b6f", "both": BLUE, "picked": "#8a4fa3"}
@@ -27,66 +27,68 @@ COLOURS |= {"shuffled": ORANGE, "target": "#c9c8d3"}
 
 @dataclass(frozen=True)
 class PersonRow:
-    """One person's row."""
+    """One person's row of a contact sheet."""
 
     user: str
     wish: str
     keywords: Sequence[str]
     history_images: Sequence[np.ndarray]
-    """`SHOWN` at most: uint8 [h, w, 3]."""
+    """At most `MAX_HISTORY_SHOWN`, each uint8 (height, width, 3)."""
     images_by_arm: Mapping[str, np.ndarray]
-    """Arm -> uint8 [h, w, 3]."""
+    """Arm -> uint8 (height, width, 3)."""
 
 
 def write_contact_sheets(people: Sequence[PersonRow], folder: Path) -> list[Path]:
-    """Pages of (history | wish | none | ... | both | shuffled | target), numbered."""
-    for old in folder.glob("[0-9]*.png"):  # of an evaluation of more people
+    """Write numbered pages with the columns history, wish, and each arm; return their paths."""
+    for old in folder.glob("[0-9]*.png"):  # pages of an earlier evaluation of more people
         if old.stem.isdecimal():
             old.unlink()
     pages = [people[first : first + ROWS] for first in range(0, len(people), ROWS)]
     files = build_numbered_paths(folder, len(pages), ".png")
     for page, path in zip(pages, files, strict=True):
         with explain_write_errors(path):
-            _page(page, path)
+            _draw_page(page, path)
     return files
 
 
-def _page(people: Sequence[PersonRow], path: Path) -> None:
+def _draw_page(people: Sequence[PersonRow], path: Path) -> None:
     arms = list(people[0].images_by_arm)
-    columns = min(3, max((len(one.history_images) for one in people), default=0))
-    wide = MARGIN + max(1, columns) * (SMALL + 4) + GAP
-    left = wide + WORDS
-    width = max(left + len(arms) * (SIDE + GAP), MARGIN + _width(_explained(arms)))
+    columns = min(3, max((len(person.history_images) for person in people), default=0))
+    text_left = MARGIN + max(1, columns) * (SMALL + 4) + GAP
+    left = text_left + WORDS
+    width = max(left + len(arms) * (SIDE + GAP), MARGIN + _text_width(_describe_arms(arms)))
     page = Canvas(width + MARGIN, TOP + len(people) * (SIDE + 2 * GAP))
-    page.draw_text(MARGIN, 20, "what each liked and wished for, and what was drawn", anchor="lm", size=16)
-    page.draw_text(MARGIN, 42, _explained(arms), anchor="lm", size=11, fill=FAINT)
+    page.draw_text(MARGIN, 20, "history, wish and generated images of each person", anchor="lm", size=16)
+    page.draw_text(MARGIN, 42, _describe_arms(arms), anchor="lm", size=11, fill=FAINT)
     page.draw_text(MARGIN, 68, "history", anchor="lm", fill=FAINT)
-    page.draw_text(wide, 68, "wish, and keywords", anchor="lm", fill=FAINT)
+    page.draw_text(text_left, 68, "wish, keywords", anchor="lm", fill=FAINT)
     for number, arm in enumerate(arms):
         page.draw_text(left + number * (SIDE + GAP), 68, arm, anchor="lm", fill=INK)
-    for row, one in enumerate(people):
+    for row, person in enumerate(people):
         top = TOP + row * (SIDE + 2 * GAP)
-        for place, liked in enumerate(one.history_images):
-            x, y = MARGIN + place % 3 * (SMALL + 4), top + place // 3 * (SMALL + 4)
-            page.paste_image(x, y, liked, SMALL)
-        wish = _lines(page, one.wish)
-        for number, line in enumerate([*wish, *_lines(page, ", ".join(one.keywords))]):
-            page.draw_text(wide, top + 9 + 15 * number, line, anchor="lm", fill=INK if number < len(wish) else FAINT)
-        page.draw_text(wide, top + SIDE - 6, _lines(page, one.user)[0], anchor="lm", size=10, fill=FAINT)
+        for position, image in enumerate(person.history_images):
+            x, y = MARGIN + position % 3 * (SMALL + 4), top + position // 3 * (SMALL + 4)
+            page.paste_image(x, y, image, SMALL)
+        prompt_lines = _wrap_text(page, person.wish)
+        for number, line in enumerate([*prompt_lines, *_wrap_text(page, ", ".join(person.keywords))]):
+            page.draw_text(
+                text_left, top + 9 + 15 * number, line, anchor="lm", fill=INK if number < len(prompt_lines) else FAINT
+            )
+        page.draw_text(text_left, top + SIDE - 6, _wrap_text(page, person.user)[0], anchor="lm", size=10, fill=FAINT)
         for number, arm in enumerate(arms):
-            page.paste_image(left + number * (SIDE + GAP), top, one.images_by_arm[arm], SIDE)
+            page.paste_image(left + number * (SIDE + GAP), top, person.images_by_arm[arm], SIDE)
     page.save(path)
 
 
-def _explained(arms: Iterable[str]) -> str:
+def _describe_arms(arms: Iterable[str]) -> str:
     return "; ".join(f"{arm}: {MEANING[arm]}" for arm in arms)
 
 
-def _width(line: str) -> float:
-    return Canvas(1, 1).measure_text(line, 11)  # a page to measure with: how wide the real one is depends on this
+def _text_width(line: str) -> float:
+    return Canvas(1, 1).measure_text(line, 11)  # an empty canvas: the width of the page depends on this
 
 
-def _lines(page: Canvas, words: str) -> list[str]:
+def _wrap_text(page: Canvas, words: str) -> list[str]:
     return fit_captions([words], WORDS - GAP, lambda text: page.measure_text(text, 12))[0]
 
 

@@ -1,9 +1,10 @@
-"""What personalisation is worth: the same wishes of the same people, drawn with less and with more known of them.
+"""Ablation of personalisation: the same wishes of the same people, generated with and without each conditioning.
 
-The arms: `none` knows the wish alone; `keywords` adds what the language model says in words; `soft` adds the trained
-tokens instead; `both` is the method. `picked` is `both` as `bottega generate` gives it, the best of several weightings by
-CLIP; since CLIP also judges, the tests are of `both`. `shuffled` is `both` with the history of somebody who likes something
-else: what is left of the gain then has nothing to do with the person. All arms start from the same noise.
+The arms: `none` has the wish only; `keywords` adds keywords that the language model predicts from the history; `soft` adds
+the trained soft tokens instead; `both` is the full method. `picked` is `both` as `bottega generate` returns it, the best of
+several weightings by CLIP; since CLIP is also a metric, the tests use `both`. `shuffled` is `both` with the history of
+somebody with other preferences: a gain that remains there does not come from personalisation. All arms start from the
+same noise.
 """
 
 from __future__ import annotations
@@ -47,17 +48,17 @@ from bottega.tasks.personalize.data.records import Item, Record, evenly_spaced
 
 PEOPLE_FILE, SHEETS_FOLDER, CHART_FILE = "people.jsonl", "sheets", "arms.png"
 MAX_RECORDS = 256
-"""Records that are drawn for where nobody says: each takes eight drawings, and the pictures of an arm are held at once."""
+"""Default limit of records: each needs eight generated images, and all images of an arm are in memory at once."""
 MAX_PEOPLE_SHOWN = 64
-"""People on sheets; nobody turns more pages, and the pictures of all arms of all people would not fit."""
+"""Limit of people on contact sheets: the images of all arms of all people would not fit in memory."""
 MAX_CAPTION_RECORDS = 2000
-"""Records of each table whose captions are looked through for ways to say a word."""
+"""Limit of records of each table whose captions become zero-shot prompts."""
 
 ProgressCallback = Callable[[str, int, int], None]
 
 
 class RecordTable(Protocol):
-    """Records with their pictures; `PersonalRows` is one."""
+    """Records with their images, such as `PersonalRows`."""
 
     def __len__(self) -> int: ...
 
@@ -68,20 +69,22 @@ class RecordTable(Protocol):
 
 @dataclass(frozen=True)
 class PersonalizedGenerator:
-    """All that is asked of a run: whom there is, what is said of them, and how they are drawn for."""
+    """The parts of a personalised run that the evaluation uses: records, keyword prediction, generation, and a CLIP."""
 
     table: RecordTable
     all_tables: Sequence[RecordTable]
-    """All tables of the data, for the words that there are."""
+    """All tables of the data; their values are the classes of each field."""
     predict_keywords: Callable[[Sequence[Record]], list[tuple[str, ...]]]
     generate_arm: Callable[[str, Sequence[Record], ProgressCallback], np.ndarray]
-    """An arm other than `shuffled`, and records: uint8 [n, h, w, 3]. Picture i is a function of i and the seed, and of
-    nothing of another record."""
+    """(arm other than `shuffled`, records, progress callback) -> images, uint8 (records, height, width, 3).
+
+    Image i depends on record i, i and the seed only.
+    """
     judge: Any = None
-    """A CLIP with its words; None where the recipe names none."""
+    """A CLIP with its tokenizer; None where the recipe has no model.clip."""
     device: Any = "cpu"
     random_keywords: Callable[[Sequence[Record]], list[tuple[str, ...]]] | None = None
-    """Keywords of the same language model with random weights; None where it is too large for a trial."""
+    """Keywords of the same language model with random weights; None where the model is too large."""
 
 
 def evaluate_personalization(
@@ -93,89 +96,91 @@ def evaluate_personalization(
     seed: int = 0,
     report_progress: ProgressCallback,
 ) -> dict[str, Any]:
-    """Draws and measures all arms for `count` people, writes all of it to `out`, and gives what stands in metrics.json."""
+    """Generate and measure all arms for `count` records, write results to `out`, and return those of metrics.json."""
     notes: list[str] = []
-    numbers = _chosen(generator.table, count, notes)
-    records = [generator.table.record(number) for number in numbers]
-    people = _people(generator, numbers, records)
-    fields = find_truth_fields(records, _every(generator)) if any(record.truth for record in records) else None
-    tools = _instruments(generator, people, fields, lpips, notes)
-    rows = tools.measure_arm(TARGET_ARM, people.target_images)
-    pictures: dict[str, np.ndarray] = {}
-    for arm, asked, beside in _arms(generator, people, fields, notes, seed=seed):
-        drawn = "both" if arm == "shuffled" else arm
-        made = generator.generate_arm(
-            drawn,
-            asked,
+    indices = _choose_records(generator.table, count, notes)
+    records = [generator.table.record(index) for index in indices]
+    people = _collect_people(generator, indices, records)
+    fields = find_truth_fields(records, _all_records(generator)) if any(record.truth for record in records) else None
+    metrics = _build_metrics(generator, people, fields, lpips, notes)
+    rows = metrics.measure_arm(TARGET_ARM, people.target_images)
+    images: dict[str, np.ndarray] = {}
+    for arm, arm_records, extra in _iterate_arms(generator, people, fields, notes, seed=seed):
+        source_arm = "both" if arm == "shuffled" else arm
+        arm_images = generator.generate_arm(
+            source_arm,
+            arm_records,
             lambda stage, done, total, arm=arm: report_progress(arm, done, total),  # type: ignore[misc]
         )
-        rows += tools.measure_arm(arm, made, **beside)
-        pictures[arm] = made[:MAX_PEOPLE_SHOWN].copy()  # a part of it would keep the whole
-    found = _found(rows, people, fields, notes)
+        rows += metrics.measure_arm(arm, arm_images, **extra)
+        images[arm] = arm_images[:MAX_PEOPLE_SHOWN].copy()  # a copy, since a view would keep the whole array alive
+    results = _summarise(rows, people, fields, notes)
     if fields is not None and generator.random_keywords is not None:
-        found["keywords"]["random weights"] = _named(fields, generator.random_keywords(records), records)
-    _write(out, rows, people, pictures, found)
-    return found
+        results["keywords"]["random weights"] = _keyword_accuracy(fields, generator.random_keywords(records), records)
+    _write_results(out, rows, people, images, results)
+    return results
 
 
-def _chosen(table: RecordTable, count: int | None, notes: list[str]) -> list[int]:
-    """Records of different people as long as there are such, and an even choice of them; in the order of the table."""
+def _choose_records(table: RecordTable, count: int | None, notes: list[str]) -> list[int]:
+    """Return evenly spaced record indices in ascending order, of different people as long as there are any."""
     available = len(table)
     if count is None and available > MAX_RECORDS:
-        notes.append(f"{MAX_RECORDS} of {available:,} records are drawn for, each by all arms; --count takes more")
+        notes.append(
+            f"{MAX_RECORDS} of {available:,} records are evaluated, each in all arms; raise the limit with --count"
+        )
     count = min(available, MAX_RECORDS if count is None else count)
     if count == available:
         return list(range(available))
-    last = list({table.record(number).user: number for number in range(available)}.values())
+    last = list({table.record(index).user: index for index in range(available)}.values())
     if count <= len(last):
-        return sorted(last[place] for place in evenly_spaced(len(last), count))
+        return sorted(last[i] for i in evenly_spaced(len(last), count))
     others = sorted(set(range(available)) - set(last))
-    return sorted(last + [others[place] for place in evenly_spaced(len(others), count - len(last))])
+    return sorted(last + [others[i] for i in evenly_spaced(len(others), count - len(last))])
 
 
-def _people(studio: PersonalizedGenerator, numbers: list[int], records: list[Record]) -> People:
-    table = studio.table
+def _collect_people(generator: PersonalizedGenerator, indices: list[int], records: list[Record]) -> People:
+    table = generator.table
     return People(
         records=records,
-        record_indices=numbers,
-        keywords=studio.predict_keywords(records),
+        record_indices=indices,
+        keywords=generator.predict_keywords(records),
         target_images=np.stack([table.image(record.target) for record in records]),
-        load_liked_images=lambda place: [
-            table.image(item) for item in records[place].history if item.image is not None
-        ],
+        load_liked_images=lambda i: [table.image(item) for item in records[i].history if item.image is not None],
     )
 
 
-def _every(studio: PersonalizedGenerator) -> Iterable[Record]:
-    for table in studio.all_tables:
-        yield from (table.record(number) for number in range(len(table)))
+def _all_records(generator: PersonalizedGenerator) -> Iterable[Record]:
+    for table in generator.all_tables:
+        yield from (table.record(index) for index in range(len(table)))
 
 
-def _captions(studio: PersonalizedGenerator) -> Iterable[str]:
-    for table in studio.all_tables:
-        for number in evenly_spaced(len(table), MAX_CAPTION_RECORDS):
-            yield from (item.caption for item in table.record(number).items)
+def _iterate_captions(generator: PersonalizedGenerator) -> Iterable[str]:
+    for table in generator.all_tables:
+        for index in evenly_spaced(len(table), MAX_CAPTION_RECORDS):
+            yield from (item.caption for item in table.record(index).items)
 
 
-def _instruments(
-    studio: PersonalizedGenerator, people: People, fields: TruthFields | None, lpips: Path | None, notes: list[str]
+def _build_metrics(
+    generator: PersonalizedGenerator, people: People, fields: TruthFields | None, lpips: Path | None, notes: list[str]
 ) -> ImageMetrics:
-    judge, ruler, words = studio.judge, None, None
+    judge, sticker_reader, clip_classifier = generator.judge, None, None
     if judge is None:
-        notes.append("the recipe names no model.clip: what it would judge, and the arm picked, are left out")
+        notes.append("the recipe has no model.clip: CLIP scores and the arm picked are left out")
     if fields is not None:
-        words = ClipFieldClassifier(fields, _captions(studio), judge.encode_texts) if judge is not None else None
-        ruler = _trusted(fields, people)
+        clip_classifier = (
+            ClipFieldClassifier(fields, _iterate_captions(generator), judge.encode_texts) if judge is not None else None
+        )
+        sticker_reader = _open_reliable_reader(fields, people)
     if lpips is not None:
         from bottega.models.metric_networks.perceptual import load_lpips
 
-        perceptual: Any = load_lpips(lpips, device=studio.device)
+        perceptual: Any = load_lpips(lpips, device=generator.device)
     elif judge is not None:
         from bottega.models.metric_networks.perceptual import ClipPerceptual
 
         perceptual = ClipPerceptual(judge.clip)
         notes.append(
-            "perceptual is a distance over the layers of this run's CLIP, not LPIPS; --lpips FILE measures that"
+            "perceptual is a distance over the layers of this run's CLIP, not LPIPS; measure LPIPS with --lpips FILE"
         )
     else:
         perceptual = None
@@ -183,84 +188,90 @@ def _instruments(
         people,
         judge=judge,
         perceptual=perceptual,
-        device=studio.device,
+        device=generator.device,
         fields=fields,
-        clip_classifier=words,
-        sticker_reader=ruler,
+        clip_classifier=clip_classifier,
+        sticker_reader=sticker_reader,
     )
 
 
-def _trusted(fields: TruthFields, people: People) -> Any:
-    """The ruler of stickers, if it can read the real ones: other data may have the same words."""
-    ruler = open_sticker_reader(fields)
-    if ruler is None:
+def _open_reliable_reader(fields: TruthFields, people: People) -> Any:
+    """Return the sticker reader if it reads the real targets reliably, else None: other data may use the same words."""
+    reader = open_sticker_reader(fields)
+    if reader is None:
         return None
-    found = score_fields(fields, ruler(people.target_images), people.records)
-    return ruler if min(float(values.mean()) for values in found.values()) >= MIN_READER_ACCURACY else None
+    scores = score_fields(fields, reader(people.target_images), people.records)
+    return reader if min(float(values.mean()) for values in scores.values()) >= MIN_READER_ACCURACY else None
 
 
-def _arms(
-    studio: PersonalizedGenerator, people: People, fields: TruthFields | None, notes: list[str], *, seed: int
+def _iterate_arms(
+    generator: PersonalizedGenerator, people: People, fields: TruthFields | None, notes: list[str], *, seed: int
 ) -> Iterable[tuple[str, Sequence[Record], dict[str, list[Any]]]]:
-    """Arm, what it is asked, and what else its rows say."""
+    """Yield each arm with its records and the extra columns of its rows."""
     records = people.records
     for arm in ARMS:
         yield arm, records, {}
-    if studio.judge is not None:
+    if generator.judge is not None:
         yield "picked", records, {}
-    given = swap_histories(preference_keys(records, people.keywords, fields), seed=seed)
-    if given is None:
-        notes.append("shuffled is left out: more than half of these people like the same; take more with --count")
+    swapped_indices = swap_histories(preference_keys(records, people.keywords, fields), seed=seed)
+    if swapped_indices is None:
+        notes.append(
+            "shuffled is left out: more than half of these people have the same preferences; evaluate more with --count"
+        )
         return
-    others = [records[i] for i in given]
+    others = [records[i] for i in swapped_indices]
     swapped = [r.model_copy(update={"history": o.history}) for r, o in zip(records, others, strict=True)]
-    words = [list(one) for one in studio.predict_keywords(swapped)]
-    yield "shuffled", swapped, {"history_of": [other.user for other in others], "keywords": words}
+    arm_keywords = [list(predicted) for predicted in generator.predict_keywords(swapped)]
+    yield "shuffled", swapped, {"history_of": [other.user for other in others], "keywords": arm_keywords}
 
 
-def _found(rows: list[dict[str, Any]], people: People, fields: TruthFields | None, notes: list[str]) -> dict[str, Any]:
+def _summarise(
+    rows: list[dict[str, Any]], people: People, fields: TruthFields | None, notes: list[str]
+) -> dict[str, Any]:
     num_people = len({record.user for record in people.records})
     if num_people < MIN_PEOPLE:
-        notes.append(f"with {num_people} people no test can find anything; {MIN_PEOPLE} or more are tested")
-    found: dict[str, Any] = {"arms": summarise_arms(rows), "tests": compare_arms(rows)}
+        notes.append(f"{num_people} people are too few for tests; evaluate at least {MIN_PEOPLE} with --count")
+    results: dict[str, Any] = {"arms": summarise_arms(rows), "tests": compare_arms(rows)}
     if fields is not None:
-        measured = measure_names(rows)
+        measures = measure_names(rows)
         chance = {
             f"{p}{name}_accuracy": value for p in ("", STICKER_PREFIX) for name, value in fields.chance_accuracy.items()
         }
-        found["chance"] = {name: value for name, value in chance.items() if name in measured}
-        found["keywords"] = {"learnt": _named(fields, people.keywords, people.records)}
+        results["chance"] = {name: value for name, value in chance.items() if name in measures}
+        results["keywords"] = {"learnt": _keyword_accuracy(fields, people.keywords, people.records)}
     counts = {"people": num_people, "records": len(people)}
-    return {**found, "counts": counts, "notes": notes}
+    return {**results, "counts": counts, "notes": notes}
 
 
-def _named(fields: TruthFields, keywords: Sequence[Sequence[str]], records: Sequence[Record]) -> dict[str, float]:
-    """The share of people whose keywords name what they like."""
+def _keyword_accuracy(
+    fields: TruthFields, keywords: Sequence[Sequence[str]], records: Sequence[Record]
+) -> dict[str, float]:
+    """Return column -> fraction of records whose keywords name the preferred value."""
     return {name: float(values.mean()) for name, values in score_keywords(fields, keywords, records).items()}
 
 
-def _write(
-    out: Path, rows: list[dict[str, Any]], people: People, pictures: dict[str, np.ndarray], found: dict[str, Any]
+def _write_results(
+    out: Path, rows: list[dict[str, Any]], people: People, images: dict[str, np.ndarray], results: dict[str, Any]
 ) -> None:
     file = out / PEOPLE_FILE
     with explain_write_errors(file), replacing_file(file) as temporary:
         lines = (json.dumps(replace_non_finite(row), ensure_ascii=False) + "\n" for row in rows)
         temporary.write_text("".join(lines), encoding="utf-8")
-    columns = [*pictures, TARGET_ARM]
-    drawn = {**pictures, TARGET_ARM: people.target_images}
-    shown = [
+    columns = [*images, TARGET_ARM]
+    images_by_arm = {**images, TARGET_ARM: people.target_images}
+    rows_shown = [
         PersonRow(
-            r.user,
-            r.wish_or_caption,
+            record.user,
+            record.wish_or_caption,
             people.keywords[i],
             people.load_liked_images(i)[-MAX_HISTORY_SHOWN:],
-            {arm: drawn[arm][i] for arm in columns},
+            {arm: images_by_arm[arm][i] for arm in columns},
         )
-        for i, r in enumerate(people.records[:MAX_PEOPLE_SHOWN])
+        for i, record in enumerate(people.records[:MAX_PEOPLE_SHOWN])
     ]
-    files = [file, *write_contact_sheets(shown, out / SHEETS_FOLDER)]
-    shares = [name for name in headline_measures(measure_names(rows)) if name.endswith("_accuracy")]
-    if shares:
-        plot = partial(plot_arms, found["arms"], shares, found.get("chance", {}))
-        files += [out / CHART_FILE] if try_plot(plot, out / CHART_FILE, warn=found["notes"].append) else []
-    found["files"] = [str(path) for path in files]
+    files = [file, *write_contact_sheets(rows_shown, out / SHEETS_FOLDER)]
+    accuracies = [name for name in headline_measures(measure_names(rows)) if name.endswith("_accuracy")]
+    if accuracies:
+        plot = partial(plot_arms, results["arms"], accuracies, results.get("chance", {}))
+        files += [out / CHART_FILE] if try_plot(plot, out / CHART_FILE, warn=results["notes"].append) else []
+    results["files"] = [str(path) for path in files]

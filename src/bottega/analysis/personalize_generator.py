@@ -1,4 +1,4 @@
-"""A personalised run opened for an evaluation over people: its tables, its words, its generator and its judge."""
+"""Open a personalised run for an evaluation: its records, keyword prediction, image generation and CLIP."""
 
 from __future__ import annotations
 
@@ -26,36 +26,38 @@ if TYPE_CHECKING:
 def open_personalized_generator(
     saved: SavedRun, source: Source, *, is_own: bool, seed: int = 0
 ) -> Iterator[PersonalizedGenerator]:
-    """`source` is whom to draw for, as their loss was measured; `is_own` says that they are of the run's own data."""
+    """Open a run to generate images for the people of `source`; `is_own` says that these are the run's own data."""
     workload, device = saved.workload, saved.engine.device
     assert isinstance(workload, PersonalizeWorkload)
     table = find_personal_rows(source)
     tables = [workload.personal_rows(name) for name in workload.data.prepared.tables] if is_own else [table]
     with saved.engine.sampling() as models:
 
-        def keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
-            return [said.preference for said in workload.keywords(records, models)]
+        def predict_keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
+            return [answer.preference for answer in workload.keywords(records, models)]
 
-        def draw(arm: str, records: Sequence[Record], say: ProgressCallback) -> np.ndarray:
-            how: dict[str, Any] = {"device": device, "seed": seed, "say": say}
-            how |= {"arm": "both", "pick": True} if arm == "picked" else {"arm": arm}
-            return generate_arm(workload, models, records, **how)[0]
+        def generate(arm: str, records: Sequence[Record], report_progress: ProgressCallback) -> np.ndarray:
+            options: dict[str, Any] = {"device": device, "seed": seed, "say": report_progress}
+            options |= {"arm": "both", "pick": True} if arm == "picked" else {"arm": arm}
+            return generate_arm(workload, models, records, **options)[0]
 
-        def at_random(records: Sequence[Record]) -> list[tuple[str, ...]]:
+        def random_keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
             return random_model_keywords(workload, records, seed=seed)
 
         judge, folder = workload.image_sampler.load_judge(device), Path(workload.metadata.language_model.folder)
-        extra = at_random if is_small_model(folder) else None
-        yield PersonalizedGenerator(table, tables, keywords, draw, judge=judge, device=device, random_keywords=extra)
+        control = random_keywords if is_small_model(folder) else None
+        yield PersonalizedGenerator(
+            table, tables, predict_keywords, generate, judge=judge, device=device, random_keywords=control
+        )
 
 
 def find_personal_rows(source: Any) -> PersonalRows:
-    """However the people are wrapped."""
+    """Return the table of people within `source`, however it is wrapped."""
     while not isinstance(source, PersonalRows):
         if isinstance(source, PromptedRows):
             source = source.people
         elif hasattr(source, "source"):
-            raise UsageError("--data: several sources of people are measured one at a time; give one of them")
+            raise UsageError("--data: people are evaluated from one source at a time; give one of them")
         else:
-            raise AssertionError(f"{type(source).__name__} holds no people")
+            raise AssertionError(f"{type(source).__name__} does not contain a table of people")
     return source

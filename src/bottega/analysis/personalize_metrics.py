@@ -1,4 +1,4 @@
-"""All that is measured of one person's picture, however it was drawn: one row a person and arm."""
+"""Metrics of personalised images, one row per record and arm: accuracies, CLIP similarities, SSIM, perceptual distance."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from bottega.tasks.measures.ssim import WINDOW, ssim
 from bottega.tasks.personalize.data.records import Record
 
 STICKER_PREFIX = "drawn_"
-"""Before what was read off a sticker without any learnt model."""
+"""Prefix of columns computed by the sticker reader, which is not a trained model."""
 
 
 @dataclass(frozen=True)
 class People:
-    """Whom pictures are drawn for."""
+    """The records that images are generated for, with keywords, targets and liked images."""
 
     records: Sequence[Record]
     record_indices: Sequence[int]
-    """Of the records, in their table."""
+    """Indices of the records in their table."""
     keywords: Sequence[Sequence[str]]
-    """What the language model says each likes."""
+    """Keywords that the language model predicts for each record."""
     target_images: np.ndarray
-    """What each took then: uint8 [n, h, w, 3]."""
+    """The image that each person chose: uint8 (records, height, width, 3)."""
     load_liked_images: Callable[[int], list[np.ndarray]]
-    """What a person liked before, by their place, as far as there are pictures of it. Read when it is asked for: hundreds of
-    large pictures for each of hundreds of people would not fit."""
+    """Index of a record -> the images in its history. Read when needed: those of all people would not fit in memory."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -43,11 +42,11 @@ class People:
 @final
 @dataclass(frozen=True)
 class ImageMetrics:
-    """What pictures are measured with, made once for all arms."""
+    """The metrics of an evaluation, set up once for all arms."""
 
     people: People
     judge: Any = None
-    """A CLIP: `pictures` and `texts` as unit vectors; None where the recipe names none."""
+    """A CLIP whose `pictures` and `texts` return unit vectors; None where the recipe has none."""
     perceptual: Any = None
     """An `Lpips` or a `ClipPerceptual`."""
     device: Any = "cpu"
@@ -55,10 +54,10 @@ class ImageMetrics:
     clip_classifier: ClipFieldClassifier | None = None
     sticker_reader: Callable[[np.ndarray], FieldPredictions] | None = None
 
-    def measure_arm(self, arm: str, pictures: np.ndarray, **beside: Sequence[Any]) -> list[dict[str, Any]]:
-        """Of uint8 [n, h, w, 3], one a person, in their order; `beside` are fields that only this arm has."""
-        people, seen = self.people, self.judge.encode_images(pictures) if self.judge is not None else None
-        assert len(pictures) == len(people), "one picture a person"
+    def measure_arm(self, arm: str, images: np.ndarray, **extra: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return a row for each image; `images` is uint8 (records, height, width, 3), `extra` are further columns."""
+        people, embeddings = self.people, self.judge.encode_images(images) if self.judge is not None else None
+        assert len(images) == len(people), "one image per record"
         columns: dict[str, Sequence[Any]] = {
             "user": [record.user for record in people.records],
             "arm": [arm] * len(people),
@@ -66,66 +65,66 @@ class ImageMetrics:
             "wish": [record.wish_or_caption for record in people.records],
             "target": [record.target.id for record in people.records],
             "keywords": [list(words) for words in people.keywords],
-            **beside,
-            **self._shown(pictures, seen),
-            **(self._near(seen) if seen is not None else {}),
-            **(self._alike(pictures) if arm != TARGET_ARM else {}),
+            **extra,
+            **self._classify(images, embeddings),
+            **(self._clip_similarities(embeddings) if embeddings is not None else {}),
+            **(self._similarity_to_targets(images) if arm != TARGET_ARM else {}),
         }
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-    def _shown(self, pictures: np.ndarray, seen: np.ndarray | None) -> dict[str, Sequence[Any]]:
-        """Whether the picture shows what it should, by each who can tell."""
-        found: dict[str, Sequence[Any]] = {}
+    def _classify(self, images: np.ndarray, embeddings: np.ndarray | None) -> dict[str, Sequence[Any]]:
+        """Return whether each image shows what it should, by CLIP and by the sticker reader."""
+        columns: dict[str, Sequence[Any]] = {}
         if self.fields is None:
-            return found
-        readers: dict[str, FieldPredictions] = {}
-        if self.clip_classifier is not None and seen is not None:
-            readers[""] = self.clip_classifier.classify(seen)
+            return columns
+        predictions_by_reader: dict[str, FieldPredictions] = {}
+        if self.clip_classifier is not None and embeddings is not None:
+            predictions_by_reader[""] = self.clip_classifier.classify(embeddings)
         if self.sticker_reader is not None:
-            readers[STICKER_PREFIX] = self.sticker_reader(pictures)
-        for prefix, told in readers.items():
-            for name, is_right in score_fields(self.fields, told, self.people.records).items():
-                found[f"{prefix}{name}_accuracy"] = is_right.astype(int).tolist()
+            predictions_by_reader[STICKER_PREFIX] = self.sticker_reader(images)
+        for prefix, predictions in predictions_by_reader.items():
+            for name, is_right in score_fields(self.fields, predictions, self.people.records).items():
+                columns[f"{prefix}{name}_accuracy"] = is_right.astype(int).tolist()
             name = prefix.rstrip("_") or "judge"
-            found[name] = [{key: values[i] for key, values in told.items()} for i in range(len(pictures))]
-        return found
+            columns[name] = [{key: values[i] for key, values in predictions.items()} for i in range(len(images))]
+        return columns
 
-    def _near(self, seen: np.ndarray) -> dict[str, Sequence[float]]:
-        """Cosines of the judge's vectors [n, d] with the keywords, the wish and the liked pictures."""
-        likes, wishes = self._texts
-        to_likes = cosine_similarity(seen, likes)
-        to_likes[[not words for words in self.people.keywords]] = np.nan
-        found = {"clip_preference": to_likes, "clip_target": cosine_similarity(seen, wishes)}
-        if any(len(one) for one in self._liked):
-            found["clip_history"] = similarity_to_history(seen, self._liked)
-        return {name: values.tolist() for name, values in found.items()}
+    def _clip_similarities(self, embeddings: np.ndarray) -> dict[str, Sequence[float]]:
+        """Return cosines of `embeddings` (records, width) with those of the keywords, the wish and the liked images."""
+        keyword_embeddings, wish_embeddings = self._text_embeddings
+        to_keywords = cosine_similarity(embeddings, keyword_embeddings)
+        to_keywords[[not words for words in self.people.keywords]] = np.nan
+        columns = {"clip_preference": to_keywords, "clip_target": cosine_similarity(embeddings, wish_embeddings)}
+        if any(len(liked) for liked in self._liked_embeddings):
+            columns["clip_history"] = similarity_to_history(embeddings, self._liked_embeddings)
+        return {name: values.tolist() for name, values in columns.items()}
 
-    def _alike(self, pictures: np.ndarray) -> dict[str, Sequence[float]]:
-        """How like the picture that the person did take."""
-        targets, found = self.people.target_images, {}
-        if pictures.shape != targets.shape:
+    def _similarity_to_targets(self, images: np.ndarray) -> dict[str, Sequence[float]]:
+        """Return SSIM and perceptual distance to the image that each person chose."""
+        targets, columns = self.people.target_images, {}
+        if images.shape != targets.shape:
             raise UsageError(
-                f"pictures drawn are {_size(pictures)}, targets {_size(targets)}; set data.image_size to one"
+                f"generated images are {_size(images)}, targets {_size(targets)}; set data.image_size to one size"
             )
-        if min(pictures.shape[1:3]) >= WINDOW:
-            found["ssim"] = ssim(pictures, targets).tolist()
+        if min(images.shape[1:3]) >= WINDOW:
+            columns["ssim"] = ssim(images, targets).tolist()
         if self.perceptual is not None:
-            values = perceptual_distances(self.perceptual, pictures, targets, device=self.device)
-            found[self.perceptual.name] = values.tolist()
-        return found
+            values = perceptual_distances(self.perceptual, images, targets, device=self.device)
+            columns[self.perceptual.name] = values.tolist()
+        return columns
 
     @cached_property
-    def _texts(self) -> tuple[np.ndarray, np.ndarray]:
-        likes = [", ".join(words) for words in self.people.keywords]
-        return self.judge.encode_texts(likes), self.judge.encode_texts(
-            [record.wish_or_caption for record in self.people.records]
-        )
+    def _text_embeddings(self) -> tuple[np.ndarray, np.ndarray]:
+        keywords = [", ".join(words) for words in self.people.keywords]
+        return self.judge.encode_texts(keywords), self.judge.encode_texts([record.wish_or_caption for record in self.people.records])
 
     @cached_property
-    def _liked(self) -> list[np.ndarray]:
-        found = (self.people.load_liked_images(number) for number in range(len(self.people)))
-        return [self.judge.encode_images(np.stack(one)) if one else np.zeros((0, 1), np.float32) for one in found]
+    def _liked_embeddings(self) -> list[np.ndarray]:
+        liked_images = (self.people.load_liked_images(i) for i in range(len(self.people)))
+        return [
+            self.judge.encode_images(np.stack(images)) if images else np.zeros((0, 1), np.float32) for images in liked_images
+        ]
 
 
-def _size(pictures: np.ndarray) -> str:
-    return f"{pictures.shape[2]} x {pictures.shape[1]}"
+def _size(images: np.ndarray) -> str:
+    return f"{images.shape[2]} x {images.shape[1]}"

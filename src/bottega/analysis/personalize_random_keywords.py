@@ -20,49 +20,52 @@ if TYPE_CHECKING:
 
 CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 MAX_RANDOM_MODEL_BYTES = 2**28
-"""Bytes of weights that may be drawn anew for a trial."""
+"""Largest model, in bytes of weights, for which the control is run."""
 
 
 def random_model_keywords(
     workload: PersonalizeWorkload, records: Sequence[Record], *, seed: int = 0
 ) -> list[tuple[str, ...]]:
-    """What the run's language model says of what people like if it has learnt nothing."""
-    with tempfile.TemporaryDirectory() as place:
-        random = write_random_model(Path(workload.metadata.language_model.folder), Path(place) / "random", seed=seed)
-        return generate_keywords(workload, random, records, cache=Path(place))
+    """Return the keywords that the run's language model generates for `records` with random weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        random_model = write_random_model(
+            Path(workload.metadata.language_model.folder), Path(folder) / "random", seed=seed
+        )
+        return generate_keywords(workload, random_model, records, cache=Path(folder))
 
 
 def is_small_model(folder: Path) -> bool:
+    """Return whether the weights in `folder` are small enough for the control."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors")) <= MAX_RANDOM_MODEL_BYTES
 
 
 def generate_keywords(
     workload: PersonalizeWorkload, folder: Path, records: Sequence[Record], *, cache: Path
 ) -> list[tuple[str, ...]]:
-    """What another language model says of what people like, asked as the run asks its own; decoded, whatever is kept."""
+    """Return the keywords that the language model in `folder` generates from the run's prompts, without cached ones."""
     from bottega.models.device import choose_device
     from bottega.models.frozen.language import load_language_model
     from bottega.tasks.personalize.keywords import KeywordGenerator
 
     own, device = workload.teller.prompts, choose_device(workload.recipe.device)
-    keyworder = KeywordGenerator(
+    keyword_generator = KeywordGenerator(
         folder, own.options, length=own.length, room=own.room, precision=own.precision, cache=cache
     )
 
     def load() -> Any:
         return load_language_model(folder, precision=own.precision, checkpointing=False, device=device).to(device)
 
-    return keyworder.preferences(records, load, device, lambda stage, done, total: None)
+    return keyword_generator.preferences(records, load, device, lambda stage, done, total: None)
 
 
 def write_random_model(folder: Path, out: Path, *, seed: int) -> Path:
-    """The model of a folder with every matrix drawn anew, as large as it was; norms and biases as at the beginning."""
+    """Write the model of `folder` to `out` with random matrices of the same standard deviation, norms 1 and biases 0."""
     import torch
     from safetensors.torch import load_file, save_file
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UsageError(f"{folder}: has no *.safetensors to draw anew")
+        raise UsageError(f"{folder}: has no *.safetensors; give the folder of a language model")
     out.mkdir(parents=True)
     for file in folder.iterdir():
         if file.is_file() and file.suffix in CONFIG_SUFFIXES:
@@ -73,7 +76,7 @@ def write_random_model(folder: Path, out: Path, *, seed: int) -> Path:
             if tensor.ndim < 2:
                 tensors[name] = torch.zeros_like(tensor) if name.endswith("bias") else torch.ones_like(tensor)
                 continue
-            drawn = numpy_generator(seed, name).standard_normal(tuple(tensor.shape), dtype=np.float32)
-            tensors[name] = (torch.from_numpy(drawn) * tensor.float().std()).to(tensor.dtype)
+            values = numpy_generator(seed, name).standard_normal(tuple(tensor.shape), dtype=np.float32)
+            tensors[name] = (torch.from_numpy(values) * tensor.float().std()).to(tensor.dtype)
         save_file(tensors, out / file.name, metadata={"format": "pt"})
     return out

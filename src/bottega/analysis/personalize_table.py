@@ -1,4 +1,4 @@
-"""The arms of a personalised run for the terminal: a column for each, and the tests that a person asks for first."""
+"""Format the results of a personalised evaluation for the terminal: a column for each arm, and the main tests."""
 
 from __future__ import annotations
 
@@ -7,49 +7,58 @@ from typing import Any
 
 from bottega.analysis.compare import format_table
 
-NEARNESS = ("clip_preference", "clip_target", "clip_history")
-"""Tested for the eye where nothing is known of what pictures should show."""
+SIMILARITIES = ("clip_preference", "clip_target", "clip_history")
+"""Measures shown where the data does not say what images should show."""
 
 
-def format_report(found: Mapping[str, Any]) -> list[str]:
-    """The table of arms, what the keywords are worth, and the tests that matter most."""
-    arms = found["arms"]
+def format_report(results: Mapping[str, Any]) -> list[str]:
+    """Return the lines of the table of arms, the accuracy of the keywords, and the main tests."""
+    arms = results["arms"]
     measures = list(dict.fromkeys(measure for values in arms.values() for measure in values))
     width = max(map(len, measures)) + 2
-    lines = ["", " " * width + "".join(f"{arm:>11}" for arm in arms) + (f"{'chance':>11}" if "chance" in found else "")]
+    lines = [
+        "",
+        " " * width + "".join(f"{arm:>11}" for arm in arms) + (f"{'chance':>11}" if "chance" in results else ""),
+    ]
     for measure in measures:
         cells = [f"{arms[arm][measure]['mean']:>11.4f}" if measure in arms[arm] else " " * 11 for arm in arms]
-        chance = found.get("chance", {}).get(measure)
+        chance = results.get("chance", {}).get(measure)
         lines.append((f"{measure:<{width}}" + "".join(cells) + (f"{chance:>11.4f}" if chance else "")).rstrip())
-    lines.append(f"{'people':<{width}}{found['counts']['people']:>11,}")
-    return [*lines, *_keywords(found, width), *_tests_shown(found.get("tests", []))]
+    lines.append(f"{'people':<{width}}{results['counts']['people']:>11,}")
+    return [*lines, *_format_keywords(results, width), *_format_tests(results.get("tests", []))]
 
 
 def headline_measures(measures: Iterable[str]) -> list[str]:
-    """Preference and wish; of data that knows neither, how near CLIP finds pictures to the words and the liked."""
+    """Return the accuracies of preference and wish, or the CLIP similarities where there are no such labels."""
     names = list(measures)
-    whole = [name for name in names if name.removeprefix("drawn_") in ("preference_accuracy", "wish_accuracy")]
-    return whole or [name for name in names if name in NEARNESS]
+    accuracies = [name for name in names if name.removeprefix("drawn_") in ("preference_accuracy", "wish_accuracy")]
+    return accuracies or [name for name in names if name in SIMILARITIES]
 
 
-def _keywords(found: Mapping[str, Any], width: int) -> list[str]:
-    """By what the language model has learnt, and by the same network with random weights."""
-    said, chance = found.get("keywords", {}), found.get("chance", {})
-    if not said.get("learnt"):
+def _format_keywords(results: Mapping[str, Any], width: int) -> list[str]:
+    """Format the accuracy of keywords by the trained language model, and by the same network with random weights."""
+    accuracies, chance = results.get("keywords", {}), results.get("chance", {})
+    if not accuracies.get("learnt"):
         return []
-    lines = ["", "people whose keywords name what they like", " " * width + "".join(f"{name:>16}" for name in said)]
+    lines = [
+        "",
+        "people whose keywords name what they like",
+        " " * width + "".join(f"{name:>16}" for name in accuracies),
+    ]
     lines[-1] += f"{'chance':>16}"
-    for name in said["learnt"]:
-        cells = "".join(f"{shares[name]:>16.4f}" for shares in said.values())
-        guessed = chance.get(f"{name}_accuracy", chance.get(f"drawn_{name}_accuracy"))
-        lines.append(f"{name:<{width}}{cells}" + (f"{guessed:>16.4f}" if guessed is not None else ""))
+    for name in accuracies["learnt"]:
+        cells = "".join(f"{by_column[name]:>16.4f}" for by_column in accuracies.values())
+        chance_accuracy = chance.get(f"{name}_accuracy", chance.get(f"drawn_{name}_accuracy"))
+        lines.append(f"{name:<{width}}{cells}" + (f"{chance_accuracy:>16.4f}" if chance_accuracy is not None else ""))
     return lines
 
 
-def _tests_shown(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    kept = headline_measures(dict.fromkeys(test["measure"] for test in found))
-    # What personalising must not cost is asked of the whole method alone.
-    shown = [t for name in kept for t in found if t["measure"] == name and ("wish" not in name or _is_whole(t))]
+def _format_tests(tests: Sequence[Mapping[str, Any]]) -> list[str]:
+    measures = headline_measures(dict.fromkeys(test["measure"] for test in tests))
+    # That personalisation keeps the wish is tested for the full method only.
+    shown = [
+        t for name in measures for t in tests if t["measure"] == name and ("wish" not in name or _is_full_method(t))
+    ]
     if not shown:
         return []
     rows = [["measure", "pair", "difference", "95 % interval", "test", "p (Holm)"]]
@@ -62,5 +71,5 @@ def _tests_shown(found: Sequence[Mapping[str, Any]]) -> list[str]:
     return ["", *format_table(rows, right=(2, 3, 5))]
 
 
-def _is_whole(test: Mapping[str, Any]) -> bool:
+def _is_full_method(test: Mapping[str, Any]) -> bool:
     return (test["first"], test["second"]) == ("none", "both")

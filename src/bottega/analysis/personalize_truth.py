@@ -1,8 +1,7 @@
-"""What a personalised picture should show, where the data knows it, and what it does show: as a CLIP reads it, and as a
-ruler does where stickers were drawn by code.
+"""Ground truth of personalised images, and classifiers that read it off an image: zero-shot CLIP and a sticker reader.
 
-The words are those of the data: every field of `Record.truth`, with all values that occur. A field that the wish names is
-the wish's; all others are what the person likes.
+The classes come from the data: each field of `Record.truth`, with all values that occur. A field that the wish names
+belongs to the wish; all others are preferences of the person.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from bottega.tasks.measures.clip_scores import classify_zero_shot
 from bottega.tasks.personalize.data.records import Record
 
 MAX_PROMPTS, MAX_TEXTS = 32, 4096
-"""Captions that words are tried in, and texts in all: each costs a pass of the text tower."""
+"""Limits of captions per class and of texts in all: each text costs a forward pass of the text encoder."""
 MIN_READER_ACCURACY = 0.9
-"""Share of the real targets that the ruler must read right before anything else is measured with it."""
+"""Accuracy on the real targets that the sticker reader needs in order to be used as a metric."""
 
 FieldPredictions = dict[str, list[str]]
-"""Field -> what each picture shows."""
+"""Field -> the predicted value for each image."""
 
 
 @dataclass(frozen=True)
 class TruthFields:
-    """What is known of the people of a split."""
+    """The labelled fields of a split: which are preferences, which belong to the wish, and their values."""
 
     preference: tuple[str, ...]
     wish: tuple[str, ...]
@@ -38,21 +37,21 @@ class TruthFields:
 
     @property
     def chance_accuracy(self) -> dict[str, float]:
-        """What somebody who guesses gets."""
-        found = {name: 1 / len(self.words[name]) for name in self.preference}
-        found["preference"] = math.prod(found.values())
-        found["wish"] = math.prod(1 / len(self.words[name]) for name in self.wish)
-        return {name: found[name] for name in self.columns}
+        """Accuracy of a uniform guess, by column."""
+        accuracy = {name: 1 / len(self.words[name]) for name in self.preference}
+        accuracy["preference"] = math.prod(accuracy.values())
+        accuracy["wish"] = math.prod(1 / len(self.words[name]) for name in self.wish)
+        return {name: accuracy[name] for name in self.columns}
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """preference, each of its fields where they are several, and wish."""
+        """Columns: preference, each preference field where there are several, and wish."""
         several = self.preference if len(self.preference) > 1 else ()
         return (*(("preference",) if self.preference else ()), *several, *(("wish",) if self.wish else ()))
 
 
 def find_truth_fields(records: Sequence[Record], all_records: Iterable[Record]) -> TruthFields | None:
-    """`every` is all that the data has, so that words of people elsewhere can be guessed, too; None where nothing is known."""
+    """Return the fields that all `records` have, with their values in `all_records` too; None where there are none."""
     names = [name for name in records[0].truth if all(name in record.truth for record in records)] if records else []
     if not names:
         return None
@@ -61,160 +60,173 @@ def find_truth_fields(records: Sequence[Record], all_records: Iterable[Record]) 
         for name in names:
             if name in record.truth:
                 words[name].add(record.truth[name])
-    told_apart = [name for name in names if len(words[name]) > 1]
-    wish = tuple(name for name in told_apart if all(_says(r.wish_or_caption, r.truth[name]) for r in records))
-    preference = tuple(name for name in told_apart if name not in wish)
-    return (
-        TruthFields(preference, wish, {name: tuple(sorted(words[name])) for name in told_apart}) if told_apart else None
-    )
+    varying = [name for name in names if len(words[name]) > 1]
+    wish = tuple(name for name in varying if all(_contains_word(r.wish_or_caption, r.truth[name]) for r in records))
+    preference = tuple(name for name in varying if name not in wish)
+    return TruthFields(preference, wish, {name: tuple(sorted(words[name])) for name in varying}) if varying else None
 
 
 def preference_keys(
     records: Sequence[Record], keywords: Sequence[Sequence[str]], fields: TruthFields | None
 ) -> list[tuple[str, ...]]:
-    """What makes two people alike: what is true of them; where nobody knows that, the keywords of all their records; and
-    of whom nothing is said, they are like nobody else."""
+    """Return for each record the preferences by which people are grouped.
+
+    These are the true ones, or without labels the keywords of all records of the person. A person without either is
+    a group of their own.
+    """
     if fields is not None and fields.preference:
         return [tuple(record.truth[name] for name in fields.preference) for record in records]
-    said: dict[str, set[str]] = {}
+    keywords_by_user: dict[str, set[str]] = {}
     for record, words in zip(records, keywords, strict=True):
-        said.setdefault(record.user, set()).update(word.casefold() for word in words)
-    # No keyword is empty, so nobody's name is taken for one.
-    return [tuple(sorted(said[record.user])) or ("", record.user) for record in records]
+        keywords_by_user.setdefault(record.user, set()).update(word.casefold() for word in words)
+    # No keyword is empty, so ("", user) cannot equal somebody's keywords.
+    return [tuple(sorted(keywords_by_user[record.user])) or ("", record.user) for record in records]
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """Texts to look for, in which the values of some fields stand together."""
+    """Zero-shot prompts for each combination of the values of some fields."""
 
     names: tuple[str, ...]
     choices: list[tuple[str, ...]]
-    """All values of the fields with each other."""
+    """All combinations of values of the fields."""
     texts: list[list[str]]
-    """Of each choice, the same captions with its words in them."""
+    """For each choice, the same captions with its words filled in."""
 
 
 def build_prompts(fields: TruthFields, captions: Iterable[str]) -> list[PromptSet]:
-    """All fields at once where captions name them all, because words change what is next to them: four half-trained CLIPs
-    read 55 % of real favourites so, and 51 % one field at a time. Else, or where that would be too many texts, each by
-    itself; a field that no caption names by its bare words.
+    """Build zero-shot prompts from captions of the data.
 
-    All choices stand in the same captions of the data, so that none is preferred for what else is said there."""
-    several = sorted(set(captions))
-    every = tuple(fields.words)
-    together = _prompts(fields, every, several)
-    if together is not None:
-        return [together]
-    apart = {name: _prompts(fields, (name,), several) for name in every}
+    All fields share prompts where captions name all of them: four half-trained CLIPs read 55 % of real favourites so,
+    and 51 % one field at a time. Otherwise, or where that would be too many texts, each field has its own; a field that
+    no caption names is prompted by its bare words. All choices are filled into the same captions, so that the other
+    words of a caption favour none.
+    """
+    distinct = sorted(set(captions))
+    names = tuple(fields.words)
+    joint = _fill_captions(fields, names, distinct)
+    if joint is not None:
+        return [joint]
+    by_field = {name: _fill_captions(fields, (name,), distinct) for name in names}
     return [
-        found or PromptSet((name,), [(word,) for word in fields.words[name]], [[word] for word in fields.words[name]])
-        for name, found in apart.items()
+        prompts or PromptSet((name,), [(word,) for word in fields.words[name]], [[word] for word in fields.words[name]])
+        for name, prompts in by_field.items()
     ]
 
 
-def _prompts(fields: TruthFields, names: tuple[str, ...], captions: Sequence[str]) -> PromptSet | None:
+def _fill_captions(fields: TruthFields, names: tuple[str, ...], captions: Sequence[str]) -> PromptSet | None:
     field_of = {word.lower(): name for name in reversed(names) for word in fields.words[name]}
     longest_first = sorted(field_of, key=len, reverse=True)
-    any_word = re.compile(rf"(?:\b(an?)\s)?\b({'|'.join(map(re.escape, longest_first))})\b", re.IGNORECASE)
+    pattern = re.compile(rf"(?:\b(an?)\s)?\b({'|'.join(map(re.escape, longest_first))})\b", re.IGNORECASE)
 
-    def named(text: str) -> list[str]:
-        return sorted(field_of[match[2].lower()] for match in any_word.finditer(text))
+    def find_fields(text: str) -> list[str]:
+        return sorted(field_of[match[2].lower()] for match in pattern.finditer(text))
 
-    def filled(text: str, choice: tuple[str, ...]) -> str:
+    def fill_words(text: str, choice: tuple[str, ...]) -> str:
         words = dict(zip(names, choice, strict=True))
-        return any_word.sub(lambda match: _put(match, words[field_of[match[2].lower()]]), text)
+        return pattern.sub(lambda match: _match_article(match, words[field_of[match[2].lower()]]), text)
 
     choices = list(product(*(fields.words[name] for name in names)))
-    most = min(MAX_PROMPTS, MAX_TEXTS // len(choices))
-    # Captions that differ in these words alone are one.
-    fitting = list(dict.fromkeys(filled(text, choices[0]) for text in captions if named(text) == sorted(names)))
-    chosen = [fitting[i * len(fitting) // most] for i in range(most)] if len(fitting) > most else fitting
+    limit = min(MAX_PROMPTS, MAX_TEXTS // len(choices))
+    # Captions that differ only in these words count once.
+    fitting = list(
+        dict.fromkeys(fill_words(text, choices[0]) for text in captions if find_fields(text) == sorted(names))
+    )
+    chosen = [fitting[i * len(fitting) // limit] for i in range(limit)] if len(fitting) > limit else fitting
     return (
-        PromptSet(names, choices, [[filled(text, choice) for text in chosen] for choice in choices]) if chosen else None
+        PromptSet(names, choices, [[fill_words(text, choice) for text in chosen] for choice in choices])
+        if chosen
+        else None
     )
 
 
-def _put(match: re.Match[str], word: str) -> str:
+def _match_article(match: re.Match[str], word: str) -> str:
     if match[1] is None:
         return word
     article = "an" if word[0].lower() in "aeiou" else "a"
     return f"{article.capitalize() if match[1][0].isupper() else article} {word}"
 
 
-def _says(text: str, word: str) -> bool:
+def _contains_word(text: str, word: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None
 
 
 class ClipFieldClassifier:
-    """A CLIP that says which of the words fit, from its vectors alone."""
+    """Zero-shot classifier of the fields, on CLIP embeddings."""
 
     def __init__(
         self, fields: TruthFields, captions: Iterable[str], texts: Callable[[Sequence[str]], np.ndarray]
     ) -> None:
         self.prompts = build_prompts(fields, captions)
-        self.vectors = [_means(one, texts) for one in self.prompts]
+        self.vectors = [_mean_embeddings(prompts, texts) for prompts in self.prompts]
 
-    def classify(self, pictures: np.ndarray) -> FieldPredictions:
-        """Of unit vectors [n, d]."""
-        found: FieldPredictions = {}
-        for prompts, vectors in zip(self.prompts, self.vectors, strict=True):
-            chosen = [prompts.choices[i] for i in classify_zero_shot(pictures, vectors)]
-            found |= {name: [choice[at] for choice in chosen] for at, name in enumerate(prompts.names)}
-        return found
+    def classify(self, embeddings: np.ndarray) -> FieldPredictions:
+        """Return the predicted values of each field for unit image embeddings (images, width)."""
+        predictions: FieldPredictions = {}
+        for prompts, class_embeddings in zip(self.prompts, self.vectors, strict=True):
+            chosen = [prompts.choices[i] for i in classify_zero_shot(embeddings, class_embeddings)]
+            predictions |= {
+                name: [choice[position] for choice in chosen] for position, name in enumerate(prompts.names)
+            }
+        return predictions
 
 
-def _means(prompts: PromptSet, texts: Callable[[Sequence[str]], np.ndarray]) -> np.ndarray:
-    """[choices, d]: the unit vectors of each choice's captions, averaged as CLIP's prompts are."""
-    found = texts([text for said in prompts.texts for text in said])
-    return found.reshape(len(prompts.choices), -1, found.shape[1]).astype(np.float64).mean(1)
+def _mean_embeddings(prompts: PromptSet, texts: Callable[[Sequence[str]], np.ndarray]) -> np.ndarray:
+    """Return the mean text embedding of each choice over its captions, (choices, width), as CLIP's prompt ensembles."""
+    embeddings = texts([text for choice_texts in prompts.texts for text in choice_texts])
+    return embeddings.reshape(len(prompts.choices), -1, embeddings.shape[1]).astype(np.float64).mean(1)
 
 
 def open_sticker_reader(fields: TruthFields) -> Callable[[np.ndarray], FieldPredictions] | None:
-    """What reads stickers without having learnt anything; None where the words are not theirs."""
+    """Return a rule-based classifier of synthetic stickers; None where the values of the fields are not those of stickers."""
     from bottega.data.embedded import stickers
 
-    known = {"shape": stickers.SHAPES, "colour": stickers.COLOURS, "pattern": stickers.PATTERNS}
-    if not fields.words.keys() <= known.keys() or any(set(fields.words[n]) - set(known[n]) for n in fields.words):
+    classes = {"shape": stickers.SHAPES, "colour": stickers.COLOURS, "pattern": stickers.PATTERNS}
+    if not fields.words.keys() <= classes.keys() or any(set(fields.words[n]) - set(classes[n]) for n in fields.words):
         return None
     from bottega.data.embedded.sticker_recognition import recognise_stickers
 
-    return lambda pictures: {
-        name: list(values) for name, values in recognise_stickers(pictures).items() if name in fields.words
+    return lambda images: {
+        name: list(values) for name, values in recognise_stickers(images).items() if name in fields.words
     }
 
 
-def score_fields(fields: TruthFields, told: FieldPredictions, records: Sequence[Record]) -> dict[str, np.ndarray]:
-    """Column -> whether each picture is right [n]: in all that its person likes, in each of it, and in what was wished."""
-    each = {
-        name: np.array([told[name][i] == record.truth[name] for i, record in enumerate(records)], bool)
+def score_fields(
+    fields: TruthFields, predictions: FieldPredictions, records: Sequence[Record]
+) -> dict[str, np.ndarray]:
+    """Return column -> whether each image is right, bool (images,): in all preferences, in each of them, and in the wish."""
+    by_field = {
+        name: np.array([predictions[name][i] == record.truth[name] for i, record in enumerate(records)], bool)
         for name in fields.words
     }
-    found = {name: each[name] for name in fields.preference}
+    scores = {name: by_field[name] for name in fields.preference}
     for column, names in (("preference", fields.preference), ("wish", fields.wish)):
         if names:
-            found[column] = np.logical_and.reduce([each[name] for name in names])
-    return {name: found[name] for name in fields.columns}
+            scores[column] = np.logical_and.reduce([by_field[name] for name in names])
+    return {name: scores[name] for name in fields.columns}
 
 
 def match_keywords(fields: TruthFields, keywords: Sequence[str]) -> dict[str, str]:
-    """Field -> the first of its words that is among the keywords; a list of all words names the first, not all."""
-    found: dict[str, str] = {}
+    """Return field -> the value that the keywords name first; listing all values does not name all of them."""
+    matches: dict[str, str] = {}
     text = ", ".join(keywords)
     for name in fields.preference:
-        places = {w: m.start() for w in fields.words[name] if (m := re.search(rf"\b{re.escape(w)}\b", text, re.I))}
-        if places:
-            found[name] = min(places, key=lambda word: places[word])
-    return found
+        starts = {w: m.start() for w in fields.words[name] if (m := re.search(rf"\b{re.escape(w)}\b", text, re.I))}
+        if starts:
+            matches[name] = min(starts, key=lambda word: starts[word])
+    return matches
 
 
 def score_keywords(
     fields: TruthFields, keywords: Sequence[Sequence[str]], records: Sequence[Record]
 ) -> dict[str, np.ndarray]:
-    """Column -> whether the keywords of each person name the favourite [n]."""
-    told = [match_keywords(fields, one) for one in keywords]
-    each = {
-        name: np.array([t.get(name) == r.truth[name] for t, r in zip(told, records, strict=True)], bool)
+    """Return column -> whether the keywords of each record name the preferred value, bool (records,)."""
+    matches = [match_keywords(fields, words) for words in keywords]
+    by_field = {
+        name: np.array(
+            [matched.get(name) == record.truth[name] for matched, record in zip(matches, records, strict=True)], bool
+        )
         for name in fields.preference
     }
-    both = {"preference": np.logical_and.reduce(list(each.values()))} if each else {}
-    return {**both, **(each if len(each) > 1 else {})}
+    overall = {"preference": np.logical_and.reduce(list(by_field.values()))} if by_field else {}
+    return {**overall, **(by_field if len(by_field) > 1 else {})}

@@ -1,4 +1,4 @@
-"""Configurations of other trainers become a recipe: read, told apart, translated, checked and written."""
+"""Import configurations of other trainers: read a file, detect its format, translate it, and write a recipe."""
 
 from __future__ import annotations
 
@@ -28,77 +28,77 @@ FORMATS: dict[str, Callable[[Translation], None]] = {
 
 
 def import_file(tasks: TaskRegistry, path: Path, *, out: Path | None = None, kind: str | None = None) -> dict[str, Any]:
-    """Write the recipe that `path` makes, and tell what became of each key. Nothing is overwritten."""
-    whole = _read(path)
-    said = strip_credentials_in_values(whole)
-    _refuse_ours(tasks, path, said, is_told=kind is not None)
-    kind = kind or detect_format(path, said)
-    sheet = translate_config(tasks, path, said, kind)
-    if said != whole:
-        sheet.notes.append("credentials of addresses are left out; give an address with them on the command line")
+    """Translate the file at `path` into a recipe file and return a report of every key. Nothing is overwritten."""
+    content = _read_config(path)
+    config = strip_credentials_in_values(content)
+    _reject_recipe(tasks, path, config, is_explicit=kind is not None)
+    kind = kind or detect_format(path, config)
+    translation = translate_config(tasks, path, config, kind)
+    if config != content:
+        translation.notes.append("credentials of addresses are left out; give an address with them on the command line")
     out = out or path.with_name(f"{path.stem}.bottega.yaml")
     if out.suffix not in (".yaml", ".yml"):
         raise UsageError(f"--out: {out}: a recipe file ends in .yaml or .yml")
     if not out.parent.is_dir():
         raise UsageError(f"--out: {out.parent}: no such folder")
-    text = render_recipe_file(sheet, path=path, kind=kind)
+    text = render_recipe_file(translation, path=path, kind=kind)
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError:
         raise UsageError(f"{out}: exists and is not overwritten; name another file with --out") from None
-    return build_report(sheet, kind=kind, path=path, out=out)
+    return build_report(translation, kind=kind, path=path, out=out)
 
 
-def translate_config(tasks: TaskRegistry, path: Path, said: Mapping[str, Any], kind: str) -> Translation:
-    """The sheet of one file, on which every key has an answer, and whose recipe our loader takes."""
-    sheet = Translation(said)
-    FORMATS[kind](sheet)
-    if not any(not row.is_default for row in sheet.mapped):
-        raise UsageError(f"{path}: no key of it is known as one of {kind}; is --from right?")
-    sheet.drop_rejected(tasks)
-    return sheet
+def translate_config(tasks: TaskRegistry, path: Path, config: Mapping[str, Any], kind: str) -> Translation:
+    """Translate a configuration: every key is mapped or has a reason, and the recipe passes validation."""
+    translation = Translation(config)
+    FORMATS[kind](translation)
+    if not any(not row.is_default for row in translation.mapped):
+        raise UsageError(f"{path}: no key of {kind} in this file; is --from right?")
+    translation.drop_rejected(tasks)
+    return translation
 
 
-def detect_format(path: Path, said: Mapping[str, Any]) -> str:
-    """Which trainer's file it is, by its keys."""
-    fits = []
-    inner = said.get("trainer")
-    if isinstance(inner, Mapping) and any(key in inner for key in lightning.MARKER_KEYS):
-        fits.append("lightning")
-    if "base_model" in said and any(key in said for key in axolotl.MARKER_KEYS):
-        fits.append("axolotl")
-    if "model_name_or_path" in said and any(key in said for key in llamafactory.MARKER_KEYS):
-        fits.append("llamafactory")
-    if not fits and sum(key in said for key in trainer.MARKER_KEYS) >= 2:
-        fits.append("trainer")
-    if len(fits) == 1:
-        return fits[0]
-    if fits:
-        raise UsageError(f"{path}: has keys of {' and of '.join(fits)}; say which it is with --from")
-    raise UsageError(f"{path}: its keys do not tell whose configuration it is; say so with --from {', '.join(FORMATS)}")
+def detect_format(path: Path, config: Mapping[str, Any]) -> str:
+    """Return the format of a configuration, a key of `FORMATS`, by its keys."""
+    candidates = []
+    trainer_block = config.get("trainer")
+    if isinstance(trainer_block, Mapping) and any(key in trainer_block for key in lightning.MARKER_KEYS):
+        candidates.append("lightning")
+    if "base_model" in config and any(key in config for key in axolotl.MARKER_KEYS):
+        candidates.append("axolotl")
+    if "model_name_or_path" in config and any(key in config for key in llamafactory.MARKER_KEYS):
+        candidates.append("llamafactory")
+    if not candidates and sum(key in config for key in trainer.MARKER_KEYS) >= 2:
+        candidates.append("trainer")
+    if len(candidates) == 1:
+        return candidates[0]
+    if candidates:
+        raise UsageError(f"{path}: has keys of {' and of '.join(candidates)}; choose the format with --from")
+    raise UsageError(f"{path}: the format is not clear from its keys; give it with --from {', '.join(FORMATS)}")
 
 
-def _refuse_ours(tasks: TaskRegistry, path: Path, said: Mapping[str, Any], *, is_told: bool) -> None:
-    if "compute_environment" in said or "distributed_type" in said:
-        raise UsageError(f"{path}: a configuration of Accelerate is understood as it is: bottega train RECIPE {path}")
-    is_ours = isinstance(said.get("extends"), str) or isinstance(said.get("training"), dict)
-    is_ours = is_ours or (isinstance(said.get("task"), str) and said["task"] in tasks)
-    if is_ours or (not is_told and set(said) <= set(Recipe.model_fields) and "trainer" not in said):
-        raise UsageError(f"{path}: this is a recipe already; bottega plan {path} --check prints it")
+def _reject_recipe(tasks: TaskRegistry, path: Path, config: Mapping[str, Any], *, is_explicit: bool) -> None:
+    if "compute_environment" in config or "distributed_type" in config:
+        raise UsageError(f"{path}: an Accelerate configuration needs no import; run bottega train RECIPE {path}")
+    is_recipe = isinstance(config.get("extends"), str) or isinstance(config.get("training"), dict)
+    is_recipe = is_recipe or (isinstance(config.get("task"), str) and config["task"] in tasks)
+    if is_recipe or (not is_explicit and set(config) <= set(Recipe.model_fields) and "trainer" not in config):
+        raise UsageError(f"{path}: this is already a recipe; print it with bottega plan {path} --check")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_config(path: Path) -> dict[str, Any]:
     value = _read_json(path) if path.suffix.lower() == ".json" else read_yaml(path).value
     if value is None or value in ({}, []):
         raise UsageError(f"{path}: is empty")
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: a configuration is a block of keys, not {format_value(value)}")
+        raise UsageError(f"{path}: a configuration is a mapping of keys, not {format_value(value)}")
     return value
 
 
 def _read_json(path: Path) -> Any:
-    """JSON with the limits that YAML has here: one megabyte, no key twice, no endless nesting."""
+    """Read JSON with the limits of our YAML reader: 1 MiB, no duplicate keys, bounded nesting."""
     if not path.is_file():
         raise UsageError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     with path.open("rb") as stream:
@@ -108,7 +108,7 @@ def _read_json(path: Path) -> Any:
     if not content.strip():
         return None
     try:
-        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_unique)
+        value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=_reject_duplicates)
     except UnicodeDecodeError as error:
         raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from None
     except json.JSONDecodeError as error:
@@ -122,13 +122,13 @@ def _read_json(path: Path) -> Any:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    block: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in block:
             raise ValueError(f"{key}: given twice")
-        found[key] = value
-    return found
+        block[key] = value
+    return block
 
 
 def _depth(value: Any) -> int:

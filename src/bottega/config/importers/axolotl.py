@@ -1,4 +1,4 @@
-"""Axolotl's YAML: a base model, a list of data sets, an adapter, and the arguments of transformers under other names."""
+"""Translate Axolotl's YAML: a base model, data sets, an adapter, and arguments of transformers under other names."""
 
 from __future__ import annotations
 
@@ -30,23 +30,24 @@ MARKER_KEYS = (
     *("dataset_prepared_path", "lora_r", "lr_scheduler", "load_in_8bit", "load_in_4bit", "flash_attention"),
     *("evals_per_epoch", "saves_per_epoch", "pad_to_sequence_len", "tokenizer_type", "special_tokens"),
 )
-"""Keys of which such a file has at least one beside base_model."""
+"""An Axolotl file has base_model and at least one of these."""
 
-NOT_PLAIN = "prompts are not built from chats or instructions; name one field of plain text in data.train.field"
+NOT_PLAIN = "chat and instruction prompts are not built; name one field of plain text in data.train.field"
 PLAIN = ("completion", "pretrain")
-"""Their types of data whose text is learned as it stands."""
+"""Axolotl's types of data that are plain text."""
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 LORA_OPTIONS = "techniques.0.options."
 
 
-def translate(sheet: Translation) -> None:
-    sheet.map_default("(axolotl)", "language models", "task", "language")
-    _model(sheet)
-    _data(sheet)
-    transformers_common.map_length(sheet, "num_epochs", default=1)
-    _batch(sheet)
-    sheet.map_table(
+def translate(translation: Translation) -> None:
+    """Translate an Axolotl configuration."""
+    translation.map_default("(axolotl)", "language models", "task", "language")
+    _map_model(translation)
+    _map_data(translation)
+    transformers_common.map_length(translation, "num_epochs", default=1)
+    _map_batch(translation)
+    translation.map_table(
         {
             "learning_rate": ("training.learning_rate", parse_number),
             "weight_decay": ("training.weight_decay", parse_number),
@@ -57,193 +58,210 @@ def translate(sheet: Translation) -> None:
             "wandb_tags": ("logging.wandb.tags", parse_text_list),
         }
     )
-    sheet.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    sheet.map_default("seed", 42, "seed", 42)
-    transformers_common.map_optimizer(sheet, "optimizer")
-    transformers_common.map_gradient_clipping(sheet)
-    sheet.map_converted("cosine_min_lr_ratio", "training.scheduler.min_ratio", parse_number)
-    transformers_common.map_schedule(sheet, "lr_scheduler", default="cosine")
-    sheet.map_default("warmup_ratio", 0.03, "training.scheduler.warmup_steps", "3%")
-    if is_disabled(sheet.get("float32")) or not sheet.is_pending("float32"):
-        transformers_common.map_precision(sheet, default="auto")
+    translation.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
+    translation.map_default("seed", 42, "seed", 42)
+    transformers_common.map_optimizer(translation, "optimizer")
+    transformers_common.map_gradient_clipping(translation)
+    translation.map_converted("cosine_min_lr_ratio", "training.scheduler.min_ratio", parse_number)
+    transformers_common.map_schedule(translation, "lr_scheduler", default="cosine")
+    translation.map_default("warmup_ratio", 0.03, "training.scheduler.warmup_steps", "3%")
+    if is_disabled(translation.get("float32")) or not translation.is_pending("float32"):
+        transformers_common.map_precision(translation, default="auto")
     else:
-        sheet.map_key("float32", "training.mixed_precision", "fp32")
+        translation.map_key("float32", "training.mixed_precision", "fp32")
         for key in ("bf16", "fp16", "bfloat16", "float16"):
-            sheet.skip(key, "meaningless here", "float32 decides")
-    _cadences(sheet)
-    transformers_common.map_best_metric(sheet, patience="early_stopping_patience")
-    sheet.map_table(transformers_common.WANDB_KEYS)
-    transformers_common.map_wandb_mode(sheet)
-    transformers_common.map_sharding(sheet)
-    transformers_common.map_performance_options(sheet)
-    _adapter(sheet)
-    if sheet.is_pending("device"):
-        name = str(sheet.get("device")).partition(":")[0]
-        sheet.map_key("device", "device", name)
-    sheet.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
+            translation.skip(key, "meaningless here", "float32 takes precedence")
+    _map_cadences(translation)
+    transformers_common.map_best_metric(translation, patience="early_stopping_patience")
+    translation.map_table(transformers_common.WANDB_KEYS)
+    transformers_common.map_wandb_mode(translation)
+    transformers_common.map_sharding(translation)
+    transformers_common.map_performance_options(translation)
+    _map_adapter(translation)
+    if translation.is_pending("device"):
+        name = str(translation.get("device")).partition(":")[0]
+        translation.map_key("device", "device", name)
+    translation.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _model(sheet: Translation) -> None:
-    sheet.map_converted("base_model", "model.from", parse_text)
-    sheet.map_converted("sequence_len", "data.sequence_length", parse_integer)
-    if sheet.is_pending("tokenizer_config"):
-        if sheet.get("tokenizer_config") == sheet.get("base_model"):
-            sheet.skip("tokenizer_config", "meaningless here", "the tokenizer of model.from is used anyway")
+def _map_model(translation: Translation) -> None:
+    translation.map_converted("base_model", "model.from", parse_text)
+    translation.map_converted("sequence_len", "data.sequence_length", parse_integer)
+    if translation.is_pending("tokenizer_config"):
+        if translation.get("tokenizer_config") == translation.get("base_model"):
+            translation.skip("tokenizer_config", "meaningless here", "the tokenizer of model.from is used anyway")
         else:
-            sheet.map_key("tokenizer_config", "data.tokenizer.path", str(sheet.get("tokenizer_config")))
-            sheet.map_key("tokenizer_config", "data.tokenizer.kind", "pretrained")
+            translation.map_key("tokenizer_config", "data.tokenizer.path", str(translation.get("tokenizer_config")))
+            translation.map_key("tokenizer_config", "data.tokenizer.kind", "pretrained")
 
 
-def _batch(sheet: Translation) -> None:
-    """micro_batch_size is their batch of one process; batch_size, where it is given, the product."""
-    micro, total = sheet.get("micro_batch_size"), sheet.get("batch_size")
-    if isinstance(micro, int) and isinstance(total, int) and micro > 0 and not sheet.get("gradient_accumulation_steps"):
+def _map_batch(translation: Translation) -> None:
+    """Map the batch: micro_batch_size is that of one process; batch_size, where given, is that of an optimizer step."""
+    micro, total = translation.get("micro_batch_size"), translation.get("batch_size")
+    if (
+        isinstance(micro, int)
+        and isinstance(total, int)
+        and micro > 0
+        and not translation.get("gradient_accumulation_steps")
+    ):
         passes = max(1, total // micro)
-        sheet.map_key("batch_size", "training.gradient_accumulation_steps", passes, note=f"{total} / {micro}")
-        sheet.map_key("micro_batch_size", "training.batch_size", micro)
-        transformers_common.add_batch_note(sheet, micro, passes)
+        translation.map_key("batch_size", "training.gradient_accumulation_steps", passes, note=f"{total} / {micro}")
+        translation.map_key("micro_batch_size", "training.batch_size", micro)
+        transformers_common.add_batch_note(translation, micro, passes)
     else:
-        sheet.skip("batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps decide")
-        transformers_common.map_batch_size(sheet, "micro_batch_size", default=1)
-    sheet.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
+        translation.skip(
+            "batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps take precedence"
+        )
+        transformers_common.map_batch_size(translation, "micro_batch_size", default=1)
+    translation.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
 
 
-def _cadences(sheet: Translation) -> None:
-    for theirs, ours, steps, strategy in (
+def _map_cadences(translation: Translation) -> None:
+    for source_key, recipe_key, steps, strategy in (
         ("evals_per_epoch", "evaluation.every", "eval_steps", ("eval_strategy", "evaluation_strategy")),
         ("saves_per_epoch", "checkpoint.every", "save_steps", ("save_strategy",)),
     ):
-        times = sheet.get(theirs)
-        if sheet.is_pending(theirs) and not is_disabled(times):
-            sheet.map_converted(theirs, ours, lambda v: format_epochs(1 / parse_number(v)))
+        per_epoch = translation.get(source_key)
+        if translation.is_pending(source_key) and not is_disabled(per_epoch):
+            translation.map_converted(source_key, recipe_key, lambda v: format_epochs(1 / parse_number(v)))
             for key in (steps, *strategy):
-                sheet.skip(key, "meaningless here", f"{theirs} is given and decides")
-        elif sheet.is_pending(steps) and not is_disabled(sheet.get(steps)):
+                translation.skip(key, "meaningless here", f"{source_key} takes precedence")
+        elif translation.is_pending(steps) and not is_disabled(translation.get(steps)):
             for key in strategy:
-                sheet.skip(key, "meaningless here", f"{steps} is given and decides")
-            transformers_common.map_cadence(sheet, ours, strategies=(), steps=steps)
+                translation.skip(key, "meaningless here", f"{steps} takes precedence")
+            transformers_common.map_cadence(translation, recipe_key, strategies=(), steps=steps)
         else:
-            transformers_common.map_cadence(sheet, ours, strategies=strategy, steps=steps)
-    sheet.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
-    transformers_common.map_cadence(sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps")
+            transformers_common.map_cadence(translation, recipe_key, strategies=strategy, steps=steps)
+    translation.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
+    transformers_common.map_cadence(
+        translation, "logging.every", strategies=("logging_strategy",), steps="logging_steps"
+    )
 
 
-def _data(sheet: Translation) -> None:
-    key = "pretraining_dataset" if sheet.pending_under("pretraining_dataset") else "datasets"
-    _sources(sheet, key, "data.train", several="data.sources")
-    if isinstance(sheet.get("pretraining_dataset"), str):
-        _path(sheet, "pretraining_dataset", "data.train", None)
-    _sources(sheet, "test_datasets", "data.validation", several=None)
-    map_validation_split(sheet, "val_set_size")
-    _packing(sheet)
-    if sheet.get("dataset_exact_deduplication"):
-        sheet.map_key("dataset_exact_deduplication", "data.deduplicate.method", "exact")
+def _map_data(translation: Translation) -> None:
+    key = "pretraining_dataset" if translation.pending_under("pretraining_dataset") else "datasets"
+    _map_sources(translation, key, "data.train", list_key="data.sources")
+    if isinstance(translation.get("pretraining_dataset"), str):
+        _map_path(translation, "pretraining_dataset", "data.train", None)
+    _map_sources(translation, "test_datasets", "data.validation", list_key=None)
+    map_validation_split(translation, "val_set_size")
+    _map_packing(translation)
+    if translation.get("dataset_exact_deduplication"):
+        translation.map_key("dataset_exact_deduplication", "data.deduplicate.method", "exact")
 
 
-def map_validation_split(sheet: Translation, key: str) -> None:
-    """A share is ours too; a number of examples is not; none is said, because ours would hold some back."""
-    if sheet.find_mapped("data.validation.path"):
-        sheet.skip(key, "meaningless here", "validation has data of its own")
-    size = sheet.get(key)
+def map_validation_split(translation: Translation, key: str) -> None:
+    """Map a validation split: fractions only. No split becomes an explicit null, since a recipe without one holds data back."""
+    if translation.find_mapped("data.validation.path"):
+        translation.skip(key, "meaningless here", "validation has data of its own")
+    size = translation.get(key)
     if size is not None and is_disabled(size):
-        sheet.map_key(key, "data.validation", None, note="nothing is held back")
+        translation.map_key(key, "data.validation", None, note="no validation split")
     elif isinstance(size, int | float) and size >= 1:
-        sheet.skip(key, "no counterpart", "a number of examples; data.validation.split is a share, such as 0.05")
-    elif sheet.is_pending(key):
-        sheet.map_converted(key, "data.validation.split", lambda v: float(parse_number(v)))
-    elif sheet.find_mapped("data.validation.path") is None:
-        sheet.map_default(key, 0, "data.validation", None)
+        translation.skip(
+            key, "no counterpart", "a number of examples; data.validation.split is a fraction, such as 0.05"
+        )
+    elif translation.is_pending(key):
+        translation.map_converted(key, "data.validation.split", lambda v: float(parse_number(v)))
+    elif translation.find_mapped("data.validation.path") is None:
+        translation.map_default(key, 0, "data.validation", None)
 
 
-def _packing(sheet: Translation) -> None:
-    if sheet.is_pending("sample_packing"):
-        if sheet.get("sample_packing"):
+def _map_packing(translation: Translation) -> None:
+    if translation.is_pending("sample_packing"):
+        if translation.get("sample_packing"):
             note = "documents are joined and may be cut at a border"
-            sheet.map_key("sample_packing", "data.separate_documents", True, note=note)
+            translation.map_key("sample_packing", "data.separate_documents", True, note=note)
         else:
-            sheet.map_key("sample_packing", "data.padding", True)
+            translation.map_key("sample_packing", "data.padding", True)
 
 
-def _sources(sheet: Translation, key: str, ours: str, *, several: str | None) -> None:
-    """One data set is `train`; several are `sources`, each example once an epoch as there."""
-    numbers = [
-        name for name in dict.fromkeys(name.split(".")[1] for name in sheet.pending_under(key)) if name.isdigit()
+def _map_sources(translation: Translation, key: str, recipe_key: str, *, list_key: str | None) -> None:
+    """Map data sets: one becomes `data.train`, several become `data.sources` with each example once an epoch."""
+    indices = [
+        name for name in dict.fromkeys(name.split(".")[1] for name in translation.pending_under(key)) if name.isdigit()
     ]
-    for number_ in numbers:
-        if len(numbers) > 1 and several is None and number_ != numbers[0]:
-            sheet.skip_block(f"{key}.{number_}", "no counterpart", "one source measures progress here; join the files")
+    for index in indices:
+        if len(indices) > 1 and list_key is None and index != indices[0]:
+            translation.skip_block(f"{key}.{index}", "no counterpart", "evaluation uses one source; join the files")
             continue
-        to = ours if len(numbers) == 1 or several is None else f"{several}.{number_}"
-        _source(sheet, f"{key}.{number_}", to)
-    if len(numbers) > 1 and several is not None:
-        sheet.map_default(key, f"{len(numbers)} together", "data.mixture", "concatenate")
+        target = recipe_key if len(indices) == 1 or list_key is None else f"{list_key}.{index}"
+        _map_source(translation, f"{key}.{index}", target)
+    if len(indices) > 1 and list_key is not None:
+        translation.map_default(key, f"{len(indices)} data sets", "data.mixture", "concatenate")
 
 
-def _source(sheet: Translation, theirs: str, ours: str) -> None:
-    files = sheet.get(f"{theirs}.data_files")
+def _map_source(translation: Translation, source_key: str, recipe_key: str) -> None:
+    files = translation.get(f"{source_key}.data_files")
     if isinstance(files, list) and len(files) > 1:
-        sheet.skip(
-            f"{theirs}.data_files", "no counterpart", "one path a source; a pattern such as data/*.jsonl names several"
+        translation.skip(
+            f"{source_key}.data_files",
+            "no counterpart",
+            "one path a source; a pattern such as data/*.jsonl names several",
         )
     elif files:
-        sheet.skip(f"{theirs}.path", "meaningless here", "data_files names the file")
-        _path(sheet, f"{theirs}.data_files", ours, sheet.get(f"{theirs}.ds_type"))
-    _path(sheet, f"{theirs}.path", ours, sheet.get(f"{theirs}.ds_type"))
-    sheet.skip(f"{theirs}.ds_type", "meaningless here", "told from the file's name")
-    sheet.map_converted(f"{theirs}.name", f"{ours}.subset", parse_text)
-    sheet.map_converted(f"{theirs}.split", f"{ours}.split", parse_text)
+        translation.skip(f"{source_key}.path", "meaningless here", "data_files takes precedence")
+        _map_path(translation, f"{source_key}.data_files", recipe_key, translation.get(f"{source_key}.ds_type"))
+    _map_path(translation, f"{source_key}.path", recipe_key, translation.get(f"{source_key}.ds_type"))
+    translation.skip(f"{source_key}.ds_type", "meaningless here", "inferred from the file's name")
+    translation.map_converted(f"{source_key}.name", f"{recipe_key}.subset", parse_text)
+    translation.map_converted(f"{source_key}.split", f"{recipe_key}.split", parse_text)
     for key in ("field", "text_column"):
-        sheet.map_converted(f"{theirs}.{key}", f"{ours}.field", parse_text)
-    kind = sheet.get(f"{theirs}.type")
+        translation.map_converted(f"{source_key}.{key}", f"{recipe_key}.field", parse_text)
+    kind = translation.get(f"{source_key}.type")
     if kind in PLAIN:
-        sheet.skip(f"{theirs}.type", "meaningless here", "plain text is what is learned here")
-        sheet.map_default(f"{theirs}.field", "text", f"{ours}.field", "text")
-    sheet.skip(f"{theirs}.type", "no counterpart", NOT_PLAIN)
-    sheet.skip_block(f"{theirs}.type", "no counterpart", NOT_PLAIN)
+        translation.skip(f"{source_key}.type", "meaningless here", "plain text is what the task trains on")
+        translation.map_default(f"{source_key}.field", "text", f"{recipe_key}.field", "text")
+    translation.skip(f"{source_key}.type", "no counterpart", NOT_PLAIN)
+    translation.skip_block(f"{source_key}.type", "no counterpart", NOT_PLAIN)
 
 
-def _path(sheet: Translation, theirs: str, ours: str, kind: Any) -> None:
-    """A file here, or a data set of the hub: told by the name, because the file need not be on this machine."""
-    if not sheet.is_pending(theirs):
+def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: Any) -> None:
+    """Map a path to a file or a data set of the hub, decided by its form: the file need not exist on this machine."""
+    if not translation.is_pending(source_key):
         return
-    path = sheet.map_converted(theirs, f"{ours}.path", lambda v: parse_text(v[0] if isinstance(v, list) and v else v))
+    path = translation.map_converted(
+        source_key, f"{recipe_key}.path", lambda v: parse_text(v[0] if isinstance(v, list) and v else v)
+    )
     if path is None:
         return
-    suffix = path.lower().endswith(FILES)
-    is_hub = not suffix and path.count("/") <= 1 and "://" not in path and not path.startswith((".", "/", "~", "data/"))
+    has_suffix = path.lower().endswith(FILES)
+    is_hub = (
+        not has_suffix and path.count("/") <= 1 and "://" not in path and not path.startswith((".", "/", "~", "data/"))
+    )
     if is_hub:
-        sheet.map_key(
-            theirs, f"{ours}.kind", "huggingface", note=None if "/" in path else "taken for a name on the hub"
+        translation.map_key(
+            source_key, f"{recipe_key}.kind", "huggingface", note=None if "/" in path else "taken as a name on the hub"
         )
-    elif not suffix and str(kind) in BUILDERS:
-        sheet.map_key(theirs, f"{ours}.kind", str(kind))
+    elif not has_suffix and str(kind) in BUILDERS:
+        translation.map_key(source_key, f"{recipe_key}.kind", str(kind))
 
 
-def _adapter(sheet: Translation) -> None:
-    adapter = sheet.get("adapter")
+def _map_adapter(translation: Translation) -> None:
+    adapter = translation.get("adapter")
     if adapter in ("lora", "qlora"):
         note = "the base is not quantised here" if adapter == "qlora" else None
-        sheet.map_key("adapter", "techniques.0.name", "lora", note=note)
-        sheet.map_converted("lora_r", f"{LORA_OPTIONS}rank", parse_integer)
-        sheet.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
-        sheet.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
-        sheet.map_converted("lora_target_modules", f"{LORA_OPTIONS}targets", parse_text_list)
-        if sheet.get("lora_target_linear") and sheet.find_mapped(f"{LORA_OPTIONS}targets") is None:
-            sheet.map_key("lora_target_linear", f"{LORA_OPTIONS}targets", "all-linear")
+        translation.map_key("adapter", "techniques.0.name", "lora", note=note)
+        translation.map_converted("lora_r", f"{LORA_OPTIONS}rank", parse_integer)
+        translation.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
+        translation.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
+        translation.map_converted("lora_target_modules", f"{LORA_OPTIONS}targets", parse_text_list)
+        if translation.get("lora_target_linear") and translation.find_mapped(f"{LORA_OPTIONS}targets") is None:
+            translation.map_key("lora_target_linear", f"{LORA_OPTIONS}targets", "all-linear")
     elif adapter is not None and not is_disabled(adapter):
-        sheet.skip("adapter", "no counterpart", "lora is the adapter that is understood")
-    if sheet.find_mapped("techniques.0.name") is None:
+        translation.skip("adapter", "no counterpart", "lora is the only supported adapter")
+    if translation.find_mapped("techniques.0.name") is None:
         for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"):
-            if sheet.is_pending(key):
-                sheet.skip(key, "meaningless here", "no adapter is asked for")
+            if translation.is_pending(key):
+                translation.skip(key, "meaningless here", "the file sets no adapter")
 
 
-_CHAT = "prompts are not built from chats or instructions"
+_CHAT = "chat and instruction prompts are not built"
 _KERNEL = "attention and kernels are chosen by the engine"
 _QUANTISED = "the base is not quantised here"
-_PREFERENCE = "learning from preferences or rewards; task: language predicts the next token"
+_PREFERENCE = "preference optimisation and RL are not supported; task: language predicts the next token"
 _PACKED = "documents are joined without gaps"
-_TOKENS = "the tokenizer is taken as it is"
+_TOKENS = "the tokenizer is used unchanged"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
@@ -260,7 +278,7 @@ SKIPPED_KEYS = SkippedKeys(
             _CHAT,
         ),
         **dict.fromkeys(
-            (f"{part}.*.shards" for part in ("datasets", "test_datasets")), "limit takes the first so many"
+            (f"{part}.*.shards" for part in ("datasets", "test_datasets")), "limit takes the first N samples"
         ),
         "datasets": "not a setting of a source here",
         "test_datasets": "not a setting of a source here",
@@ -278,10 +296,10 @@ SKIPPED_KEYS = SkippedKeys(
         ),
         **dict.fromkeys(("embedding_lr", "embedding_lr_scale", "lr_groups"), "a row of training.groups, with scale"),
         "unfrozen_parameters": "rows of training.groups; scale none freezes",
-        "cosine_constant_lr_ratio": "the cosine falls over the whole run",
-        "lr_quadratic_warmup": "the warm-up is a line",
+        "cosine_constant_lr_ratio": "the cosine decays over the whole run",
+        "lr_quadratic_warmup": "the warm-up is linear",
         "min_sample_len": "data.filter.min_characters leaves out short texts",
-        **dict.fromkeys(("eval_table_size", "eval_max_new_tokens"), "samples.every draws samples while it learns"),
+        **dict.fromkeys(("eval_table_size", "eval_max_new_tokens"), "samples.every generates samples during training"),
         **dict.fromkeys(
             ("do_bench_eval", "do_causal_lm_eval", "eval_causal_lm_metrics"), "bottega evaluate measures a run"
         ),
@@ -289,19 +307,21 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(
             ("loss_watchdog_threshold", "loss_watchdog_patience"), "training.on_nonfinite watches the loss"
         ),
-        **dict.fromkeys(("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "use_comet"), "not written to"),
+        **dict.fromkeys(
+            ("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "use_comet"), "not a supported logger"
+        ),
         **dict.fromkeys(("comet_api_key", "hf_use_auth_token"), "secrets belong in the environment"),
         **dict.fromkeys(("wandb_run_id", "wandb_watch", "wandb_log_model"), "not sent to Weights & Biases"),
         **dict.fromkeys(("sequence_parallel_degree", "context_parallel_size"), "a sequence stays on one device"),
         **dict.fromkeys(("tensor_parallel_size", "dp_shard_size"), "distributed.strategy is ddp or fsdp"),
-        **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "of a rule that is not here"),
+        **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "of an optimizer that is not available"),
         **dict.fromkeys(
             ("plugins", "overrides_of_model_config", "model_config", "revision_of_model"),
-            "no code or settings beside the folder",
+            "code and settings outside the model's folder are not used",
         ),
         **dict.fromkeys(("relora", "relora_steps", "lisa_n_layers"), "not a technique here"),
         "num_labels": "task: classify has model.num_labels",
-        "device_map": "a model lies on one device of each process",
+        "device_map": "a model is on one device of each process",
         "save_first_step": "the first checkpoint comes after checkpoint.every",
         "shuffle_merged_datasets": "always shuffled",
     },
@@ -337,17 +357,20 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "batch_flattening"), _PACKED),
         **dict.fromkeys(
             ("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory"),
-            "prepared data are kept by what made them",
+            "prepared data are cached by a hash of their settings",
         ),
-        **dict.fromkeys(("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data are kept by what made them"),
+        **dict.fromkeys(
+            ("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data are cached by a hash of their settings"
+        ),
         **dict.fromkeys(("world_size", "ddp", "use_ray", "ray_num_workers"), "processes are counted by the launcher"),
         "strict": "every key is always checked",
         "auto_resume_from_checkpoints": "the same command resumes by itself",
-        "gc_steps": "a detail of their loop",
+        "gc_steps": "an internal setting of their training loop",
         **dict.fromkeys(
-            ("low_cpu_mem_usage", "lora_on_cpu", "gpu_memory_limit", "max_memory"), "a detail of how they load"
+            ("low_cpu_mem_usage", "lora_on_cpu", "gpu_memory_limit", "max_memory"),
+            "an internal setting of their loader",
         ),
-        "datasets.*.trust_remote_code": "no code from a data set is run",
+        "datasets.*.trust_remote_code": "code from a data set is not run",
         "save_safetensors": "weights are always safetensors",
     },
     harmless_values={"shuffle_merged_datasets": (True,), "train_on_inputs": (False,), "loraplus_lr_embedding": (1e-6,)},

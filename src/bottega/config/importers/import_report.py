@@ -1,4 +1,4 @@
-"""What a person gets of an import: the recipe's text with what was left out at its top, and the table."""
+"""Output of an import: the recipe file with a header of what was left out, the JSON report, and the table."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ TITLES = {
 }
 
 
-def render_recipe_file(sheet: Translation, *, path: Path, kind: str) -> str:
-    """The recipe under a header that says where it is from, what was left out and what to know."""
-    lines = [f"{path.name}, a configuration of {TITLES[kind]}, taken over by bottega import."]
-    lost = [left for left in sheet.unmapped if left.category != "meaningless here"]
-    idle = [left.source_key for left in sheet.unmapped if left.category == "meaningless here"]
+def render_recipe_file(translation: Translation, *, path: Path, kind: str) -> str:
+    """Return the recipe as YAML, with a header comment of its origin, the keys left out, and notes."""
+    lines = [f"{path.name}, a configuration of {TITLES[kind]}, imported by bottega import."]
+    lost = [left for left in translation.unmapped if left.category != "meaningless here"]
+    idle = [left.source_key for left in translation.unmapped if left.category == "meaningless here"]
     if lost:
         lines += [
             "",
             "Left out:",
-            *(f"  {left.source_key}: {format_brief(left.source_value)} ({_why(left)})" for left in lost),
+            *(f"  {left.source_key}: {format_brief(left.source_value)} ({_format_reason(left)})" for left in lost),
         ]
     if idle:
         lines += ["", f"Left out as meaningless here, empty or switched off: {', '.join(idle)}"]
-    said = [f"{row.recipe_key}: {row.note}" for row in sheet.mapped if row.note]
-    if said or sheet.notes:
-        lines += ["", "To know:", *(f"  {line}" for line in [*said, *sheet.notes])]
-    header = "".join(f"# {_plain(line)}".rstrip() + "\n" for line in lines)
-    return f"{header}\n{dump_yaml(sheet.to_recipe())}"
+    notes = [f"{row.recipe_key}: {row.note}" for row in translation.mapped if row.note]
+    if notes or translation.notes:
+        lines += ["", "Notes:", *(f"  {line}" for line in [*notes, *translation.notes])]
+    header = "".join(f"# {_remove_control_characters(line)}".rstrip() + "\n" for line in lines)
+    return f"{header}\n{dump_yaml(translation.to_recipe())}"
 
 
-def build_report(sheet: Translation, *, kind: str, path: Path, out: Path) -> dict[str, Any]:
+def build_report(translation: Translation, *, kind: str, path: Path, out: Path) -> dict[str, Any]:
+    """Return the report of an import as printed by `--json`: every key, mapped or with its reason."""
     return {
         "from": kind,
         "file": str(path),
@@ -52,7 +53,7 @@ def build_report(sheet: Translation, *, kind: str, path: Path, out: Path) -> dic
                 "note": row.note,
                 "default": row.is_default,
             }
-            for row in sheet.mapped
+            for row in translation.mapped
         ],
         "unmapped": [
             {
@@ -61,24 +62,24 @@ def build_report(sheet: Translation, *, kind: str, path: Path, out: Path) -> dic
                 "why": left.category,
                 "reason": left.reason,
             }
-            for left in sheet.unmapped
+            for left in translation.unmapped
         ],
-        "notes": list(sheet.notes),
+        "notes": list(translation.notes),
     }
 
 
-def format_report(found: dict[str, Any]) -> str:
-    """The report as a table for the terminal."""
+def format_report(report: dict[str, Any]) -> str:
+    """Format a report of `build_report` as tables for the terminal."""
     rows = [("theirs", "value", "ours", "value", "")]
-    for row in found["mapped"]:
+    for row in report["mapped"]:
         value = format_brief(row["their_value"]) + (" (default)" if row["default"] else "")
         rows.append((row["their_key"], value, row["our_key"], format_brief(row["our_value"]), row["note"] or ""))
     lines = [
-        f"{found['file']}, a configuration of {TITLES[found['from']]}, is now {found['recipe']}",
+        f"{report['file']}, a configuration of {TITLES[report['from']]}, is now {report['recipe']}",
         "",
         *_table(rows),
     ]
-    lost = [left for left in found["unmapped"] if left["reason"] not in HARMLESS_REASONS]
+    lost = [left for left in report["unmapped"] if left["reason"] not in HARMLESS_REASONS]
     if lost:
         lines += ["", "left out:"]
         lines += _table(
@@ -87,21 +88,21 @@ def format_report(found: dict[str, Any]) -> str:
                 for left in lost
             ]
         )
-    idle = [left["their_key"] for left in found["unmapped"] if left["reason"] in HARMLESS_REASONS]
+    idle = [left["their_key"] for left in report["unmapped"] if left["reason"] in HARMLESS_REASONS]
     if idle:
-        lines += ["", f"empty or switched off there, so nothing is lost: {', '.join(idle)}"]
-    if found["notes"]:
-        lines += ["", *found["notes"]]
-    return "\n".join(_plain(line) for line in lines)
+        lines += ["", f"empty or switched off in the file, so nothing is lost: {', '.join(idle)}"]
+    if report["notes"]:
+        lines += ["", *report["notes"]]
+    return "\n".join(_remove_control_characters(line) for line in lines)
 
 
 def format_brief(value: Any) -> str:
-    """A value on one line, cut short."""
+    """Format a value on one line, truncated to `MAX_VALUE_WIDTH` characters."""
     text = " ".join(dump_yaml(value, flow=True).split())
     return text if len(text) <= MAX_VALUE_WIDTH else text[: MAX_VALUE_WIDTH - 3] + "..."
 
 
-def _why(left: UnmappedKey) -> str:
+def _format_reason(left: UnmappedKey) -> str:
     return f"{left.category}: {left.reason}"
 
 
@@ -112,6 +113,6 @@ def _table(rows: list[Any]) -> list[str]:
     ]
 
 
-def _plain(line: str) -> str:
-    """One line without control characters: a key may hold any, and must not end a comment or reach a terminal."""
-    return "".join(sign if sign.isprintable() else " " for sign in line)
+def _remove_control_characters(line: str) -> str:
+    """Replace control characters: a key may contain them, and they must not end a comment or reach a terminal."""
+    return "".join(character if character.isprintable() else " " for character in line)

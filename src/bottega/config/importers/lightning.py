@@ -1,4 +1,4 @@
-"""Lightning's command-line YAML: the Trainer's arguments, and classes with the arguments they are made with."""
+"""Translate LightningCLI's YAML: the Trainer's arguments, and classes with their init_args."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MARKER_KEYS = (
     *("gradient_clip_val", "val_check_interval", "check_val_every_n_epoch", "log_every_n_steps", "strategy"),
     *("limit_train_batches", "limit_val_batches", "num_nodes", "fast_dev_run", "default_root_dir"),
 )
-"""Keys of which the block `trainer` has at least one."""
+"""The block `trainer` of a Lightning file has at least one of these."""
 
 PRECISIONS = {
     **dict.fromkeys(("32", "32-true"), "fp32"),
@@ -43,7 +43,7 @@ PRECISIONS = {
 }
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adafactor": "adafactor", "Muon": "muon", "Lion": "lion"}
 WEIGHT_DECAY = {"AdamW": 0.01, "Adam": 0.0, "SGD": 0.0, "Adafactor": 0.0, "Muon": 0.1, "Lion": 0.0}
-"""Of torch, where the file says none."""
+"""Defaults of torch, where the file gives none."""
 SCHEDULES = {
     "CosineAnnealingLR": "cosine",
     "CosineAnnealingWarmRestarts": "cosine_with_restarts",
@@ -56,279 +56,293 @@ SCHEDULES = {
 }
 
 
-def translate(sheet: Translation) -> None:
-    _length(sheet)
-    _batch(sheet)
-    _clipping(sheet)
-    _precision(sheet)
-    _evaluation(sheet)
-    _processes(sheet)
-    _optimizer(sheet)
-    _schedule(sheet)
-    map_callbacks(sheet)
-    map_loggers(sheet)
-    _classes(sheet)
-    sheet.map_table(
+def translate(translation: Translation) -> None:
+    """Translate a LightningCLI configuration."""
+    _map_length(translation)
+    _map_batch(translation)
+    _map_clipping(translation)
+    _map_precision(translation)
+    _map_evaluation(translation)
+    _map_processes(translation)
+    _map_optimizer(translation)
+    _map_schedule(translation)
+    map_callbacks(translation)
+    map_loggers(translation)
+    _map_class_arguments(translation)
+    translation.map_table(
         {
             "trainer.log_every_n_steps": ("logging.every", parse_integer),
             "trainer.default_root_dir": ("output_dir", parse_text),
             "trainer.deterministic": ("deterministic", lambda v: v == "warn" or parse_boolean(v)),
         }
     )
-    if type(sheet.get("seed_everything")) is int:
-        sheet.map_key("seed_everything", "seed", sheet.get("seed_everything"))
-    sheet.skip_remaining(SKIPPED_KEYS)
-    sheet.notes.append("model and data are classes of their own there: add task, model and data.train.path")
+    if type(translation.get("seed_everything")) is int:
+        translation.map_key("seed_everything", "seed", translation.get("seed_everything"))
+    translation.skip_remaining(SKIPPED_KEYS)
+    translation.notes.append("model and data are Python classes in the file: add task, model and data.train.path")
 
 
-def _length(sheet: Translation) -> None:
-    for key, ours in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
-        if sheet.get(f"trainer.{key}") == -1:
-            sheet.skip(f"trainer.{key}", "meaningless here", "switched off there")
-        if sheet.find_mapped("training.max_steps") is None:
-            sheet.map_converted(f"trainer.{key}", ours, parse_integer)
-        sheet.skip(
-            f"trainer.{key}", "no counterpart", "max_steps or num_epochs ends a run here, not whichever is first"
+def _map_length(translation: Translation) -> None:
+    for key, recipe_key in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
+        if translation.get(f"trainer.{key}") == -1:
+            translation.skip(f"trainer.{key}", "meaningless here", "switched off in the file")
+        if translation.find_mapped("training.max_steps") is None:
+            translation.map_converted(f"trainer.{key}", recipe_key, parse_integer)
+        translation.skip(
+            f"trainer.{key}", "no counterpart", "either max_steps or num_epochs ends a run, not the first of both"
         )
-    if not (sheet.find_mapped("training.max_steps") or sheet.find_mapped("training.num_epochs")):
-        sheet.map_default("trainer.max_epochs", 1000, "training.num_epochs", 1000)
+    if not (translation.find_mapped("training.max_steps") or translation.find_mapped("training.num_epochs")):
+        translation.map_default("trainer.max_epochs", 1000, "training.num_epochs", 1000)
 
 
-def _batch(sheet: Translation) -> None:
-    """The loader's batch is one of one process; accumulate_grad_batches of them make a step."""
-    sizes = [key for key in sheet.source_values if re.search(r"^(data|model)(\.init_args)?\.(train_)?batch_size$", key)]
-    size = sheet.map_converted(sizes[0], "training.batch_size", parse_integer) if sizes else None
+def _map_batch(translation: Translation) -> None:
+    """Map the batch: that of the data loader is of one process, and accumulate_grad_batches of them make a step."""
+    sizes = [
+        key for key in translation.source_values if re.search(r"^(data|model)(\.init_args)?\.(train_)?batch_size$", key)
+    ]
+    size = translation.map_converted(sizes[0], "training.batch_size", parse_integer) if sizes else None
     for key in sizes[1:]:
-        sheet.skip(key, "meaningless here", f"{sizes[0]} decides")
+        translation.skip(key, "meaningless here", f"{sizes[0]} takes precedence")
     for block in ("data", "data.init_args"):
         for key in ("eval_batch_size", "val_batch_size"):
-            sheet.map_converted(
+            translation.map_converted(
                 f"{block}.{key}", "evaluation.batch_size", parse_integer, note="over all processes here"
             )
     key = "trainer.accumulate_grad_batches"
-    passes = sheet.map_converted(key, "training.gradient_accumulation_steps", parse_integer)
+    passes = translation.map_converted(key, "training.gradient_accumulation_steps", parse_integer)
     if passes is None:
-        sheet.map_default(key, 1, "training.gradient_accumulation_steps", 1)
+        translation.map_default(key, 1, "training.gradient_accumulation_steps", 1)
     if size is None:
-        sheet.notes.append("the file names no batch size; set training.batch_size, which is of one process here")
+        translation.notes.append("the file names no batch size; set training.batch_size, the batch of one process")
     else:
-        add_batch_note(sheet, size, passes or 1)
+        add_batch_note(translation, size, passes or 1)
 
 
-def _clipping(sheet: Translation) -> None:
-    value, how = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
-    if sheet.get(how) == "value":
-        sheet.skip(value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value")
-        sheet.skip(how, "no counterpart", "gradients are clipped by their norm")
-    sheet.skip(how, "meaningless here", "what happens here anyway")
-    sheet.map_converted(value, "training.max_grad_norm", lambda v: parse_number(v) or None)
-    sheet.map_default(value, None, "training.max_grad_norm", None)
+def _map_clipping(translation: Translation) -> None:
+    value, algorithm = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
+    if translation.get(algorithm) == "value":
+        translation.skip(
+            value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value"
+        )
+        translation.skip(algorithm, "no counterpart", "gradients are clipped by their norm")
+    translation.skip(algorithm, "meaningless here", "this is always done here")
+    translation.map_converted(value, "training.max_grad_norm", lambda v: parse_number(v) or None)
+    translation.map_default(value, None, "training.max_grad_norm", None)
 
 
-def _precision(sheet: Translation) -> None:
+def _map_precision(translation: Translation) -> None:
     key = "trainer.precision"
-    asked = str(sheet.get(key))
-    if asked in PRECISIONS:
-        note = "weights stay in fp32 here" if asked in ("16-true", "bf16-true") else None
-        sheet.map_key(key, "training.mixed_precision", PRECISIONS[asked], note=note)
-    elif sheet.is_pending(key):
-        sheet.skip(key, "no counterpart", "training.mixed_precision is fp32, bf16 or fp16")
+    precision = str(translation.get(key))
+    if precision in PRECISIONS:
+        note = "weights stay in fp32 here" if precision in ("16-true", "bf16-true") else None
+        translation.map_key(key, "training.mixed_precision", PRECISIONS[precision], note=note)
+    elif translation.is_pending(key):
+        translation.skip(key, "no counterpart", "training.mixed_precision is fp32, bf16 or fp16")
     else:
-        sheet.map_default(key, "32-true", "training.mixed_precision", "fp32")
+        translation.map_default(key, "32-true", "training.mixed_precision", "fp32")
 
 
-def _evaluation(sheet: Translation) -> None:
-    """A share of an epoch, a number of batches, or every so many epochs."""
-    interval, each = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
-    value, row = sheet.get(interval), sheet.find_mapped("training.gradient_accumulation_steps")
+def _map_evaluation(translation: Translation) -> None:
+    """Map the evaluation interval: a fraction of an epoch, a number of batches, or a number of epochs."""
+    interval, epochs_key = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
+    value, row = translation.get(interval), translation.find_mapped("training.gradient_accumulation_steps")
     passes = row.recipe_value if row and isinstance(row.recipe_value, int) and row.recipe_value > 0 else 1
     if type(value) is int:
-        note = f"{value} batches there" if passes > 1 else None
-        sheet.map_key(interval, "evaluation.every", max(1, value // passes), note=note)
+        note = f"{value} batches in the file" if passes > 1 else None
+        translation.map_key(interval, "evaluation.every", max(1, value // passes), note=note)
     elif value is not None and value != 1.0:
-        sheet.map_converted(interval, "evaluation.every", _share_of_epoch)
-    if sheet.find_mapped("evaluation.every"):
-        sheet.skip(each, "meaningless here", "val_check_interval decides")
-    sheet.map_converted(each, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
-    sheet.map_default(each, 1, "evaluation.every", "1 epoch")
+        translation.map_converted(interval, "evaluation.every", _parse_epoch_fraction)
+    if translation.find_mapped("evaluation.every"):
+        translation.skip(epochs_key, "meaningless here", "val_check_interval takes precedence")
+    translation.map_converted(epochs_key, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
+    translation.map_default(epochs_key, 1, "evaluation.every", "1 epoch")
     limit = "trainer.limit_val_batches"
-    if sheet.get(limit) == 0 and sheet.is_pending(limit):
-        sheet.map_key(limit, "data.validation", None, note="nothing is measured")
-    elif type(sheet.get(limit)) is int:
-        sheet.map_key(limit, "evaluation.max_batches", sheet.get(limit))
+    if translation.get(limit) == 0 and translation.is_pending(limit):
+        translation.map_key(limit, "data.validation", None, note="evaluation is off")
+    elif type(translation.get(limit)) is int:
+        translation.map_key(limit, "evaluation.max_batches", translation.get(limit))
 
 
-def _share_of_epoch(value: Any) -> str:
-    share = parse_number(value)
-    if not 0 < share <= 1:
-        raise ValueError(f"expected a share of an epoch, got {format_value(value)}")
-    return format_epochs(share)
+def _parse_epoch_fraction(value: Any) -> str:
+    fraction = parse_number(value)
+    if not 0 < fraction <= 1:
+        raise ValueError(f"expected a fraction of an epoch, got {format_value(value)}")
+    return format_epochs(fraction)
 
 
-def _processes(sheet: Translation) -> None:
+def _map_processes(translation: Translation) -> None:
     device = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "auto": "auto"}
-    asked = str(sheet.get("trainer.accelerator"))
-    if asked in device:
-        sheet.map_key("trainer.accelerator", "device", device[asked])
-    sheet.skip("trainer.accelerator", "no counterpart", "device is cpu, cuda or mps")
-    machines = sheet.map_converted("trainer.num_nodes", "distributed.machines", parse_integer) or 1
-    devices = sheet.get("trainer.devices")
-    number_of = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
-    if number_of and number_of * machines > 1:
-        note = "start them with torchrun" if not isinstance(devices, list) else "which ones says CUDA_VISIBLE_DEVICES"
-        sheet.map_key("trainer.devices", "distributed.processes", number_of * machines, note=note)
-    sheet.skip("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
-    strategy = str(sheet.get("trainer.strategy")).lower()
-    named = str(sheet.get("trainer.strategy.class_path")).lower()
-    key = "trainer.strategy" if sheet.is_pending("trainer.strategy") else "trainer.strategy.class_path"
-    if not sheet.is_pending(key):
+    accelerator = str(translation.get("trainer.accelerator"))
+    if accelerator in device:
+        translation.map_key("trainer.accelerator", "device", device[accelerator])
+    translation.skip("trainer.accelerator", "no counterpart", "device is cpu, cuda or mps")
+    machines = translation.map_converted("trainer.num_nodes", "distributed.machines", parse_integer) or 1
+    devices = translation.get("trainer.devices")
+    num_devices = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else None
+    if num_devices and num_devices * machines > 1:
+        note = "start them with torchrun" if not isinstance(devices, list) else "select them with CUDA_VISIBLE_DEVICES"
+        translation.map_key("trainer.devices", "distributed.processes", num_devices * machines, note=note)
+    translation.skip("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
+    strategy = str(translation.get("trainer.strategy")).lower()
+    strategy_class = str(translation.get("trainer.strategy.class_path")).lower()
+    key = "trainer.strategy" if translation.is_pending("trainer.strategy") else "trainer.strategy.class_path"
+    if not translation.is_pending(key):
         return
-    if any("fsdp" in name or "deepspeed" in name for name in (strategy, named)):
-        sheet.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
+    if any("fsdp" in name or "deepspeed" in name for name in (strategy, strategy_class)):
+        translation.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
         if "offload" in strategy:
-            sheet.map_key(key, "distributed.offload", True, note=SHARDING_NOTE)
-    elif any("ddp" in name for name in (strategy, named)):
-        sheet.map_key(key, "distributed.strategy", "ddp")
+            translation.map_key(key, "distributed.offload", True, note=SHARDING_NOTE)
+    elif any("ddp" in name for name in (strategy, strategy_class)):
+        translation.map_key(key, "distributed.strategy", "ddp")
     elif strategy == "auto":
-        sheet.map_key(key, "distributed.strategy", "auto")
+        translation.map_key(key, "distributed.strategy", "auto")
     else:
-        sheet.skip(key, "no counterpart", "distributed.strategy is ddp or fsdp")
+        translation.skip(key, "no counterpart", "distributed.strategy is ddp or fsdp")
 
 
-def _optimizer(sheet: Translation) -> None:
-    """`optimizer` at the top, or handed to the model; its arguments stand under init_args or beside class_path."""
+def _map_optimizer(translation: Translation) -> None:
+    """Map the optimizer, at the top or an argument of the model; its arguments are under init_args or beside class_path."""
     block = next(
-        (b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if sheet.pending_under(b)), None
+        (b for b in ("optimizer", "model.init_args.optimizer", "model.optimizer") if translation.pending_under(b)), None
     )
-    for place in ("model.init_args", "model"):
+    for model_block in ("model.init_args", "model"):
         for name in ("learning_rate", "lr"):
-            sheet.map_converted(f"{place}.{name}", "training.learning_rate", parse_number)
-        sheet.map_converted(f"{place}.weight_decay", "training.weight_decay", parse_number)
+            translation.map_converted(f"{model_block}.{name}", "training.learning_rate", parse_number)
+        translation.map_converted(f"{model_block}.weight_decay", "training.weight_decay", parse_number)
     if block is None:
-        sheet.notes.append("the file names no optimizer: what the model's code sets up is not taken over")
+        translation.notes.append(
+            "the file names no optimizer, and one created in the model's code is not taken over; set training.optimizer"
+        )
         return
-    name = str(sheet.get(f"{block}.class_path")).rpartition(".")[2]
+    name = str(translation.get(f"{block}.class_path")).rpartition(".")[2]
     if name in OPTIMIZERS:
-        sheet.map_key(f"{block}.class_path", "training.optimizer.name", OPTIMIZERS[name])
+        translation.map_key(f"{block}.class_path", "training.optimizer.name", OPTIMIZERS[name])
     else:
-        sheet.skip(
-            f"{block}.class_path", "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam"
+        translation.skip(
+            f"{block}.class_path",
+            "no counterpart",
+            "adamw is used; muon, lion, adafactor, sgd and adam are available too",
         )
     for key in (f"{block}.init_args", block):
-        sheet.map_table(
+        translation.map_table(
             {
                 f"{key}.lr": ("training.learning_rate", parse_number),
                 f"{key}.weight_decay": ("training.weight_decay", parse_number),
-                f"{key}.betas": ("training.optimizer.betas", _pair),
+                f"{key}.betas": ("training.optimizer.betas", _parse_pair),
                 f"{key}.eps": ("training.optimizer.eps", parse_number),
                 f"{key}.momentum": ("training.optimizer.momentum", parse_number),
                 f"{key}.nesterov": ("training.optimizer.nesterov", parse_boolean),
             }
         )
     if name in OPTIMIZERS:
-        sheet.map_default(f"{block}.init_args.lr", 1e-3, "training.learning_rate", 1e-3)
+        translation.map_default(f"{block}.init_args.lr", 1e-3, "training.learning_rate", 1e-3)
         decay = WEIGHT_DECAY[name]
-        sheet.map_default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
+        translation.map_default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
     if name == "SGD":
-        sheet.map_default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
-    if not sheet.pending_under("lr_scheduler") and not sheet.pending_under("model.init_args.lr_scheduler"):
-        sheet.map_default("lr_scheduler", None, "training.scheduler.name", "constant")
-    sheet.skip_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
+        translation.map_default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
+    if not translation.pending_under("lr_scheduler") and not translation.pending_under("model.init_args.lr_scheduler"):
+        translation.map_default("lr_scheduler", None, "training.scheduler.name", "constant")
+    translation.skip_block(block, "no counterpart", "training.optimizer has betas, eps, momentum and nesterov")
 
 
-def _pair(value: Any) -> list[float]:
+def _parse_pair(value: Any) -> list[float]:
     if not isinstance(value, list) or len(value) != 2:
         raise ValueError(f"expected two numbers, got {format_value(value)}")
     return [parse_number(part) for part in value]
 
 
-def _schedule(sheet: Translation) -> None:
-    block = next((b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if sheet.pending_under(b)), None)
+def _map_schedule(translation: Translation) -> None:
+    block = next((b for b in ("lr_scheduler", "model.init_args.lr_scheduler") if translation.pending_under(b)), None)
     for key in ("model.init_args.warmup_steps", "model.warmup_steps"):
-        sheet.map_converted(key, "training.scheduler.warmup_steps", parse_integer)
+        translation.map_converted(key, "training.scheduler.warmup_steps", parse_integer)
     if block is None:
         return
-    name = str(sheet.get(f"{block}.class_path")).rpartition(".")[2]
+    name = str(translation.get(f"{block}.class_path")).rpartition(".")[2]
     if name not in SCHEDULES:
-        sheet.skip(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md names the others")
-        sheet.skip_block(block, "no counterpart", "of a schedule that is not here")
+        translation.skip(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md lists the others")
+        translation.skip_block(block, "no counterpart", "of a schedule that is not available")
         return
-    sheet.map_key(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
-    key, to = f"{block}.init_args", "training.scheduler"
+    translation.map_key(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
+    key, recipe_block = f"{block}.init_args", "training.scheduler"
     if name == "ExponentialLR":
-        _exponential(sheet, f"{key}.gamma")
+        _map_exponential(translation, f"{key}.gamma")
     if name == "OneCycleLR":
-        sheet.map_converted(f"{key}.max_lr", "training.learning_rate", parse_number)
-        sheet.map_converted(f"{key}.pct_start", f"{to}.warmup_steps", lambda v: format_percent(parse_number(v)))
+        translation.map_converted(f"{key}.max_lr", "training.learning_rate", parse_number)
+        translation.map_converted(
+            f"{key}.pct_start", f"{recipe_block}.warmup_steps", lambda v: format_percent(parse_number(v))
+        )
     if name == "ReduceLROnPlateau":
-        sheet.map_converted(f"{key}.factor", f"{to}.factor", parse_number)
-        sheet.map_converted(f"{key}.patience", f"{to}.patience", parse_integer)
-        sheet.map_default(f"{key}.factor", 0.1, f"{to}.factor", 0.1)
-        sheet.map_default(f"{key}.patience", 10, f"{to}.patience", 10)
-    sheet.map_converted(f"{key}.eta_min", f"{to}.eta_min", parse_number)
-    sheet.map_converted(f"{key}.power", f"{to}.power", parse_number)
+        translation.map_converted(f"{key}.factor", f"{recipe_block}.factor", parse_number)
+        translation.map_converted(f"{key}.patience", f"{recipe_block}.patience", parse_integer)
+        translation.map_default(f"{key}.factor", 0.1, f"{recipe_block}.factor", 0.1)
+        translation.map_default(f"{key}.patience", 10, f"{recipe_block}.patience", 10)
+    translation.map_converted(f"{key}.eta_min", f"{recipe_block}.eta_min", parse_number)
+    translation.map_converted(f"{key}.power", f"{recipe_block}.power", parse_number)
     for length in ("T_max", "total_iters", "total_steps"):
-        sheet.skip(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
-    sheet.skip_block(block, "no counterpart", "not a setting of our schedule")
+        translation.skip(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
+    translation.skip_block(block, "no counterpart", "not a setting of training.scheduler")
 
 
-def _exponential(sheet: Translation, key: str) -> None:
-    """A factor an epoch there; here what is left of the rate at the end of the run."""
-    row = sheet.find_mapped("training.num_epochs")
-    factor = sheet.get(key)
+def _map_exponential(translation: Translation, key: str) -> None:
+    """Map gamma: a factor per epoch in torch, the factor over the whole run here."""
+    row = translation.find_mapped("training.num_epochs")
+    factor = translation.get(key)
     if row is not None and isinstance(factor, float) and 0 < factor <= 1:
-        left = max(1e-12, math.pow(factor, row.recipe_value))
-        sheet.map_key(key, "training.scheduler.gamma", left, note="over the whole run")
-    sheet.skip(key, "no counterpart", "the rate at the end of the run here; needs max_epochs")
+        total = max(1e-12, math.pow(factor, row.recipe_value))
+        translation.map_key(key, "training.scheduler.gamma", total, note="over the whole run")
+    translation.skip(
+        key, "no counterpart", "training.scheduler.gamma is the factor over the whole run; needs max_epochs"
+    )
 
 
-def _classes(sheet: Translation) -> None:
-    """Arguments of the model and the data whose names say what they are."""
-    for place in ("model.init_args", "model"):
+def _map_class_arguments(translation: Translation) -> None:
+    """Map arguments of the model and the data that have conventional names."""
+    for prefix in ("model.init_args", "model"):
         for name in ("pretrained_model_name_or_path", "model_name_or_path", "model_name"):
-            sheet.map_converted(f"{place}.{name}", "model.from", parse_text)
-        sheet.map_converted(f"{place}.dropout", "model.dropout", parse_number)
-        sheet.map_converted(f"{place}.label_smoothing", "training.label_smoothing", parse_number)
-        sheet.map_converted(f"{place}.ema_decay", "training.ema", parse_number)
-        sheet.map_converted(f"{place}.gradient_checkpointing", "training.gradient_checkpointing", parse_boolean)
-    for place in ("data.init_args", "data"):
-        sheet.map_converted(f"{place}.num_workers", "data.workers", parse_integer)
-        sheet.map_converted(f"{place}.pin_memory", "data.pin_memory", parse_boolean)
+            translation.map_converted(f"{prefix}.{name}", "model.from", parse_text)
+        translation.map_converted(f"{prefix}.dropout", "model.dropout", parse_number)
+        translation.map_converted(f"{prefix}.label_smoothing", "training.label_smoothing", parse_number)
+        translation.map_converted(f"{prefix}.ema_decay", "training.ema", parse_number)
+        translation.map_converted(f"{prefix}.gradient_checkpointing", "training.gradient_checkpointing", parse_boolean)
+    for prefix in ("data.init_args", "data"):
+        translation.map_converted(f"{prefix}.num_workers", "data.workers", parse_integer)
+        translation.map_converted(f"{prefix}.pin_memory", "data.pin_memory", parse_boolean)
         for name in ("data_dir", "data_path", "root", "train_file", "path"):
-            sheet.map_converted(f"{place}.{name}", "data.train.path", parse_text)
+            translation.map_converted(f"{prefix}.{name}", "data.train.path", parse_text)
         for name in ("val_split", "validation_split"):
-            if isinstance(sheet.get(f"{place}.{name}"), float):
-                sheet.map_converted(f"{place}.{name}", "data.validation.split", parse_number)
+            if isinstance(translation.get(f"{prefix}.{name}"), float):
+                translation.map_converted(f"{prefix}.{name}", "data.validation.split", parse_number)
         for name in ("max_seq_length", "sequence_length", "block_size", "max_length"):
-            sheet.map_converted(f"{place}.{name}", "data.sequence_length", parse_integer)
+            translation.map_converted(f"{prefix}.{name}", "data.sequence_length", parse_integer)
 
 
-_OWN = "a detail of their loop"
-_ALL = "a run sees all of its data; data.limit takes the first so many"
+_OWN = "an internal setting of their training loop"
+_ALL = "a run uses all of its data; data.limit takes the first N samples"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
-        "model": "an argument of a class of their own",
-        "data": "an argument of a class of their own",
-        "model.class_path": "no code from a file is run; task and model say what is learned",
-        "data.class_path": "no code from a file is run; data.train.path says what is read",
+        "model": "an argument of a class that is not loaded",
+        "data": "an argument of a class that is not loaded",
+        "model.class_path": "code named in a file is not run; set task and model",
+        "data.class_path": "code named in a file is not run; set data.train.path",
         **dict.fromkeys(("trainer.limit_train_batches", "trainer.overfit_batches"), _ALL),
         "trainer.limit_val_batches": "evaluation.max_batches is a number of batches",
-        "trainer.max_time": "the length of a run is in steps or epochs",
+        "trainer.max_time": "the length of a run is given in steps or epochs",
         **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps"), "training.early_stopping has patience only"),
         "trainer.fast_dev_run": "bottega plan FILE --check, or training.max_steps=1",
         "trainer.strategy": "a setting of their strategy",
-        "trainer.plugins": "no code from a file is run",
-        "trainer.profiler": "bottega inspect and the log tell where time goes",
-        "trainer.sync_batchnorm": "batch statistics are of each process",
+        "trainer.plugins": "code named in a file is not run",
+        "trainer.profiler": "bottega inspect and the log show where time goes",
+        "trainer.sync_batchnorm": "batch statistics are computed per process",
         "trainer.reload_dataloaders_every_n_epochs": "the data do not change during a run",
     },
     meaningless={
         "ckpt_path": "the same command resumes by itself; train --resume_from names a checkpoint",
-        "seed_everything": "a run always has a seed; seed says which",
-        "trainer.val_check_interval": "once an epoch, which check_val_every_n_epoch says",
+        "seed_everything": "a run always has a seed; set seed",
+        "trainer.val_check_interval": "once an epoch, as check_val_every_n_epoch says",
         **dict.fromkeys(
-            ("trainer.enable_checkpointing", "trainer.enable_progress_bar"), "always there; train --quiet says less"
+            ("trainer.enable_checkpointing", "trainer.enable_progress_bar"),
+            "always there; use train --quiet for less output",
         ),
         "trainer.enable_model_summary": "bottega inspect shows the model",
         **dict.fromkeys(("trainer.num_sanity_val_steps", "trainer.inference_mode", "trainer.benchmark"), _OWN),

@@ -1,4 +1,4 @@
-"""Lightning's callbacks and loggers: classes by name, of which those that every run has here are understood."""
+"""Translate Lightning's callbacks and loggers: checkpoints, early stopping, weight averaging, TensorBoard and wandb."""
 
 from __future__ import annotations
 
@@ -26,66 +26,81 @@ MONITORING_CALLBACKS = (
 )
 
 
-def map_callbacks(sheet: Translation) -> None:
-    for block in _blocks(sheet, "trainer.callbacks"):
-        kind, said = str(sheet.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
+def map_callbacks(translation: Translation) -> None:
+    """Map `trainer.callbacks`; classes without a counterpart are left out."""
+    for block in _blocks(translation, "trainer.callbacks"):
+        kind, init_args = str(translation.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
         if kind == "ModelCheckpoint":
-            _checkpoint(sheet, said)
+            _map_checkpoint(translation, init_args)
         elif kind == "EarlyStopping":
-            map_monitored_metric(sheet, metric=f"{said}.monitor", mode=f"{said}.mode", ours="training.early_stopping")
-            sheet.map_converted(f"{said}.patience", "training.early_stopping.patience", parse_integer)
-            sheet.map_converted(
-                f"{said}.min_delta", "training.early_stopping.threshold", lambda v: abs(parse_number(v))
+            map_monitored_metric(
+                translation,
+                metric=f"{init_args}.monitor",
+                mode=f"{init_args}.mode",
+                recipe_block="training.early_stopping",
             )
-            sheet.map_default(f"{said}.patience", 3, "training.early_stopping.patience", 3)
+            translation.map_converted(f"{init_args}.patience", "training.early_stopping.patience", parse_integer)
+            translation.map_converted(
+                f"{init_args}.min_delta", "training.early_stopping.threshold", lambda v: abs(parse_number(v))
+            )
+            translation.map_default(f"{init_args}.patience", 3, "training.early_stopping.patience", 3)
         elif kind in ("EMA", "EMAWeightAveraging", "WeightAveraging"):
-            sheet.map_converted(f"{said}.decay", "training.ema", parse_number)
+            translation.map_converted(f"{init_args}.decay", "training.ema", parse_number)
         if kind in ("ModelCheckpoint", "EarlyStopping", "EMA", "EMAWeightAveraging", "WeightAveraging"):
-            sheet.skip(f"{block}.class_path", "meaningless here", "a part of every run here; its settings are taken")
+            translation.skip(
+                f"{block}.class_path", "meaningless here", "part of every run; its settings are taken over"
+            )
         elif kind in MONITORING_CALLBACKS:
-            sheet.skip(f"{block}.class_path", "meaningless here", "shown and logged anyway")
+            translation.skip(f"{block}.class_path", "meaningless here", "shown and logged anyway")
         else:
-            sheet.skip(f"{block}.class_path", "no counterpart", "no code from a file is run")
-        sheet.skip_block(block, "no counterpart", f"of {kind}")
+            translation.skip(f"{block}.class_path", "no counterpart", "code named in a file is not run")
+        translation.skip_block(block, "no counterpart", f"of {kind}")
 
 
-def _blocks(sheet: Translation, key: str) -> list[str]:
-    """The blocks of a list, or the one block that stands in its place."""
-    inside = re.compile(rf"({re.escape(key)}(?:\.\d+)?)\..*")
-    return list(dict.fromkeys(match[1] for name in sheet.pending_under(key) if (match := inside.match(name))))
+def _blocks(translation: Translation, key: str) -> list[str]:
+    """Return the keys of the blocks of a list, or of the single block given in its place."""
+    pattern = re.compile(rf"({re.escape(key)}(?:\.\d+)?)\..*")
+    return list(dict.fromkeys(match[1] for name in translation.pending_under(key) if (match := pattern.match(name))))
 
 
-def _checkpoint(sheet: Translation, said: str) -> None:
-    sheet.map_converted(f"{said}.every_n_train_steps", "checkpoint.every", parse_integer)
-    if sheet.find_mapped("checkpoint.every"):
-        sheet.skip(f"{said}.every_n_epochs", "meaningless here", "every_n_train_steps decides")
-    sheet.map_converted(f"{said}.every_n_epochs", "checkpoint.every", lambda v: format_epochs(parse_integer(v)))
-    sheet.map_default(f"{said}.every_n_epochs", 1, "checkpoint.every", "1 epoch")
-    top = sheet.get(f"{said}.save_top_k")
-    if isinstance(top, int) and top > 0:
-        sheet.map_key(
-            f"{said}.save_top_k", "checkpoint.keep", top, note="the newest and the best, not the best so many"
+def _map_checkpoint(translation: Translation, init_args: str) -> None:
+    translation.map_converted(f"{init_args}.every_n_train_steps", "checkpoint.every", parse_integer)
+    if translation.find_mapped("checkpoint.every"):
+        translation.skip(f"{init_args}.every_n_epochs", "meaningless here", "every_n_train_steps takes precedence")
+    translation.map_converted(
+        f"{init_args}.every_n_epochs", "checkpoint.every", lambda v: format_epochs(parse_integer(v))
+    )
+    translation.map_default(f"{init_args}.every_n_epochs", 1, "checkpoint.every", "1 epoch")
+    top_k = translation.get(f"{init_args}.save_top_k")
+    if isinstance(top_k, int) and top_k > 0:
+        translation.map_key(
+            f"{init_args}.save_top_k", "checkpoint.keep", top_k, note="the newest and the best, not the best k"
         )
-    sheet.skip(f"{said}.save_top_k", "no counterpart", "checkpoint.keep is how many of the newest stay")
-    map_monitored_metric(sheet, metric=f"{said}.monitor", mode=f"{said}.mode", ours="evaluation")
-    sheet.skip(f"{said}.save_last", "meaningless here", "the newest is always kept")
+    translation.skip(
+        f"{init_args}.save_top_k", "no counterpart", "checkpoint.keep is the number of newest checkpoints to keep"
+    )
+    map_monitored_metric(
+        translation, metric=f"{init_args}.monitor", mode=f"{init_args}.mode", recipe_block="evaluation"
+    )
+    translation.skip(f"{init_args}.save_last", "meaningless here", "the newest is always kept")
     for key in ("dirpath", "filename", "auto_insert_metric_name", "verbose", "save_on_train_epoch_end"):
-        sheet.skip(f"{said}.{key}", "meaningless here", "checkpoints lie in the run's folder")
+        translation.skip(f"{init_args}.{key}", "meaningless here", "checkpoints are in the run's folder")
 
 
-def map_loggers(sheet: Translation) -> None:
-    if isinstance(sheet.get("trainer.logger"), bool):
-        sheet.map_key("trainer.logger", "logging.tensorboard", sheet.get("trainer.logger"))
-    for block in _blocks(sheet, "trainer.logger"):
-        kind, said = str(sheet.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
+def map_loggers(translation: Translation) -> None:
+    """Map `trainer.logger`; loggers without a counterpart are left out."""
+    if isinstance(translation.get("trainer.logger"), bool):
+        translation.map_key("trainer.logger", "logging.tensorboard", translation.get("trainer.logger"))
+    for block in _blocks(translation, "trainer.logger"):
+        kind, init_args = str(translation.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
         if kind == "WandbLogger":
-            sheet.map_key(f"{block}.class_path", "logging.wandb.enabled", True)
+            translation.map_key(f"{block}.class_path", "logging.wandb.enabled", True)
             for name in ("project", "entity", "name", "notes"):
-                sheet.map_converted(f"{said}.{name}", f"logging.wandb.{name}", parse_text)
-            sheet.map_converted(f"{said}.tags", "logging.wandb.tags", parse_text_list)
-            sheet.map_converted(f"{said}.offline", "logging.wandb.offline", parse_boolean)
+                translation.map_converted(f"{init_args}.{name}", f"logging.wandb.{name}", parse_text)
+            translation.map_converted(f"{init_args}.tags", "logging.wandb.tags", parse_text_list)
+            translation.map_converted(f"{init_args}.offline", "logging.wandb.offline", parse_boolean)
         elif kind == "TensorBoardLogger":
-            sheet.map_key(f"{block}.class_path", "logging.tensorboard", True)
+            translation.map_key(f"{block}.class_path", "logging.tensorboard", True)
         elif kind == "CSVLogger":
-            sheet.skip(f"{block}.class_path", "meaningless here", "metrics are always written to a file as well")
-        sheet.skip_block(block, "no counterpart", f"of {kind}")
+            translation.skip(f"{block}.class_path", "meaningless here", "metrics are always written to a file as well")
+        translation.skip_block(block, "no counterpart", f"of {kind}")

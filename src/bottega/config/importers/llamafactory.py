@@ -1,4 +1,4 @@
-"""LLaMA-Factory's YAML: the arguments of transformers, and beside them stage, method, template and data by name."""
+"""Translate LLaMA-Factory's YAML: arguments of transformers, with stage, fine-tuning method, template and named data."""
 
 from __future__ import annotations
 
@@ -18,99 +18,106 @@ MARKER_KEYS = (
     *("stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target", "lora_rank", "val_size"),
     *("neat_packing", "quantization_bit", "adapter_name_or_path"),
 )
-"""Keys of which such a file has at least one beside model_name_or_path."""
+"""A LLaMA-Factory file has model_name_or_path and at least one of these."""
 
 
-def translate(sheet: Translation) -> None:
-    _stage(sheet)
-    sheet.map_converted("model_name_or_path", "model.from", parse_text)
-    sheet.map_converted("cutoff_len", "data.sequence_length", parse_integer)
-    sheet.map_default("cutoff_len", 2048, "data.sequence_length", 2048)
-    _data(sheet)
-    if sheet.is_pending("disable_gradient_checkpointing"):
+def translate(translation: Translation) -> None:
+    """Translate a LLaMA-Factory configuration."""
+    _map_stage(translation)
+    translation.map_converted("model_name_or_path", "model.from", parse_text)
+    translation.map_converted("cutoff_len", "data.sequence_length", parse_integer)
+    translation.map_default("cutoff_len", 2048, "data.sequence_length", 2048)
+    _map_data(translation)
+    if translation.is_pending("disable_gradient_checkpointing"):
         key = "disable_gradient_checkpointing"
-        sheet.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
-        sheet.skip("gradient_checkpointing", "meaningless here", f"{key} decides")
-    if sheet.get("use_muon"):
-        sheet.map_key("use_muon", "training.optimizer.name", "muon")
-        sheet.skip("optim", "meaningless here", "use_muon decides")
-    trainer.map_arguments(sheet, patience="early_stopping_steps")
-    # Theirs recomputes activations unless told not to.
-    sheet.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
-    _method(sheet)
-    sheet.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
+        translation.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
+        translation.skip("gradient_checkpointing", "meaningless here", f"{key} takes precedence")
+    if translation.get("use_muon"):
+        translation.map_key("use_muon", "training.optimizer.name", "muon")
+        translation.skip("optim", "meaningless here", "use_muon takes precedence")
+    trainer.map_arguments(translation, patience="early_stopping_steps")
+    # LLaMA-Factory uses gradient checkpointing by default.
+    translation.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
+    _map_method(translation)
+    translation.skip_remaining(SKIPPED_KEYS, trainer.SKIPPED_KEYS)
 
 
-def _stage(sheet: Translation) -> None:
-    stage = sheet.get("stage")
+def _map_stage(translation: Translation) -> None:
+    stage = translation.get("stage")
     if stage in ("pt", "sft"):
-        note = None if stage == "pt" else "all tokens are learned, not only the answers"
-        sheet.map_key("stage", "task", "language", note=note)
+        note = None if stage == "pt" else "the loss covers all tokens, not only the answers"
+        translation.map_key("stage", "task", "language", note=note)
     else:
-        sheet.skip(
-            "stage", "no counterpart", "learning from preferences or rewards; task: language predicts the next token"
+        translation.skip(
+            "stage",
+            "no counterpart",
+            "preference optimisation and RL are not supported; task: language predicts the next token",
         )
-        sheet.map_default("stage", stage or "sft", "task", "language")
+        translation.map_default("stage", stage or "sft", "task", "language")
 
 
-def _data(sheet: Translation) -> None:
-    named = "a name in their dataset_info.json; put the file itself into {}"
-    sheet.skip("dataset", "no counterpart", named.format("data.train.path"))
-    sheet.skip("eval_dataset", "no counterpart", named.format("data.validation.path"))
-    sheet.map_converted("max_samples", "data.limit", parse_integer, note="of all data together here")
-    if sheet.get("val_size") or not sheet.is_pending("eval_dataset"):
-        map_validation_split(sheet, "val_size")
-    packed = sheet.get("packing")
-    if sheet.get("neat_packing"):
-        sheet.map_key("neat_packing", "data.separate_documents", True)
-        sheet.skip("packing", "meaningless here", "documents are joined without gaps anyway")
-    elif packed or (packed is None and sheet.get("stage") == "pt"):
-        sheet.skip("packing", "meaningless here", "documents are joined without gaps anyway")
-    elif packed is not None:
-        sheet.map_key("packing", "data.padding", True)
+def _map_data(translation: Translation) -> None:
+    reason = "a name in their dataset_info.json; set {} to the file itself"
+    translation.skip("dataset", "no counterpart", reason.format("data.train.path"))
+    translation.skip("eval_dataset", "no counterpart", reason.format("data.validation.path"))
+    translation.map_converted("max_samples", "data.limit", parse_integer, note="over all data together here")
+    if translation.get("val_size") or not translation.is_pending("eval_dataset"):
+        map_validation_split(translation, "val_size")
+    packing = translation.get("packing")
+    if translation.get("neat_packing"):
+        translation.map_key("neat_packing", "data.separate_documents", True)
+        translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
+    elif packing or (packing is None and translation.get("stage") == "pt"):
+        translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
+    elif packing is not None:
+        translation.map_key("packing", "data.padding", True)
     else:
-        sheet.map_default("packing", False, "data.padding", True)
+        translation.map_default("packing", False, "data.padding", True)
 
 
-def _method(sheet: Translation) -> None:
-    method = sheet.get("finetuning_type")
+def _map_method(translation: Translation) -> None:
+    method = translation.get("finetuning_type")
     if method in (None, "lora"):
         if method is None:
-            sheet.map_default("finetuning_type", "lora", "techniques.0.name", "lora")
+            translation.map_default("finetuning_type", "lora", "techniques.0.name", "lora")
         else:
-            sheet.map_key("finetuning_type", "techniques.0.name", "lora")
-        rank = sheet.map_converted("lora_rank", f"{LORA_OPTIONS}rank", parse_integer)
+            translation.map_key("finetuning_type", "techniques.0.name", "lora")
+        rank = translation.map_converted("lora_rank", f"{LORA_OPTIONS}rank", parse_integer)
         if rank is None:
-            sheet.map_default("lora_rank", 8, f"{LORA_OPTIONS}rank", 8)
-        sheet.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
-        sheet.map_default("lora_alpha", 2 * (rank or 8), f"{LORA_OPTIONS}alpha", 2 * (rank or 8))
-        sheet.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
-        sheet.map_converted(
+            translation.map_default("lora_rank", 8, f"{LORA_OPTIONS}rank", 8)
+        translation.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
+        translation.map_default("lora_alpha", 2 * (rank or 8), f"{LORA_OPTIONS}alpha", 2 * (rank or 8))
+        translation.map_converted("lora_dropout", f"{LORA_OPTIONS}dropout", parse_number)
+        translation.map_converted(
             "lora_target",
             f"{LORA_OPTIONS}targets",
             lambda v: "all-linear" if v in ("all", ["all"]) else parse_text_list(v),
         )
-        sheet.map_default("lora_target", "all", f"{LORA_OPTIONS}targets", "all-linear")
+        translation.map_default("lora_target", "all", f"{LORA_OPTIONS}targets", "all-linear")
         return
     if method == "full":
-        sheet.skip("finetuning_type", "meaningless here", "everything learns unless something says otherwise")
+        translation.skip(
+            "finetuning_type", "meaningless here", "all parameters are trained unless a setting freezes them"
+        )
     else:
-        sheet.skip("finetuning_type", "no counterpart", "rows of training.groups say what learns; scale none freezes")
+        translation.skip(
+            "finetuning_type", "no counterpart", "rows of training.groups select what is trained; scale none freezes"
+        )
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
-        if sheet.is_pending(key):
-            sheet.skip(key, "meaningless here", "finetuning_type is not lora")
+        if translation.is_pending(key):
+            translation.skip(key, "meaningless here", "finetuning_type is not lora")
 
 
-_CHAT = "prompts are not built from chats or instructions"
+_CHAT = "chat and instruction prompts are not built"
 _LORA = "of LoRA"
-_FREEZE = "rows of training.groups say what learns; scale none freezes"
-_PREFERENCE = "learning from preferences or rewards"
+_FREEZE = "rows of training.groups select what is trained; scale none freezes"
+_PREFERENCE = "preference optimisation and RL are not supported"
 _QUANTISED = "the base is not quantised here"
 _KERNEL = "attention and kernels are chosen by the engine"
 _MIXING = "data.mixture, once data.sources names the files"
-_SAMPLES = "samples.* says how samples are drawn"
-_OPTIMIZER = "not an update rule here"
-_TOKENS = "the tokenizer is taken as it is"
+_SAMPLES = "samples.* sets how samples are generated"
+_OPTIMIZER = "not an available optimizer"
+_TOKENS = "the tokenizer is used unchanged"
 _MEDIA = "a language model of text alone"
 
 SKIPPED_KEYS = SkippedKeys(
@@ -139,23 +146,25 @@ SKIPPED_KEYS = SkippedKeys(
             ("use_badam", "badam_mode", "use_adam_mini", "apollo_rank", "galore_update_interval"), _OPTIMIZER
         ),
         **dict.fromkeys(
-            ("use_llama_pro", "mixture_of_depths", "rope_scaling", "shift_attn"), "the model is taken as it is"
+            ("use_llama_pro", "mixture_of_depths", "rope_scaling", "shift_attn"), "the model is used unchanged"
         ),
         **dict.fromkeys(
-            ("moe_aux_loss_coef", "upcast_layernorm", "upcast_lmhead_output"), "the model is taken as it is"
+            ("moe_aux_loss_coef", "upcast_layernorm", "upcast_lmhead_output"), "the model is used unchanged"
         ),
-        "train_from_scratch": "leave model.from out and say the model's size",
+        "train_from_scratch": "leave model.from out and set model.size",
         **dict.fromkeys(("resize_vocab", "add_tokens", "add_special_tokens", "split_special_tokens"), _TOKENS),
         **dict.fromkeys(("temperature", "top_p", "top_k", "max_new_tokens", "do_sample", "num_beams"), _SAMPLES),
         **dict.fromkeys(("repetition_penalty", "eval_num_beams"), _SAMPLES),
         **dict.fromkeys(
             ("hf_hub_token", "ms_hub_token", "om_hub_token", "swanlab_api_key"), "secrets belong in the environment"
         ),
-        **dict.fromkeys(("use_swanlab", "swanlab_project", "swanlab_run_name", "swanlab_mode"), "not written to"),
+        **dict.fromkeys(
+            ("use_swanlab", "swanlab_project", "swanlab_run_name", "swanlab_mode"), "not a supported logger"
+        ),
         **dict.fromkeys(("compute_accuracy", "use_dft_loss"), "the loss and its metrics belong to the task"),
         "disable_shuffling": "always shuffled",
         "model_revision": "name a folder in model.from to pin a version",
-        "eval_on_each_dataset": "one source measures progress here",
+        "eval_on_each_dataset": "evaluation uses one source",
         **dict.fromkeys(("export_dir", "export_size", "export_device"), "bottega export writes a folder"),
         "use_muon": "training.optimizer.name: muon",
         "early_stopping_steps": "training.early_stopping.patience",
@@ -164,16 +173,17 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("use_rslora", "use_dora", "pissa_init", "pissa_iter", "pissa_convert"), _LORA),
         **dict.fromkeys(("additional_target", "adapter_name_or_path", "adapter_folder", "create_new_adapter"), _LORA),
         **dict.fromkeys(("loraplus_lr_ratio", "loraplus_lr_embedding"), _LORA),
-        **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "lora is the adapter that is understood"),
+        **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "lora is the only supported adapter"),
     },
     meaningless={
         "dataset_dir": "a path in data.train.path starts from where the command runs",
         **dict.fromkeys(
             ("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
-            "prepared data are kept by what made them",
+            "prepared data are cached by a hash of their settings",
         ),
         **dict.fromkeys(
-            ("tokenized_path", "cache_dir", "data_shared_file_system"), "prepared data are kept by what made them"
+            ("tokenized_path", "cache_dir", "data_shared_file_system"),
+            "prepared data are cached by a hash of their settings",
         ),
         **dict.fromkeys(("streaming", "buffer_size"), "prepared data are read from disk as they are needed"),
         **dict.fromkeys(
@@ -183,10 +193,10 @@ SKIPPED_KEYS = SkippedKeys(
         "include_effective_tokens_per_second": "tokens are always counted",
         **dict.fromkeys(
             ("low_cpu_mem_usage", "use_fast_tokenizer", "use_kv_cache", "print_param_status"),
-            "a detail of how they load",
+            "an internal setting of their loader",
         ),
-        **dict.fromkeys(("infer_backend", "infer_dtype", "offload_folder"), "of drawing, not of training"),
-        "ignore_pad_token_for_loss": "what fills up an example is never learned",
+        **dict.fromkeys(("infer_backend", "infer_dtype", "offload_folder"), "of inference, not of training"),
+        "ignore_pad_token_for_loss": "padding never counts in the loss",
         "ray_run_name": "processes are counted by the launcher",
     },
     harmless_values={

@@ -1,4 +1,4 @@
-"""Which metric decides: the names that others give to what is measured here, and none that nothing here measures."""
+"""Translate names of monitored metrics: those of other trainers to the metrics that are computed here."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ METRIC_NAMES = {
 LANGUAGE_METRICS = ("loss", "perplexity", "bits_per_byte")
 
 
-def map_monitored_metric(sheet: Translation, *, metric: str, mode: str, ours: str) -> str | None:
-    """Fill `ours`.metric from their keys; which way it is better needs no key, since all that is taken over is known."""
-    found = None
-    if sheet.is_pending(metric):
-        said = parse_text(sheet.get(metric)) if isinstance(sheet.get(metric), str) else ""
-        bare = _bare(said)
-        named = METRIC_NAMES.get(bare)
-        task = sheet.find_mapped("task")
+def map_monitored_metric(translation: Translation, *, metric: str, mode: str, recipe_block: str) -> str | None:
+    """Map the monitored metric to `recipe_block`.metric and return its name; its direction follows from the name."""
+    mapped = None
+    if translation.is_pending(metric):
+        source_name = parse_text(translation.get(metric)) if isinstance(translation.get(metric), str) else ""
+        name = _strip_split_prefix(source_name)
+        recipe_name = METRIC_NAMES.get(name)
+        task = translation.find_mapped("task")
         allowed = (
             LANGUAGE_METRICS
             if task is not None and task.recipe_value == "language"
             else tuple(dict.fromkeys(METRIC_NAMES.values()))
         )
-        if named in allowed:
-            note = "the mean over classes; weighted_f1 goes by their sizes" if bare in ("f1", "f1_score") else None
-            found = sheet.map_converted(metric, f"{ours}.metric", lambda _: named, note=note)
+        if recipe_name in allowed:
+            note = "the mean over classes; weighted_f1 weights them by size" if name in ("f1", "f1_score") else None
+            mapped = translation.map_converted(metric, f"{recipe_block}.metric", lambda _: recipe_name, note=note)
         else:
-            sheet.skip(metric, "not understood", f"measured here are {', '.join(allowed)}; loss decides")
-    known = infer_metric_mode(found or "loss")
-    if sheet.is_pending(mode):
-        is_max = str(sheet.get(mode)).lower() in ("max", "true", "yes", "on", "1")
-        if is_max == (known == "max"):
-            sheet.skip(mode, "meaningless here", "the name of the metric says it")
+            translation.skip(metric, "not understood", f"available metrics are {', '.join(allowed)}; loss is used")
+    direction = infer_metric_mode(mapped or "loss")
+    if translation.is_pending(mode):
+        is_max = str(translation.get(mode)).lower() in ("max", "true", "yes", "on", "1")
+        if is_max == (direction == "max"):
+            translation.skip(mode, "meaningless here", "the direction follows from the metric")
         else:
-            better = "larger" if known == "max" else "smaller"
-            sheet.skip(mode, "not understood", f"of {found or 'loss'}, which decides here, {better} is better")
-    return found
+            better = "larger" if direction == "max" else "smaller"
+            translation.skip(mode, "not understood", f"the metric is {mapped or 'loss'}, for which {better} is better")
+    return mapped
 
 
-def _bare(name: str) -> str:
-    """eval_loss, val_loss and val/loss are all the loss on held-out data."""
+def _strip_split_prefix(name: str) -> str:
+    """Remove the split from a metric's name: eval_loss, val_loss and val/loss are the validation loss."""
     return re.sub(r"^(eval|valid|validation|val)[_/]", "", name.strip().lower()).replace("-", "_")

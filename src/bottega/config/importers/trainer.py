@@ -1,4 +1,4 @@
-"""TrainingArguments of transformers, as `to_json_string()` writes them or as a script's own JSON names them."""
+"""Translate TrainingArguments of transformers, as `to_json_string()` or the JSON of an example script has them."""
 
 from __future__ import annotations
 
@@ -18,32 +18,35 @@ MARKER_KEYS = (
     *("warmup_ratio", "adam_beta1", "adam_epsilon", "load_best_model_at_end", "metric_for_best_model", "report_to"),
     *("dataloader_num_workers", "label_smoothing_factor", "save_total_limit", "logging_steps", "overwrite_output_dir"),
 )
-"""Keys of which such a file has at least two."""
+"""A file of TrainingArguments has at least two of these."""
 
 
-def translate(sheet: Translation) -> None:
-    map_arguments(sheet)
-    _script(sheet)
-    sheet.skip_remaining(SKIPPED_KEYS)
-    sheet.notes.append("their file does not say what is learned: add task, or say bottega train TASK FILE")
+def translate(translation: Translation) -> None:
+    """Translate TrainingArguments, with the model and data arguments of the example scripts."""
+    map_arguments(translation)
+    _map_script_arguments(translation)
+    translation.skip_remaining(SKIPPED_KEYS)
+    translation.notes.append("the file names no task: add task, or run bottega train TASK FILE")
 
 
-def map_arguments(sheet: Translation, *, patience: str = "early_stopping_patience") -> None:
-    """The arguments themselves, which LLaMA-Factory has as well."""
-    transformers_common.map_length(sheet, "num_train_epochs", default=3)
+def map_arguments(translation: Translation, *, patience: str = "early_stopping_patience") -> None:
+    """Map the TrainingArguments proper, which LLaMA-Factory shares; `patience` is the key of early stopping."""
+    transformers_common.map_length(translation, "num_train_epochs", default=3)
     for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
-        if sheet.is_pending(f"per_device_{new}_batch_size"):
-            sheet.skip(old, "meaningless here", f"per_device_{new}_batch_size wins")
+        if translation.is_pending(f"per_device_{new}_batch_size"):
+            translation.skip(old, "meaningless here", f"per_device_{new}_batch_size takes precedence")
     size = "per_device_train_batch_size"
     transformers_common.map_batch_size(
-        sheet, "per_gpu_train_batch_size" if sheet.is_pending("per_gpu_train_batch_size") else size, default=8
+        translation,
+        "per_gpu_train_batch_size" if translation.is_pending("per_gpu_train_batch_size") else size,
+        default=8,
     )
     for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
-        sheet.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
-    if sheet.get("auto_find_batch_size"):
-        note = "the batch stays as it is; only what one forward pass sees is halved"
-        sheet.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
-    sheet.map_table(
+        translation.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
+    if translation.get("auto_find_batch_size"):
+        note = "the batch size stays; only the part of it in one forward pass is halved"
+        translation.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
+    translation.map_table(
         {
             "learning_rate": ("training.learning_rate", parse_number),
             "weight_decay": ("training.weight_decay", parse_number),
@@ -56,62 +59,64 @@ def map_arguments(sheet: Translation, *, patience: str = "early_stopping_patienc
             "run_name": ("logging.wandb.name", parse_text),
         }
     )
-    sheet.map_default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
-    sheet.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
-    sheet.map_default("seed", 42, "seed", 42)
-    transformers_common.map_optimizer(sheet, "optim")
-    transformers_common.map_gradient_clipping(sheet)
-    transformers_common.map_schedule(sheet, "lr_scheduler_type", default="linear")
-    transformers_common.map_precision(sheet, default="fp32")
-    logged = sheet.get("logging_steps")
-    map_cadences(sheet, logged if isinstance(logged, int) and logged > 0 else 500)
-    transformers_common.map_best_metric(sheet, patience=patience)
-    transformers_common.map_reporting(sheet)
-    sheet.map_table(transformers_common.WANDB_KEYS)
-    transformers_common.map_wandb_mode(sheet)
-    transformers_common.map_sharding(sheet)
-    transformers_common.map_performance_options(sheet)
-    map_device(sheet)
+    translation.map_default("learning_rate", 5e-5, "training.learning_rate", 5e-5)
+    translation.map_default("weight_decay", 0.0, "training.weight_decay", 0.0)
+    translation.map_default("seed", 42, "seed", 42)
+    transformers_common.map_optimizer(translation, "optim")
+    transformers_common.map_gradient_clipping(translation)
+    transformers_common.map_schedule(translation, "lr_scheduler_type", default="linear")
+    transformers_common.map_precision(translation, default="fp32")
+    logging_steps = translation.get("logging_steps")
+    map_cadences(translation, logging_steps if isinstance(logging_steps, int) and logging_steps > 0 else 500)
+    transformers_common.map_best_metric(translation, patience=patience)
+    transformers_common.map_reporting(translation)
+    translation.map_table(transformers_common.WANDB_KEYS)
+    transformers_common.map_wandb_mode(translation)
+    transformers_common.map_sharding(translation)
+    transformers_common.map_performance_options(translation)
+    map_device(translation)
 
 
-def map_cadences(sheet: Translation, logged: int) -> None:
-    evaluated = ("eval_strategy", "evaluation_strategy")
+def map_cadences(translation: Translation, eval_default: int) -> None:
+    """Map evaluation, checkpoint and logging intervals; `eval_default` is the default number of steps between evaluations."""
+    strategies = ("eval_strategy", "evaluation_strategy")
     transformers_common.map_cadence(
-        sheet, "evaluation.every", strategies=evaluated, steps="eval_steps", otherwise=logged
+        translation, "evaluation.every", strategies=strategies, steps="eval_steps", otherwise=eval_default
     )
     transformers_common.map_cadence(
-        sheet, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500
+        translation, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500
     )
     transformers_common.map_cadence(
-        sheet, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500
+        translation, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500
     )
 
 
-def map_device(sheet: Translation) -> None:
+def map_device(translation: Translation) -> None:
+    """Map the device, and leave out data_seed, since one seed is used for everything."""
     for key, name in (("use_cpu", "cpu"), ("no_cuda", "cpu"), ("use_mps_device", "mps")):
-        if sheet.get(key):
-            sheet.map_key(key, "device", name)
-    same = sheet.get("data_seed") == sheet.get("seed") if sheet.is_pending("data_seed") else False
+        if translation.get(key):
+            translation.map_key(key, "device", name)
+    is_same = translation.get("data_seed") == translation.get("seed") if translation.is_pending("data_seed") else False
     reason = (
-        "one seed for everything here" if same else "one seed for everything here; the order of the data follows it"
+        "one seed for everything here" if is_same else "one seed for everything here; the order of the data follows it"
     )
-    sheet.skip("data_seed", "meaningless here" if same else "no counterpart", reason)
+    translation.skip("data_seed", "meaningless here" if is_same else "no counterpart", reason)
 
 
-def _script(sheet: Translation) -> None:
-    """What the example scripts of transformers add to the arguments: the model and the data."""
-    sheet.map_converted("model_name_or_path", "model.from", parse_text)
-    if sheet.is_pending("tokenizer_name"):
-        sheet.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
-        sheet.map_key("tokenizer_name", "data.tokenizer.path", str(sheet.get("tokenizer_name")))
-    if sheet.is_pending("train_file"):
-        sheet.skip("dataset_name", "meaningless here", "train_file is given")
-        sheet.map_converted("train_file", "data.train.path", parse_text)
-    elif sheet.is_pending("dataset_name"):
-        name = str(sheet.get("dataset_name"))
-        sheet.map_key("dataset_name", "data.train.path", name)
-        sheet.map_key("dataset_name", "data.train.kind", "huggingface")
-    sheet.map_table(
+def _map_script_arguments(translation: Translation) -> None:
+    """Map what the example scripts of transformers add: model and data arguments."""
+    translation.map_converted("model_name_or_path", "model.from", parse_text)
+    if translation.is_pending("tokenizer_name"):
+        translation.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
+        translation.map_key("tokenizer_name", "data.tokenizer.path", str(translation.get("tokenizer_name")))
+    if translation.is_pending("train_file"):
+        translation.skip("dataset_name", "meaningless here", "train_file is given")
+        translation.map_converted("train_file", "data.train.path", parse_text)
+    elif translation.is_pending("dataset_name"):
+        name = str(translation.get("dataset_name"))
+        translation.map_key("dataset_name", "data.train.path", name)
+        translation.map_key("dataset_name", "data.train.kind", "huggingface")
+    translation.map_table(
         {
             "dataset_config_name": ("data.train.subset", parse_text),
             "validation_file": ("data.validation.path", parse_text),
@@ -122,16 +127,16 @@ def _script(sheet: Translation) -> None:
             "max_train_samples": ("data.limit", parse_integer),
         }
     )
-    if sheet.find_mapped("data.validation.path"):
-        sheet.skip("validation_split_percentage", "meaningless here", "validation_file is given")
-    sheet.map_converted("validation_split_percentage", "data.validation.split", lambda v: parse_number(v) / 100)
+    if translation.find_mapped("data.validation.path"):
+        translation.skip("validation_split_percentage", "meaningless here", "validation_file is given")
+    translation.map_converted("validation_split_percentage", "data.validation.split", lambda v: parse_number(v) / 100)
     for key in ("block_size", "max_seq_length", "max_source_length", "max_length"):
-        sheet.map_converted(key, "data.sequence_length", parse_integer)
+        translation.map_converted(key, "data.sequence_length", parse_integer)
 
 
 _HUB = "nothing is uploaded; bottega export writes a folder that can be"
 _RANKS = "processes are counted by the launcher"
-_OWN = "a detail of their loop"
+_OWN = "an internal setting of their training loop"
 _TRACKIO = "TensorBoard and Weights & Biases are what is written to"
 _KERNEL = "chosen by the engine here"
 
@@ -140,11 +145,11 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"), _HUB),
         **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _HUB),
         **dict.fromkeys(("hub_token", "push_to_hub_token"), "secrets belong in the environment"),
-        **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "device says where"),
+        **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "set device"),
         "auto_find_batch_size": "training.micro_batch_size: auto finds what fits",
-        "lr_scheduler_kwargs": "not a setting of our schedule",
+        "lr_scheduler_kwargs": "not a setting of training.scheduler",
         "optim_args": "training.optimizer has betas, eps, momentum and nesterov",
-        "optim_target_modules": "training.groups says which parameters learn, and how fast",
+        "optim_target_modules": "training.groups selects parameters and scales their learning rates",
         "neftune_noise_alpha": "no noise is added to embeddings",
         "group_by_length": "batches are shuffled; data.curriculum can order by length",
         "train_sampling_strategy": "batches are shuffled; data.curriculum can order by length",
@@ -154,7 +159,7 @@ SKIPPED_KEYS = SkippedKeys(
         "logging_first_step": "the first line comes after logging.every",
         "include_for_metrics": "metrics belong to the task",
         "label_names": "data.train.label names the field of the class",
-        "predict_with_generate": "samples.every draws samples while it learns",
+        "predict_with_generate": "samples.every generates samples during training",
         "generation_max_length": "samples.max_new_tokens is the length of samples",
         "max_eval_samples": "evaluation.max_batches bounds it in batches",
         **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
@@ -164,26 +169,26 @@ SKIPPED_KEYS = SkippedKeys(
         "fp16_full_eval": "evaluation follows training.mixed_precision",
         "bf16_full_eval": "evaluation follows training.mixed_precision",
         "fp8": "training.mixed_precision is fp32, bf16 or fp16",
-        "save_only_model": "a checkpoint holds all that a resume needs",
+        "save_only_model": "a checkpoint holds everything needed to resume",
         "parallelism_config": "distributed.strategy is ddp or fsdp",
         "mp_parameters": "distributed.strategy is ddp or fsdp",
         "torch_compile_backend": _KERNEL,
         "torch_compile_mode": _KERNEL,
-        "task_name": "task says what is learned, data.train.path from what",
-        "config_name": "the configuration lies beside the weights of model.from",
-        "trust_remote_code": "no code from a model or data set is run",
+        "task_name": "set task and data.train.path",
+        "config_name": "the configuration is read from model.from",
+        "trust_remote_code": "code from a model or data set is not run",
     },
     meaningless={
-        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "a verb here: train, evaluate, generate"),
+        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "a command here: train, evaluate, generate"),
         "resume_from_checkpoint": "the same command resumes by itself; train --resume_from names a checkpoint",
         "overwrite_output_dir": "a run resumes; train --fresh starts over and keeps the old one",
         "ignore_data_skip": "the order is a function of the step, so nothing is skipped",
         "restore_callback_states_from_checkpoint": "a resume always restores everything",
         "save_safetensors": "weights are always safetensors",
-        "logging_dir": "events lie in the run's folder",
-        "disable_tqdm": "train --quiet says less",
-        "tf32": "the engine decides which fast products are exact enough",
-        "dataloader_drop_last": "an epoch goes on into the next, so no batch is short",
+        "logging_dir": "events are in the run's folder",
+        "disable_tqdm": "use train --quiet for less output",
+        "tf32": "the engine chooses the precision of matrix products",
+        "dataloader_drop_last": "epochs follow each other without a gap, so every batch is full",
         "remove_unused_columns": "only the fields that are needed are read",
         "gradient_checkpointing_kwargs": _KERNEL,
         **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _OWN),
@@ -200,14 +205,15 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("include_num_input_tokens_seen", "include_tokens_per_second"), "tokens are always counted"),
         "average_tokens_across_devices": "means are always over all tokens of the batch",
         "accelerator_config": _OWN,
-        "log_level": "logging.level; their levels of a library mean other things",
-        "log_level_replica": "only the first process speaks",
+        "log_level": "logging.level; the levels of transformers differ",
+        "log_level_replica": "only the first process logs",
         **dict.fromkeys(
             ("use_liger_kernel", "liger_kernel_config", "torchdynamo", "jit_mode_eval", "use_ipex"), _KERNEL
         ),
         **dict.fromkeys(("fp16_opt_level", "fp16_backend", "half_precision_backend"), _KERNEL),
         **dict.fromkeys(
-            ("cache_dir", "overwrite_cache", "preprocessing_num_workers"), "prepared data are kept by what made them"
+            ("cache_dir", "overwrite_cache", "preprocessing_num_workers"),
+            "prepared data are cached by a hash of their settings",
         ),
         "framework": "engine: torch is the default",
     },
@@ -223,4 +229,4 @@ SKIPPED_KEYS = SkippedKeys(
         "generation_max_length": (20,),
     },
 )
-"""The rest of the arguments, and what the scripts add."""
+"""The other TrainingArguments, and arguments of the example scripts."""

@@ -1,4 +1,4 @@
-"""What the trainers built on transformers have in common: length, batch, update rule, schedule, precision, cadences."""
+"""Keys that trainers built on transformers share: length, batch, optimizer, schedule, precision, intervals, sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bottega.config.importers.translation import (
 )
 
 SHARDING_NOTE = "train refuses it until sharding is built; leave it out for a model that fits one GPU"
-_MEMORY = "the same rule; its state is kept in full precision here"
+_MEMORY = "the same optimizer, with its state in full precision"
 
 OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla"), ("adamw", None)),
@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     "muon": ("muon", None),
     "sgd": ("sgd", None),
 }
-"""Their update rule -> ours, and what differs."""
+"""Optimizer of transformers -> optimizer here, and what differs."""
 
 SCHEDULES = {
     "linear": "linear",
@@ -52,11 +52,11 @@ SCHEDULES = {
 }
 
 _DIFFERS = {
-    "warmup_stable_decay": "decays along a line here",
-    # Theirs falls by a scale of 10,000 steps where there is no warm-up; ours by that of one step.
-    "inverse_sqrt": "falls by the length of the warm-up; give it one",
+    "warmup_stable_decay": "decays linearly here",
+    # Without a warm-up theirs decays on a scale of 10,000 steps, ours on that of one step.
+    "inverse_sqrt": "decays relative to the length of the warm-up; set warmup_steps",
 }
-"""What a schedule of a like name does differently."""
+"""What differs in a schedule of the same name."""
 
 _SHAPE = {
     "num_cycles": ("cycles", parse_integer),
@@ -71,194 +71,210 @@ _SHAPE = {
 """lr_scheduler_kwargs -> keys of training.scheduler."""
 
 
-def map_length(sheet: Translation, epochs_key: str, *, default: int) -> None:
-    """Steps win over epochs, as they do there."""
-    if sheet.is_pending("max_steps"):
-        if isinstance(sheet.get("max_steps"), int) and sheet.get("max_steps") <= 0:
-            sheet.skip("max_steps", "meaningless here", "switched off there")
+def map_length(translation: Translation, epochs_key: str, *, default: int) -> None:
+    """Map the length of the run; max_steps takes precedence over epochs, as in transformers."""
+    if translation.is_pending("max_steps"):
+        if isinstance(translation.get("max_steps"), int) and translation.get("max_steps") <= 0:
+            translation.skip("max_steps", "meaningless here", "switched off in the file")
         else:
-            sheet.map_converted("max_steps", "training.max_steps", parse_integer)
-    if sheet.find_mapped("training.max_steps"):
-        sheet.skip(epochs_key, "meaningless here", "max_steps is given and wins")
-    elif sheet.is_pending(epochs_key):
-        amount = sheet.get(epochs_key)
-        part = isinstance(amount, float) and math.isfinite(amount) and amount != int(amount)
-        note = "a whole number of epochs here; set training.max_steps for a part of one" if part else None
-        sheet.map_converted(
-            epochs_key, "training.num_epochs", lambda v: math.ceil(v) if part else parse_integer(v), note=note
+            translation.map_converted("max_steps", "training.max_steps", parse_integer)
+    if translation.find_mapped("training.max_steps"):
+        translation.skip(epochs_key, "meaningless here", "max_steps takes precedence")
+    elif translation.is_pending(epochs_key):
+        amount = translation.get(epochs_key)
+        is_fractional = isinstance(amount, float) and math.isfinite(amount) and amount != int(amount)
+        note = "a whole number of epochs here; set training.max_steps for a part of one" if is_fractional else None
+        translation.map_converted(
+            epochs_key, "training.num_epochs", lambda v: math.ceil(v) if is_fractional else parse_integer(v), note=note
         )
     else:
-        sheet.map_default(epochs_key, default, "training.num_epochs", default)
+        translation.map_default(epochs_key, default, "training.num_epochs", default)
 
 
-def map_batch_size(sheet: Translation, size_key: str, *, default: int) -> None:
-    """Both numbers are taken over as they are: with gradient_accumulation_steps our batch is per process too."""
-    size = sheet.map_converted(size_key, "training.batch_size", parse_integer)
-    passes = sheet.map_converted("gradient_accumulation_steps", "training.gradient_accumulation_steps", parse_integer)
+def map_batch_size(translation: Translation, size_key: str, *, default: int) -> None:
+    """Map batch size and accumulation unchanged: with gradient_accumulation_steps, batch_size is per process here too."""
+    size = translation.map_converted(size_key, "training.batch_size", parse_integer)
+    passes = translation.map_converted(
+        "gradient_accumulation_steps", "training.gradient_accumulation_steps", parse_integer
+    )
     if size is None:
-        sheet.map_default(size_key, default, "training.batch_size", default)
+        translation.map_default(size_key, default, "training.batch_size", default)
     if passes is None:
-        sheet.map_default("gradient_accumulation_steps", 1, "training.gradient_accumulation_steps", 1)
-    add_batch_note(sheet, size or default, passes or 1)
+        translation.map_default("gradient_accumulation_steps", 1, "training.gradient_accumulation_steps", 1)
+    add_batch_note(translation, size or default, passes or 1)
 
 
-def add_batch_note(sheet: Translation, size: int, passes: int) -> None:
-    sheet.notes.append(f"batch: {size} a process x {passes} = {size * passes} a step with one process, as there")
+def add_batch_note(translation: Translation, size: int, passes: int) -> None:
+    """Add a note with the batch size of an optimizer step."""
+    translation.notes.append(
+        f"batch: {size} per process x {passes} = {size * passes} per step with one process, as in the file"
+    )
 
 
-def map_optimizer(sheet: Translation, key: str) -> None:
-    asked = str(sheet.get(key)).lower() if sheet.is_pending(key) else None
-    if asked is not None and asked in OPTIMIZERS:
-        name, note = OPTIMIZERS[asked]
-        sheet.map_key(key, "training.optimizer.name", name, note=note)
-    elif asked is not None:
-        sheet.skip(key, "no counterpart", "adamw is used; there is also muon, lion, adafactor, sgd and adam")
-    first, second = sheet.get("adam_beta1"), sheet.get("adam_beta2")
-    row = sheet.find_mapped("training.optimizer.name")
+def map_optimizer(translation: Translation, key: str) -> None:
+    """Map the optimizer and its arguments."""
+    optimizer = str(translation.get(key)).lower() if translation.is_pending(key) else None
+    if optimizer is not None and optimizer in OPTIMIZERS:
+        name, note = OPTIMIZERS[optimizer]
+        translation.map_key(key, "training.optimizer.name", name, note=note)
+    elif optimizer is not None:
+        translation.skip(key, "no counterpart", "adamw is used; muon, lion, adafactor, sgd and adam are available too")
+    first, second = translation.get("adam_beta1"), translation.get("adam_beta2")
+    row = translation.find_mapped("training.optimizer.name")
     if first is not None or second is not None:
         pair = [0.9 if first is None else first, 0.999 if second is None else second]
         for beta in ("adam_beta1", "adam_beta2"):
-            sheet.map_converted(beta, "training.optimizer.betas", lambda _: [parse_number(part) for part in pair])
+            translation.map_converted(beta, "training.optimizer.betas", lambda _: [parse_number(part) for part in pair])
     elif row is not None and row.recipe_value == "lion":
-        sheet.map_default("adam_beta1, adam_beta2", [0.9, 0.999], "training.optimizer.betas", [0.9, 0.999])
-    sheet.map_converted("adam_epsilon", "training.optimizer.eps", parse_number)
+        translation.map_default("adam_beta1, adam_beta2", [0.9, 0.999], "training.optimizer.betas", [0.9, 0.999])
+    translation.map_converted("adam_epsilon", "training.optimizer.eps", parse_number)
     if row is not None and row.recipe_value == "sgd":
-        sheet.map_default("momentum", 0.0, "training.optimizer.momentum", 0.0)
+        translation.map_default("momentum", 0.0, "training.optimizer.momentum", 0.0)
 
 
-def map_gradient_clipping(sheet: Translation) -> None:
-    """0 is off there; here that is null."""
-    note = "null is off" if sheet.get("max_grad_norm") == 0 else None
-    sheet.map_converted("max_grad_norm", "training.max_grad_norm", lambda v: parse_number(v) or None, note=note)
+def map_gradient_clipping(translation: Translation) -> None:
+    """Map max_grad_norm; 0 turns clipping off in transformers, null does here."""
+    note = "null turns it off" if translation.get("max_grad_norm") == 0 else None
+    translation.map_converted("max_grad_norm", "training.max_grad_norm", lambda v: parse_number(v) or None, note=note)
 
 
-def map_schedule(sheet: Translation, key: str, *, default: str) -> None:
-    asked = str(sheet.get(key)).lower() if sheet.is_pending(key) else None
-    if asked is None:
-        sheet.map_default(key, default, "training.scheduler.name", SCHEDULES[default])
-    elif asked in SCHEDULES:
-        sheet.map_key(key, "training.scheduler.name", SCHEDULES[asked], note=_DIFFERS.get(asked))
+def map_schedule(translation: Translation, key: str, *, default: str) -> None:
+    """Map the learning-rate schedule with its arguments and warm-up."""
+    schedule = str(translation.get(key)).lower() if translation.is_pending(key) else None
+    if schedule is None:
+        translation.map_default(key, default, "training.scheduler.name", SCHEDULES[default])
+    elif schedule in SCHEDULES:
+        translation.map_key(key, "training.scheduler.name", SCHEDULES[schedule], note=_DIFFERS.get(schedule))
     else:
-        sheet.skip(key, "no counterpart", "cosine is used; docs/recipes.md names the others")
-    for theirs, (name, convert) in _SHAPE.items():
-        sheet.map_converted(f"lr_scheduler_kwargs.{theirs}", f"training.scheduler.{name}", convert)
-    _decay_steps(sheet)
-    if asked == "polynomial":
-        sheet.map_default("lr_scheduler_kwargs.lr_end", 1e-7, "training.scheduler.eta_min", 1e-7)
-    if asked == "reduce_lr_on_plateau":
-        sheet.map_default("lr_scheduler_kwargs.factor", 0.1, "training.scheduler.factor", 0.1)
-        sheet.map_default("lr_scheduler_kwargs.patience", 10, "training.scheduler.patience", 10)
-    _warmup(sheet, has_none=asked in ("constant", "reduce_lr_on_plateau"))
+        translation.skip(key, "no counterpart", "cosine is used; docs/recipes.md lists the others")
+    for source_key, (name, convert) in _SHAPE.items():
+        translation.map_converted(f"lr_scheduler_kwargs.{source_key}", f"training.scheduler.{name}", convert)
+    _map_decay_steps(translation)
+    if schedule == "polynomial":
+        translation.map_default("lr_scheduler_kwargs.lr_end", 1e-7, "training.scheduler.eta_min", 1e-7)
+    if schedule == "reduce_lr_on_plateau":
+        translation.map_default("lr_scheduler_kwargs.factor", 0.1, "training.scheduler.factor", 0.1)
+        translation.map_default("lr_scheduler_kwargs.patience", 10, "training.scheduler.patience", 10)
+    _map_warmup(translation, has_none=schedule in ("constant", "reduce_lr_on_plateau"))
 
 
-def _decay_steps(sheet: Translation) -> None:
-    """Steps of the last part there, a share of the run here; the share needs the length."""
-    key, steps = "lr_scheduler_kwargs.num_decay_steps", sheet.find_mapped("training.max_steps")
+def _map_decay_steps(translation: Translation) -> None:
+    """Map num_decay_steps to a fraction of the run, which needs the length of the run."""
+    key, steps = "lr_scheduler_kwargs.num_decay_steps", translation.find_mapped("training.max_steps")
     if steps is not None:
-        sheet.map_converted(key, "training.scheduler.decay_fraction", lambda v: parse_integer(v) / steps.recipe_value)
-    sheet.skip(key, "no counterpart", "a share of the run here, training.scheduler.decay_fraction; needs max_steps")
+        translation.map_converted(
+            key, "training.scheduler.decay_fraction", lambda v: parse_integer(v) / steps.recipe_value
+        )
+    translation.skip(
+        key, "no counterpart", "training.scheduler.decay_fraction is a fraction of the run; needs max_steps"
+    )
 
 
-def _warmup(sheet: Translation, *, has_none: bool) -> None:
-    key, ours = "warmup_steps", "training.scheduler.warmup_steps"
-    for said in ("warmup_steps", "warmup_ratio"):
+def _map_warmup(translation: Translation, *, has_none: bool) -> None:
+    key, recipe_key = "warmup_steps", "training.scheduler.warmup_steps"
+    for source_key in ("warmup_steps", "warmup_ratio"):
         if has_none:
-            sheet.skip(said, "meaningless here", "their schedule of this name has no warm-up")
-    steps = sheet.get(key)
+            translation.skip(source_key, "meaningless here", "their schedule of this name has no warm-up")
+    steps = translation.get(key)
     if isinstance(steps, int | float) and 0 < steps < 1:
-        sheet.map_converted(key, ours, format_percent)
-    elif steps or not sheet.get("warmup_ratio"):
-        sheet.map_converted(key, ours, parse_integer)
+        translation.map_converted(key, recipe_key, format_percent)
+    elif steps or not translation.get("warmup_ratio"):
+        translation.map_converted(key, recipe_key, parse_integer)
     else:
-        sheet.skip(key, "meaningless here", "0, so warmup_ratio decides")
-    if sheet.find_mapped(ours):
-        sheet.skip("warmup_ratio", "meaningless here", "warmup_steps is given and wins")
-    sheet.map_converted("warmup_ratio", ours, lambda v: format_percent(parse_number(v)))
+        translation.skip(key, "meaningless here", "0, so warmup_ratio takes precedence")
+    if translation.find_mapped(recipe_key):
+        translation.skip("warmup_ratio", "meaningless here", "warmup_steps takes precedence")
+    translation.map_converted("warmup_ratio", recipe_key, lambda v: format_percent(parse_number(v)))
 
 
-def map_precision(sheet: Translation, *, default: str) -> None:
-    """One key here for what is several switches there."""
-    asked = [("bf16", "bf16"), ("bfloat16", "bf16"), ("pure_bf16", "bf16"), ("fp16", "fp16"), ("float16", "fp16")]
+def map_precision(translation: Translation, *, default: str) -> None:
+    """Map the precision switches of transformers to one key."""
+    switches = [("bf16", "bf16"), ("bfloat16", "bf16"), ("pure_bf16", "bf16"), ("fp16", "fp16"), ("float16", "fp16")]
     key = "training.mixed_precision"
-    for theirs, name in asked:
-        value = sheet.get(theirs)
-        if value is None or is_disabled(value) or sheet.find_mapped(key):
+    for source_key, name in switches:
+        value = translation.get(source_key)
+        if value is None or is_disabled(value) or translation.find_mapped(key):
             continue
-        pure = theirs in ("bfloat16", "pure_bf16", "float16") or value == "full"
-        note = "weights stay in fp32 here" if pure else None
-        sheet.map_key(theirs, key, "auto" if str(value).lower() == "auto" else name, note=note)
-    chosen = sheet.find_mapped(key)
-    for theirs, _ in asked:
-        if chosen is None and sheet.is_pending(theirs):
-            sheet.map_key(theirs, key, "fp32")
+        is_pure = source_key in ("bfloat16", "pure_bf16", "float16") or value == "full"
+        note = "weights stay in fp32 here" if is_pure else None
+        translation.map_key(source_key, key, "auto" if str(value).lower() == "auto" else name, note=note)
+    chosen = translation.find_mapped(key)
+    for source_key, _ in switches:
+        if chosen is None and translation.is_pending(source_key):
+            translation.map_key(source_key, key, "fp32")
         elif chosen is not None:
-            sheet.skip(theirs, "meaningless here", f"{chosen.source_key} decides")
-    if sheet.find_mapped(key) is None:
-        sheet.map_default("bf16", "auto" if default == "auto" else False, key, default)
+            translation.skip(source_key, "meaningless here", f"{chosen.source_key} takes precedence")
+    if translation.find_mapped(key) is None:
+        translation.map_default("bf16", "auto" if default == "auto" else False, key, default)
 
 
 def map_cadence(
-    sheet: Translation, ours: str, *, strategies: tuple[str, ...], steps: str, otherwise: Any = None
+    translation: Translation, recipe_key: str, *, strategies: tuple[str, ...], steps: str, otherwise: Any = None
 ) -> None:
-    """A strategy (steps, epoch, no) and a number of steps there, one key here.
+    """Map a strategy (steps, epoch, no) and a number of steps to one key.
 
-    `otherwise` is the number where the strategy is steps and none is given.
+    `otherwise` is the number of steps where the strategy is steps and no number is given.
     """
-    strategy = next((key for key in strategies if sheet.is_pending(key)), None)
-    asked = "steps" if strategy is None else str(sheet.get(strategy)).lower()
-    if strategy is not None and asked == "epoch":
-        sheet.map_key(strategy, ours, "1 epoch")
-    elif strategy is not None and asked == "best":
-        sheet.skip(strategy, "meaningless here", "the best checkpoint is always kept")
-    elif strategy is not None and asked in ("no", "false", "none"):
-        if ours == "logging.every":
-            sheet.skip(strategy, "no counterpart", "the log is always written; logging.every says how often")
+    strategy = next((key for key in strategies if translation.is_pending(key)), None)
+    interval = "steps" if strategy is None else str(translation.get(strategy)).lower()
+    if strategy is not None and interval == "epoch":
+        translation.map_key(strategy, recipe_key, "1 epoch")
+    elif strategy is not None and interval == "best":
+        translation.skip(strategy, "meaningless here", "the best checkpoint is always kept")
+    elif strategy is not None and interval in ("no", "false", "none"):
+        if recipe_key == "logging.every":
+            translation.skip(strategy, "no counterpart", "the log is always written; logging.every says how often")
         else:
-            sheet.map_key(strategy, ours, None, note="null is at the end only")
-    elif asked == "steps":
-        every = sheet.map_converted(steps, ours, _every)
+            translation.map_key(strategy, recipe_key, None, note="null means at the end only")
+    elif interval == "steps":
+        every = translation.map_converted(steps, recipe_key, _parse_interval)
         if strategy is not None and every is None and otherwise is not None:
-            sheet.map_key(strategy, ours, otherwise)
+            translation.map_key(strategy, recipe_key, otherwise)
         elif strategy is not None and every is not None:
-            sheet.map_key(strategy, ours, every)
+            translation.map_key(strategy, recipe_key, every)
     if strategy is not None:
-        sheet.skip(strategy, "not understood", f"expected steps, epoch or no, got {format_value(sheet.get(strategy))}")
-    sheet.skip(steps, "meaningless here", f"{strategy} says {asked}")
+        translation.skip(
+            strategy, "not understood", f"expected steps, epoch or no, got {format_value(translation.get(strategy))}"
+        )
+    translation.skip(steps, "meaningless here", f"{strategy} says {interval}")
 
 
-def _every(value: Any) -> Any:
-    """Below 1 it is a share of the run."""
+def _parse_interval(value: Any) -> Any:
+    """Parse a number of steps; below 1 it is a fraction of the run."""
     amount = parse_number(value)
     if amount <= 0:
         raise ValueError(f"expected a number of steps, got {format_value(value)}")
     return format_percent(amount) if amount < 1 else parse_integer(amount)
 
 
-def map_best_metric(sheet: Translation, *, patience: str) -> None:
-    """Which metric decides, and when to stop waiting for a better one."""
-    metric = map_monitored_metric(sheet, metric="metric_for_best_model", mode="greater_is_better", ours="evaluation")
-    waits = sheet.map_converted(patience, "training.early_stopping.patience", parse_integer)
-    sheet.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
-    if waits is not None and metric is not None:
-        sheet.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
-    sheet.skip(
+def map_best_metric(translation: Translation, *, patience: str) -> None:
+    """Map the metric of the best checkpoint, and early stopping."""
+    metric = map_monitored_metric(
+        translation, metric="metric_for_best_model", mode="greater_is_better", recipe_block="evaluation"
+    )
+    num_evaluations = translation.map_converted(patience, "training.early_stopping.patience", parse_integer)
+    translation.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
+    if num_evaluations is not None and metric is not None:
+        translation.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
+    translation.skip(
         "load_best_model_at_end", "meaningless here", "the best checkpoint is always kept and is what is exported"
     )
 
 
-def map_reporting(sheet: Translation, key: str = "report_to") -> None:
-    if not sheet.is_pending(key):
+def map_reporting(translation: Translation, key: str = "report_to") -> None:
+    """Map the loggers of `report_to`: TensorBoard and Weights & Biases."""
+    if not translation.is_pending(key):
         return
-    value = sheet.get(key)
-    asked = [str(part).lower() for part in (value if isinstance(value, list) else str(value).split(","))]
-    others = sorted({part.strip() for part in asked} - {"wandb", "tensorboard", "none", "all", ""})
-    if asked == ["all"]:
-        sheet.skip(key, "meaningless here", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
+    value = translation.get(key)
+    loggers = [str(part).lower() for part in (value if isinstance(value, list) else str(value).split(","))]
+    others = sorted({part.strip() for part in loggers} - {"wandb", "tensorboard", "none", "all", ""})
+    if loggers == ["all"]:
+        translation.skip(key, "meaningless here", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
         return
     note = f"no counterpart: {', '.join(others)}" if others else None
-    sheet.map_key(key, "logging.tensorboard", "tensorboard" in asked, note=note)
-    if "wandb" in asked:
-        sheet.map_key(key, "logging.wandb.enabled", True)
+    translation.map_key(key, "logging.tensorboard", "tensorboard" in loggers, note=note)
+    if "wandb" in loggers:
+        translation.map_key(key, "logging.wandb.enabled", True)
 
 
 WANDB_KEYS = {
@@ -270,68 +286,75 @@ WANDB_KEYS = {
 }
 
 
-def map_wandb_mode(sheet: Translation) -> None:
-    mode = sheet.get("wandb_mode")
+def map_wandb_mode(translation: Translation) -> None:
+    """Map wandb_mode: offline or disabled."""
+    mode = translation.get("wandb_mode")
     if mode == "offline":
-        sheet.map_key("wandb_mode", "logging.wandb.offline", True)
+        translation.map_key("wandb_mode", "logging.wandb.offline", True)
     elif mode == "disabled":
-        sheet.skip("use_wandb", "meaningless here", "wandb_mode says disabled")
-        sheet.map_key("wandb_mode", "logging.wandb.enabled", False)
+        translation.skip("use_wandb", "meaningless here", "wandb_mode says disabled")
+        translation.map_key("wandb_mode", "logging.wandb.enabled", False)
     else:
-        sheet.skip("wandb_mode", "meaningless here", "what happens here anyway")
+        translation.skip("wandb_mode", "meaningless here", "this is always done here")
 
 
-def map_sharding(sheet: Translation) -> None:
-    """DeepSpeed and FSDP: what is sharded, and what lies in host memory."""
-    if isinstance(sheet.get("deepspeed"), str) and sheet.get("deepspeed"):
-        name = sheet.get("deepspeed")
+def map_sharding(translation: Translation) -> None:
+    """Map DeepSpeed and FSDP: the sharding strategy, and offloading to host memory."""
+    if isinstance(translation.get("deepspeed"), str) and translation.get("deepspeed"):
+        name = translation.get("deepspeed")
         stage = re.search(r"(?:zero|stage|z)[_-]?([0-3])", name, re.IGNORECASE)
-        _stage(sheet, "deepspeed", stage and int(stage[1]))
-        if "offload" in name.lower() and sheet.find_mapped("distributed.strategy"):
-            sheet.map_key("deepspeed", "distributed.offload", True, note=SHARDING_NOTE)
-    if sheet.is_pending("deepspeed.zero_optimization.stage"):
-        _stage(sheet, "deepspeed.zero_optimization.stage", sheet.get("deepspeed.zero_optimization.stage"))
-    if sheet.get("deepspeed.zero_optimization.offload_optimizer.device") == "cpu":
-        sheet.map_key(
+        _map_zero_stage(translation, "deepspeed", stage and int(stage[1]))
+        if "offload" in name.lower() and translation.find_mapped("distributed.strategy"):
+            translation.map_key("deepspeed", "distributed.offload", True, note=SHARDING_NOTE)
+    if translation.is_pending("deepspeed.zero_optimization.stage"):
+        _map_zero_stage(
+            translation, "deepspeed.zero_optimization.stage", translation.get("deepspeed.zero_optimization.stage")
+        )
+    if translation.get("deepspeed.zero_optimization.offload_optimizer.device") == "cpu":
+        translation.map_key(
             "deepspeed.zero_optimization.offload_optimizer.device", "distributed.offload", True, note=SHARDING_NOTE
         )
-    sheet.skip_block("deepspeed", "no counterpart", "a setting of DeepSpeed")
-    asked = sheet.get("fsdp")
-    if asked is not None and not is_disabled(asked):
-        words = " ".join(map(str, asked)) if isinstance(asked, list) else str(asked)
-        whole_copies = "no_shard" in words
-        note = None if whole_copies else SHARDING_NOTE
-        sheet.map_key("fsdp", "distributed.strategy", "ddp" if whole_copies else "fsdp", note=note)
+    translation.skip_block("deepspeed", "no counterpart", "a setting of DeepSpeed")
+    fsdp = translation.get("fsdp")
+    if fsdp is not None and not is_disabled(fsdp):
+        words = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp)
+        is_replicated = "no_shard" in words
+        note = None if is_replicated else SHARDING_NOTE
+        translation.map_key("fsdp", "distributed.strategy", "ddp" if is_replicated else "fsdp", note=note)
         if "offload" in words:
-            sheet.map_key("fsdp", "distributed.offload", True, note=SHARDING_NOTE)
+            translation.map_key("fsdp", "distributed.offload", True, note=SHARDING_NOTE)
         for key in ("fsdp_config.offload_params", "fsdp_config.fsdp_offload_params"):
-            sheet.map_converted(key, "distributed.offload", parse_boolean)
-    elif sheet.is_pending("fsdp_version") or any(
-        not is_disabled(value) for value in sheet.pending_under("fsdp_config").values()
+            translation.map_converted(key, "distributed.offload", parse_boolean)
+    elif translation.is_pending("fsdp_version") or any(
+        not is_disabled(value) for value in translation.pending_under("fsdp_config").values()
     ):
-        # The newer way: a block of settings switches it on.
-        key = "fsdp_version" if sheet.is_pending("fsdp_version") else next(iter(sheet.pending_under("fsdp_config")))
-        sheet.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
-        sheet.map_converted("fsdp_config.offload_params", "distributed.offload", parse_boolean)
-    sheet.map_converted("fsdp_config.activation_checkpointing", "training.gradient_checkpointing", parse_boolean)
-    sheet.skip_block("fsdp_config", "no counterpart", "a setting of their sharding")
+        # Newer versions: the block of settings alone turns FSDP on.
+        key = (
+            "fsdp_version"
+            if translation.is_pending("fsdp_version")
+            else next(iter(translation.pending_under("fsdp_config")))
+        )
+        translation.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
+        translation.map_converted("fsdp_config.offload_params", "distributed.offload", parse_boolean)
+    translation.map_converted("fsdp_config.activation_checkpointing", "training.gradient_checkpointing", parse_boolean)
+    translation.skip_block("fsdp_config", "no counterpart", "a setting of their sharding")
 
 
-def _stage(sheet: Translation, key: str, stage: Any) -> None:
+def _map_zero_stage(translation: Translation, key: str, stage: Any) -> None:
     if stage in (1, 2, 3):
-        sheet.map_key(key, "distributed.strategy", "fsdp", note=f"ZeRO-{stage}; {SHARDING_NOTE}")
+        translation.map_key(key, "distributed.strategy", "fsdp", note=f"ZeRO-{stage}; {SHARDING_NOTE}")
     elif stage == 0:
-        sheet.map_key(key, "distributed.strategy", "ddp")
+        translation.map_key(key, "distributed.strategy", "ddp")
     else:
-        sheet.skip(key, "no counterpart", "DeepSpeed's own file; distributed.strategy is ddp or fsdp here")
+        translation.skip(key, "no counterpart", "DeepSpeed's own file; distributed.strategy is ddp or fsdp here")
 
 
-def map_performance_options(sheet: Translation) -> None:
-    """Compiling, recomputing and what loads batches."""
-    if str(sheet.get("gradient_checkpointing")).startswith("offload"):
+def map_performance_options(translation: Translation) -> None:
+    """Map compilation, gradient checkpointing and data loading."""
+    if str(translation.get("gradient_checkpointing")).startswith("offload"):
         note = "activations are recomputed and not moved to host memory"
-        sheet.map_key("gradient_checkpointing", "training.gradient_checkpointing", True, note=note)
-    sheet.map_table(
+        translation.map_key("gradient_checkpointing", "training.gradient_checkpointing", True, note=note)
+    translation.map_table(
         {
             "gradient_checkpointing": ("training.gradient_checkpointing", parse_boolean),
             "torch_compile": ("training.compile", lambda v: v if v == "auto" else parse_boolean(v)),
@@ -339,9 +362,9 @@ def map_performance_options(sheet: Translation) -> None:
             "dataloader_pin_memory": ("data.pin_memory", parse_boolean),
         }
     )
-    row = sheet.find_mapped("data.workers")
+    row = translation.find_mapped("data.workers")
     workers = max(1, row.recipe_value) if row else 1
-    counted = "counted a worker there, in all here" if workers > 1 else None
-    sheet.map_converted(
+    counted = "per worker in the file, in total here" if workers > 1 else None
+    translation.map_converted(
         "dataloader_prefetch_factor", "data.prefetch", lambda v: parse_integer(v) * workers, note=counted
     )

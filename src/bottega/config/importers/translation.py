@@ -1,4 +1,4 @@
-"""What becomes of each key of another trainer's file: a key of ours, or a reason why there is none. None gets lost."""
+"""Translation of another trainer's configuration: each key becomes a recipe key, or has a reason why there is none."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bottega.core.errors import UsageError
 
 SkipCategory = Literal["no counterpart", "not built yet", "meaningless here", "not understood"]
 
-DISABLED_REASON = "switched off there"
-EMPTY_REASON = "empty there"
-UNKNOWN_REASON = "a key that is not known here"
+DISABLED_REASON = "switched off in the file"
+EMPTY_REASON = "empty in the file"
+UNKNOWN_REASON = "unknown key"
 HARMLESS_REASONS = (DISABLED_REASON, EMPTY_REASON)
-"""Reasons that cost nothing: the key said nothing to its own trainer either."""
+"""Reasons that lose nothing: the key had no effect in its own trainer either."""
 
 _SECRET = re.compile(r"(api_?key|secret|password|webhook_url|(^|[.]|hub_|auth_|access_)token)$", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{[^}]*\}")
@@ -27,17 +27,21 @@ _VARIABLE = re.compile(r"\$\{[^}]*\}")
 
 @dataclass(frozen=True)
 class MappedKey:
+    """A key of the source file, and the recipe key and value that it becomes."""
+
     source_key: str
     source_value: Any
     recipe_key: str
     recipe_value: Any
     note: str | None = None
     is_default: bool = False
-    """Not said in the file: their default, which is not ours."""
+    """Whether the key is absent from the file, and stands for their default where ours differs."""
 
 
 @dataclass(frozen=True)
 class UnmappedKey:
+    """A key of the source file that is left out, and why."""
+
     source_key: str
     source_value: Any
     category: SkipCategory
@@ -45,31 +49,31 @@ class UnmappedKey:
 
 
 Converter = Callable[[Any], Any]
-"""Their value -> ours; a ValueError says what was expected."""
+"""Source value -> recipe value; raises ValueError with what was expected."""
 
 
 @dataclass(frozen=True)
 class SkippedKeys:
-    """Keys that are known and not taken over."""
+    """Known keys of a trainer that are left out, with the reason for each."""
 
     no_counterpart: Mapping[str, str] = field(default_factory=dict)
-    """No counterpart; where the value switches the thing off, nothing is lost."""
+    """Features without a counterpart; a value that switches one off loses nothing."""
     not_built_yet: Mapping[str, str] = field(default_factory=dict)
-    """Has a place here that is not built yet."""
+    """Features that are planned and not implemented."""
     meaningless: Mapping[str, str] = field(default_factory=dict)
-    """Has no meaning here, whatever its value."""
+    """Keys that have no meaning here, whatever the value."""
     harmless_values: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values that ask for nothing beyond what happens anyway."""
+    """Values that match what is always done here."""
 
 
 class Translation:
-    """One file on its way: what it says, leaf by leaf, and what has become of that so far."""
+    """The translation of one file: its leaf keys, those mapped so far, those left out, and notes."""
 
-    def __init__(self, said: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any]) -> None:
         self.source_values: dict[str, Any] = {}
-        for key, value in iterate_leaves(said):
+        for key, value in iterate_leaves(config):
             if key in self.source_values:
-                raise UsageError(f"{key}: said twice, with and without a dot in its name; keep one")
+                raise UsageError(f"{key}: given twice, as a dotted key and as a nested one; keep one")
             self.source_values[key] = value
         self.mapped: list[MappedKey] = []
         self.unmapped: list[UnmappedKey] = []
@@ -77,11 +81,11 @@ class Translation:
         self._done: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """Their value; None where the key is absent or empty, which is the same to all of them."""
+        """Return the value of a source key; None where it is absent or empty."""
         return self.source_values.get(key)
 
     def pending_under(self, prefix: str) -> dict[str, Any]:
-        """Leaves of a block that nothing has become of yet, by their whole keys."""
+        """Return full key -> value of the leaves of a block that are not yet mapped or skipped."""
         return {
             key: value
             for key, value in self.source_values.items()
@@ -89,75 +93,78 @@ class Translation:
         }
 
     def is_pending(self, key: str) -> bool:
-        """Said, not empty, and nothing has become of it yet."""
+        """Return whether a key is in the file, not empty, and not yet mapped or skipped."""
         return self.get(key) is not None and key not in self._done
 
-    def map_key(self, theirs: str, key: str, becomes: Any, *, note: str | None = None) -> bool:
-        """Whether it was taken over: the first of two keys that say one thing in two ways decides."""
-        value = self.source_values[theirs]
-        first = self._rival(key, becomes)
-        if first is not None:
-            self.skip(theirs, "no counterpart", f"{first.source_key} has decided {first.recipe_key}")
-        elif any(_VARIABLE.search(str(part)) for part in (value, becomes)):
-            self.skip(theirs, "not understood", "${...} is not replaced in a recipe")
+    def map_key(self, source_key: str, recipe_key: str, recipe_value: Any, *, note: str | None = None) -> bool:
+        """Map a source key to a recipe key and return whether it was; the first of two conflicting keys takes precedence."""
+        value = self.source_values[source_key]
+        conflict = self._find_conflict(recipe_key, recipe_value)
+        if conflict is not None:
+            self.skip(source_key, "no counterpart", f"{conflict.source_key} already sets {conflict.recipe_key}")
+        elif any(_VARIABLE.search(str(part)) for part in (value, recipe_value)):
+            self.skip(source_key, "not understood", "${...} is not replaced in a recipe")
         else:
-            self._done.add(theirs)
-            self.mapped.append(MappedKey(theirs, value, key, becomes, note))
+            self._done.add(source_key)
+            self.mapped.append(MappedKey(source_key, value, recipe_key, recipe_value, note))
             return True
         return False
 
-    def _rival(self, key: str, becomes: Any) -> MappedKey | None:
+    def _find_conflict(self, recipe_key: str, recipe_value: Any) -> MappedKey | None:
         for row in self.mapped:
-            within = row.recipe_key.startswith(f"{key}.") or key.startswith(f"{row.recipe_key}.")
-            if within or (row.recipe_key == key and row.recipe_value != becomes):
+            is_nested = row.recipe_key.startswith(f"{recipe_key}.") or recipe_key.startswith(f"{row.recipe_key}.")
+            if is_nested or (row.recipe_key == recipe_key and row.recipe_value != recipe_value):
                 return row
         return None
 
-    def map_converted(self, theirs: str, key: str, convert: Converter, *, note: str | None = None) -> Any:
-        """`put` with a conversion; what cannot be converted is left, with what was expected. Returns our value."""
-        if not self.is_pending(theirs):
+    def map_converted(self, source_key: str, recipe_key: str, convert: Converter, *, note: str | None = None) -> Any:
+        """Map a source key with a converted value and return that value; None where the key is absent or cannot be converted."""
+        if not self.is_pending(source_key):
             return None
         try:
-            becomes = convert(self.get(theirs))
+            recipe_value = convert(self.get(source_key))
         except ValueError as error:
-            self.skip(theirs, "not understood", str(error))
+            self.skip(source_key, "not understood", str(error))
             return None
-        return becomes if self.map_key(theirs, key, becomes, note=note) else None
+        return recipe_value if self.map_key(source_key, recipe_key, recipe_value, note=note) else None
 
-    def map_default(self, theirs: str, value: Any, key: str, becomes: Any) -> None:
-        """What their trainer does where the file is silent, and ours would do something else."""
-        if self.find_mapped(key) is None and self._rival(key, becomes) is None:
-            self.mapped.append(MappedKey(theirs, value, key, becomes, is_default=True))
+    def map_default(self, source_key: str, value: Any, recipe_key: str, recipe_value: Any) -> None:
+        """Set a recipe key to their default, for a key that is absent from the file and whose default differs here."""
+        if self.find_mapped(recipe_key) is None and self._find_conflict(recipe_key, recipe_value) is None:
+            self.mapped.append(MappedKey(source_key, value, recipe_key, recipe_value, is_default=True))
 
-    def skip(self, theirs: str, why: SkipCategory, reason: str) -> None:
-        if theirs in self.source_values and theirs not in self._done:
-            self._done.add(theirs)
-            value = self.source_values[theirs]
-            why, reason = ("meaningless here", EMPTY_REASON) if value is None else (why, reason)
-            self.unmapped.append(UnmappedKey(theirs, redact_secret(theirs, value), why, reason))
+    def skip(self, source_key: str, category: SkipCategory, reason: str) -> None:
+        """Leave a pending key out, with a reason."""
+        if source_key in self.source_values and source_key not in self._done:
+            self._done.add(source_key)
+            value = self.source_values[source_key]
+            category, reason = ("meaningless here", EMPTY_REASON) if value is None else (category, reason)
+            self.unmapped.append(UnmappedKey(source_key, redact_secret(source_key, value), category, reason))
 
-    def skip_block(self, prefix: str, why: SkipCategory, reason: str) -> None:
+    def skip_block(self, prefix: str, category: SkipCategory, reason: str) -> None:
+        """Leave out all pending keys of a block."""
         for key, value in self.pending_under(prefix).items():
             if is_disabled(value):
                 self.skip(key, "meaningless here", DISABLED_REASON)
-            self.skip(key, why, reason)
+            self.skip(key, category, reason)
 
     def find_mapped(self, key: str) -> MappedKey | None:
+        """Return the row that sets a recipe key, or None."""
         return next((row for row in self.mapped if row.recipe_key == key), None)
 
     def map_table(self, table: Mapping[str, tuple[str, Converter]]) -> None:
-        """Keys that differ from ours in name and form only."""
-        for theirs, (key, convert) in table.items():
-            self.map_converted(theirs, key, convert)
+        """Map several keys: source key -> (recipe key, converter)."""
+        for source_key, (recipe_key, convert) in table.items():
+            self.map_converted(source_key, recipe_key, convert)
 
     def skip_remaining(self, *tables: SkippedKeys) -> None:
-        """A reason for every key that has none yet."""
+        """Leave out all pending keys, with their reasons in `tables`."""
         for key, value in self.source_values.items():
             if key not in self._done:
-                self.skip(key, *_reason(key, value, tables))
+                self.skip(key, *_find_reason(key, value, tables))
 
     def to_recipe(self) -> dict[str, Any]:
-        """The nested recipe, its blocks in the order of the schema."""
+        """Return the nested recipe, with its blocks in the order of the schema."""
         root: dict[str, Any] = {}
         for row in self.mapped:
             _insert(root, row.recipe_key.split("."), row.recipe_value)
@@ -165,30 +172,32 @@ class Translation:
         return {key: root[key] for key in sorted(root, key=order.index)}
 
     def drop_rejected(self, tasks: TaskRegistry) -> None:
-        """What our loader would refuse is left out with the loader's reason, so that what is written loads."""
-        if _refusal(tasks, self.to_recipe()) is not None:
-            self._sort_out(tasks)
-        assert _refusal(tasks, self.to_recipe()) is None
-        places = {key: place for place, key in enumerate(self.source_values)}
-        self.mapped.sort(key=lambda row: places.get(row.source_key, len(places)) if not row.is_default else len(places))
-        self.unmapped.sort(key=lambda left: places[left.source_key])
+        """Leave out keys that recipe validation rejects, with its reason, so that the written recipe loads."""
+        if _validation_error(tasks, self.to_recipe()) is not None:
+            self._keep_valid_rows(tasks)
+        assert _validation_error(tasks, self.to_recipe()) is None
+        positions = {key: position for position, key in enumerate(self.source_values)}
+        self.mapped.sort(
+            key=lambda row: positions.get(row.source_key, len(positions)) if not row.is_default else len(positions)
+        )
+        self.unmapped.sort(key=lambda left: positions[left.source_key])
 
-    def _sort_out(self, tasks: TaskRegistry) -> None:
-        """Keep each row that loads by itself and together with those kept before it."""
-        task = [row for row in self.mapped if row.recipe_key in ("task", "techniques.0.name")]
-        kept: list[MappedKey] = []
+    def _keep_valid_rows(self, tasks: TaskRegistry) -> None:
+        """Keep each row that is valid by itself and together with the rows before it."""
+        base_rows = [row for row in self.mapped if row.recipe_key in ("task", "techniques.0.name")]
+        valid: list[MappedKey] = []
         for row in self.mapped:
-            alone = _refusal(tasks, _nested([*(r for r in task if r is not row), row]))
-            together = alone or _refusal(tasks, _nested([*task, *kept, row]))
-            if together is None or row in task:
-                kept.append(row)
+            own_error = _validation_error(tasks, _nested([*(r for r in base_rows if r is not row), row]))
+            error = own_error or _validation_error(tasks, _nested([*base_rows, *valid, row]))
+            if error is None or row in base_rows:
+                valid.append(row)
             elif not row.is_default and not any(left.source_key == row.source_key for left in self.unmapped):
                 value = redact_secret(row.source_key, row.source_value)
-                self.unmapped.append(UnmappedKey(row.source_key, value, "not understood", together))
-        # A key of theirs that became several of ours stays mapped by those that are left.
-        still = {row.source_key for row in kept if not row.is_default}
-        self.mapped = kept
-        self.unmapped = [left for left in self.unmapped if left.source_key not in still]
+                self.unmapped.append(UnmappedKey(row.source_key, value, "not understood", error))
+        # A source key that became several recipe keys stays mapped while one of them is valid.
+        mapped_keys = {row.source_key for row in valid if not row.is_default}
+        self.mapped = valid
+        self.unmapped = [left for left in self.unmapped if left.source_key not in mapped_keys]
 
 
 def _nested(rows: list[MappedKey]) -> dict[str, Any]:
@@ -198,7 +207,7 @@ def _nested(rows: list[MappedKey]) -> dict[str, Any]:
     return root
 
 
-def _refusal(tasks: TaskRegistry, recipe: Mapping[str, Any]) -> str | None:
+def _validation_error(tasks: TaskRegistry, recipe: Mapping[str, Any]) -> str | None:
     try:
         check_recipe(tasks, [recipe])
     except UsageError as error:
@@ -207,7 +216,7 @@ def _refusal(tasks: TaskRegistry, recipe: Mapping[str, Any]) -> str | None:
 
 
 def _insert(root: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set a dotted key; a number stands for an item of a list."""
+    """Set a dotted key; a number is an index into a list."""
     block: Any = root
     for name, following in zip(path, [*path[1:], ""], strict=True):
         if isinstance(block, list):
@@ -224,7 +233,7 @@ def _insert(root: dict[str, Any], path: list[str], value: Any) -> None:
 
 
 def iterate_leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key with a value of its own; blocks in a list are numbered, other lists and empty blocks are values."""
+    """Yield dotted key and value of each leaf; mappings in a list are numbered, other lists and empty blocks are leaves."""
     for name, inner in value.items():
         key = f"{prefix}{name}"
         if isinstance(inner, list) and any(isinstance(item, dict) for item in inner):
@@ -236,19 +245,20 @@ def iterate_leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 
 def redact_secret(key: str, value: Any) -> Any:
-    """The value, unless its key says that it is a secret."""
+    """Return the value, or "(hidden)" if the key is named like a secret."""
     return "(hidden)" if value and _SECRET.search(key) else value
 
 
 def is_disabled(value: Any) -> bool:
+    """Return whether a value switches a feature off: false, 0, empty, or a word such as "none"."""
     return value in (False, 0, "", [], {}) or (
         isinstance(value, str) and value.lower() in ("no", "none", "false", "off")
     )
 
 
-def _reason(key: str, value: Any, tables: tuple[SkippedKeys, ...]) -> tuple[SkipCategory, str]:
+def _find_reason(key: str, value: Any, tables: tuple[SkippedKeys, ...]) -> tuple[SkipCategory, str]:
     starred = re.sub(r"\.\d+(?=\.|$)", ".*", key)
-    # The longest name decides: a block may have one reason for most of its keys.
+    # The most specific name comes first: a block may have one reason for most of its keys.
     parts = starred.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     if value is None:
@@ -256,7 +266,7 @@ def _reason(key: str, value: Any, tables: tuple[SkippedKeys, ...]) -> tuple[Skip
     for name in names:
         for table in tables:
             if value in table.harmless_values.get(name, ()):
-                return "meaningless here", DISABLED_REASON if is_disabled(value) else "what happens here anyway"
+                return "meaningless here", DISABLED_REASON if is_disabled(value) else "this is always done here"
             if name in table.meaningless:
                 return "meaningless here", table.meaningless[name]
             if name in table.not_built_yet:
@@ -275,7 +285,7 @@ def _reason(key: str, value: Any, tables: tuple[SkippedKeys, ...]) -> tuple[Skip
 
 
 def parse_number(value: Any) -> float | int:
-    """Numbers are often quoted in these files: 2e-4 without a dot is text to most readers of YAML."""
+    """Convert to a number; accept text, since most YAML readers take 2e-4 without a dot for text."""
     if isinstance(value, str):
         try:
             value = float(value)
@@ -287,6 +297,7 @@ def parse_number(value: Any) -> float | int:
 
 
 def parse_integer(value: Any) -> int:
+    """Convert to a whole number."""
     amount = parse_number(value)
     if amount != amount or amount in (float("inf"), float("-inf")) or amount != int(amount):
         raise ValueError(f"expected a whole number, got {format_value(value)}")
@@ -294,6 +305,7 @@ def parse_integer(value: Any) -> int:
 
 
 def parse_boolean(value: Any) -> bool:
+    """Convert to a boolean; accept true, yes, on and 1, and their opposites, as text."""
     words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
     if isinstance(value, bool):
         return value
@@ -303,13 +315,14 @@ def parse_boolean(value: Any) -> bool:
 
 
 def parse_text(value: Any) -> str:
+    """Convert a scalar to text."""
     if isinstance(value, dict | list | bool):
         raise ValueError(f"expected text, got {format_value(value)}")
     return str(value)
 
 
 def parse_text_list(value: Any) -> list[str]:
-    """A list, or names with commas between them."""
+    """Convert to a list of names; accept text with commas between them."""
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
@@ -317,9 +330,11 @@ def parse_text_list(value: Any) -> list[str]:
     raise ValueError(f"expected a list of names, got {format_value(value)}")
 
 
-def format_percent(share: float) -> str:
-    return f"{round(100 * share, 6):g}%"
+def format_percent(fraction: float) -> str:
+    """Format a fraction of the run as a recipe does, such as "3%"."""
+    return f"{round(100 * fraction, 6):g}%"
 
 
 def format_epochs(amount: float) -> str:
+    """Format a number of epochs as a recipe does, such as "0.25 epochs"."""
     return "1 epoch" if amount == 1 else f"{round(amount, 6):g} epochs"
