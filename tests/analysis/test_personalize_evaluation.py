@@ -113,13 +113,13 @@ class Oracle:
     def __init__(self) -> None:
         self.clip = Eye()
 
-    def pictures(self, pictures: np.ndarray) -> np.ndarray:
+    def encode_images(self, pictures: np.ndarray) -> np.ndarray:
         found = np.zeros((len(pictures), len(EVERY)))
         for row, pixels in enumerate(pictures):
             found[row, pixels[0, :3, 0]] = 1
         return found / np.linalg.norm(found, axis=1, keepdims=True)
 
-    def texts(self, texts: Sequence[str]) -> np.ndarray:
+    def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
         found = np.full((len(texts), len(EVERY)), 1e-3)
         for row, text in enumerate(texts):
             for place, word in enumerate(EVERY):
@@ -439,8 +439,8 @@ def test_words_are_looked_for_together_where_captions_have_them_together() -> No
     assert together.texts[together.choices.index(("amber", "plain", "ship"))] == ["an amber plain ship"]
     oracle = Oracle()
     shown = [choice for choice in together.choices if choice[0] == "plum"]
-    told = ClipFieldClassifier(fields, [one.target.caption for one in people], oracle.texts).classify(
-        oracle.pictures(np.stack([picture(shape, colour, pattern) for colour, pattern, shape in shown]))
+    told = ClipFieldClassifier(fields, [one.target.caption for one in people], oracle.encode_texts).classify(
+        oracle.encode_images(np.stack([picture(shape, colour, pattern) for colour, pattern, shape in shown]))
     )
     assert list(zip(told["colour"], told["pattern"], told["shape"], strict=True)) == shown
     # Too many to be tried with each other.
@@ -453,9 +453,9 @@ def test_the_judge_is_not_misled_by_what_words_come_with() -> None:
     fields = TruthFields(("colour",), (), {"colour": ("plum", "teal")})
     captions = ["a plum spotted house", "a plum spotted tree", "a teal lined house", "a teal lined ship"]
     oracle = Oracle()
-    words = ClipFieldClassifier(fields, captions, oracle.texts)
+    words = ClipFieldClassifier(fields, captions, oracle.encode_texts)
     shown = np.stack([picture("house", "plum", "lined"), picture("house", "teal", "spotted")])
-    assert words.classify(oracle.pictures(shown)) == {"colour": ["plum", "teal"]}
+    assert words.classify(oracle.encode_images(shown)) == {"colour": ["plum", "teal"]}
 
 
 def test_preference_is_all_of_it_at_once() -> None:
