@@ -436,7 +436,7 @@ def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: P
     say("evaluate", run, "--count", -1).refused(2, "--count -1")
     put(data / "c9" / "new.png", picture())
     say("evaluate", run, "--data", data, "--count", 0).refused(
-        3, str(data), "has changed since this run learnt from it"
+        3, str(data), "has changed since this run was trained on it"
     )
     other = put(tmp_path / "other" / "c9" / "new.png", picture(Image.new("RGB", (8, 8), "red"))).parents[1]
     put(other / "c1" / "new.png", picture(Image.new("RGB", (8, 8), "blue")))
