@@ -373,7 +373,7 @@ def test_labels_that_some_or_all_lack(train: Any, tmp_path: Path) -> None:
         ("video", {"data.num_frames": 20_000}, ["data.num_frames", "at most 10000"]),
         ("video", {"data.num_frames": 10_000, "data.image_size": 16}, ["model.patch_size", "640,000 patches"]),
         ("video", {"model.temporal_patch_size": 3}, ["model.temporal_patch_size", "3 do not divide a side of 4"]),
-        ("video", {"model.backbone": "unet"}, ["model.backbone", "video takes dit"]),
+        ("video", {"model.backbone": "unet"}, ["model.backbone", "use dit for video"]),
     ],
     ids=lambda value: " ".join(map(str, value.items())) if isinstance(value, dict) else "",
 )  # fmt: skip

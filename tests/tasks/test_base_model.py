@@ -144,7 +144,10 @@ def test_an_adapter_alone_is_no_model_to_start_from(home: Path) -> None:
         resolve_base_folder(str(run))
     final = bottega.load(run, device="cpu").export()
     for name in (run, final, final / "adapter"):
-        with pytest.raises(UsageError, match=rf"no whole model; name its base there, and {final / 'adapter'} as "):
+        with pytest.raises(
+            UsageError,
+            match=rf"not a whole model; set model.from to its base .* to {final / 'adapter'}",
+        ):
             resolve_base_folder(str(name))
 
 

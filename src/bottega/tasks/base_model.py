@@ -83,7 +83,7 @@ def local_base_folder(recipe: Recipe) -> str | None:
 
 
 def _relocate(recipe: Recipe, name: str, processor: Path) -> tuple[str, Path]:
-    """Return (reference, folder) of a run's base model: at its path, beside the run, or where it was when training started."""
+    """Return (reference, folder) of a run's base model: at its path, beside the run, or at its recorded path."""
     runs = processor.absolute().parent.parent
     recorded = _read_recorded_folder(processor)
     is_local = recorded is not None or _is_of_runs(recipe, name)

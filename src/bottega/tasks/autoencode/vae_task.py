@@ -92,7 +92,7 @@ def reconstruction_errors(reconstruction: Tensor, x: Tensor, distance: Distance)
 
 
 def add_psnr(metrics: Mapping[str, float], value_range: float) -> dict[str, float]:
-    """Return metrics with the PSNR of the mean squared error over all data, which is below the mean of per-example PSNRs."""
+    """Return metrics with the PSNR of the mean squared error over all data, not the mean of per-example PSNRs."""
     if "mse" not in metrics:
         return dict(metrics)
     mse = metrics["mse"]

@@ -38,7 +38,7 @@ class FrozenCodes(BaseModel):
 
     @torch.no_grad()
     def encode(self, tokenizer: Any, x: Tensor) -> Tensor:
-        """Return codes, int64 (b, n); computed in float32 even under autocast, since rounded latents would give other codes."""
+        """Return codes, int64 (b, n), computed in float32 also under autocast: rounding would change them."""
         with torch.autocast(x.device.type, enabled=False):
             codes: Tensor = tokenizer.encode(x.float())
         return codes.flatten(1)

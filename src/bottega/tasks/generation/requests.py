@@ -62,7 +62,7 @@ class RequestEncoder:
         return [names[index] for index in self._indices(len(names), request, count)] if names else None
 
     def _indices(self, number: int, request: dict[str, Any], count: int | None) -> np.ndarray:
-        """Return which of `number` conditions each sample has: `count` of each requested one, else `count` in all, in turn."""
+        """Return the condition of each sample: `count` of each requested one, else `count` in all, in turn."""
         each = DEFAULT_COUNT if count is None else count
         if all(request.get(flag) is None for flag in CONDITION_OF_FLAG):
             check_sample_memory(each, each, self.values)

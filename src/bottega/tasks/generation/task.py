@@ -97,7 +97,7 @@ class Generation(Task):
         guidance: float = 1.0,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Tensor:
-        """Return one sample for each row of conditions. Guidance 1 is the plain conditional model, 0 the unconditional one."""
+        """Return one sample for each row of conditions; guidance 1 is the conditional model, 0 the unconditional one."""
         start = rng.normal("start", self.shape.sample)
         none = torch.ones(len(start), dtype=torch.bool, device=start.device)
         with_condition = self._condition(models, batch, drop=~none)

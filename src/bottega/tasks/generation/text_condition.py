@@ -130,7 +130,8 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
     tokens = CaptionTokenizer(folder, metadata.max_tokens)
     if metadata.encoder is not None and tokens.tokenizer.vocab_size > metadata.vocab_size:
         raise UsageError(
-            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, and {metadata.encoder} knows {metadata.vocab_size}; they do not belong together"
+            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, and {metadata.encoder} "
+            f"knows {metadata.vocab_size}; they do not belong together"
         )
     return TextCondition(tokens, metadata, options, recipe.samples.prompts or captions)
 
@@ -151,7 +152,7 @@ def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
 
 
 def resolve_encoder_folders(name: str) -> tuple[Path, Path]:
-    """Return the folders of an encoder and its tokenizer, from a folder with both, a run's export, or a diffusers pipeline."""
+    """Return the folders of an encoder and its tokenizer: one folder, a run's export, or a diffusers pipeline."""
     folder = resolve_model(name, key="model.text.from", required_file=None).path.absolute()
     encoder = find_component_folder(folder, "text_encoder")
     if encoder != folder:

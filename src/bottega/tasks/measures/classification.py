@@ -48,7 +48,7 @@ def confusion_matrix(labels: np.ndarray, predicted: np.ndarray, num_labels: int)
 
 
 def confusion_matrices(labels: np.ndarray, predicted: np.ndarray) -> np.ndarray:
-    """Return (K, 2, 2) for multi-label (n, K): [[true negative, false positive], [false negative, true positive]] of each class."""
+    """Return [[true negative, false positive], [false negative, true positive]] of each class, (K, 2, 2)."""
     labels, predicted = np.asarray(labels) > 0, np.asarray(predicted) > 0
     rows = [[~labels & ~predicted, ~labels & predicted], [labels & ~predicted, labels & predicted]]
     return np.array([[cell.sum(0) for cell in row] for row in rows]).transpose(2, 0, 1)

@@ -16,7 +16,7 @@ ROWS = 4096
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return |mean_a - mean_b|^2 + Tr(C_a + C_b - 2 sqrt(C_a C_b)) of a (n, d) and b (m, d); NaN if a value is not finite."""
+    """Return |mean_a - mean_b|^2 + Tr(C_a + C_b - 2 sqrt(C_a C_b)) of (n, d) and (m, d); NaN if not finite."""
     assert a.ndim == b.ndim == 2, "features are [samples, features]"
     assert a.shape[1] == b.shape[1], "both sets have the same features"
     return distance_of_moments(feature_moments(a), feature_moments(b))

@@ -36,7 +36,8 @@ def count_rule_experts(rule: np.ndarray, chosen: np.ndarray, *, num_rules: int, 
 def normalised_mutual_information(counts: np.ndarray) -> float:
     """Return the mutual information of rules and experts from counts (R, E), over its maximum; NaN if that is 0.
 
-    1 if the expert determines the rule, 0 if they are independent. Of n samples it is too large by about (R - 1)(E - 1) / 2n nats (Miller, 1955): 0.02 of 200 samples, 4 rules and experts.
+    1 if the expert determines the rule, 0 if they are independent. Of n samples it is too large by
+    about (R - 1)(E - 1) / 2n nats (Miller, 1955): 0.02 of 200 samples, 4 rules and experts.
     """
     joint = counts / max(1, counts.sum())
     of_rules, of_experts = entropy(joint.sum(1)), entropy(joint.sum(0))
