@@ -70,7 +70,7 @@ def test_some_files_of_training_are_refused_and_nothing_held_back_is_said(tmp_pa
     texts = small_texts.texts(tmp_path)
     settings = {**small_texts.settings(tmp_path), "data.validation": None, "data.split": None, "name": "whole"}
     run = bottega.train("classify", settings).path
-    with pytest.raises(UsageError, match=r"no validation part of it was held back.*split train"):
+    with pytest.raises(UsageError, match=r"which has no validation split.*split train"):
         bottega.evaluate(run, data=texts)
     assert bottega.evaluate(run, data=texts, split="train")["samples"] == 96
     more = tmp_path / "more"
@@ -101,7 +101,7 @@ def test_fields_are_taken_from_the_file_or_the_command_line(
     ]
     assert all(result["metrics"] == found[0]["metrics"] and result["samples"] == 30 for result in found)
     assert "no field 'text'" in measured(capsys, run, "--data", str(other), code=3)
-    assert "says how other data is read" in measured(capsys, run, "data.train.field=review", code=2)
+    assert "applies to other data only" in measured(capsys, run, "data.train.field=review", code=2)
     assert "only keys of the data" in measured(capsys, run, "--data", str(other), "training.max_steps=3", code=2)
 
 
@@ -161,7 +161,7 @@ def test_what_cannot_be_told_is_said(folder: Path, tmp_path: Path) -> None:
     other = renamed(tmp_path / "other.jsonl")
     named = {"data.train.field": "review", "data.train.label": "stars"}
     result = bottega.evaluate(moved / "run", data=other, settings=named)
-    assert "cannot be told" in result["notes"][0]
+    assert "cannot check whether" in result["notes"][0]
     with pytest.raises(DataError, match="not there any more"):
         bottega.evaluate(moved / "run")
     with pytest.raises(BottegaError, match="split dev"):

@@ -373,7 +373,7 @@ def test_labels_that_some_or_all_lack(train: Any, tmp_path: Path) -> None:
         ("video", {"data.num_frames": 20_000}, ["data.num_frames", "at most 10000"]),
         ("video", {"data.num_frames": 10_000, "data.image_size": 16}, ["model.patch_size", "640,000 patches"]),
         ("video", {"model.temporal_patch_size": 3}, ["model.temporal_patch_size", "3 do not divide a side of 4"]),
-        ("video", {"model.backbone": "unet"}, ["model.backbone", "video takes dit"]),
+        ("video", {"model.backbone": "unet"}, ["model.backbone", "use dit for video"]),
     ],
     ids=lambda value: " ".join(map(str, value.items())) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -436,7 +436,7 @@ def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: P
     say("evaluate", run, "--count", -1).refused(2, "--count -1")
     put(data / "c9" / "new.png", picture())
     say("evaluate", run, "--data", data, "--count", 0).refused(
-        3, str(data), "has changed since this run learnt from it"
+        3, str(data), "has changed since this run was trained on it"
     )
     other = put(tmp_path / "other" / "c9" / "new.png", picture(Image.new("RGB", (8, 8), "red"))).parents[1]
     put(other / "c1" / "new.png", picture(Image.new("RGB", (8, 8), "blue")))

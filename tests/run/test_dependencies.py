@@ -472,7 +472,7 @@ def test_a_circle_is_one_line(tmp_path: Path) -> None:
     for path, other in ((one, two), (two, one)):
         path.write_text(f"extends: image\nmodel: {{vae: needs.next}}\nneeds: {{next: {{recipe: {other}}}}}\n")
     with pytest.raises(
-        UsageError, match=r"needs\.next: .*in a circle: \S+ -> two-\w+ -> one-\w+ -> two-\w+$"
+        UsageError, match=r"needs\.next: .*form a cycle: \S+ -> two-\w+ -> one-\w+ -> two-\w+$"
     ) as caught:
         bottega.train(one, {**small_media.image(tmp_path), "name": "x"})
     assert "\n" not in str(caught.value)

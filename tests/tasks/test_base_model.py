@@ -140,11 +140,14 @@ def test_a_path_is_never_asked_of_the_hub(home: Path, no_hub: list[str]) -> None
 def test_an_adapter_alone_is_no_model_to_start_from(home: Path) -> None:
     narrow = {"name": "adapter", "options": {"size": 2}}
     run = adapted(home, technique=narrow)
-    with pytest.raises(UsageError, match="holds an adapter alone, which is no whole model"):
+    with pytest.raises(UsageError, match="holds only an adapter, not a whole model"):
         resolve_base_folder(str(run))
     final = bottega.load(run, device="cpu").export()
     for name in (run, final, final / "adapter"):
-        with pytest.raises(UsageError, match=rf"no whole model; name its base there, and {final / 'adapter'} as "):
+        with pytest.raises(
+            UsageError,
+            match=rf"not a whole model; set model.from to its base .* to {final / 'adapter'}",
+        ):
             resolve_base_folder(str(name))
 
 

@@ -526,7 +526,7 @@ def test_a_teacher_that_is_needed_is_trained_first_and_once(tmp_path: Path, caps
         cli.main(["train", str(file), "name=three", "techniques=[{name: distill, options: {teacher: needs.other}}]"])
         == 2
     )
-    assert "needs.other is named, and the recipe's needs are teacher" in capsys.readouterr().err
+    assert "needs.other is not defined; the recipe's needs are: teacher" in capsys.readouterr().err
 
 
 # What it is good for

@@ -1,4 +1,4 @@
-"""The parts of a recipe: other runs it is built on, each a whole recipe that by itself learns from the same data."""
+"""Dependencies of a recipe (`needs`): other runs that it is built on, each with a recipe over the same data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bottega.tasks.recipes import check_recipe, load_recipe
 
 PREFIX = "needs."
 DEPENDENCIES_FOLDER = "parts"
-# What a part says for itself: how it changes or orders what it learns from, and how it is loaded.
+# Data keys that a dependency does not inherit: how samples are changed, ordered and loaded.
 OWN_DATA_KEYS = (
     "input",
     "augmentation",
@@ -31,23 +31,24 @@ OWN_DATA_KEYS = (
     "pin_memory",
     "latents",
 )
-# Here null is an answer too: a part with a split or limit of its own would learn from what is held out.
+# Keys inherited also where they are null: a dependency with its own split or limit would train on held-out samples.
 INHERITED_NULLS = ("split", "limit")
 RESERVED_KEYS = ("name", "output_dir")
 
 
 def dependency_recipe(recipe: Recipe, name: str) -> Recipe:
-    """The whole recipe of one need that is trained: its own, over this recipe's data.
+    """Return the complete recipe of one dependency that is trained: its own settings over this recipe's data.
 
-    Defaults are passed on as well: they are this recipe's data as much as what was said, and the recipe.yaml of a run,
-    which says everything, must give the same part.
+    Defaults are inherited as well: the recipe.yaml of a run states all of them, and must give the same dependency.
     """
     need = recipe.needs[name]
     assert need.recipe is not None, "a finished run has no recipe to resolve"
-    said = apply_aliases(flatten_layer(need.settings, file="settings", lines={})).entries
+    own_settings = apply_aliases(flatten_layer(need.settings, file="settings", lines={})).entries
     for key in RESERVED_KEYS:
-        if key in said:
-            raise UsageError(f"needs.{name}.settings: {key}: a part's name is a hash of what decides it; leave it out")
+        if key in own_settings:
+            raise UsageError(
+                f"needs.{name}.settings: {key} cannot be set: it is derived from the settings; leave it out"
+            )
     settings: dict[str, Any] = {
         "output_dir": str(dependencies_folder(Path(recipe.output_dir))),
         "device": recipe.device,
@@ -55,51 +56,54 @@ def dependency_recipe(recipe: Recipe, name: str) -> Recipe:
     try:
         schema = type(check_recipe([need.recipe, need.settings], check_conflicts=False).recipe.data)
         data = recipe.data.model_dump(mode="json", by_alias=True, exclude=set(OWN_DATA_KEYS))
-        same = {k: v for k, v in data.items() if k in schema.model_fields and (v is not None or k in INHERITED_NULLS)}
-        if "sources" in same:
-            same.pop("train", None)
-        given = {"data": same} if not need.own_data else {}
-        return load_recipe([need.recipe, given, need.settings, {**settings, "name": None}]).recipe
+        inherited = {
+            k: v for k, v in data.items() if k in schema.model_fields and (v is not None or k in INHERITED_NULLS)
+        }
+        if "sources" in inherited:
+            inherited.pop("train", None)
+        shared = {"data": inherited} if not need.own_data else {}
+        return load_recipe([need.recipe, shared, need.settings, {**settings, "name": None}]).recipe
     except UsageError as error:
         raise UsageError(f"needs.{name}: {error}") from None
 
 
 def dependencies_folder(runs: Path) -> Path:
-    """Where the parts of runs in a folder lie. Those of parts lie beside them: two may be built on the same one."""
+    """Return the folder of the dependencies of the runs in `runs`; dependencies of dependencies share it."""
     return runs if runs.name == DEPENDENCIES_FOLDER else runs / DEPENDENCIES_FOLDER
 
 
 def referenced_dependencies(recipe: Recipe) -> list[str]:
-    """The needs that the model is built on or learns from, and so are trained before it."""
-    said = [value for block in (recipe.model, *recipe.techniques) for value in _texts(block)]
-    return sorted({value.removeprefix(PREFIX) for value in said if value.startswith(PREFIX)})
+    """Return the names of dependencies that the model or a technique refers to: they are trained first."""
+    values = [value for block in (recipe.model, *recipe.techniques) for value in _strings(block)]
+    return sorted({value.removeprefix(PREFIX) for value in values if value.startswith(PREFIX)})
 
 
 def check_dependencies(recipe: Recipe, chain: tuple[str, ...] = ()) -> None:
-    """What can be known of all parts before the first is trained: that they can be resolved, and come to an end."""
+    """Raise UsageError if a dependency cannot be resolved or dependencies form a cycle, before any is trained."""
     chain, built_on = chain or (recipe.run_name(),), referenced_dependencies(recipe)
     for name in sorted({*recipe.needs, *built_on}):
-        if _need(recipe, name).recipe is None:
+        if _get_dependency(recipe, name).recipe is None:
             continue
-        part = dependency_recipe(recipe, name)
+        dependency = dependency_recipe(recipe, name)
         if name in built_on:
-            longer = (*chain, part.run_name())
+            longer = (*chain, dependency.run_name())
             if longer[-1] in chain:
-                raise UsageError(f"needs.{name}: the parts go round in a circle: {' -> '.join(longer)}")
-            check_dependencies(part, longer)
+                raise UsageError(f"needs.{name}: the dependencies form a cycle: {' -> '.join(longer)}")
+            check_dependencies(dependency, longer)
 
 
 def dependency_run(recipe: Recipe, name: str, *, beside: Path | None = None) -> Path:
-    """The run of a need. `beside` is the folder of runs where this one now lies, if not where it was trained."""
-    need = _need(recipe, name)
+    """Return the run directory of a dependency; `beside` is the folder that holds this run, if it has moved."""
+    need = _get_dependency(recipe, name)
     if need.run is not None:
         return Path(need.run).expanduser()
-    part = dependency_recipe(recipe, name)
-    return (Path(part.output_dir) if beside is None else dependencies_folder(beside)) / part.run_name()
+    dependency = dependency_recipe(recipe, name)
+    runs = Path(dependency.output_dir) if beside is None else dependencies_folder(beside)
+    return runs / dependency.run_name()
 
 
 def resolve_reference(recipe: Recipe, value: str, *, beside: Path | None = None) -> str:
-    """A value of the recipe as it is, or the folder of the run that it names as a part."""
+    """Return the run directory of a `needs.NAME` value; other values unchanged."""
     return str(dependency_run(recipe, value.removeprefix(PREFIX), beside=beside)) if value.startswith(PREFIX) else value
 
 
@@ -113,7 +117,7 @@ def resolve_model_reference(
     find: Callable[..., ModelFolder] = resolve_model,
     **options: Any,
 ) -> ModelFolder:
-    """The folder of the model that a recipe names: what a part of it has exported, or what `find` makes of the name."""
+    """Return the model folder that a recipe names: the export of a dependency, or what `find` returns for the name."""
     if not name.startswith(PREFIX):
         return find(name, key=key, required_file=required_file, **options)
     run = dependency_run(recipe, name.removeprefix(PREFIX), beside=beside)
@@ -123,44 +127,44 @@ def resolve_model_reference(
 
 
 def resolve_references(recipe: Recipe) -> Recipe:
-    """The recipe with the runs of its parts in place of their names, for whoever only knows folders."""
+    """Return the recipe with each `needs.NAME` replaced by the run directory of that dependency."""
     if not referenced_dependencies(recipe):
         return recipe
-    techniques = tuple(_placed(recipe, technique) for technique in recipe.techniques)
-    return recipe.model_copy(update={"model": _placed(recipe, recipe.model), "techniques": techniques})
+    techniques = tuple(_replace_references(recipe, technique) for technique in recipe.techniques)
+    return recipe.model_copy(update={"model": _replace_references(recipe, recipe.model), "techniques": techniques})
 
 
 def untrained_error(recipe: Recipe, key: str, value: str, run: Path) -> UsageError:
-    """What to say to somebody who comes before the part."""
-    # Of a file the recipe knows the name alone, which is no path to it.
-    known = recipe.origin in bundled_recipes.list_recipe_names()
-    same = f"{recipe.origin}, with the same settings" if known else "with the same recipe and settings"
+    """Return the error for a dependency that has not been trained yet."""
+    # For a recipe file, `origin` is its name without the path, which is not enough for a command.
+    is_bundled = recipe.origin in bundled_recipes.list_recipe_names()
+    same = f"{recipe.origin}, with the same settings" if is_bundled else "with the same recipe and settings"
     return UsageError(f"{key}: {value} is not trained yet ({run}); bottega train {same} as here does that first")
 
 
-def _need(recipe: Recipe, name: str) -> Dependency:
+def _get_dependency(recipe: Recipe, name: str) -> Dependency:
     need = recipe.needs.get(name)
     if need is None:
-        named = ", ".join(recipe.needs) or "none"
-        raise UsageError(f"needs.{name} is named, and the recipe's needs are {named}")
+        defined = ", ".join(recipe.needs) or "none"
+        raise UsageError(f"needs.{name} is not defined; the recipe's needs are: {defined}")
     return need
 
 
-def _texts(block: Section) -> Iterator[str]:
+def _strings(block: Section) -> Iterator[str]:
     for field in type(block).model_fields:
         value = getattr(block, field)
         if isinstance(value, Section):
-            yield from _texts(value)
+            yield from _strings(value)
         elif isinstance(value, str):
             yield value
 
 
-def _placed(recipe: Recipe, block: Section) -> Section:
+def _replace_references(recipe: Recipe, block: Section) -> Section:
     changes: dict[str, Any] = {}
     for field in type(block).model_fields:
         value = getattr(block, field)
         if isinstance(value, Section):
-            changes[field] = _placed(recipe, value)
+            changes[field] = _replace_references(recipe, value)
         elif isinstance(value, str):
             changes[field] = resolve_reference(recipe, value)
     return block.model_copy(update=changes)

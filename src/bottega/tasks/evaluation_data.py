@@ -1,4 +1,4 @@
-"""Which samples an evaluation measures: a part of the run's own data, or other data; training samples only on request."""
+"""The samples of an evaluation: a split of the run's own data, or other data; training samples only on request."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from bottega.tasks.workload import Workload
 
 SPLITS = ("validation", "test", "train")
 READING = ("label_field", "label_separator", "condition_field")
-"""Keys of a data section, beside those of its source, that say how a row is read."""
+"""Keys of a data section, beside those of its source, that decide how a row is read."""
 INHERITED = ("field", "label", "columns", "delimiter", "pattern")
-"""What a held-out source takes from the training source beside it."""
+"""Keys that a held-out source inherits from the training source."""
 
 
 @dataclass(frozen=True)
 class DataRequest:
-    """What a person names to be measured. Nothing is the run's own validation part."""
+    """The data that a user names for an evaluation; by default the run's own validation split."""
 
     path: str | list[str] | None = None
     """One path, or several that are one source."""
     config: str | None = None
-    """A recipe file whose data is meant."""
+    """A recipe file whose data section is used."""
     settings: Sequence[tuple[str, str, str]] = ()
     """Keys of the data section, such as data.train.field."""
     split: str | None = None
@@ -49,12 +49,12 @@ class DataRequest:
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """What is measured."""
+    """The samples of one evaluation."""
 
     split: str | None
-    """Of the run's own data, or of what was given; None is all of it."""
+    """Split of the run's own data or of `given`; None is all of it."""
     given: ExternalData | None = None
-    """None is the run's own."""
+    """Other data; None is the run's own."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -62,7 +62,7 @@ class EvaluationData:
         return self.given.path if self.given is not None else None
 
     def source(self, workload: Workload) -> Source:
-        """Its samples."""
+        """Return the samples."""
         if self.given is not None:
             return workload.data.read_external(self.given)
         assert self.split is not None
@@ -73,16 +73,16 @@ class EvaluationData:
 
 
 def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> EvaluationData:
-    """What `request` comes to for a run. Data that the run has learnt from is measured by what was held back of it."""
+    """Return the samples that `request` selects. For training data of the run, its held-out split is used instead."""
     if request.split is not None and request.split not in SPLITS:
-        raise UsageError(f"--split {request.split}: there is {', '.join(SPLITS)}")
+        raise UsageError(f"--split {request.split}: expected one of {', '.join(SPLITS)}")
     if request.is_own:
         if request.settings:
             raise UsageError(
-                f"{request.settings[0][0]}: says how other data is read; name that with --data or leave it out"
+                f"{request.settings[0][0]}: applies to other data only; name that data with --data, or leave it out"
             )
         return EvaluationData(request.split or "validation")
-    given, split = _given(recipe, request)
+    given, split = _open_request(recipe, request)
     data = workload.data
     if isinstance(data, MultitaskData):
         if request.path is None:
@@ -91,77 +91,78 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
         inner = replace(given, source=given.source.model_copy(update={"path": path}))
         shared, notes = _shared_files(inner, data.parts[name].data)
     else:
-        given, split = _named_part(given, split, explicit=request.split)
+        given, split = _select_split(given, split, explicit=request.split)
         shared, notes = _shared_files(given, data)
     if not shared:
         return EvaluationData(split, given, notes)
-    return _held_back(workload, given, shared, request.split or split or "validation")
+    return _use_held_out(workload, given, shared, request.split or split or "validation")
 
 
-def _held_back(workload: Workload, given: ExternalData, shared: str, split: str) -> EvaluationData:
-    """The run's own part in place of data that it has learnt from."""
+def _use_held_out(workload: Workload, given: ExternalData, shared: str, split: str) -> EvaluationData:
+    """Return the run's own held-out split in place of its training data."""
     if shared != "all":
         raise UsageError(
-            f"--data {given.path}: {shared} is training data of this run; name files that it has not seen, or leave "
-            "--data out to measure what was held back"
+            f"--data {given.path}: {shared} is training data of this run; name other files, or leave "
+            "--data out to evaluate on the held-out split"
         )
     if split == "train":
-        return EvaluationData("train", None, [f"{given.path} is what this run has learnt from: training samples"])
+        return EvaluationData("train", None, [f"{given.path} is training data of this run"])
     if workload.data.split(split) is None:
         raise UsageError(
-            f"{given.path} is what this run has learnt from, and no {split} part of it was held back; name other data, "
-            "or say --split train to measure training samples"
+            f"{given.path} is training data of this run, which has no {split} split; name other data, "
+            "or use --split train to evaluate on training samples"
         )
-    note = f"{given.path} is what this run has learnt from; measured is the run's {split} part, which was held back"
+    note = f"{given.path} is training data of this run; its held-out {split} split is evaluated instead"
     return EvaluationData(split, None, [note])
 
 
-def _given(recipe: Recipe, request: DataRequest) -> tuple[ExternalData, str | None]:
-    """The data that is named, and which part of it."""
+def _open_request(recipe: Recipe, request: DataRequest) -> tuple[ExternalData, str | None]:
+    """Return the external data of a request, and which split of it."""
     if request.config is None and not request.settings:
         return ExternalData(_source({"path": request.path})), None
     data = _section(recipe, request)
     fields = {key: getattr(data, key) for key in READING if key in data.model_fields_set}
     if request.path is not None:
-        return ExternalData(_source({**_said(data.train), "path": request.path}), fields=fields), None
-    wanted = [request.split] if request.split not in (None, "train") else ["test", "validation"]
-    for name in wanted if request.split != "train" else ():
-        part = getattr(data, str(name), None) if name in data.model_fields_set else None
-        if part is not None:
-            return replace(_part(data, part, str(name)), fields=fields), name
+        return ExternalData(_source({**_explicit_options(data.train), "path": request.path}), fields=fields), None
+    names = [request.split] if request.split not in (None, "train") else ["test", "validation"]
+    for name in names if request.split != "train" else ():
+        held_out = getattr(data, str(name), None) if name in data.model_fields_set else None
+        if held_out is not None:
+            return replace(_open_held_out(data, held_out, str(name)), fields=fields), name
     if data.train.path is None and data.train.kind == "auto":
-        raise UsageError(f"{request.config} names no data: data.test.path or data.train.path")
+        raise UsageError(f"{request.config} names no data; set data.test.path or data.train.path")
     return ExternalData(data.train, fields=fields), None
 
 
 def _section(recipe: Recipe, request: DataRequest) -> Data:
-    """The data section that a file and settings make, with the schema of the run's own."""
+    """Return the data section of a recipe file and settings, checked with the schema of the run's own."""
     base: dict[str, Any] = {"task": recipe.task}
     if hasattr(recipe.data, "input"):
         base["data"] = {"input": recipe.data.input}
-    foreign = [key for key, _, _ in request.settings if not _is_of_data(key)]
-    if foreign:
-        raise UsageError(f"{foreign[0]}: only keys of the data can be given here, such as data.train.field")
+    other = [key for key, _, _ in request.settings if not _is_data_key(key)]
+    if other:
+        raise UsageError(f"{other[0]}: only keys of the data section are accepted here, such as data.train.field")
     files = [request.config] if request.config is not None else []
     return check_recipe([base, *files], request.settings, check_conflicts=False).recipe.data
 
 
-def _is_of_data(key: str) -> bool:
+def _is_data_key(key: str) -> bool:
     from bottega.config.aliases import resolve_alias
 
     return all(spelled.startswith("data.") for spelled in resolve_alias(key, 0))
 
 
-def _part(data: Data, part: HeldOut, name: str) -> ExternalData:
+def _open_held_out(data: Data, part: HeldOut, name: str) -> ExternalData:
     if isinstance(part.split, float) or (part.path is None and part.kind == "auto" and part.split is None):
         return ExternalData(data.train, table=name, held_out=part, split=data.split)
     options = {key: getattr(part, key) for key in part.model_fields_set}
-    if part.path is None and part.kind == "auto":  # another named part of where train is from
-        return ExternalData(_source({**_said(data.train), **options}))
-    return ExternalData(_source({**{k: v for k, v in _said(data.train).items() if k in INHERITED}, **options}))
+    if part.path is None and part.kind == "auto":  # another split of the training source
+        return ExternalData(_source({**_explicit_options(data.train), **options}))
+    inherited = {k: v for k, v in _explicit_options(data.train).items() if k in INHERITED}
+    return ExternalData(_source({**inherited, **options}))
 
 
-def _said(source: SourceOptions) -> dict[str, Any]:
+def _explicit_options(source: SourceOptions) -> dict[str, Any]:
     return {key: getattr(source, key) for key in source.model_fields_set}
 
 
@@ -169,16 +170,16 @@ def _source(values: Mapping[str, Any]) -> SourceOptions:
     return SourceOptions(**values)
 
 
-def _named_part(given: ExternalData, split: str | None, *, explicit: str | None) -> tuple[ExternalData, str | None]:
-    """Where a folder holds train and test, or prepared tables, the part that is asked for."""
+def _select_split(given: ExternalData, split: str | None, *, explicit: str | None) -> tuple[ExternalData, str | None]:
+    """Return the requested split of a folder that holds train and test, or prepared tables."""
     source = given.source
     if source.path is None or "://" in source.path or source.kind not in ("auto", "shards"):
         return given, split
     folder = Path(source.path).expanduser()
     if is_prepared(folder):
-        tables = open_prepared(folder, task=_task_of(folder)).tables
-        wanted = [explicit] if explicit is not None else ["validation", "test"]
-        table = next((name for name in wanted if name in tables), "train")
+        tables = open_prepared(folder, task=_read_task_name(folder)).tables
+        names = [explicit] if explicit is not None else ["validation", "test"]
+        table = next((name for name in names if name in tables), "train")
         return replace(given, table=table), table
     if explicit is None or source.split is not None or not folder.is_dir():
         return given, split
@@ -188,41 +189,41 @@ def _named_part(given: ExternalData, split: str | None, *, explicit: str | None)
     return replace(given, source=source.model_copy(update={"split": explicit})), explicit
 
 
-def _task_of(folder: Path) -> str:
+def _read_task_name(folder: Path) -> str:
     import json
 
     return str(json.loads((folder / "meta.json").read_bytes())["task"])
 
 
 def _shared_files(given: ExternalData, own_data: TaskData) -> tuple[str | None, list[str]]:
-    """Whether the files of `given` are training files of the run: "all", or the first of some; with notes."""
+    """Return "all" if `given` is the training data of the run, else the first shared file or None; with notes."""
     if not isinstance(own_data, TableData):
         return None, []
     folder = Path(given.path).expanduser()
     if (
         is_prepared(folder)
-        and open_prepared(folder, task=_task_of(folder)).fingerprint == own_data.recorded_fingerprint
+        and open_prepared(folder, task=_read_task_name(folder)).fingerprint == own_data.recorded_fingerprint
     ):
         return "all", []
     data = own_data.located_recipe().data
     own = [*(data.sources or (data.train,)), *([data.replay] if data.replay is not None else [])]
     merged = given.replace_in(data).train
     if merged.kind in ("embedded", "synthetic"):
-        return ("all" if merged.kind in [one.kind for one in own] else None), []
+        return ("all" if merged.kind in [source.kind for source in own] else None), []
     try:
-        learnt = {content for one in own for content in _contents(one).values()}
+        trained = {content for source in own for content in _hash_contents(source).values()}
     except (DataError, UsageError, OSError):
-        reason = f"{own_data.describe_source()} is not there any more"
-        return None, [f"whether {given.path} was learnt from cannot be told: {reason}"]
-    contents = _contents(merged)
-    shared = [name for name, content in contents.items() if content in learnt]
+        reason = f"{own_data.describe_source()} does not exist any more"
+        return None, [f"cannot check whether {given.path} is training data of this run: {reason}"]
+    contents = _hash_contents(merged)
+    shared = [name for name, content in contents.items() if content in trained]
     if not shared:
         return None, []
-    return ("all" if len(shared) == len(contents) == len(learnt) else shared[0]), []
+    return ("all" if len(shared) == len(contents) == len(trained) else shared[0]), []
 
 
-def _contents(source: SourceOptions) -> dict[str, str]:
-    """The files of a source with a hash of each; a data set of a hub stands for itself."""
+def _hash_contents(source: SourceOptions) -> dict[str, str]:
+    """Return file -> hash of its content for each file of a source; a hub dataset is one entry."""
     if source.kind == "embedded":
         return {}
     listing = find_files(source)

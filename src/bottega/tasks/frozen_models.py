@@ -1,4 +1,4 @@
-"""Frozen models that a run is built on: known by a hash of what they hold, since the run understands no other."""
+"""Frozen models that a run is built on, identified by a hash of their files: the run works with no other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.data.formats.fingerprint import hash_files
 
 SETTINGS = ("config.json", "mel.json")
 BASE = "base"
-"""What stays as it is under parts that were put into it; its hash is over tensors rather than files."""
+"""The frozen base model under injected layers; its hash is over tensors rather than files."""
 RECIPE_KEYS = {
     BASE: "model.from",
     "teacher": "techniques.distill.teacher",
@@ -36,40 +36,40 @@ RECIPE_KEYS = {
         )
     },
 }
-"""Where a recipe names each kind."""
+"""Kind of frozen model -> the recipe key that names it."""
 
 
 def hash_model_folder(folder: Path) -> str:
-    """A hash of all that decides what the model of a folder computes."""
+    """Return a hash of the configuration and weights of the model in a folder."""
     settings = [folder / name for name in SETTINGS if name == SETTINGS[0] or (folder / name).is_file()]
     return hash_named_files([*settings, *sorted(folder.glob("*.safetensors"))])
 
 
 def hash_named_files(files: Iterable[Path]) -> str:
-    """Of their names and what is in them; where they lie does not matter."""
+    """Return a hash of the names and contents of files; their folders do not matter."""
     files = list(files)
-    named = [(file.name, found) for file, found in zip(files, hash_files(files), strict=True)]
+    named = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
     return hashlib.sha256(repr(named).encode()).hexdigest()
 
 
 def collect_frozen_hashes(*, latents: Any, codes: Any, text: Any) -> dict[str, str]:
-    """The hashes of what a generator works in, beside or after, under the names of `KEYS`; each may be None."""
-    found = {
+    """Return the hashes of a generator's frozen models by the names of `RECIPE_KEYS`; each argument may be None."""
+    hashes = {
         "autoencoder": latents.content if latents is not None else None,
         "tokenizer": codes.metadata.content if codes is not None else None,
         "text encoder": text.metadata.content if text is not None else None,
     }
-    if found["text encoder"] is not None:
-        found["caption tokenizer"] = text.tokens.fingerprint  # which may lie in another folder than the encoder
-    return {name: content for name, content in found.items() if content is not None}
+    if hashes["text encoder"] is not None:
+        hashes["caption tokenizer"] = text.tokens.fingerprint  # which may be in another folder than the encoder
+    return {name: content for name, content in hashes.items() if content is not None}
 
 
 class FrozenModelMissing(CheckpointError):
-    """No place has the model, nor another one."""
+    """None of the folders in which a frozen model may be has a model."""
 
 
 def check_same_model(what: str, *, now: str | None, before: str | None, name: str, previous: str) -> None:
-    """A run goes on with the model it began with, or not at all."""
+    """Raise CheckpointError if a resumed run would use another frozen model than it started with."""
     if now != before:
         raise CheckpointError(
             f"{name}: is another {what} than this run began with ({previous}); put that one back, or start over with --fresh"
@@ -85,10 +85,10 @@ def find_frozen_model(
     owner: Path | None = None,
     hash_folder: Callable[[Path], str] = hash_model_folder,
 ) -> Path:
-    """The first of the places with this content; another model is an error only where no place has the right one.
+    """Return the first of `places` whose model has the hash `content`; raise CheckpointError if none has.
 
-    `known` is where it was. `part_of` is the run that has it as a part, and so can have it made again. `look` tells the
-    content of a folder.
+    `recorded` is the folder at training time, for the message. `owner` is the run that has the model as a dependency, and so
+    can train it again. `hash_folder` computes the hash of a folder.
     """
     looked: list[Path] = []
     other: Path | None = None
@@ -96,26 +96,28 @@ def find_frozen_model(
         try:
             folder = place()
             looked.append(folder)
-            found = hash_folder(folder)
+            digest = hash_folder(folder)
         except BottegaError:
             continue
-        if found == content:
+        if digest == content:
             return folder
         other = other or folder
-    for folder in (old for one in looked for old in _set_aside(one)):
+    for folder in (old for path in looked for old in _list_previous_runs(path)):
         try:
             if hash_folder(folder) == content:
                 return folder
         except BottegaError:
-            continue  # half there
+            continue  # incomplete
     if other is not None:
         raise CheckpointError(f"{other}: is another {what} than this run was trained with; put that one back")
-    remedy = f"bottega train {owner / 'recipe.yaml'} makes it again" if owner is not None else "put it back"
+    remedy = f"bottega train {owner / 'recipe.yaml'} trains it again" if owner is not None else "put it back"
     raise FrozenModelMissing(f"the {what} of this run is gone: {recorded}; {remedy}")
 
 
-def _set_aside(folder: Path) -> list[Path]:
-    """The same folder of older runs: a part that is trained anew for other data leaves the old one as NAME.1, NAME.2."""
+def _list_previous_runs(folder: Path) -> list[Path]:
+    """Return the same folder in older runs: a dependency trained again for other data leaves them as NAME.1, NAME.2."""
     run = folder.parent
-    found = run.parent.glob(f"{run.name}.*/{folder.name}")
-    return sorted(old for old in found if any((old / name).is_file() for name in (SETTINGS[0], "model_index.json")))
+    candidates = run.parent.glob(f"{run.name}.*/{folder.name}")
+    return sorted(
+        old for old in candidates if any((old / name).is_file() for name in (SETTINGS[0], "model_index.json"))
+    )

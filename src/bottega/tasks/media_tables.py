@@ -1,4 +1,4 @@
-"""PreparedData images, audio and video as samples in the form that a run's model reads."""
+"""Prepared images, audio and video as samples in the form that a run's model reads."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ class MediaTables:
         lengths = np.concatenate([table.lengths("video") for table in tables])
         short = int((lengths <= (data.num_frames - 1) * data.stride).sum())
         strides = f" at a stride of {data.stride}" if data.stride > 1 else ""
-        said = f"are shorter than data.num_frames {data.num_frames}{strides} and repeat their last frame"
-        return [f"{short:,} of {len(lengths):,} clips {said}"] if short else []
+        reason = f"are shorter than data.num_frames {data.num_frames}{strides} and repeat their last frame"
+        return [f"{short:,} of {len(lengths):,} clips {reason}"] if short else []
 
 
 @final

@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class MetadataMissing(CheckpointError):
-    """A file of a run's codec is not there, or not whole. The same training writes it again."""
+    """A file of a run's processor is missing or damaged; resuming the training writes it again."""
 
 
 def read_metadata(path: Path, parse: Callable[[bytes], T]) -> T:
-    """`parse` raises a ValueError, as pydantic and json do, or a TypeError for what is none of ours."""
+    """Return a metadata file as parsed by `parse`, whose ValueError or TypeError becomes MetadataMissing."""
     try:
         return parse(path.read_bytes())
     except (OSError, ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""Tasks from outside the package: files that the command line names, and installed packages of an entry point group.
+"""Plugins: tasks from files that the command line names, and from installed packages with an entry point.
 
 Code is loaded because `--plugin` or an installed package says so, never because a recipe or a checkpoint does. A run
-keeps the name and the hash of its plugin, to ask for it.
+records the name and the hash of its plugin, so that a message can name it.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from bottega.terminal import print_notice
 ENTRY_POINT_GROUP = "bottega.tasks"
 FLAG = "--plugin"
 RECORD = "plugin"
-"""In environment.json of a run: the plugin that its task came from."""
+"""Key in environment.json of a run: the plugin that defines its task."""
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """A file, or an installed package, that brought tasks."""
+    """A Python file or an installed package that defines tasks."""
 
     name: str
-    """The file's name without its ending, or that of the package and its version."""
+    """Name of the file without its suffix, or name and version of the package."""
     sha256: str
-    """Of the file, or of the module that the entry point names."""
+    """Hash of the file, or of the module that the entry point names."""
     path: str | None = None
-    """The file, absolute; None where a package is installed."""
+    """Absolute path of the file; None for an installed package."""
 
 
 _LOADED: dict[str, Plugin] = {}
-"""Task -> who brought it."""
+"""Task -> the plugin that defines it."""
 
 
 def load_plugin_flags(words: Sequence[str]) -> list[str]:
-    """Load each `--plugin FILE` of a command line, and give the rest of the line."""
+    """Load each `--plugin FILE` of a command line; return the remaining words."""
     rest: list[str] = []
-    waiting = list(words)
-    while waiting:
-        word = waiting.pop(0)
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
         if word == "--":
-            return [*rest, word, *waiting]
+            return [*rest, word, *remaining]
         if word == FLAG:
-            if not waiting:
+            if not remaining:
                 _missing_file()
-            load_plugin(waiting.pop(0) or _missing_file())
+            load_plugin(remaining.pop(0) or _missing_file())
         elif word.startswith(f"{FLAG}="):
             load_plugin(word.removeprefix(f"{FLAG}=") or _missing_file())
         else:
@@ -73,30 +73,30 @@ def _missing_file() -> NoReturn:
 
 
 def plugin_flags() -> list[str]:
-    """The flags that hand our plugins on to another `bottega`: a fold, a dependency, a trial."""
+    """Return the flags that load the same plugins in another `bottega` process: a fold, a dependency, a trial."""
     files = dict.fromkeys(plugin.path for plugin in _LOADED.values() if plugin.path is not None)
     return [word for path in files for word in (FLAG, path)]
 
 
 def quoted_plugin_flags() -> str:
-    """The same for a command that a person is to type."""
+    """Return the same flags quoted for a shell, for commands shown to the user."""
     return "".join(f" {word}" for word in map(shlex.quote, plugin_flags()))
 
 
 def bottega_command(words: Sequence[str]) -> list[str]:
-    """A `bottega` of its own, with the plugins that this one has."""
+    """Return the command line of another `bottega` process with the plugins of this one."""
     return [sys.executable, "-m", "bottega", *words, *plugin_flags()]
 
 
 def load_plugin(file: str | Path) -> list[str]:
-    """Import a file and add its tasks (`TASK`, or several in `TASKS`) to the registry; gives their names."""
+    """Import a file and add its tasks (`TASK`, or several in `TASKS`) to the registry; return their names."""
     path = Path(file).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():
         what = "is a folder" if path.is_dir() else "is not there" if not path.exists() else "is not a Python file"
         raise UsageError(f"{FLAG} {file}: {what}; name a .py file that defines TASK")
-    known = [task for task, plugin in _LOADED.items() if plugin.path == str(path)]
-    if known:
-        return known
+    loaded = [task for task, plugin in _LOADED.items() if plugin.path == str(path)]
+    if loaded:
+        return loaded
     return _add(_import(path, shown=str(file)), Plugin(path.stem, _hash(path), str(path)))
 
 
@@ -116,16 +116,16 @@ def load_installed() -> None:
 
 
 def plugin_record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, str] | None:
-    """What a run keeps of the plugin that its task came from, as it was when the run began; None for a bundled task."""
+    """Return the plugin of a run's task as recorded when the run started; None for a bundled task."""
     plugin = _LOADED.get(recipe.task)
     if plugin is None:
         return None
-    known = _recorded(run) if has_begun else {}
-    return known or {key: value for key, value in asdict(plugin).items() if value is not None}
+    recorded = _read_record(run) if has_begun else {}
+    return recorded or {key: value for key, value in asdict(plugin).items() if value is not None}
 
 
 def describe_plugin_error(error: BaseException) -> str | None:
-    """Where in a plugin an error came from; None where no plugin had a part in it."""
+    """Return a message that locates an error in a plugin; None if no plugin file is loaded."""
     files = {plugin.path: plugin.name for plugin in _LOADED.values() if plugin.path is not None}
     place, trace = None, error.__traceback__
     while trace is not None:
@@ -143,30 +143,30 @@ def describe_plugin_error(error: BaseException) -> str | None:
 
 
 def plugin_change_note(recipe: Recipe, run: Path) -> str | None:
-    """What to say where a run was begun with another version of its plugin."""
-    plugin, known = _LOADED.get(recipe.task), _recorded(run)
-    if plugin is None or known.get("sha256") in (None, plugin.sha256):
+    """Return a note if a run was started with another version of its plugin."""
+    plugin, recorded = _LOADED.get(recipe.task), _read_record(run)
+    if plugin is None or recorded.get("sha256") in (None, plugin.sha256):
         return None
     return f"the plugin {plugin.name} has changed since this run began; what it computes may have, too"
 
 
 def missing_plugin_hint(run: Path) -> str | None:
-    """How to ask for the plugin of a run, where it had one."""
-    known = _recorded(run)
-    name = known.get("name")
+    """Return how to load the plugin of a run; None if its task is a bundled one."""
+    recorded = _read_record(run)
+    name = recorded.get("name")
     if name is None:
         return None
-    if "path" not in known:
+    if "path" not in recorded:
         return f"its task came from the installed package {name}; install it again"
-    return f"its task came from the plugin {name}.py; give it again: {FLAG} {known['path']}"
+    return f"its task came from the plugin {name}.py; give it again: {FLAG} {recorded['path']}"
 
 
 def is_plugin_loaded(run: Path) -> bool:
-    """Whether the plugin of a run, in this or another version, is here."""
-    return any(plugin.name == _recorded(run).get("name") for plugin in _LOADED.values())
+    """Return whether the plugin of a run is loaded, in any version."""
+    return any(plugin.name == _read_record(run).get("name") for plugin in _LOADED.values())
 
 
-def _recorded(run: Path) -> dict[str, Any]:
+def _read_record(run: Path) -> dict[str, Any]:
     try:
         recorded = json.loads((run / "environment.json").read_bytes())[RECORD]
     except (OSError, ValueError, KeyError, TypeError):
@@ -175,14 +175,14 @@ def _recorded(run: Path) -> dict[str, Any]:
 
 
 def _import(path: Path, *, shown: str) -> ModuleType:
-    """By its own name and from its own folder, so that processes which load data find its classes too."""
+    """Import a file by its own name and folder, so that data loader processes can unpickle its classes."""
     name = path.stem
     if not name.isidentifier():
         raise UsageError(f"{FLAG} {shown}: {name} is not a name that Python can import; rename the file")
     other = _other_module(name, path)
     if other is not None:
         raise UsageError(f"{FLAG} {shown}: there is another module {name} ({other}); rename the file")
-    # First, as Python does with the folder of a script: a file of the same name elsewhere is not meant.
+    # In front, as Python puts the folder of a script: this file wins over others of the same name.
     sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()
     try:
@@ -192,15 +192,15 @@ def _import(path: Path, *, shown: str) -> ModuleType:
         raise
     except (Exception, SystemExit) as error:
         sys.modules.pop(name, None)
-        line = _line_of(error, path)
+        line = _describe_line(error, path)
         raise EnvironmentProblem(f"{FLAG} {shown}{line}: {type(error).__name__}: {error}") from error
 
 
 def _other_module(name: str, path: Path) -> str | None:
-    """Who has the name already: a module that is loaded, or one of Python or an installed package."""
-    there = sys.modules.get(name)
-    if there is not None:
-        file = getattr(there, "__file__", None)
+    """Return the file of another module of this name, loaded or importable; None if there is none."""
+    module = sys.modules.get(name)
+    if module is not None:
+        file = getattr(module, "__file__", None)
         return (file or "part of Python") if file is None or Path(file).resolve() != path else None
     if name in sys.stdlib_module_names:
         return "part of Python"
@@ -211,8 +211,8 @@ def _other_module(name: str, path: Path) -> str | None:
     return spec.origin if any(Path(spec.origin).resolve().is_relative_to(folder) for folder in installed) else None
 
 
-def _line_of(error: BaseException, path: Path) -> str:
-    """The last line of the file that the error passed through."""
+def _describe_line(error: BaseException, path: Path) -> str:
+    """Return ", line N" for the innermost line of the file in the traceback, or an empty string."""
     line, trace = (
         getattr(error, "lineno", None) if getattr(error, "filename", None) == str(path) else None,
         error.__traceback__,
@@ -225,9 +225,9 @@ def _line_of(error: BaseException, path: Path) -> str:
 
 
 def _add(loaded: Any, plugin: Plugin) -> list[str]:
-    """Register the tasks of a module, or those that an entry point names: a TaskSpec, or several."""
-    given = getattr(loaded, "TASKS", getattr(loaded, "TASK", None)) if isinstance(loaded, ModuleType) else loaded
-    several = list(given) if isinstance(given, list | tuple) else [given]
+    """Register the tasks of a module, or the TaskSpecs that an entry point names; return their names."""
+    exported = getattr(loaded, "TASKS", getattr(loaded, "TASK", None)) if isinstance(loaded, ModuleType) else loaded
+    several = list(exported) if isinstance(exported, list | tuple) else [exported]
     specs = [spec for spec in several if isinstance(spec, TaskSpec)]
     if not specs or len(specs) < len(several):
         raise UsageError(f"plugin {plugin.name}: defines no task; set TASK = TaskSpec(...), or TASKS to several")

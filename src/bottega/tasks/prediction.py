@@ -1,4 +1,4 @@
-"""What `bottega predict` hands to a run, and what its answers have in common."""
+"""Inputs of `bottega predict`, and the form of its predictions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bottega.data.records.record import BadRecord, Record
 
 @dataclass(frozen=True)
 class NewSamples:
-    """Samples that nobody has labelled: words of the command line, a path, or lines of standard input."""
+    """Unlabelled samples: words of the command line, a path, or lines of standard input."""
 
     inputs: Sequence[str] = ()
     data: str | None = None
@@ -24,24 +24,24 @@ class NewSamples:
 
     @property
     def paths(self) -> list[str]:
-        """All words and the path, for a run that reads files."""
+        """All words and the path, for a task that reads files."""
         return [*self.inputs, *([self.data] if self.data is not None else [])]
 
 
 def is_missing(path: str) -> bool:
-    """Whether nothing is there; addresses and patterns are looked at later."""
+    """Return whether a path does not exist; URLs and glob patterns are checked later."""
     return "://" not in path and not any(sign in path for sign in "*?[{") and not Path(path).expanduser().exists()
 
 
 def predict_class(names: Sequence[str], chances: Sequence[float]) -> dict[str, Any]:
-    """The class of a sample, how likely it is, and how likely all are."""
+    """Return the most likely class of a sample, its probability, and the probabilities of all classes."""
     best = max(range(len(chances)), key=chances.__getitem__)
-    every = dict(zip(names, chances, strict=True))
-    return {"predicted": names[best], "probability": chances[best], "probabilities": every}
+    probabilities = dict(zip(names, chances, strict=True))
+    return {"predicted": names[best], "probability": chances[best], "probabilities": probabilities}
 
 
 def read_texts(path: str, own: Source) -> list[str]:
-    """The texts of a file: its lines, or the rows of a table, by the fields that a run has learnt from."""
+    """Return the texts of a file: its lines, or the rows of a table by the fields that the run was trained on."""
     options = own.model_dump(include={"field", "columns", "delimiter", "encoding"})
     listing = find_utf8_files(Source(path=path, **options))
     if listing.kind == "text":
@@ -63,9 +63,9 @@ def read_texts(path: str, own: Source) -> list[str]:
 
 
 def read_lines(lines: Iterable[str] | Iterable[bytes] | TextIO, *, where: str = "standard input") -> list[str]:
-    """One text a line, also where it is blank: answers are to be laid beside what was asked."""
+    """Return one text for each line, blank ones too, so that predictions line up with the input."""
     texts = []
-    # As bytes where they are to be had: a bad one can then be named by its line.
+    # As bytes where possible, so that an error can name the line.
     for number, line in enumerate(getattr(lines, "buffer", lines), start=1):
         if isinstance(line, bytes):
             try:

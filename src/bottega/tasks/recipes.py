@@ -1,4 +1,4 @@
-"""The recipe loader with the registries of tasks and techniques handed in: what everything above config calls."""
+"""The recipe loader bound to the registries of tasks and techniques; everything above `config` calls it here."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ import_file = partial(importers.import_file, TASKS)
 
 
 def load_saved_recipe(path: Path) -> Recipe:
-    """The recipe.yaml of a run, whose task may have come from a plugin."""
+    """Load the recipe.yaml of a run; if its task is unknown, the error names the plugin that defines it."""
     try:
         return load.load_saved_recipe(TASKS, path)
     except UsageError as error:
         from bottega.tasks import plugins
 
-        asked = plugins.missing_plugin_hint(path.parent)
-        if asked is None:
+        hint = plugins.missing_plugin_hint(path.parent)
+        if hint is None:
             raise
         if plugins.is_plugin_loaded(path.parent):
-            raise UsageError(f"{path} does not fit the plugin as it is now: {first_line(error)}") from None
-        raise UsageError(f"{path.parent}: {asked}") from None
+            raise UsageError(f"{path} does not fit the present version of its plugin: {first_line(error)}") from None
+        raise UsageError(f"{path.parent}: {hint}") from None

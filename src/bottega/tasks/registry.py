@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bottega.tasks.workload import Workload
 
 FIRST = ("language", "classify", "generation", "autoencode", "align", "personalize", "routing", "recall", "multitask")
-"""The order in which they are listed; others follow by name."""
+"""Order in which tasks are listed; others follow by name."""
 
 
 def _load_installed() -> None:
@@ -26,46 +26,46 @@ def _load_installed() -> None:
     load_installed()
 
 
-def _bundled() -> Iterator[TaskSpec]:
-    """The specs of each folder here that has a spec.py: SPEC, or SPECS where it has several tasks. They load no framework."""
-    there = {path.parent.name for path in Path(__file__).parent.glob("*/spec.py")}
-    for name in (*FIRST, *sorted(there - {*FIRST})):
+def _iterate_bundled() -> Iterator[TaskSpec]:
+    """Yield the SPEC, or the SPECS, of each spec.py in a folder beside this file; these import no framework."""
+    names = {path.parent.name for path in Path(__file__).parent.glob("*/spec.py")}
+    for name in (*FIRST, *sorted(names - {*FIRST})):
         module = import_module(f"bottega.tasks.{name}.spec")
         yield from getattr(module, "SPECS", None) or (module.SPEC,)
 
 
-TASKS = TaskRegistry(_bundled(), discover=_load_installed)
+TASKS = TaskRegistry(_iterate_bundled(), discover=_load_installed)
 
 
 def find_spec(recipe: Recipe) -> TaskSpec:
-    """The task of a recipe."""
+    """Return the spec of a recipe's task."""
     return TASKS[recipe.task]
 
 
 def refusal_error(recipe: Recipe, verb: str) -> UsageError:
-    """What to say to a verb that the task does not answer."""
-    usual = {
+    """Return the error for a verb that the task does not support."""
+    defaults = {
         "generate": f"a run of {recipe.task} does not generate; bottega evaluate measures it",
         "predict": f"this is a run of {recipe.task}, which is not a classifier",
         "prepare": f"task: the data of {recipe.task} cannot be prepared",
     }
-    reason = find_spec(recipe).refuses.get(verb) or usual[verb]
+    reason = find_spec(recipe).refuses.get(verb) or defaults[verb]
     return UsageError(reason.format(input=getattr(recipe.data, "input", None)))
 
 
 def open_workload(recipe: Recipe, *, progress: Any, processor: Path | None = None) -> Workload:
-    """Everything that happens before an engine exists: data read, tokenised and cached, the task known.
+    """Open the task of a recipe: read, tokenise and cache its data, and build its loss. No engine exists yet.
 
-    `codec` is of a run that goes on; a task that keeps in it what models could say otherwise today `remembers`.
+    `processor` is the processor folder of a resumed run, passed to tasks that reuse it instead of computing it again.
     """
     spec = find_spec(recipe)
-    more = {"processor": processor} if processor is not None and spec.reuses_processor else {}
-    workload: Workload = resolve_reference(spec.open)(recipe, progress=progress, **more)
+    options = {"processor": processor} if processor is not None and spec.reuses_processor else {}
+    workload: Workload = resolve_reference(spec.open)(recipe, progress=progress, **options)
     return workload
 
 
 def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
-    """The branch of a finished run, from its own codec. Its data is read when asked for, and must be the same still."""
+    """Return the workload of a finished run from its processor; its data is read when used, and must be unchanged."""
     from bottega.tasks.data_paths import read_start_folders
 
     workload: Workload = resolve_reference(find_spec(recipe).reopen)(recipe, processor, fingerprint)

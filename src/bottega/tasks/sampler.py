@@ -1,4 +1,4 @@
-"""What a run draws: samples while it trains, and what `bottega generate` requests."""
+"""Samplers: samples drawn while training, and on request of `bottega generate`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sampler(ABC):
 
     @abstractmethod
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Draw the samples that the recipe asks for and write them to `folder`."""
+        """Draw the samples that `samples` of the recipe describes and write them to `folder`."""
 
     def generate(self, models: Models, *, device: Any, **request: Any) -> Any:
         """Return what is requested in the form of the medium: texts, or an array."""
@@ -47,7 +47,7 @@ class Sampler(ABC):
         unknown = [name for name in request if name not in self.requests]
         if unknown:
             supported = ", ".join(f"--{name}" for name in self.supported_requests) or "nothing"
-            raise UsageError(f"--{unknown[0]}: this run cannot be told that; it takes {supported}")
+            raise UsageError(f"--{unknown[0]}: this run does not support it; it takes {supported}")
 
     def check_output(self, path: Path) -> None:
         """Raise UsageError if `present` could not write to `path`, before anything is generated for it."""

@@ -29,7 +29,7 @@ class ReadTable(Protocol):
 
 @final
 class TableData(TaskData):
-    """PreparedData tables as the data of a run; what differs between tasks is passed in as functions."""
+    """Prepared tables as the data of a run; what differs between tasks is passed in as functions."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class TableData(TaskData):
             except DataError as error:
                 raise self._missing_error(recipe) or error from None
             if prepared.fingerprint != self._expected:
-                raise DataMissing(f"{self.describe_source()}: has changed since this run learnt from it; restore it")
+                raise DataMissing(f"{self.describe_source()}: has changed since this run was trained on it; restore it")
             self._prepared = prepared
         return self._prepared
 

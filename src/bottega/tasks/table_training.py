@@ -1,4 +1,4 @@
-"""A base class for tasks over rows of a table: a subclass adds the encoder of a row, the task, and predictions."""
+"""A base class for tasks over rows of a table; a subclass adds the encoder of a row, the task, and predictions."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TableRows(Source):
         return {name: self.array(name)[index] for name in self.names}
 
     def array(self, name: str) -> np.ndarray:
-        """All values of a column [n, ...], mapped from its file; rows of varying length must be equally long here."""
+        """Return all values of a column (n, ...), memory-mapped; rows of a varying column must have the same length here."""
         values = np.asarray(self.table.values(name))
         if not self.table.columns[name].varying:
             return values
@@ -59,7 +59,7 @@ class TableRows(Source):
         other = np.flatnonzero(lengths != lengths[:1])
         if len(other):
             raise DataError(
-                f"{self.table.row('key', int(other[0]))}: {name} has {lengths[other[0]]} values, and "
+                f"{self.table.row('key', int(other[0]))}: {name} has {lengths[other[0]]} values, but "
                 f"{self.table.row('key', 0)} has {lengths[0]}; all rows must be equally wide"
             )
         return values.reshape(len(self), -1, *values.shape[1:]) if len(self) else values
@@ -75,17 +75,17 @@ class TableRows(Source):
 
 
 class TableTraining(Workload, Sampler):
-    """The data of a run as tables and the task that learns from them.
+    """A workload over prepared tables.
 
-    A subclass says how a record becomes a row (`encoder`), what the run must know of its training rows (`fit_statistics`), and
-    which task learns (`build_task`). With `predict_rows`, `bottega predict` answers. Everything else works as it does for
-    the bundled tasks: sources and mixtures, splits and folds, caching, resuming, evaluating other data, exporting.
+    A subclass defines how a record becomes a row (`encoder`), statistics of the training rows (`fit_statistics`), the
+    task (`build_task`) and, for `bottega predict`, `predict_rows`. Everything else works as for the bundled tasks:
+    sources and mixtures, splits and folds, caching, resuming, evaluating other data, exporting.
     """
 
     predicts: ClassVar[PredictionInput | None] = None
-    """What `bottega predict` takes, where the class defines `predict_rows`."""
+    """Input of `bottega predict`; set it where `predict_rows` is defined."""
     version: ClassVar[int] = 1
-    """Raised when the same records would give other rows, where the encoder's fields and its own lines do not show it."""
+    """Increase it when the same records give other rows and neither the encoder's fields nor its source show that."""
 
     def __init__(
         self,
@@ -117,26 +117,26 @@ class TableTraining(Workload, Sampler):
     @classmethod
     @abstractmethod
     def encoder(cls, recipe: Any, *, is_new: bool = False) -> Encoder:
-        """A frozen dataclass whose fields decide the rows. `is_new`: of samples to predict, whose answer is not known."""
+        """Return the encoder, a frozen dataclass whose fields decide the rows. `is_new`: for unlabelled samples to predict."""
 
     @classmethod
     def fit_statistics(cls, recipe: Any, rows: TableRows) -> dict[str, Any]:
-        """Statistics of the training rows that the model needs, as plain values: computed once and saved with the run."""
+        """Return statistics of the training rows that the model needs, as JSON values; saved with the run."""
         return {}
 
     @abstractmethod
     def build_task(self) -> Task:
-        """The task, from `self.recipe` and `self.statistics`."""
+        """Return the task for `self.recipe` and `self.statistics`."""
 
     def predict_rows(self, models: Models, rows: Mapping[str, np.ndarray], *, device: Any) -> list[Any]:
-        """What is predicted for each row."""
-        raise UsageError(f"this is a run of {self.recipe.task}, which predicts nothing")
+        """Return a prediction for each row."""
+        raise UsageError(f"this is a run of {self.recipe.task}, which makes no predictions")
 
-    # What the registry asks
+    # Called by the task registry
 
     @classmethod
     def spec(cls, recipe: type[Recipe], **more: Any) -> TaskSpec:
-        """The entry of the registry for a task of this class."""
+        """Return the registry entry of a task of this class."""
         name = str(recipe.model_fields["task"].default)
         asks = {"asks": lambda recipe, processor: recipe.data.train.path} if cls.predicts is not None else {}
         functions = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
@@ -154,7 +154,7 @@ class TableTraining(Workload, Sampler):
 
     @classmethod
     def prepare(cls, recipe: Recipe, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:
-        """The rows of the recipe's data, from the cache or made now."""
+        """Return the prepared rows of the recipe's data, from the cache if they are there."""
         ready = open_if_prepared(recipe.data, task=recipe.task)
         if ready is not None:
             return ready
@@ -180,7 +180,7 @@ class TableTraining(Workload, Sampler):
         if not new.paths:
             raise UsageError("name a table of rows to predict: bottega predict RUN FILE")
         for path in filter(is_missing, new.paths):
-            raise UsageError(f"{path} is not there; name a table of rows to predict")
+            raise UsageError(f"{path} does not exist; name a table of rows to predict")
         encoder, rows = self.encoder(self.recipe, is_new=True), list[dict[str, Any]]()
         for record in self._records(new.paths):
             try:
@@ -189,7 +189,7 @@ class TableTraining(Workload, Sampler):
                 raise DataError(f"{record.where}: {error}") from None
         arrays = {name: np.stack([row[name] for row in rows]) for name in rows[0] if name != "key"} if rows else {}
         predictions = self.predict_rows(models, arrays, device=device) if rows else []
-        return [{"row": row["key"], "predicted": one} for row, one in zip(rows, predictions, strict=True)]
+        return [{"row": row["key"], "predicted": value} for row, value in zip(rows, predictions, strict=True)]
 
     def _records(self, paths: list[str]) -> list[Record]:
         options = self.recipe.data.train.model_dump(include={"field", "columns", "delimiter", "encoding"})
@@ -203,10 +203,10 @@ class TableTraining(Workload, Sampler):
         return records
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Nothing is drawn while training, unless a subclass does."""
+        """Draw nothing while training; a subclass may."""
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """config.json, which says all that decides the network, and model.safetensors."""
+        """Write config.json, which describes the network completely, and model.safetensors."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -230,7 +230,7 @@ def _silent(stage: str, done: int, total: int) -> None:
 
 
 def _source_hash(kind: type) -> str:
-    """Hash the source of a class, so that rows which an encoder made before it was edited are made again."""
+    """Hash the source of a class, so that editing an encoder invalidates the rows that it prepared."""
     try:
         return hashlib.sha256(inspect.getsource(kind).encode()).hexdigest()
     except (OSError, TypeError):

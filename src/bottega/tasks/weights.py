@@ -1,4 +1,4 @@
-"""A model of text that starts from weights has their dimensions, so those of earlier layers go."""
+"""Dimensions of a text model that starts from pretrained weights: those of the weights replace the recipe's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ DIMENSION_KEYS = tuple(
         *("dropout", "attention_dropout"),
     )
 )
-"""Keys of a model of text that the weights it starts from decide."""
+"""Model keys that pretrained weights decide."""
 
 
 def drop_dimensions(base: FlatConfig, layer: FlatConfig, applies: Callable[[Mapping[str, Any]], bool]) -> None:
-    """Drop earlier dimensions where a later layer names weights, in recipes that `is_meant` accepts by their values."""
+    """Drop dimensions of earlier layers where a later layer sets model.from, in recipes for which `applies` is true."""
     start = layer.get("model.from")
     if start is None or start.value is None:
         return

@@ -27,7 +27,7 @@ class Predictor:
     """Predictions for new samples (`bottega predict`)."""
 
     input: PredictionInput
-    """What a sample is external as."""
+    """The form in which samples are given."""
     predict: Callable[..., list[dict[str, Any]]]
     """(models, new samples, *, device) -> a dict for each sample: "predicted", and "text", "file" or "row" to identify it."""
 

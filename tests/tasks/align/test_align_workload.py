@@ -201,7 +201,7 @@ def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path
         train(tmp_path, pictures, **{"data.normalise": "unit"})
     with pytest.raises(UsageError, match="patches of 3 do not divide a side of 8"):
         train(tmp_path, pictures, **{"model.patch_size": 3, "data.image_size": 8})
-    with pytest.raises(UsageError, match="3 does not divide the side of the pictures, 8"):
+    with pytest.raises(UsageError, match="3 does not divide the side of the images, 8"):
         train(tmp_path, pictures, **{"model.patch_size": 3})
     with pytest.raises(UsageError, match=r"32 is not a multiple of model\.num_heads 5"):
         train(tmp_path, pictures, **{"model.num_heads": 5})
@@ -212,7 +212,7 @@ def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path
     with pytest.raises(DataError, match="there are no captions"):
         train(tmp_path, plain)
     (plain / "metadata.jsonl").write_text("".join(f'{{"file_name": "{n}.png", "text": "a"}}\n' for n in range(8)))
-    with pytest.raises(DataError, match="all captions are alike"):
+    with pytest.raises(DataError, match="all captions are equal"):
         train(tmp_path, plain)
     rows = [json.dumps({"file_name": f"{n}.png", "text": f"number {n}"}) for n in range(7)]
     (plain / "metadata.jsonl").write_text("\n".join(rows) + "\n")
@@ -223,7 +223,7 @@ def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path
     for number, name in enumerate(("one", "two")):
         (wide / name).mkdir()
         Image.fromarray(np.full((8, 16), 10 * number, np.uint8)).save(wide / name / "0.png")
-    with pytest.raises(DataError, match="pictures of 8 x 16, and a CLIP sees squares"):
+    with pytest.raises(DataError, match="images are 8 x 16, but a CLIP needs squares"):
         train(tmp_path, wide, **{"data.validation": None})
 
 

@@ -185,7 +185,7 @@ def test_the_command_line_reaches_the_codes(run: Path, tmp_path: Path, capsys: p
     assert plain != greedy
     assert plain != guided
     for words, said in (
-        (["--steps", 3], "--steps: this run cannot be told that"),
+        (["--steps", 3], "--steps: this run does not support it"),
         (["--sampler", "heun"], "--sampler"),
         (["--temperature", -1], "--temperature -1"),
         (["--top_p", 2], "--top_p 2"),
@@ -198,7 +198,7 @@ def test_the_command_line_reaches_the_codes(run: Path, tmp_path: Path, capsys: p
 
 def test_codes_are_refused_by_generators_without_them(tmp_path: Path) -> None:
     path = small_media.train(tmp_path, **{"training.max_steps": 1}).path
-    with pytest.raises(UsageError, match=r"^temperature: this run cannot be told that"):
+    with pytest.raises(UsageError, match=r"^temperature: this run does not support it"):
         bottega.load(path).generate(temperature=0.5)
 
 

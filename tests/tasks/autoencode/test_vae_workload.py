@@ -172,7 +172,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
         (small_media.pictures, {"data.image_size": 9}, r"height 9 \(a multiple of 2, such as 10\)"),
         (small_media.pictures, {"data.latents": True}, r"data\.latents: needs model\.vae"),
         (small_media.pictures, {"data.input": "text"}, r"data\.input"),
-        (small_media.pictures, {"model.from": "nowhere"}, r"model\.from: nowhere is no folder"),
+        (small_media.pictures, {"model.from": "nowhere"}, r"model\.from: nowhere is not a folder"),
         (
             small_media.sounds,
             {**SOUND, "data.num_mels": 9},

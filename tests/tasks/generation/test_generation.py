@@ -279,7 +279,7 @@ def test_guidance(kind: str) -> None:
             return of.draw(models, rows(numbers), draw, steps=3, guidance=guidance)
 
     def by_hand(guidance: float) -> Tensor:
-        told, plain = (of._asked(models, rows([0, 1, 2]), drop=drop) for drop in (~none, none))
+        told, plain = (of._condition(models, rows([0, 1, 2]), drop=drop) for drop in (~none, none))
 
         def predict(x: Tensor, time: Tensor) -> Tensor:
             a, b = models["model"](x, time, **told), models["model"](x, time, **plain)

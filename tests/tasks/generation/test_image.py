@@ -176,8 +176,8 @@ def test_vectors_are_a_condition_from_training_to_files(say: Any, tmp_path: Path
     for same in ("0.5,1", [[0.5, 1]], np.array([[0.5, 1]]), [0.5, 1.0], (0.5, 1), np.array([0.5, 1])):
         np.testing.assert_array_equal(saved.generate(vector=same, count=2, steps=2), asked)
     say("generate", path).refused("--vector", "2 numbers")
-    say("generate", path, "--vector", "1").refused("--vector 1", "2 numbers between commas, got 1")
-    say("generate", path, "--vector", "1,x").refused("--vector 1,x", "2 numbers between commas")
+    say("generate", path, "--vector", "1").refused("--vector 1", "2 numbers separated by commas, got 1")
+    say("generate", path, "--vector", "1,x").refused("--vector 1,x", "2 numbers separated by commas")
     say("generate", path, "--vector", "1,nan").refused("--vector 1,nan", "finite")
     say("generate", path, "--class", "0").refused("--class", "condition vector", "--vector")
     with pytest.raises(UsageError, match="condition vector"):

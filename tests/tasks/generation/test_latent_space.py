@@ -269,10 +269,10 @@ def test_it_may_be_switched_on_in_the_middle(run: Any, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"data.normalise": "unit"}, r"data\.normalise: unit, and an autoencoder reads values from -1 to 1"),
-        ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, and the data have 3; set data\.channels=1"),
+        ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, and the data has 3; set data\.channels=1"),
         ({"data.image_size": 9}, r"height 9 \(a multiple of 2"),
         ({"model.patch_size": 3}, r"model\.patch_size: patches of 3 do not divide a side of 4"),
-        ({"model.vae": "nowhere"}, r"model\.vae: nowhere is no folder"),
+        ({"model.vae": "nowhere"}, r"model\.vae: nowhere is not a folder"),
         ({"model.vae": "needs.other"}, r"needs\.other"),
         ({"model.vae": None, "data.latents": True}, r"data\.latents: needs model\.vae"),
         ({"data.latents": True, "data.augmentation.flip": True}, r"data\.augmentation.* changes samples"),

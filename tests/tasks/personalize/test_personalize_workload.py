@@ -333,7 +333,7 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
         ({"user": "v1", "steps": 0}, "steps 0: at least one"),
         ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
         ({"user": "v1", "guidance": -1.0}, "guidance -1: expected a number from 0"),
-        ({"user": "v1", "prompt": "a star"}, "prompt: this run cannot be told that; it takes user, wish, history"),
+        ({"user": "v1", "prompt": "a star"}, "prompt: this run does not support it; it takes user, wish, history"),
         ({"history": "nowhere.txt"}, "history nowhere.txt: no such file"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A CLIP and its tokenizer by the name that a recipe has for them: a run, a folder, or a model of the hub."""
+"""CLIP models and their tokenizers by the names that recipes use: a run, a folder, or a hub name."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TOKENIZER = "tokenizer.json"
 
 
 def resolve_clip_folder(name: str | Path, *, key: str = "model.clip") -> Path:
-    """Where its weights lie; of a run, in what it exported. `key` is who asks."""
+    """Return the folder of a CLIP; for a run, its export. `key` is the recipe key for error messages."""
     return resolve_model(name, key=key).path.absolute()
 
 
 def check_clip(folder: Path, *, key: str = "model.clip") -> None:
-    """What would keep it from being opened, as far as that is seen without opening it."""
+    """Raise UsageError if the CLIP in a folder cannot be loaded, without loading its weights."""
     read_clip_shape(folder, key=key)
     require_safetensors(folder, key=key)
     load_clip_tokens(folder, key=key)
 
 
 def load_clip_tokens(folder: Path, *, key: str = "model.clip") -> CaptionTokenizer:
-    """Texts as rows of tokens, cut and filled up to the length that the model of a folder reads."""
+    """Return the tokenizer of a CLIP folder; it truncates and pads texts to the length of the model."""
     if not (folder / TOKENIZER).is_file():
         raise UsageError(
             f"{key}: {folder} has no {TOKENIZER}; AutoTokenizer.from_pretrained(...).save_pretrained(folder) of "

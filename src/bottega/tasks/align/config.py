@@ -1,4 +1,4 @@
-"""The recipe that aligns pictures with captions: two towers, CLIP's, whose answers meet where they mean the same."""
+"""The recipe of image-caption alignment: a CLIP with an image and a text tower."""
 
 from __future__ import annotations
 
@@ -14,36 +14,34 @@ from bottega.data.image.config import ImageData
 from bottega.models.clip.config import ClipShape
 
 BYTES = 2 * 256 + 2
-"""The least that a vocabulary of CLIP has: every byte within a word, every byte at the end of one, and two marks."""
+"""Smallest vocabulary of CLIP: every byte within a word and at the end of one, and two special tokens."""
 
 
 class AlignModel(Model):
-    """A CLIP of transformers, by these sizes or from a folder."""
+    """A CLIP of transformers, with these sizes or from a folder."""
 
     from_: str | None = Field(
         None,
         alias="from",
-        description="a run, or a CLIP folder or hub name to start from; sizes and tokens are its own",
+        description="a run, CLIP folder or hub name to start from, with its sizes and tokenizer",
     )
-    hidden_size: Positive = Field(128, description="width of the tower that sees")
-    num_layers: Positive = Field(4, description="its blocks")
+    hidden_size: Positive = Field(128, description="width of the image tower")
+    num_layers: Positive = Field(4, description="blocks of the image tower")
     num_heads: Positive = Field(4, description="attention heads of both towers")
     patch_size: Positive = Field(4, description="side of a patch")
-    text_hidden_size: Positive = Field(128, description="width of the tower that reads")
-    text_num_layers: Positive = Field(2, description="its blocks")
-    vocab_size: Positive = Field(2048, ge=BYTES, description="tokens learnt from the captions, bytes among them")
-    max_tokens: Positive = Field(32, ge=3, description="captions are cut at so many tokens, marks among them")
-    projection_size: Positive = Field(128, description="width of where both meet")
-    negatives: Positive = Field(
-        15, description="other captions each picture is told apart from in a step, drawn from the data"
-    )
+    text_hidden_size: Positive = Field(128, description="width of the text tower")
+    text_num_layers: Positive = Field(2, description="blocks of the text tower")
+    vocab_size: Positive = Field(2048, ge=BYTES, description="size of the vocabulary, bytes included")
+    max_tokens: Positive = Field(32, ge=3, description="captions are cut at this many tokens, special tokens included")
+    projection_size: Positive = Field(128, description="width of the shared embedding")
+    negatives: Positive = Field(15, description="negative captions for each image in a step, drawn from the data")
     hard_negatives: Probability = Field(
-        0.0, description="share of them that say another word in one place, as far as there are such in the data"
+        0.0, description="fraction of negatives that differ in one word only, as far as the data has such"
     )
 
 
 def clip_shape(model: AlignModel, *, image_size: int, tokens: int, bos: int, eos: int, padding: int) -> ClipShape:
-    """The CLIP that a recipe describes, for pictures of a size and a vocabulary of so many tokens."""
+    """Return the shape of the CLIP of a recipe for this image size and vocabulary."""
     shared = {"num_attention_heads": model.num_heads, "attention_dropout": model.dropout or 0.0, "hidden_act": "gelu"}
     config = {
         "model_type": "clip",
@@ -78,23 +76,25 @@ def clip_shape(model: AlignModel, *, image_size: int, tokens: int, bos: int, eos
 
 
 class AlignRecipe(MediaRecipe):
-    task: Literal["align"] = Field("align", description="pictures and captions that mean the same")
+    """A recipe that trains a CLIP on images and captions."""
+
+    task: Literal["align"] = Field("align", description="images and captions that belong together")
     model: AlignModel = Field(default_factory=AlignModel, description="the model")
     data: ImageData = Field(default_factory=ImageData, description="the data")
     samples: Samples = Field(
-        default_factory=lambda: Samples(count=16), description="pictures with the caption that fits best"
+        default_factory=lambda: Samples(count=16), description="images with the caption that scores highest"
     )
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
-        found, model, side = super().find_conflicts(), self.model, self.data.image_size
+        problems, model, side = super().find_conflicts(), self.model, self.data.image_size
         if model.from_ is not None:
-            return found
+            return problems
         for key in ("hidden_size", "text_hidden_size"):
             width = getattr(model, key)
             if width % model.num_heads:
-                said = f"{width} is not a multiple of model.num_heads {model.num_heads}"
-                found.append((f"model.{key}", "model.num_heads", said))
+                message = f"{width} is not a multiple of model.num_heads {model.num_heads}"
+                problems.append((f"model.{key}", "model.num_heads", message))
         if side is not None and side % model.patch_size:
-            said = f"patches of {model.patch_size} do not divide a side of {side} (data.image_size)"
-            found.append(("model.patch_size", "data.image_size", said))
-        return found
+            message = f"patches of {model.patch_size} do not divide a side of {side} (data.image_size)"
+            problems.append(("model.patch_size", "data.image_size", message))
+        return problems

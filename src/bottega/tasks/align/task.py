@@ -1,7 +1,7 @@
-"""Alignment: does a caption belong to a picture? Asked of each pair by itself, as SigLIP does (Zhai et al., 2023).
+"""Contrastive alignment of images and captions with the pairwise sigmoid loss of SigLIP (Zhai et al., 2023).
 
-A softmax over the batch would need all of it in one place. Here each picture brings the captions that it is told apart
-from, drawn from the data as a function of its row, so the loss is a sum over rows and the same under any split.
+A softmax over the batch would need the whole batch on one device. Here each image has its own negative captions, drawn from
+the data as a function of its row, so the loss is a sum over rows and does not depend on how a batch is split.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from bottega.core.types import Batch, Loss, Models, Rows
 from bottega.models.clip.config import ClipShape
 
 CHUNK = 1024
-"""Pictures that are compared with all captions at once."""
+"""Images that are compared with all captions at once."""
 
 
 class Alignment(Task):
-    """A batch holds `image` [b, H, W, C] from -1 to 1, `texts` [b, 1 + N, T] whose first is the picture's own caption,
-    `caption` [b, 1 + N], equal where captions are, and `counts` [b, 1 + N], false where one is no negative.
+    """Pairwise sigmoid loss over images, their captions and N negatives each.
 
-    Optional: `weight` [b], where 0 marks a padding row that counts nowhere.
+    A batch holds `image` (b, height, width, channels) from -1 to 1; `texts` (b, 1 + N, tokens), the image's own caption
+    first; `caption` (b, 1 + N), an id that is equal for equal captions; `counts` (b, 1 + N), false where a text is not a
+    negative; and optionally `weight` (b,), where 0 marks padding rows.
     """
 
     shape: ClipShape
     negatives: int = Field(gt=0)
     pretrained: str | None = None
-    """A folder of a CLIP whose weights the training starts from."""
+    """Folder of a CLIP whose weights training starts from."""
 
     def specs(self) -> dict[str, ModelSpec]:
         options = {"negatives": self.negatives}
@@ -46,23 +47,27 @@ class Alignment(Task):
         return {"loss": float(size)}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        found = models["model"](batch["image"], batch["texts"], batch["caption"])
-        scores, counts = found.scores, batch["counts"]
-        kept = (batch["weight"] > 0).float() if "weight" in batch else torch.ones_like(scores[:, 0])
-        # The first of each row belongs to its picture, all others do not.
+        outputs = models["model"](batch["image"], batch["texts"], batch["caption"])
+        scores, counts = outputs.scores, batch["counts"]
+        mask = (batch["weight"] > 0).float() if "weight" in batch else torch.ones_like(scores[:, 0])
+        # The first text of each row belongs to its image, the others do not.
         sign = torch.full_like(scores, -1.0)
         sign[:, 0] = 1.0
         each = (F.softplus(-sign * scores) * counts).mean(1)
         best = scores.detach()[:, 1:].masked_fill(~counts[:, 1:], -torch.inf).amax(1)
         right = (scores.detach()[:, 0] > best).float()
         return Loss(
-            terms={"loss": ((each * kept).sum(), 1.0)},
-            metrics={"accuracy": ((right * kept).sum(), kept.sum())},
-            rows={"picture": found.images.detach(), "words": found.texts.detach(), "caption": batch["caption"][:, 0]},
+            terms={"loss": ((each * mask).sum(), 1.0)},
+            metrics={"accuracy": ((right * mask).sum(), mask.sum())},
+            rows={
+                "picture": outputs.images.detach(),
+                "words": outputs.texts.detach(),
+                "caption": batch["caption"][:, 0],
+            },
         )
 
     def score(self, rows: Rows) -> dict[str, float]:
-        """The share of pictures to which, among all distinct captions of the data, their own fits best."""
+        """Return the fraction of images whose own caption scores highest among all distinct captions of the data."""
         numbers, first = np.unique(rows["caption"], return_index=True)
         words, hits = rows["words"][first], 0
         for start in range(0, len(rows["picture"]), CHUNK):

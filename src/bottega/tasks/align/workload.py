@@ -60,9 +60,9 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     tables = [prepared.table(name) for name in prepared.training_tables]
     texts = {text.strip() for table in tables for text in read_captions(table)}
     if not any(texts):
-        raise DataError("data.train: there are no captions; give each picture its own, such as a.txt beside a.png")
+        raise DataError("data.train: there are no captions; give each image one, such as a.txt beside a.png")
     if len(texts) < 2:
-        raise DataError("data.train: all captions are alike, so there is nothing to tell apart; give each its own")
+        raise DataError("data.train: all captions are equal, so there are no negatives; give each image its own")
     frame = load_image_encoder(prepared).bucket_shape(0)
     if start is not None:
         shape, tokens = read_clip_shape(start, key="model.from"), load_clip_tokens(start, key="model.from")
@@ -88,7 +88,7 @@ def _check_recipe(recipe: Recipe) -> AlignRecipe:
     assert isinstance(recipe, AlignRecipe)
     data = recipe.data
     if data.buckets is not None:
-        raise UsageError("data.buckets: a CLIP sees pictures of one shape; leave it out")
+        raise UsageError("data.buckets: a CLIP needs images of one shape; leave it out")
     if data.normalise != "symmetric":
         raise UsageError(f"data.normalise: {data.normalise}, and a CLIP scales pixels by itself; leave it out")
     if data.condition_field is not None:
@@ -102,9 +102,9 @@ def _check_recipe(recipe: Recipe) -> AlignRecipe:
 def _build_shape(recipe: AlignRecipe, frame: tuple[int, int, int], tokens: CaptionTokenizer) -> ClipShape:
     (height, width, _), patch = frame, recipe.model.patch_size
     if height != width:
-        raise DataError(f"data.train: pictures of {height} x {width}, and a CLIP sees squares; set data.image_size")
+        raise DataError(f"data.train: images are {height} x {width}, but a CLIP needs squares; set data.image_size")
     if height % patch:
-        raise UsageError(f"model.patch_size: {patch} does not divide the side of the pictures, {height}")
+        raise UsageError(f"model.patch_size: {patch} does not divide the side of the images, {height}")
     tokenizer = tokens.tokenizer
     before, _ = tokenizer.special_tokens_around
     return clip_shape(

@@ -1,1 +1,1 @@
-"""Autoencoders: images, sound or video to latents (VAE) or codes (tokens) and back."""
+"""Autoencoders: images, audio or video to latents (VAE) or codes (tokens) and back."""

@@ -1,7 +1,4 @@
-"""The recipes of autoencoders: images, sound or video to smooth latents and back.
-
-Which of the three a recipe is, `data.input` says; image where it does not.
-"""
+"""Recipes of variational autoencoders of images, audio or video; `data.input` selects the medium, by default image."""
 
 from __future__ import annotations
 
@@ -17,36 +14,42 @@ from bottega.data.audio.config import AudioData
 from bottega.data.image.config import ImageData
 from bottega.data.video.config import VideoData
 
-_INPUT = "what is encoded: image, audio or video"
-_VALIDATION = "what measures progress: {split: 0.1} or a source"
+_INPUT = "medium: image, audio or video"
+_VALIDATION = "validation data: {split: 0.1} or a source"
 
 
 class VaeModel(Model):
-    """An autoencoder with continuous latents; of images it is diffusers' AutoencoderKL."""
+    """An autoencoder with continuous latents; for images it is diffusers' AutoencoderKL."""
 
     from_: str | None = Field(
         None, alias="from", description="weights to start from: an exported run, or an AutoencoderKL folder"
     )
     hidden_size: Positive = Field(64, description="channels of the first stage; the last has up to 4 times as many")
     latent_channels: Positive = Field(4, description="channels of the latents")
-    downsample: Literal[2, 4, 8, 16] = Field(4, description="how much smaller the latents' sides are")
+    downsample: Literal[2, 4, 8, 16] = Field(4, description="factor by which the sides of the latents are smaller")
     layers_per_block: Positive = Field(2, description="residual blocks of each stage")
-    kl_weight: Number = Field(1e-6, ge=0, description="pull of the latents towards a unit normal")
-    distance: Literal["l1", "l2"] = Field("l1", description="what is made small: absolute or squared errors")
+    kl_weight: Number = Field(1e-6, ge=0, description="weight of the KL divergence from a unit normal")
+    distance: Literal["l1", "l2"] = Field("l1", description="reconstruction loss: absolute or squared error")
 
 
 class AudioVaeModel(VaeModel):
+    """An autoencoder of mel spectrograms."""
+
     axes: Literal[1, 2] = Field(2, description="latents of time alone, all bands in each (1), or of time and frequency")
 
 
 class VideoVaeModel(VaeModel):
+    """An autoencoder of video, causal in time."""
+
     temporal_downsample: Literal[1, 2, 4, 8] = Field(
-        1, description="how many frames become one; the first stays by itself, so 1 more than a multiple are needed"
+        1, description="frames per latent frame; the first frame has its own, so clips need a multiple plus 1"
     )
 
 
 class ImageVaeData(ImageData):
-    # All three, though only images fit here, so that a mistyped one is told what there is.
+    """Images to encode."""
+
+    # All three media, so that the error for a mistyped one lists them; the validator below accepts image only.
     input: Literal["image", "audio", "video"] = Field(
         "image", description=_INPUT, json_schema_extra={"enum": ["image"]}
     )
@@ -60,34 +63,44 @@ class ImageVaeData(ImageData):
 
 
 class AudioVaeData(AudioData):
+    """Audio to encode."""
+
     input: Literal["audio"] = Field("audio", description=_INPUT)
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class VideoVaeData(VideoData):
+    """Video to encode."""
+
     input: Literal["video"] = Field("video", description=_INPUT)
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class VaeRecipe(MediaRecipe):
-    """What the three have in common."""
+    """Common base of the recipes of image, audio and video autoencoders."""
 
-    task: Literal["image_vae"] = Field("image_vae", description="images, sounds or videos to smooth latents and back")
+    task: Literal["image_vae"] = Field("image_vae", description="images, audio or video to continuous latents and back")
     model: VaeModel = Field(default_factory=VaeModel, description="the model")
     samples: Samples = Field(
-        default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns"
+        default_factory=lambda: Samples(count=8), description="reconstructions of held-out samples while training"
     )
 
 
 class ImageVaeRecipe(VaeRecipe):
+    """A recipe of an image autoencoder."""
+
     data: ImageVaeData = Field(default_factory=ImageVaeData, description="the data")
 
 
 class AudioVaeRecipe(VaeRecipe):
+    """A recipe of an audio autoencoder."""
+
     model: AudioVaeModel = Field(default_factory=AudioVaeModel, description="the model")
     data: AudioVaeData = Field(default_factory=AudioVaeData, description="the data")
 
 
 class VideoVaeRecipe(VaeRecipe):
+    """A recipe of a video autoencoder."""
+
     model: VideoVaeModel = Field(default_factory=VideoVaeModel, description="the model")
     data: VideoVaeData = Field(default_factory=VideoVaeData, description="the data")

@@ -1,4 +1,4 @@
-"""The recipes of tokenizers: images or sound to a small grid of whole numbers and back."""
+"""Recipes of tokenizers: autoencoders of images or audio with discrete codes; `data.input` selects the medium."""
 
 from __future__ import annotations
 
@@ -13,29 +13,33 @@ from bottega.config.section import Number, Positive
 from bottega.data.audio.config import AudioData
 from bottega.data.image.config import ImageData
 
-_INPUT = "what becomes tokens: image or audio"
-_VALIDATION = "what measures progress: {split: 0.1} or a source"
+_INPUT = "medium: image or audio"
+_VALIDATION = "validation data: {split: 0.1} or a source"
 
 
 class TokensModel(Model):
+    """An autoencoder with a quantiser: finite scalar quantisation (FSQ) or a learned codebook (VQ)."""
+
     from_: str | None = Field(None, alias="from", description="weights to start from: an exported run or its folder")
-    quantiser: Literal["fsq", "vq"] = Field("fsq", description="finite scalars, or a learned codebook")
+    quantiser: Literal["fsq", "vq"] = Field("fsq", description="finite scalar quantisation, or a learned codebook")
     levels: tuple[Positive, ...] = Field(
         (8, 5, 5, 5),
         min_length=1,
-        description="fsq: values of each channel; their product is how many tokens there are",
+        description="fsq: levels of each channel; their product is the size of the vocabulary",
     )
-    codebook_size: Positive = Field(1024, gt=1, description="vq: how many tokens there are")
+    codebook_size: Positive = Field(1024, gt=1, description="vq: size of the vocabulary")
     code_size: Positive = Field(32, description="vq: channels of a token's vector")
     hidden_size: Positive = Field(64, description="channels of the first stage; the last has up to 4 times as many")
-    downsample: Literal[2, 4, 8, 16] = Field(8, description="how much smaller the grid of tokens is")
+    downsample: Literal[2, 4, 8, 16] = Field(8, description="factor by which the sides of the token grid are smaller")
     layers_per_block: Positive = Field(2, description="residual blocks of each stage")
-    commitment_weight: Number = Field(0.25, ge=0, description="vq: pull of the encoder towards its token")
-    distance: Literal["l1", "l2"] = Field("l1", description="what a reconstruction is measured by")
+    commitment_weight: Number = Field(0.25, ge=0, description="vq: weight of the commitment loss")
+    distance: Literal["l1", "l2"] = Field("l1", description="reconstruction loss: absolute or squared error")
 
 
 class ImageTokensData(ImageData):
-    # Both, though only images fit here, so that a mistyped one is told what there is.
+    """Images to tokenise."""
+
+    # Both media, so that the error for a mistyped one lists them; the validator below accepts image only.
     input: Literal["image", "audio"] = Field("image", description=_INPUT, json_schema_extra={"enum": ["image"]})
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
@@ -47,23 +51,29 @@ class ImageTokensData(ImageData):
 
 
 class AudioTokensData(AudioData):
+    """Audio to tokenise."""
+
     input: Literal["audio"] = Field("audio", description=_INPUT)
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class TokensRecipe(MediaRecipe):
-    """What the two have in common. Which of them a recipe is, `data.input` says; image where it does not."""
+    """Common base of the recipes of image and audio tokenizers; `data.input` selects one, by default image."""
 
-    task: Literal["image_tokens"] = Field("image_tokens", description="images or sounds to tokens and back")
+    task: Literal["image_tokens"] = Field("image_tokens", description="images or audio to tokens and back")
     model: TokensModel = Field(default_factory=TokensModel, description="the model")
     samples: Samples = Field(
-        default_factory=lambda: Samples(count=8), description="what comes back of held-out samples while it learns"
+        default_factory=lambda: Samples(count=8), description="reconstructions of held-out samples while training"
     )
 
 
 class ImageTokensRecipe(TokensRecipe):
+    """A recipe of an image tokenizer."""
+
     data: ImageTokensData = Field(default_factory=ImageTokensData, description="the data")
 
 
 class AudioTokensRecipe(TokensRecipe):
+    """A recipe of an audio tokenizer."""
+
     data: AudioTokensData = Field(default_factory=AudioTokensData, description="the data")

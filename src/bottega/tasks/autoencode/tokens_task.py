@@ -1,4 +1,4 @@
-"""Reconstruction through codes: data to a small grid of whole numbers and back."""
+"""The loss of a tokenizer: reconstruction through discrete codes."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from bottega.tasks.autoencode.vae_task import Distance, add_psnr, example_mask, 
 
 
 class Codes(Task):
-    """A batch holds `key` [b, *grid, C]. Optional: `weight` [b], where 0 marks a padding row that counts nowhere."""
+    """Reconstruction through a quantiser.
+
+    A batch holds `key` (b, *grid, channels) and optionally `weight` (b,), where 0 marks padding rows.
+    """
 
     key: str
     shape: CodesShape
     distance: Distance = "l1"
     commitment_weight: float = Field(default=0.25, ge=0.0)
-    """The pull of the encoder towards its code; finite scalars have no codebook and need none."""
+    """Weight of the commitment loss; FSQ has no codebook and ignores it."""
     value_range: float = Field(default=2.0, gt=0.0)
-    """The largest value of the data less the smallest: what PSNR is relative to."""
+    """Largest minus smallest possible value of the data, for PSNR."""
     pretrained: str | None = None
-    """A folder of a saved tokenizer whose weights the training starts from."""
+    """Folder of a saved tokenizer whose weights training starts from."""
 
     def specs(self) -> dict[str, ModelSpec]:
         architecture = "bottega.models.autoencoder.codes:CodeAutoencoder"
@@ -40,26 +43,27 @@ class Codes(Task):
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         x = batch[self.key]
-        found, _, codebook, commitment = models["model"](x)
-        kept = example_mask(batch, x)
-        terms = {"loss": ((reconstruction_errors(found, x, self.distance) * kept).sum(), 1.0)}
+        reconstruction, _, codebook, commitment = models["model"](x)
+        mask = example_mask(batch, x)
+        terms = {"loss": ((reconstruction_errors(reconstruction, x, self.distance) * mask).sum(), 1.0)}
         if self.shape.levels is None:
-            terms["codebook"] = ((codebook * kept).sum(), 1.0)
-            terms["commitment"] = ((commitment * kept).sum(), self.commitment_weight)
-        # How many codes are used is no sum over examples, so it is no metric of a step; `usage` counts it afterwards.
+            terms["codebook"] = ((codebook * mask).sum(), 1.0)
+            terms["commitment"] = ((commitment * mask).sum(), self.commitment_weight)
+        # The number of codes in use is not a sum over examples, so `measure_code_usage` counts it after an evaluation.
         return Loss(
-            terms=terms, metrics={"mse": ((reconstruction_errors(found.detach(), x, "l2") * kept).sum(), kept.sum())}
+            terms=terms,
+            metrics={"mse": ((reconstruction_errors(reconstruction.detach(), x, "l2") * mask).sum(), mask.sum())},
         )
 
     def summary(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """What people read off the means."""
+        """Add PSNR to the means of the metrics."""
         return add_psnr(metrics, self.value_range)
 
 
 def measure_code_usage(codes: np.ndarray, num_codes: int) -> dict[str, float]:
-    """Of all codes of a data set: the share that occurs, and exp of the entropy, which equal use would bring to K."""
-    shares = np.bincount(codes.reshape(-1), minlength=num_codes) / codes.size
-    present = shares[shares > 0]
+    """Return the fraction of codes that a dataset uses, and the perplexity of their distribution (at most `num_codes`)."""
+    frequencies = np.bincount(codes.reshape(-1), minlength=num_codes) / codes.size
+    present = frequencies[frequencies > 0]
     return {
         "codes_used": len(present) / num_codes,
         "code_perplexity": float(np.exp(-(present * np.log(present)).sum())),

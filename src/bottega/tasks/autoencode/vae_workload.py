@@ -130,7 +130,7 @@ class VaeWorkload(Workload):
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """Write an AutoencoderKL of diffusers for images; audio and video have the same layout, and no class there."""
+        """Write an AutoencoderKL of diffusers for images; audio and video have the same layout without a class there."""
         scale = _latent_scale(models["model"], self.data.training_samples(), self.key)
         shape = self.metadata.shape.model_copy(update={"scaling_factor": scale})
         export_autoencoder(models["model"].state_dict(), shape, folder, sample_size=self.metadata.grid[-1])

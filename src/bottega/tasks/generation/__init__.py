@@ -1,1 +1,1 @@
-"""Generation of images, sound and video: diffusion and flow matching, in pixels, latents or codes."""
+"""Generation of images, audio and video: diffusion and flow matching, in pixels, latents or codes."""

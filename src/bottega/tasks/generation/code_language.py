@@ -1,6 +1,6 @@
-"""A language of pictures and sounds: the codes of a frozen tokenizer in reading order, each predicted from those before.
+"""An autoregressive language model over the codes of a frozen image or audio tokenizer.
 
-b samples   n codes of a sample   K codes there are   C classes
+Shapes: b samples, n codes of a sample, K codes in the vocabulary, C classes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bottega.tasks.language.sampling import sample_tokens
 
 
 class FrozenCodes(BaseModel):
-    """The folder of a tokenizer that others have trained."""
+    """A frozen tokenizer in a folder, which encodes samples as codes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,28 +38,29 @@ class FrozenCodes(BaseModel):
 
     @torch.no_grad()
     def encode(self, tokenizer: Any, x: Tensor) -> Tensor:
-        """int64 [b, n]. In float32 whatever the precision around it: rounded latents would be other codes."""
+        """Return codes, int64 (b, n), computed in float32 also under autocast: rounding would change them."""
         with torch.autocast(x.device.type, enabled=False):
             codes: Tensor = tokenizer.encode(x.float())
         return codes.flatten(1)
 
     @torch.no_grad()
     def decode(self, tokenizer: Any, codes: Tensor) -> Tensor:
-        """[b, *grid of codes] to [b, *grid, channels]."""
+        """Return samples (b, *grid, channels) for codes (b, *grid of codes)."""
         with torch.autocast(codes.device.type, enabled=False):
             x: Tensor = tokenizer.decode(codes)
         return x.float()
 
     @torch.no_grad()
     def round_trip(self, tokenizer: Any, x: Tensor) -> Tensor:
+        """Return samples encoded and decoded again."""
         return self.decode(tokenizer, tokenizer.encode(x))
 
 
 class CodeLanguage(Task):
-    """A batch holds `key` [b, g..., c], and with classes `label` [b]. Optional: `weight` [b], where 0 marks a row that
-    counts nowhere.
+    """Next-code prediction, optionally conditioned on a class.
 
-    What is asked for is the first token: K + the number of a class, or K + C for none.
+    A batch holds `key` (b, *grid, channels), with classes `label` (b,), and optionally `weight` (b,), where 0 marks
+    padding rows. The first token is the condition: K + the class, or K + C for none.
     """
 
     key: str
@@ -67,7 +68,7 @@ class CodeLanguage(Task):
     latents: FrozenCodes
     condition_dropout: float = 0.1
     pretrained: str | None = None
-    """A folder with a transformer over the same codes whose weights the training starts from."""
+    """Folder of a transformer over the same codes whose weights training starts from."""
 
     def specs(self) -> dict[str, ModelSpec]:
         shape = self.backbone.transformer
@@ -98,14 +99,14 @@ class CodeLanguage(Task):
         return Loss(terms={"loss": (total, 1.0)}, metrics={"bits_per_code": (bits, (targets != IGNORE_INDEX).sum())})
 
     def first_tokens(self, batch: Batch, *, drop: Tensor) -> Tensor:
-        """The first token of each row, int64 [b]; that of no condition where `drop` says so."""
+        """Return the first token of each row, int64 (b,); the token for no condition where `drop` is true."""
         condition, codes = self.shape.condition, self.backbone.num_codes
         none = torch.full(drop.shape, codes + condition.size, device=drop.device)
         return torch.where(drop, none, batch["label"].long() + codes) if condition.kind == "class" else none
 
-    def draw(self, models: Models, batch: Batch, rng: Noise, **how: Any) -> Tensor:
-        """One sample for each row of what is asked for; options as `draw_codes` has them."""
-        codes = self.draw_codes(models["model"], batch, rng, **how)
+    def draw(self, models: Models, batch: Batch, rng: Noise, **options: Any) -> Tensor:
+        """Return one sample for each row of conditions in `batch`; options are those of `draw_codes`."""
+        codes = self.draw_codes(models["model"], batch, rng, **options)
         return self.latents.decode(models["tokenizer"], codes.view(-1, *self.backbone.codes))
 
     @torch.no_grad()
@@ -121,36 +122,37 @@ class CodeLanguage(Task):
         guidance: float = 1.0,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Tensor:
-        """int64 [b, n]. Guidance 1 is the model as it is, 0 asks for nothing.
+        """Return sampled codes, int64 (b, n). Guidance 1 is the plain conditional model, 0 the unconditional one.
 
-        The noise of a code is f(seed, its index, number of the sample), so a sample does not depend on its batch.
+        The noise of a code is a function of the seed, its index and the number of the sample, so a sample does not depend
+        on its batch.
         """
         none = torch.ones(len(rng.positions), dtype=torch.bool, device=rng.positions.device)
         first = self.first_tokens(batch, drop=~none if guidance != 0 else none)
         is_guided = guidance not in (0, 1) and self.shape.condition.kind != "none"
         if is_guided:
-            # Both readings of a sample in one batch: its codes are the same, and only their first token differs.
+            # Conditional and unconditional passes in one batch: they differ in the first token only.
             first = torch.cat([first, self.first_tokens(batch, drop=none)])
         length = self.backbone.length
         cache = DecoderCache.empty(
-            model.shape, batch=len(first), length=length, device=first.device, dtype=_dtype(model)
+            model.shape, batch=len(first), length=length, device=first.device, dtype=_cache_dtype(model)
         )
-        token, made = first, []
+        token, sampled = first, []
         for index in range(length):
             hidden = model.hidden(token[:, None], cache=cache, position=index)[:, -1]
-            # No code is a class, so what the model still gives to those is left out.
+            # Logits of the condition tokens are left out: only codes are sampled.
             logits = model.logits(hidden.to(model.head_weight.dtype)).float()[:, : self.backbone.num_codes]
             if is_guided:
                 with_condition, without = logits.chunk(2)
                 logits = without + guidance * (with_condition - without)
             noise = replace(rng, step=index)
-            made.append(sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p))
-            token = made[-1].repeat(2) if is_guided else made[-1]
+            sampled.append(sample_tokens(logits, noise, temperature=temperature, top_k=top_k, top_p=top_p))
+            token = sampled[-1].repeat(2) if is_guided else sampled[-1]
             progress(index + 1, length)
-        return torch.stack(made, dim=1)
+        return torch.stack(sampled, dim=1)
 
 
-def _dtype(model: Transformer) -> torch.dtype:
-    """Of keys and values."""
+def _cache_dtype(model: Transformer) -> torch.dtype:
+    """Return the dtype of the cached keys and values."""
     kind = model.head_weight.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.head_weight.dtype

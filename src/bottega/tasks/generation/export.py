@@ -1,18 +1,18 @@
-"""A generator as a folder: a diffusers pipeline where a stock one samples it, and in any case one that we document.
+"""Export of generators: a diffusers pipeline where a stock one can sample the model, else the documented layout alone.
 
-Every folder holds, and `open_folder` reads:
+Every exported folder holds, and `open_exported_generator` reads:
 
 - `config.json`: `format` "bottega-generator" and `version` 1; `medium`; `classes` by number; `samples` (steps, sampler,
-  guidance) as the recipe has them; and `task`: the `shape` of the model, the `path` between data and noise, which `key` of
-  a batch is generated, the share trained without condition, how `latents` are scaled, tokens of the empty caption.
-- the weights, each in one place: `unet/` or `transformer/` where diffusers has that model (config.json and
-  diffusion_pytorch_model.safetensors, as its `from_pretrained` opens), and `model.safetensors` for all the rest, such as
-  the embedding of classes, under the names that our model has.
-- `vae/` with an autoencoder, `text_encoder/` and `tokenizer/` with a frozen reader of captions, where there are such.
-- `scheduler/`: the same path as a scheduler of diffusers, which can step any model that predicts noise, v or velocity.
-- `processor/`: how numbers become pixels or sound again, as the run keeps it.
+  guidance) of the recipe; and `task`: the `shape` of the model, the `path` between data and noise, the `key` of a batch
+  that is generated, the condition dropout, the scale of `latents`, tokens of the empty caption.
+- the weights, each once: `unet/` or `transformer/` where diffusers has that model (config.json and
+  diffusion_pytorch_model.safetensors, which `from_pretrained` opens), and `model.safetensors` for all others, such as the
+  class embedding, under the names of our model.
+- `vae/` with an autoencoder, `text_encoder/` and `tokenizer/` with a frozen text encoder.
+- `scheduler/`: the same path as a diffusers scheduler, for models that predict noise, v or velocity.
+- `processor/`: the processor of the run, which turns values into pixels or audio.
 
-A pipeline has `model_index.json` besides, and opens with its class's `from_pretrained`.
+A pipeline also has `model_index.json`, and opens with the `from_pretrained` of its class.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "mer
 
 
 def export_generator(workload: GenerationWorkload, models: Models, folder: Path) -> dict[str, Any]:
-    """Write all of it. Gives what the card says."""
+    """Write an exported generator to `folder`; return the fields of its model card."""
     _clear(folder)
     task, pipeline = workload.task, find_stock_pipeline(workload, models)
     _write_weights(models["model"], folder)
@@ -65,17 +65,17 @@ def export_generator(workload: GenerationWorkload, models: Models, folder: Path)
 
 
 def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
-    """The task and its models as they were exported; nothing but the folder is needed."""
+    """Return the task and the models of an exported folder, which is all they need."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
-        raise CheckpointError(f"{folder / CONFIG}: is no {FORMAT} of version {FORMAT_VERSION}; export the run again")
+        raise CheckpointError(f"{folder / CONFIG}: is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
     try:
         task = Generation.model_validate(config["task"])
     except (KeyError, ValidationError) as error:
         raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
-    places = {"latents": folder / "vae", "text": folder / "text_encoder"}
-    parts = {name: getattr(task, name) for name in places}
-    update = {n: part.model_copy(update={"folder": str(places[n])}) for n, part in parts.items() if part is not None}
+    folders = {"latents": folder / "vae", "text": folder / "text_encoder"}
+    frozen = {name: getattr(task, name) for name in folders}
+    update = {n: one.model_copy(update={"folder": str(folders[n])}) for n, one in frozen.items() if one is not None}
     task = task.model_copy(update=update)
     model = Generator(task.shape)
     load_generator(model, folder, whole=True)
@@ -88,34 +88,34 @@ def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
 
 
 def find_stock_pipeline(workload: GenerationWorkload, models: Models) -> str | None:
-    """The stock pipeline that samples this model rightly, or None."""
+    """Return the class of the diffusers pipeline that samples this model correctly, or None."""
     task, backbone = workload.task, workload.task.shape.backbone
-    # The pipelines take what a model made for pixels from -1 to 1.
+    # The pipelines expect pixels from -1 to 1.
     if workload.medium.name != "image" or getattr(workload.recipe.data, "normalise", None) != "symmetric":
         return None
     kind, is_unet = task.shape.condition.kind, isinstance(backbone, UNetShape)
     if is_unet and kind == "none" and task.latents is None:
-        # Its loop only asks the scheduler to step, so a flow's does too; the others first ask it to scale the input.
+        # Its loop only calls scheduler.step, so a flow scheduler works too; other pipelines call scale_model_input first.
         return "DDPMPipeline"
-    # These two scale latents and do not shift them.
+    # The pipelines over latents scale them and do not shift them.
     if not task.path.has_stock_pipeline or task.latents is None or task.latents.shift:
         return None
     if layout.is_diffusers_compatible(task.shape):
         return "DiTPipeline"
     is_clip = type(models.get("text_encoder")).__name__ == "CLIPTextModel"
-    # The pipeline refuses pictures whose sides are no multiple of 8.
+    # The pipeline rejects images whose sides are not multiples of 8.
     fits = all(side * models["vae"].shape.downsample % 8 == 0 for side in backbone.grid)
     return "StableDiffusionPipeline" if is_unet and kind == "text" and is_clip and fits else None
 
 
 def scheduler_config(path: NoisePath, pipeline: str | None = None) -> dict[str, Any]:
-    """A diffusers scheduler with the same path between data and noise."""
+    """Return the configuration of the diffusers scheduler with the same path between data and noise."""
     name, config = path.scheduler(pipeline)
     return {"_class_name": name, "_diffusers_version": VERSION, **config}
 
 
 def _clear(folder: Path) -> None:
-    """An earlier export, which may have had other parts; never what somebody else keeps there."""
+    """Delete an earlier export, which may have had other components; other files in the folder stay."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / CONFIG).is_file() or read_config(folder).get("format") != FORMAT:
         return
@@ -148,7 +148,7 @@ def _write_vae(task: Generation, vae: Any, folder: Path) -> None:
 
 
 def _write_text(workload: GenerationWorkload, encoder: Any, folder: Path) -> None:
-    """The encoder, and the tokenizer's own files; told to cut captions where the run did."""
+    """Write the text encoder and the files of its tokenizer, which truncates captions as the run did."""
     from bottega.tasks.generation.text_condition import resolve_encoder_folders
 
     assert workload.text is not None
@@ -160,8 +160,8 @@ def _write_text(workload: GenerationWorkload, encoder: Any, folder: Path) -> Non
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
     path = target / "tokenizer_config.json"
-    said = json.loads(path.read_text()) if path.is_file() else {}
-    _write_json(path, {**said, "model_max_length": workload.text.tokens.length})
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    _write_json(path, {**config, "model_max_length": workload.text.tokens.length})
 
 
 def _config(workload: GenerationWorkload) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def _index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
         return head | {"unet": ["diffusers", "UNet2DModel"]}
     head["vae"] = ["diffusers", "AutoencoderKL"]
     if pipeline == "DiTPipeline":
-        # A comma parts the names of one class there, and would make several of ours.
+        # DiTPipeline splits names at commas into several labels.
         names = {str(i): name.replace(",", " ") for i, name in enumerate(workload.metadata.classes)}
         return head | {"transformer": ["diffusers", layout.CLASS], "id2label": names}
     return head | {
@@ -201,11 +201,11 @@ def _index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
 
 
 def _card(workload: GenerationWorkload, *, is_stock: bool) -> dict[str, Any]:
-    said = {"library_name": "diffusers" if is_stock else "bottega"}
+    card = {"library_name": "diffusers" if is_stock else "bottega"}
     has_text = workload.task.shape.condition.kind == "text"
     tags = {"image": "text-to-image" if has_text else "unconditional-image-generation"}
     tags |= {"audio": "text-to-audio", "video": "text-to-video"} if has_text else {}
-    return said | ({"pipeline_tag": tags[workload.medium.name]} if workload.medium.name in tags else {})
+    return card | ({"pipeline_tag": tags[workload.medium.name]} if workload.medium.name in tags else {})
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -1,10 +1,11 @@
-"""A generator over codes as a folder, which holds, and `open_codes` reads:
+"""Export of generators over codes. A folder holds, and `open_exported_code_generator` reads:
 
-- `config.json`: `format` "bottega-code-generator" and `version` 1; `medium`; `classes` by number; `samples` as the recipe
-  has them; and `task`: the `shape` of the model, which `key` of a batch is generated, the share trained without condition.
-- `transformer/`: the language model as transformers opens it. Its vocabulary is the codes, the classes, and one for none.
-- `tokenizer/`: the tokenizer, which turns codes into values; `bottega.models.autoencoder.codes_folder.load_codes` opens it.
-- `processor/`: how those become pixels or sound again, as the run keeps it.
+- `config.json`: `format` "bottega-code-generator" and `version` 1; `medium`; `classes` by number; `samples` of
+  the recipe; and `task`: the `shape` of the model, the `key` of a batch that is generated, the condition dropout.
+- `transformer/`: the language model in the layout of transformers; its vocabulary is the codes, the classes, and one token
+  for no class.
+- `tokenizer/`: the tokenizer, which decodes codes to values; `bottega.models.autoencoder.codes_folder.load_codes` opens it.
+- `processor/`: the processor of the run, which turns values into pixels or audio.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ if TYPE_CHECKING:
     from bottega.tasks.generation.workload import GenerationWorkload
 
 FORMAT, FORMAT_VERSION = "bottega-code-generator", 1
-TOKENIZER, CODEC = "tokenizer", "processor"
+TOKENIZER, PROCESSOR = "tokenizer", "processor"
 
 
 def export_code_generator(workload: GenerationWorkload, models: Models, folder: Path) -> dict[str, Any]:
-    """Write all of it. Gives what the card says."""
+    """Write an exported generator over codes to `folder`; return the fields of its model card."""
     task, options = workload.task, workload.recipe.samples
     assert isinstance(task, CodeLanguage)
     _clear(folder)
     export_transformers(models["model"].state_dict(), task.backbone.transformer, folder / TRANSFORMER)
-    for part in (TOKENIZER, CODEC):
+    for part in (TOKENIZER, PROCESSOR):
         (folder / part).mkdir(exist_ok=True)
     source = Path(task.latents.folder)
     for name in (*SETTINGS, WEIGHTS):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / TOKENIZER / name)
-    workload.processor.write(folder / CODEC)
+    workload.processor.write(folder / PROCESSOR)
     config = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -62,10 +63,10 @@ def export_code_generator(workload: GenerationWorkload, models: Models, folder: 
 
 
 def open_exported_code_generator(folder: Path) -> tuple[CodeLanguage, dict[str, Any]]:
-    """The task and its models as they were exported; nothing but the folder is needed."""
+    """Return the task and the models of an exported folder, which is all they need."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
-        raise CheckpointError(f"{folder / CONFIG}: is no {FORMAT} of version {FORMAT_VERSION}; export the run again")
+        raise CheckpointError(f"{folder / CONFIG}: is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
     try:
         task = CodeLanguage.model_validate({**config["task"], "latents": {"folder": str(folder / TOKENIZER)}})
     except (KeyError, TypeError, ValidationError) as error:
@@ -73,13 +74,13 @@ def open_exported_code_generator(folder: Path) -> tuple[CodeLanguage, dict[str, 
     model = Transformer(task.backbone.transformer)
     load_weights(model, folder / TRANSFORMER)
     models = {"model": model, "tokenizer": build_model(task.latents.spec(), 0)}
-    return task, {name: one.eval().requires_grad_(False) for name, one in models.items()}
+    return task, {name: network.eval().requires_grad_(False) for name, network in models.items()}
 
 
 def _clear(folder: Path) -> None:
-    """An earlier export; never what somebody else keeps there."""
+    """Delete an earlier export; other files in the folder stay."""
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / CONFIG).is_file() and read_config(folder).get("format") == FORMAT:
-        for part in (TRANSFORMER, TOKENIZER, CODEC):
+        for part in (TRANSFORMER, TOKENIZER, PROCESSOR):
             shutil.rmtree(folder / part, ignore_errors=True)
         (folder / CONFIG).unlink()

@@ -1,4 +1,4 @@
-"""The frozen autoencoder in whose latents a generator works: where it lies, whether it fits, and what it makes of the data."""
+"""The frozen autoencoder of a latent generator: how it is found and checked, and the latents of the data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bottega.core.errors import UsageError
 from bottega.data.audio.mel import FILE as MEL
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.prepare.prepared import PreparedData
-from bottega.data.sources import latents as kept
+from bottega.data.sources import latents as latent_cache
 from bottega.data.sources.samples import open_media_source
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
@@ -28,53 +28,58 @@ from bottega.tasks.frozen_models import check_same_model, find_frozen_model, has
 from bottega.tasks.generation.config import AudioRecipe
 from bottega.tasks.generation.latents import Latents, encode_moments
 
-WHAT = "autoencoder"
+KIND = "autoencoder"
 DIMENSIONS = {"image": (2,), "audio": (1, 2), "video": (3,)}
 
 
 class LatentMetadata(BaseModel):
-    """What a run keeps of its autoencoder, beside the shape of what is generated."""
+    """The autoencoder of a run: its folder, hash and latent scale; saved with the run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: str
     content: str
-    """Its hash: a generator understands no other."""
+    """Hash of its files: a generator works with no other."""
     scale: float
     shift: float
     sample: tuple[int, ...]
     """Sides and channels of the data."""
 
     def build_latents(self) -> Latents:
+        """Return the latents as a field of the task."""
         return Latents(folder=self.folder, scale=self.scale, shift=self.shift)
 
     def check(self, before: LatentMetadata | None) -> None:
-        """A run goes on in the latents it began with, or not at all."""
-        was, content = (before.folder, before.content) if before is not None else ("none", None)
-        check_same_model(WHAT, now=self.content, before=content, name=self.folder, previous=was)
+        """Raise CheckpointError if a resumed run started with another autoencoder."""
+        folder, content = (before.folder, before.content) if before is not None else ("none", None)
+        check_same_model(KIND, now=self.content, before=content, name=self.folder, previous=folder)
 
     def relocate(self, recipe: Recipe, processor: Path) -> LatentMetadata:
-        """Of a finished run: the folder may lie where the recipe says, where it was, or beside a run that was moved."""
-        known, runs = Path(self.folder), processor.absolute().parent.parent
+        """Return the metadata of a finished run with the current folder of its autoencoder.
+
+        It may be where the recipe names it, at its recorded path, or beside a run that was moved.
+        """
+        recorded, runs = Path(self.folder), processor.absolute().parent.parent
         places = [
             lambda: resolve_vae_folder(recipe),
-            lambda: known,
-            lambda: dependencies.dependencies_folder(runs) / known.parent.name / known.name,
+            lambda: recorded,
+            lambda: dependencies.dependencies_folder(runs) / recorded.parent.name / recorded.name,
         ]
-        part_of = processor.parent if str(recipe.model.vae).startswith(dependencies.PREFIX) else None  # type: ignore[attr-defined]
-        found = find_frozen_model(WHAT, self.content, places, recorded=self.folder, owner=part_of)
-        return self.model_copy(update={"folder": str(found)})
+        owner = processor.parent if str(recipe.model.vae).startswith(dependencies.PREFIX) else None  # type: ignore[attr-defined]
+        folder = find_frozen_model(KIND, self.content, places, recorded=self.folder, owner=owner)
+        return self.model_copy(update={"folder": str(folder)})
 
 
 @final
 @dataclass(frozen=True)
 class LatentSpace:
-    """An autoencoder that is there: its folder, and what its config says."""
+    """An autoencoder: its folder, and its shape as its config.json gives it."""
 
     folder: Path
     shape: AutoencoderShape
 
     def metadata(self, grid: tuple[int, ...], channels: int) -> LatentMetadata:
+        """Return the metadata to save with a run; `grid` and `channels` are those of the data."""
         return LatentMetadata(
             folder=str(self.folder),
             content=hash_model_folder(self.folder),
@@ -84,24 +89,30 @@ class LatentSpace:
         )
 
     def latent_sides(self, grid: tuple[int, ...], channels: int) -> tuple[tuple[int, ...], int]:
-        """(grid, channels) of the latents of such data."""
+        """Return (grid, channels) of the latents of data with these sides."""
         if self.shape.channels != channels:
-            hint = f"set data.channels={self.shape.channels}" if self.shape.channels in (1, 3) else "train one for them"
+            hint = (
+                f"set data.channels={self.shape.channels}"
+                if self.shape.channels in (1, 3)
+                else "train one on this data"
+            )
             raise UsageError(
-                f"model.vae: {self.folder} reads {self.shape.channels} channels, and the data have {channels}; {hint}"
+                f"model.vae: {self.folder} reads {self.shape.channels} channels, and the data has {channels}; {hint}"
             )
         return self.shape.latent_grid(grid), self.shape.latent_channels
 
 
 def open_latent_space(recipe: Any, medium: Literal["image", "audio", "video"]) -> LatentSpace | None:
-    """That of a recipe, or None where it generates plain values."""
+    """Return the autoencoder of a recipe, or None if it generates values directly."""
     if recipe.model.vae is None:
         return None
     folder = resolve_vae_folder(recipe)
-    shape, is_sound = read_autoencoder_shape(folder), (folder / MEL).is_file()
-    if is_sound != (medium == "audio") or shape.dims not in DIMENSIONS[medium]:
-        made_for = "sound" if is_sound else {1: "one axis", 2: "images", 3: "video"}[shape.dims]
-        raise UsageError(f"model.vae: {folder} is an autoencoder of {made_for}, and the task is {medium}")
+    shape, is_audio = read_autoencoder_shape(folder), (folder / MEL).is_file()
+    if is_audio != (medium == "audio") or shape.dims not in DIMENSIONS[medium]:
+        reads = "audio" if is_audio else {1: "one axis", 2: "images", 3: "video"}[shape.dims]
+        raise UsageError(
+            f"model.vae: {folder} is an autoencoder of {reads}, and the task is {medium}; name one of {medium}"
+        )
     if medium == "audio" and recipe.model.axes != shape.dims:
         raise UsageError(
             f"model.axes: {recipe.model.axes}, and the latents of {folder} have {shape.dims}; "
@@ -115,40 +126,40 @@ def open_latent_space(recipe: Any, medium: Literal["image", "audio", "video"]) -
 
 
 def resolve_vae_folder(recipe: Any) -> Path:
-    """Where `model.vae` points: a part of the recipe, a run, a pipeline of diffusers, or the autoencoder itself."""
+    """Return the folder of `model.vae`: a dependency, a run, a diffusers pipeline, or the autoencoder itself."""
     return resolve_autoencoder_folder(recipe, recipe.model.vae, key="model.vae")
 
 
 def resolve_autoencoder_folder(recipe: Any, name: str, *, key: str) -> Path:
-    """The folder with the autoencoder's own config.json, for one that a person would name."""
-    absent = "is no folder; name a run, or one with an AutoencoderKL of diffusers"
+    """Return the folder with the config.json of the autoencoder that `name` refers to."""
+    absent = "is not a folder; name a run, or a folder with an AutoencoderKL of diffusers"
     folder = dependencies.resolve_model_reference(recipe, name, key=key, missing_message=absent).path
-    found = find_component_folder(folder, "vae")
-    if not (found / CONFIG).is_file():
+    component = find_component_folder(folder, "vae")
+    if not (component / CONFIG).is_file():
         raise UsageError(f"{key}: {folder} has no {CONFIG}; name a run, or a folder with an AutoencoderKL of diffusers")
-    return found.absolute()
+    return component.absolute()
 
 
 def load_mel_processor(
     folder: Path, recipe: AudioRecipe, prepared: PreparedData, *, low: float = 0.0, high: float | None = None
 ) -> MelProcessor:
-    """How an autoencoder of sound sees it, which is how its latents are made; refused for sounds of another kind."""
+    """Return the mel processor of an audio autoencoder; raise UsageError if the data does not fit it."""
     processor, data = MelProcessor.load(folder), recipe.data
-    asked = {"sample_rate": int(prepared.metadata["sample_rate"]), "low": low, "high": high}
-    asked |= {"fft_size": data.fft_size, "hop_size": data.hop_size, "num_mels": data.num_mels}
-    for key, value in asked.items():
-        known = getattr(processor.mel, key)
-        if known != value:
+    settings = {"sample_rate": int(prepared.metadata["sample_rate"]), "low": low, "high": high}
+    settings |= {"fft_size": data.fft_size, "hop_size": data.hop_size, "num_mels": data.num_mels}
+    for key, value in settings.items():
+        expected = getattr(processor.mel, key)
+        if expected != value:
             owner = "model.vocoder" if key in ("low", "high") else f"data.{key}"
-            raise UsageError(f"{owner}: {value}, and model.vae ({folder}) was trained with {key} {known}")
+            raise UsageError(f"{owner}: {value}, and model.vae ({folder}) was trained with {key} {expected}")
     rows: list[Any] = [
         open_media_source(recipe, prepared, name, is_training=False) for name in prepared.training_tables
     ]
-    longest, rate = max(one.num_samples for one in rows), processor.mel.sample_rate
+    longest, rate = max(table.num_samples for table in rows), processor.mel.sample_rate
     if longest > processor.num_samples:
         seconds = processor.num_samples / rate
         raise UsageError(
-            f"data.seconds: sounds last up to {longest / rate:g} s, and model.vae ({folder}) knows {seconds:g} s; "
+            f"data.seconds: clips last up to {longest / rate:g} s, and model.vae ({folder}) reads {seconds:g} s; "
             f"set data.seconds={seconds:g}"
         )
     return processor
@@ -163,20 +174,23 @@ def compute_latents(
     device: Any,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, Table]:
-    """The latents of each table, whose samples come as they are and as the model sees them; `shape` is that of a latent."""
+    """Return the latents of each table of (rows, samples as the model reads them), from the cache if they are there.
+
+    `shape` is that of one latent.
+    """
     import torch
 
-    opened: list[Any] = []
+    loaded: list[Any] = []
 
     def encode(values: np.ndarray) -> np.ndarray:
-        if not opened:  # what is in the cache already needs no autoencoder
-            opened.append(build_model(metadata.build_latents().spec(), 0).to(device).eval())
-        return encode_moments(opened[0], torch.from_numpy(values).to(device)).cpu().numpy()
+        if not loaded:  # cached latents need no autoencoder
+            loaded.append(build_model(metadata.build_latents().spec(), 0).to(device).eval())
+        return encode_moments(loaded[0], torch.from_numpy(values).to(device)).cpu().numpy()
 
     for rows, _ in tables.values():
-        kept.check_deterministic(rows)
+        latent_cache.check_deterministic(rows)
     return {
-        name: kept.compute_latents(
+        name: latent_cache.compute_latents(
             samples, key, content=metadata.content, shape=shape, encode=encode, progress=progress
         )
         for name, (_, samples) in tables.items()

@@ -1,4 +1,4 @@
-"""Generation in the latents of a frozen autoencoder: smaller, smoother, and scaled to the size noise has."""
+"""Latents of a frozen autoencoder for latent diffusion, scaled to unit variance."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from bottega.models.autoencoder.vae import Autoencoder
 from bottega.tasks.autoencode.vae_task import flatten_bands
 
 PRECOMPUTED = "latent"
-"""A batch's field of latents that were computed beforehand: mean and log variance, one after the other [b, g..., 2c]."""
+"""Batch field of precomputed latents: mean and log variance, concatenated (b, *grid, 2 * channels)."""
 MAX_POSITIONS = 1 << 22
-"""Places of the data in one piece: 64 pictures of 256 x 256, whose widest layer then holds 2 GiB."""
+"""Positions of the data that are encoded at once: 64 images of 256 x 256, whose widest layer then holds 2 GiB."""
 
 
 class Latents(BaseModel):
-    """An autoencoder's folder (ours or diffusers' AutoencoderKL), and the factor that gives its latents variance 1."""
+    """A frozen autoencoder (a run's or an AutoencoderKL of diffusers) and the factor that gives its latents variance 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -36,46 +36,49 @@ class Latents(BaseModel):
 
     @torch.no_grad()
     def encode(self, vae: Autoencoder, batch: Batch, key: str, rng: Noise) -> Tensor:
-        """One draw of the latents of each sample, as the generator is meant to see them."""
-        both = batch[PRECOMPUTED].float() if PRECOMPUTED in batch else encode_moments(vae, batch[key])
-        mean, log_variance = both.chunk(2, dim=-1)
+        """Return sampled latents of a batch, scaled as the generator reads them."""
+        moments = batch[PRECOMPUTED].float() if PRECOMPUTED in batch else encode_moments(vae, batch[key])
+        mean, log_variance = moments.chunk(2, dim=-1)
         noise = rng.normal("latent", tuple(mean.shape[1:]))
         return (mean + (log_variance / 2).exp() * noise - self.shift) * self.scale
 
     @torch.no_grad()
     def decode(self, vae: Autoencoder, latent: Tensor) -> Tensor:
-        return _in_pieces(_decoded(vae), latent / self.scale + self.shift, places=_places(vae, latent))
+        """Return samples for scaled latents."""
+        return _map_chunks(_decoder(vae), latent / self.scale + self.shift, positions=_num_positions(vae, latent))
 
 
 @torch.no_grad()
 def encode_moments(vae: Autoencoder, x: Tensor) -> Tensor:
-    """Mean and log variance, one after the other [b, g..., 2c]; in float32 also where training is not, so that what is
-    computed beforehand is what would have been computed on the way."""
+    """Return mean and log variance of latents, concatenated (b, *grid, 2 * channels).
+
+    Always in float32, so that precomputed latents equal those computed during training.
+    """
     x = flatten_bands(x, vae.shape).float()
-    return _in_pieces(lambda part: torch.cat(vae.encode(part), dim=-1), x, places=math.prod(x.shape[1:-1]))
+    return _map_chunks(lambda part: torch.cat(vae.encode(part), dim=-1), x, positions=math.prod(x.shape[1:-1]))
 
 
 @torch.no_grad()
 def reconstruct(vae: Autoencoder, x: Tensor) -> Tensor:
-    """Data as they come back, without the noise of a draw."""
+    """Return the reconstruction of `x` from the means of its latents, without sampling noise."""
     mean = encode_moments(vae, x).chunk(2, dim=-1)[0]
-    return _in_pieces(_decoded(vae), mean, places=_places(vae, mean))
+    return _map_chunks(_decoder(vae), mean, positions=_num_positions(vae, mean))
 
 
-def _decoded(vae: Autoencoder) -> Callable[[Tensor], Tensor]:
+def _decoder(vae: Autoencoder) -> Callable[[Tensor], Tensor]:
     return lambda latent: vae.decode(latent).float()
 
 
-def _places(vae: Autoencoder, latent: Tensor) -> int:
-    """Of what a latent stands for."""
+def _num_positions(vae: Autoencoder, latent: Tensor) -> int:
+    """Return the number of positions of one decoded sample."""
     factors = [vae.shape.downsample] * len(latent.shape[1:-1])
     if vae.shape.dims == 3:
         factors[0] = vae.shape.temporal_downsample
     return math.prod(latent.shape[1:-1]) * math.prod(factors)
 
 
-def _in_pieces(compute: Callable[[Tensor], Tensor], x: Tensor, *, places: int) -> Tensor:
-    """All rows, as many at once as memory is likely to hold: a batch of small latents may be one of large pictures."""
-    size = max(1, MAX_POSITIONS // places)
+def _map_chunks(compute: Callable[[Tensor], Tensor], x: Tensor, *, positions: int) -> Tensor:
+    """Apply `compute` to chunks of rows that fit in memory: a batch of small latents may decode to large images."""
+    size = max(1, MAX_POSITIONS // positions)
     with torch.autocast(x.device.type, enabled=False):
         return torch.cat([compute(part) for part in x.split(size)])

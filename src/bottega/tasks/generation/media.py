@@ -1,4 +1,4 @@
-"""The media that are generated: the sizes of their samples, and the way between pixels or audio and a model's values."""
+"""Media of generation: sizes of samples, and the conversion between pixels or audio and a model's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata of a generator's data, saved with a run so that it can sample without them."""
+"""Metadata of a generator's data, saved with a run so that it can sample without the data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class GeneratorMetadata(BaseModel):
 
     @property
     def sample(self) -> tuple[int, ...]:
-        """Sides and channels of the data, which are those of what is generated unless there is an autoencoder."""
+        """Sides and channels of the data; with an autoencoder they differ from those of the latents."""
         return self.shape.sample if self.latents is None else self.latents.sample
 
 

@@ -1,6 +1,6 @@
-"""From data to noise and back: the path between them, what a model predicts on it, and when it is asked.
+"""Paths between data and noise: noise levels, prediction targets and training times.
 
-`Path` is what tasks hold and exports store; what differs between objectives stands in objectives/, one file each.
+Tasks hold a `NoisePath` and exports store it; what differs between objectives is in objectives/, one file each.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from bottega.tasks.generation.schedules import Schedule, betas
 
 
 class NoisePath(BaseModel):
-    """`flow` is the straight line (rectified flow); `noise` and `v` keep the variance (DDPM, Salimans and Ho)."""
+    """A path from data to noise: x = alpha * clean + sigma * noise.
+
+    `flow` is the straight line (rectified flow); `noise` and `v` preserve the variance (DDPM; Salimans and Ho, 2022).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,74 +31,74 @@ class NoisePath(BaseModel):
     schedule: Schedule = "cosine"
     min_snr: float | None = None
     shift: float = 1.0
-    """flow: above 1, training and sampler look more at times with much noise. A sample that says everything many times
-    over, as a film does, can be told from stronger noise (Esser et al., 2024: by the square root of how many times)."""
+    """flow: above 1, training and sampler spend more time at high noise, which large and redundant samples such as video need
+    (Esser et al., 2024: the square root of the ratio of their sizes)."""
 
     @property
-    def _rule(self) -> Objective:
-        return _objective(self.objective, self.times, self.schedule, self.min_snr, self.shift)
+    def _objective(self) -> Objective:
+        return _build_objective(self.objective, self.times, self.schedule, self.min_snr, self.shift)
 
     def draw_times(self, rng: Noise) -> Tensor:
-        """When training looks, [B] in (0, 1)."""
-        return self._rule.draw_times(rng)
+        """Return training times (batch,) in (0, 1)."""
+        return self._objective.draw_times(rng)
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and sigma, as shaped as t."""
-        return self._rule.levels(t)
+        """Return alpha and sigma in the shape of t."""
+        return self._objective.levels(t)
 
     def model_time(self, t: Tensor) -> Tensor:
-        """t as a model is told it."""
-        return self._rule.model_time(t)
+        """Return t on the scale of the model's time input."""
+        return self._objective.model_time(t)
 
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """What the model should predict; the levels are shaped to multiply a sample."""
-        return self._rule.target(clean, noise, alpha, sigma)
+        """Return the prediction target; alpha and sigma broadcast against a sample."""
+        return self._objective.target(clean, noise, alpha, sigma)
 
     def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """(clean, noise) that a prediction at x stands for."""
-        return self._rule.split_prediction(predicted, x, alpha, sigma)
+        """Return the (clean, noise) that a prediction at x implies."""
+        return self._objective.split_prediction(predicted, x, alpha, sigma)
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
-        """How much each sample counts, [B]; None is all alike."""
-        return self._rule.weight(alpha, sigma)
+        """Return the loss weight of each sample (batch,); None is 1 for all."""
+        return self._objective.weight(alpha, sigma)
 
     def error(self, predicted: Tensor, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Of each sample [B]: the mean square of what is wrong, by its weight."""
-        return self._rule.error(predicted, clean, noise, alpha, sigma)
+        """Return the weighted mean squared error of each sample (batch,)."""
+        return self._objective.error(predicted, clean, noise, alpha, sigma)
 
     @property
     def max_steps(self) -> int | None:
-        """A sampler can take no more, because two of them would be the same; None is any number."""
-        return self._rule.max_steps
+        """Largest number of sampler steps, beyond which two would fall on the same time; None is no limit."""
+        return self._objective.max_steps
 
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
-        """The times a sampler visits, from noise to data: [steps + 1]."""
-        return self._rule.grid(steps, device)
+        """Return the times of a sampler from noise to data, (steps + 1,)."""
+        return self._objective.grid(steps, device)
 
     def grid_levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and sigma along a grid; its end is free of noise."""
-        return self._rule.grid_levels(t)
+        """Return alpha and sigma along a grid of times; sigma is 0 at its end."""
+        return self._objective.grid_levels(t)
 
     def betas(self) -> Tensor:
-        """Noise that the schedule adds in each step, float64 [STEPS]."""
+        """Return the betas of the schedule, float64 (STEPS,)."""
         return betas(self.schedule)
 
     @property
     def uses_schedule(self) -> bool:
-        """Whether `schedule` and `min_snr` mean anything to the objective."""
-        return self._rule.uses_schedule
+        """Whether the objective uses `schedule` and `min_snr`."""
+        return self._objective.uses_schedule
 
     @property
     def has_stock_pipeline(self) -> bool:
-        """Whether diffusers' pipelines over latents can step it."""
-        return self._rule.has_stock_pipeline
+        """Whether the latent pipelines of diffusers can sample it."""
+        return self._objective.has_stock_pipeline
 
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
-        """(class, configuration) of the diffusers scheduler with the same path, as `pipeline` needs it; None is any."""
-        return self._rule.scheduler(pipeline)
+        """Return (class, configuration) of the diffusers scheduler with the same path, in the form that `pipeline` needs."""
+        return self._objective.scheduler(pipeline)
 
 
-# Not cached by the path: a copy of it with another value would keep the objective of the first.
+# Not a cached_property of the path: model_copy with another value would keep the objective of the original.
 @lru_cache(maxsize=64)
-def _objective(name: str, times: Times, schedule: Schedule, min_snr: float | None, shift: float) -> Objective:
+def _build_objective(name: str, times: Times, schedule: Schedule, min_snr: float | None, shift: float) -> Objective:
     return find_objective(name)(times=times, schedule=schedule, min_snr=min_snr, shift=shift)

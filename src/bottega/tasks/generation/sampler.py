@@ -108,7 +108,7 @@ class GenerationSampler(Sampler):
             def report(done: int, of: int, before: int = start, size: int = batch_size) -> None:
                 say("samples", before * of + done * min(size, total - before), total * of)
 
-            # In bfloat16 where it was trained so: half the time on a GPU. float16 could overflow, and is not used.
+            # In bfloat16 where it was trained so: half the time on a GPU. Not float16, which could overflow.
             is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)
             with torch.autocast("cuda", torch.bfloat16, enabled=is_bfloat16):
                 x = self.task.draw(models, part, rng, **options, progress=report)
@@ -116,7 +116,7 @@ class GenerationSampler(Sampler):
         return require_finite(np.concatenate(samples))
 
     def encode_request(self, request: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
-        """Return the rows of a batch for what is requested; raises UsageError for what this run cannot be asked for."""
+        """Return the rows of a batch for what is requested; raises UsageError for what this run does not support."""
         self.check_request({name: value for name, value in request.items() if value is not None})
         return self.encoder.encode(request, count)
 

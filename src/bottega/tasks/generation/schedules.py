@@ -1,4 +1,4 @@
-"""Noise schedules: how noise grows over 1,000 steps, as in DDPM. The three are those of diffusers' DDPMScheduler."""
+"""Noise schedules over 1,000 steps, as in DDPM; the three are those of diffusers' DDPMScheduler."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 STEPS = 1000
-"""Steps that a schedule has; times are given to a model on this scale, whatever its objective."""
+"""Number of steps of a schedule; the model's time input has this scale for every objective."""
 Schedule = Literal["cosine", "linear", "scaled_linear"]
 DIFFUSERS: dict[Schedule, tuple[str, float, float]] = {
     "linear": ("linear", 1e-4, 0.02),
     "scaled_linear": ("scaled_linear", 0.00085, 0.012),
     "cosine": ("squaredcos_cap_v2", 1e-4, 0.02),
 }
-"""Our schedules in diffusers' words: its name, and the first and last beta. The last looks at neither number."""
+"""Schedule -> diffusers' beta_schedule, beta_start and beta_end; the cosine schedule ignores both numbers."""
 
 
 def betas(schedule: Schedule) -> Tensor:
-    """Noise added in each step, float64 [STEPS]."""
+    """Return the variance of the noise added in each step, float64 (STEPS,)."""
     if schedule == "linear":
         return torch.linspace(1e-4, 0.02, STEPS, dtype=torch.float64)
     if schedule == "scaled_linear":
@@ -33,6 +33,8 @@ def betas(schedule: Schedule) -> Tensor:
 
 @lru_cache(maxsize=16)
 def alpha_bar(schedule: Schedule, device: torch.device) -> Tensor:
-    """The share of variance that is still data after each step, [STEPS], where it is used: copied at every step of a
-    training, the host would wait for the device each time."""
+    """Return the fraction of variance that is data after each step, (STEPS,).
+
+    Cached on the device: copying it at each training step would make the host wait for the device.
+    """
     return torch.cumprod(1 - betas(schedule), 0).to(device)

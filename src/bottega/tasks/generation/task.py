@@ -1,4 +1,4 @@
-"""Generation: learn the way from noise to data, and go it. One task for pictures, sounds, clips and their latents."""
+"""Diffusion and flow matching: one generation task for images, audio, video and their latents."""
 
 from __future__ import annotations
 
@@ -22,21 +22,24 @@ from bottega.tasks.generation.text import FrozenText
 
 
 class Generation(Task):
-    """A batch holds `key` [b, g..., c] and what the model may be asked for: `label` [b], `condition` [b, d], or
-    `input_ids` and `attention_mask` [b, L]. Optional: `weight` [b], where 0 marks a row that counts nowhere."""
+    """A diffusion or flow matching loss, and sampling from noise.
+
+    A batch holds `key` (b, *grid, channels) and the condition: `label` (b,), `condition` (b, d), or `input_ids` and
+    `attention_mask` (b, length). Optional: `weight` (b,), where 0 marks padding rows.
+    """
 
     key: str
     shape: GeneratorShape
     path: NoisePath = NoisePath()
     condition_dropout: float = 0.1
     latents: Latents | None = None
-    """Between the data and what is generated; None is the data themselves."""
+    """The autoencoder whose latents are generated; None generates values directly."""
     text: FrozenText | None = None
-    """A text encoder from a folder; None is none, or our own inside the model."""
+    """A frozen text encoder; None where there is no text, or the encoder is trained inside the model."""
     empty_text: tuple[int, ...] = ()
-    """The row of tokens [L] of the empty caption, which stands for no condition."""
+    """Tokens (length,) of the empty caption, which stands for no condition."""
     empty_length: int = 1
-    """How many of them are text; the others fill it up."""
+    """How many of them are text; the others are padding."""
     pretrained: str | None = None
 
     def specs(self) -> dict[str, ModelSpec]:
@@ -46,7 +49,7 @@ class Generation(Task):
             initial=Initial("bottega.models.generator.torch:initialise_generator"),
             pretrained=self.pretrained,
             load="bottega.models.generator.torch:load_generator",
-            starts_initial=True,  # a backbone alone will do: its condition then begins anew
+            starts_initial=True,  # weights of a backbone alone suffice: the condition is then initialised
         )
         specs = {"model": model}
         if self.latents is not None:
@@ -56,7 +59,7 @@ class Generation(Task):
         return specs
 
     def new_modules(self) -> tuple[str, ...]:
-        """The last layers begin at 0 and would pass no gradient on; a condition that a folder lacks begins at random."""
+        """Return modules that start untrained: zero-initialised last layers, and a condition that the weights lack."""
         from bottega.models.generator.torch import read_generator
 
         if self.pretrained is None:
@@ -75,9 +78,9 @@ class Generation(Task):
         clean = self._clean(models, batch, rng)
         noise = rng.normal("noise", tuple(clean.shape[1:]))
         t = self.path.draw_times(rng)
-        alpha, sigma = (_over(level.float(), clean) for level in self.path.levels(t))
-        asked = self._asked(models, batch, drop=rng.uniform("drop") < self.condition_dropout)
-        predicted = models["model"](alpha * clean + sigma * noise, self.path.model_time(t), **asked)
+        alpha, sigma = (_broadcast(level.float(), clean) for level in self.path.levels(t))
+        condition = self._condition(models, batch, drop=rng.uniform("drop") < self.condition_dropout)
+        predicted = models["model"](alpha * clean + sigma * noise, self.path.model_time(t), **condition)
         error = self.path.error(predicted, clean, noise, alpha, sigma)
         if "weight" in batch:
             error = error * (batch["weight"] > 0)
@@ -94,11 +97,11 @@ class Generation(Task):
         guidance: float = 1.0,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> Tensor:
-        """One sample for each row of what is asked for. Guidance 1 is the model as it is, 0 asks for nothing."""
+        """Return one sample for each row of conditions; guidance 1 is the conditional model, 0 the unconditional one."""
         start = rng.normal("start", self.shape.sample)
         none = torch.ones(len(start), dtype=torch.bool, device=start.device)
-        with_condition = self._asked(models, batch, drop=~none)
-        without = self._asked(models, batch, drop=none) if self.shape.condition.kind != "none" else with_condition
+        with_condition = self._condition(models, batch, drop=~none)
+        without = self._condition(models, batch, drop=none) if self.shape.condition.kind != "none" else with_condition
 
         def predict(x: Tensor, time: Tensor) -> Tensor:
             if guidance == 1 or self.shape.condition.kind == "none":
@@ -113,11 +116,11 @@ class Generation(Task):
 
     def _clean(self, models: Models, batch: Batch, rng: Noise) -> Tensor:
         if self.latents is None:
-            # Sound may be generated as a row of frames, all bands in each, where the data have bands and one channel.
+            # Audio with one axis is generated as frames with all bands as channels; the data has bands and one channel.
             return batch[self.key].reshape(-1, *self.shape.sample)
         return self.latents.encode(models["vae"], batch, self.key, rng)
 
-    def _asked(self, models: Models, batch: Batch, *, drop: Tensor) -> dict[str, Tensor]:
+    def _condition(self, models: Models, batch: Batch, *, drop: Tensor) -> dict[str, Tensor]:
         kind = self.shape.condition.kind
         if kind == "none":
             return {}
@@ -127,20 +130,20 @@ class Generation(Task):
                 "drop": drop,
             }
         ids, mask = batch["input_ids"].long(), batch["attention_mask"] > 0
-        empty = _row(self.empty_text, ids.device)
-        shown = torch.arange(len(empty), device=ids.device) < self.empty_length
-        ids, mask = torch.where(drop[:, None], empty, ids), torch.where(drop[:, None], shown, mask)
+        empty = _token_tensor(self.empty_text, ids.device)
+        is_text = torch.arange(len(empty), device=ids.device) < self.empty_length
+        ids, mask = torch.where(drop[:, None], empty, ids), torch.where(drop[:, None], is_text, mask)
         if self.text is None:
             return {"input_ids": ids, "mask": mask}
         return self.text.encode(models["text_encoder"], ids, mask)
 
 
-def _over(level: Tensor, x: Tensor) -> Tensor:
-    """[B] so that it multiplies [B, ...]."""
+def _broadcast(level: Tensor, x: Tensor) -> Tensor:
+    """Reshape (batch,) to broadcast against (batch, ...)."""
     return level.view(-1, *(1,) * (x.ndim - 1))
 
 
 @lru_cache(maxsize=16)
-def _row(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Once for each device: the host would wait for the copy."""
+def _token_tensor(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return tokens as a tensor, cached for each device: a copy would make the host wait."""
     return torch.tensor(tokens, device=device)

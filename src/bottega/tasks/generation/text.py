@@ -1,4 +1,4 @@
-"""Captions read by a text encoder from a folder, which stays as it is."""
+"""A frozen text encoder for captions."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from bottega.core.model_spec import ModelSpec
 
 
 class FrozenText(BaseModel):
+    """A frozen text encoder of transformers in a folder."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: str
     is_masked: bool = True
-    """Whether what fills up a row is hidden. Not from CLIP and not from those who read CLIP: Stable Diffusion was trained
-    with all 77 places in view, so the end marks after a caption are part of what its weights understand."""
+    """Whether padding is masked. Not for CLIP: Stable Diffusion was trained with all 77 positions visible, so its weights
+    depend on the end tokens after a caption."""
 
     def spec(self) -> ModelSpec:
         return ModelSpec("bottega.models.text_encoder:load_text_encoder", Path(self.folder))
 
     @torch.no_grad()
     def encode(self, encoder: Any, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        """What the model is handed: the last hidden states, and which of them are text where that matters."""
+        """Return keyword arguments of the model: the last hidden states, and their mask if padding is masked."""
         if not self.is_masked:
             return {"context": encoder(input_ids=ids).last_hidden_state}
         hidden = encoder(input_ids=ids, attention_mask=mask.long()).last_hidden_state

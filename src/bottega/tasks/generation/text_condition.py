@@ -1,4 +1,4 @@
-"""What a run knows of the texts it is asked for: whose tokens, whose encoder, and what it draws when nobody asks."""
+"""The text condition of a generator: its tokenizer, its encoder, and default prompts."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from bottega.tasks.metadata import read_metadata
 FOLDER, METADATA_FILE = "text", "text.json"
 TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "tokenizer.model")
 DEFAULT_MAX_TOKENS, MAX_FROZEN_TOKENS = 32, 128
-"""Where a recipe does not say how many: for our own encoder, and for one that could read more than captions have."""
+"""Default lengths of captions: with an encoder that is trained, and at most with a frozen one."""
 NUM_SAVED_PROMPTS, NUM_DEFAULT_PROMPTS = 16, 4
-"""Captions of the data that a run remembers, and how many of them it draws when it is asked for nothing."""
+"""Captions of the data that are saved with a run, and how many of them are used where no prompt is given."""
 
 
 class TextMetadata(BaseModel):
-    """Kept beside the tokenizer: enough to ask again where the data are not."""
+    """Text condition of a run, saved beside its tokenizer so that it can be used without the data."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_tokens: int
     prompts: tuple[str, ...]
     encoder: str | None = None
-    """Folder of the frozen one; None is our own inside the model."""
+    """Folder of a frozen encoder; None is an encoder inside the model."""
     content: str | None = None
-    """Its hash: the model understands no other."""
+    """Hash of the frozen encoder: the model works with no other."""
     width: int = 0
     vocab_size: int = 0
     is_masked: bool = True
@@ -51,13 +51,15 @@ class TextMetadata(BaseModel):
 @final
 @dataclass(frozen=True)
 class TextCondition:
+    """Tokenizer and encoder of captions, with the prompts that samples are drawn for."""
+
     tokens: CaptionTokenizer
     metadata: TextMetadata
     options: TextEncoderOptions
     prompts: tuple[str, ...]
-    """What samples are drawn for."""
 
     def shape(self, hidden_size: int) -> ConditionShape:
+        """Return the shape of the condition in a model of this width."""
         if self.metadata.encoder is not None:
             sizes: dict[str, Any] = {"text_size": self.metadata.width}
         else:
@@ -68,22 +70,25 @@ class TextCondition:
 
     @cached_property
     def task_fields(self) -> dict[str, Any]:
-        """The fields of the task that have to do with text."""
-        empty, facts = self.tokens.encode([""]), self.metadata
-        frozen = FrozenText(folder=facts.encoder, is_masked=facts.is_masked) if facts.encoder is not None else None
+        """Fields of the task that describe the text condition."""
+        empty, metadata = self.tokens.encode([""]), self.metadata
+        frozen = None
+        if metadata.encoder is not None:
+            frozen = FrozenText(folder=metadata.encoder, is_masked=metadata.is_masked)
         ids, length = tuple(empty["input_ids"][0].tolist()), int(empty["attention_mask"].sum())
         return {"text": frozen, "empty_text": ids, "empty_length": length}
 
-    def resolve_prompts(self, wanted: str | list[str] | None) -> list[str]:
-        """The prompts that were given, or those a run shows by itself."""
-        return [wanted] if isinstance(wanted, str) else list(wanted or self.prompts[:NUM_DEFAULT_PROMPTS])
+    def resolve_prompts(self, prompts: str | list[str] | None) -> list[str]:
+        """Return the given prompts as a list, or the run's default prompts."""
+        return [prompts] if isinstance(prompts, str) else list(prompts or self.prompts[:NUM_DEFAULT_PROMPTS])
 
     def encode(self, prompts: list[str]) -> dict[str, np.ndarray]:
+        """Return tokens of prompts; raise UsageError for text that is not valid Unicode."""
         for prompt in prompts:
             try:
                 prompt.encode()
             except UnicodeEncodeError:
-                raise UsageError(f"--prompt {prompt!r}: is no Unicode text") from None
+                raise UsageError(f"--prompt {prompt!r}: is not valid Unicode text") from None
         return self.tokens.encode(prompts)
 
     def save(self, processor: Path) -> None:
@@ -92,16 +97,18 @@ class TextCondition:
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def check(self, processor: Path) -> None:
-        """A run goes on with the encoder and the tokens it began with, or not at all."""
-        before = _read(processor)
-        named, was = self.metadata.encoder or "model.text", before.encoder or "its own"
-        check_same_model("text encoder", now=self.metadata.content, before=before.content, name=named, previous=was)
+        """Raise CheckpointError if a saved processor is of another encoder or tokenizer."""
+        before = _read_saved(processor)
+        name, previous = self.metadata.encoder or "model.text", before.encoder or "its own"
+        check_same_model("text encoder", now=self.metadata.content, before=before.content, name=name, previous=previous)
         if CaptionTokenizer(processor / FOLDER, before.max_tokens).fingerprint != self.tokens.fingerprint:
-            raise CheckpointError(f"{processor / FOLDER}: the captions give other tokens than this run began with")
+            raise CheckpointError(
+                f"{processor / FOLDER}: the captions give other tokens than this run began with; start over with --fresh"
+            )
 
 
 def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepared: PreparedData) -> TextCondition:
-    """With the tokenizer of the encoder's folder, or with one learnt from the captions of the training data."""
+    """Return the text condition of a recipe, with the encoder's tokenizer or one trained on the training captions."""
     if recipe.data.condition_field is not None:
         raise UsageError(
             "data.condition_field: captions are found by their usual names (caption, text, txt, transcript, sentence); "
@@ -109,42 +116,43 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
         )
     options = recipe.model.text
     held_out = ["validation"] if "validation" in prepared.tables else []
-    remembered = find_distinct_captions(
+    captions = find_distinct_captions(
         list(map(prepared.table, (*held_out, *prepared.training_tables))), NUM_SAVED_PROMPTS
     )
     if options.from_ is None:
         tables = [prepared.table(name) for name in prepared.training_tables]
         folder = train_caption_tokenizer(tables, content=prepared.fingerprint, vocab_size=options.vocab_size)
-        facts = TextMetadata(max_tokens=options.max_tokens or DEFAULT_MAX_TOKENS, prompts=remembered)
+        metadata = TextMetadata(max_tokens=options.max_tokens or DEFAULT_MAX_TOKENS, prompts=captions)
     else:
-        encoder, beside = resolve_encoder_folders(dependencies.resolve_reference(recipe, options.from_))
-        folder = _tokenizer_folder(beside)
-        facts = _frozen_facts(encoder, options, remembered)
-    tokens = CaptionTokenizer(folder, facts.max_tokens)
-    if facts.encoder is not None and tokens.tokenizer.vocab_size > facts.vocab_size:
+        encoder, tokenizer = resolve_encoder_folders(dependencies.resolve_reference(recipe, options.from_))
+        folder = _tokenizer_folder(tokenizer)
+        metadata = _frozen_metadata(encoder, options, captions)
+    tokens = CaptionTokenizer(folder, metadata.max_tokens)
+    if metadata.encoder is not None and tokens.tokenizer.vocab_size > metadata.vocab_size:
         raise UsageError(
-            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, and {facts.encoder} knows {facts.vocab_size}; they do not belong together"
+            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, and {metadata.encoder} "
+            f"knows {metadata.vocab_size}; they do not belong together"
         )
-    return TextCondition(tokens, facts, options, recipe.samples.prompts or remembered)
+    return TextCondition(tokens, metadata, options, recipe.samples.prompts or captions)
 
 
 def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, processor: Path) -> TextCondition:
-    """As the run has kept it; a frozen encoder must still be where it was, and the same."""
-    facts, runs = _read(processor), processor.absolute().parent.parent
-    if facts.encoder is not None:
-        known, name = Path(facts.encoder), recipe.model.text.from_ or facts.encoder
+    """Return the text condition of a finished run; a frozen encoder must be unchanged."""
+    metadata, runs = _read_saved(processor), processor.absolute().parent.parent
+    if metadata.encoder is not None:
+        recorded, name = Path(metadata.encoder), recipe.model.text.from_ or metadata.encoder
         places = (
-            lambda: known,
+            lambda: recorded,
             lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, beside=runs))[0],
         )
-        found = find_frozen_model("text encoder", facts.content, places, recorded=facts.encoder)
-        facts = facts.model_copy(update={"encoder": str(found)})
-    tokens = CaptionTokenizer(processor / FOLDER, facts.max_tokens)
-    return TextCondition(tokens, facts, recipe.model.text, recipe.samples.prompts or facts.prompts)
+        folder = find_frozen_model("text encoder", metadata.content, places, recorded=metadata.encoder)
+        metadata = metadata.model_copy(update={"encoder": str(folder)})
+    tokens = CaptionTokenizer(processor / FOLDER, metadata.max_tokens)
+    return TextCondition(tokens, metadata, recipe.model.text, recipe.samples.prompts or metadata.prompts)
 
 
 def resolve_encoder_folders(name: str) -> tuple[Path, Path]:
-    """Of an encoder and of its tokenizer: one folder with both, a run's export, a pipeline of diffusers, or a part of one."""
+    """Return the folders of an encoder and its tokenizer: one folder, a run's export, or a diffusers pipeline."""
     folder = resolve_model(name, key="model.text.from", required_file=None).path.absolute()
     encoder = find_component_folder(folder, "text_encoder")
     if encoder != folder:
@@ -154,11 +162,11 @@ def resolve_encoder_folders(name: str) -> tuple[Path, Path]:
     return folder, folder if has_own or not beside.is_dir() else beside
 
 
-def _frozen_facts(encoder: Path, options: TextEncoderOptions, prompts: tuple[str, ...]) -> TextMetadata:
+def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[str, ...]) -> TextMetadata:
     from bottega.models.text_encoder import read_text_encoder_metadata
 
-    known = read_text_encoder_metadata(encoder)
-    most = known.positions
+    config = read_text_encoder_metadata(encoder)
+    most = config.positions
     if options.max_tokens is not None and most is not None and options.max_tokens > most:
         raise UsageError(f"model.text.max_tokens: {options.max_tokens} is more than the {most} that {encoder} can read")
     return TextMetadata(
@@ -166,20 +174,20 @@ def _frozen_facts(encoder: Path, options: TextEncoderOptions, prompts: tuple[str
         prompts=prompts,
         encoder=str(encoder),
         content=hash_model_folder(encoder),
-        width=known.width,
-        vocab_size=known.vocab_size,
-        is_masked=not known.is_clip,
+        width=config.width,
+        vocab_size=config.vocab_size,
+        is_masked=not config.is_clip,
     )
 
 
 def _tokenizer_folder(folder: Path) -> Path:
-    """One with a tokenizer.json: itself, or what transformers makes of older files, kept in the cache."""
+    """Return a folder with a tokenizer.json: itself, or older files converted by transformers, in the cache."""
     if (folder / "tokenizer.json").is_file():
         return folder
     files = sorted(file for file in folder.glob("*") if file.suffix in (".json", ".txt", ".model"))
     if not any(file.name in TOKENIZER_FILES for file in files):
         raise UsageError(f"model.text.from: {folder} has no tokenizer; put its tokenizer.json there")
-    named = [(file.name, found) for file, found in zip(files, hash_files(files), strict=True)]
+    named = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
     key = hashlib.sha256(repr(("tokenizer", named)).encode()).hexdigest()[:32]
     return get_or_build(default_cache(), key, lambda target: _convert(folder, target))
 
@@ -194,5 +202,5 @@ def _convert(folder: Path, target: Path) -> None:
         raise EnvironmentProblem(f"model.text.from: the tokenizer of {folder} cannot be read: {reason}") from error
 
 
-def _read(processor: Path) -> TextMetadata:
+def _read_saved(processor: Path) -> TextMetadata:
     return read_metadata(processor / FOLDER / METADATA_FILE, TextMetadata.model_validate_json)

@@ -44,7 +44,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def open_workload(recipe: Recipe, *, progress: Progress) -> GenerationWorkload:
-    """Prepare the data of a recipe, and compute its latents where the recipe asks for that."""
+    """Prepare the data of a recipe, and compute its latents where data.latents is set."""
     checked = _check_recipe(recipe)
     prepared, model = prepare_media(checked, progress=progress), checked.model
     codes = resolve_code_tokenizer(checked) if model.backbone == "tokens" else None
@@ -205,9 +205,9 @@ class GenerationWorkload(Workload):
 def _check_recipe(recipe: Recipe) -> GeneratorRecipe:
     assert isinstance(recipe, GeneratorRecipe)
     if isinstance(recipe, ImageRecipe) and recipe.data.buckets is not None:
-        raise UsageError("data.buckets: a generator makes pictures of one shape; leave it out")
+        raise UsageError("data.buckets: a generator needs images of one shape; leave it out")
     if isinstance(recipe, VideoRecipe) and recipe.model.backbone == "unet":
-        raise UsageError("model.backbone: unet is for pictures and mel spectrograms; video takes dit")
+        raise UsageError("model.backbone: unet is for images and mel spectrograms; use dit for video")
     return recipe
 
 
@@ -240,9 +240,7 @@ def _measure(
     """Return the shapes and classes of the prepared data; raises where the recipe states others."""
     classes, num_classes = tuple(prepared.classes.names), recipe.model.num_classes
     if recipe.model.condition == "class" and num_classes is not None and len(classes) != num_classes:
-        raise DataError(
-            f"model.num_classes: {num_classes} were asked for, and the data has {len(classes)}; leave it out"
-        )
+        raise DataError(f"model.num_classes: {num_classes}, but the data has {len(classes)} classes; leave it out")
     sides = medium.sides(prepared)
     latents = space.metadata(*sides) if space is not None else None
     shape = build_shape(
@@ -266,8 +264,7 @@ def _condition_size(recipe: GeneratorRecipe, prepared: PreparedData) -> int:
     size, expected = len(_condition_vectors(recipe, prepared, 1)[0]), recipe.model.condition_size
     if expected is not None and expected != size:
         raise DataError(
-            f"model.condition_size: {expected} was asked for, and the vectors of the data have {size} numbers; "
-            "leave it out"
+            f"model.condition_size: {expected}, but the vectors of the data have {size} numbers; leave it out"
         )
     return size
 
@@ -313,12 +310,12 @@ def _cache_latents(
     tables: MediaTables,
     progress: Progress,
 ) -> dict[str, Table]:
-    """Compute the latents of the training and validation tables where the recipe asks for that."""
+    """Compute the latents of the training and validation tables where data.latents is set."""
     if not recipe.data.latents or metadata.latents is None:
         return {}
     names = [name for name in prepared.tables if name != "test"]
     rows = {name: tables.rows(prepared, name, is_training=name not in ("validation", "test")) for name in names}
-    samples = {name: (one, mel_samples(one, tables.mel)) for name, one in rows.items()}
+    samples = {name: (table, mel_samples(table, tables.mel)) for name, table in rows.items()}
     return compute_latents(
         metadata.latents,
         metadata.shape.sample,

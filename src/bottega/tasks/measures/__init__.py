@@ -1,1 +1,1 @@
-"""What judges generated samples: pure functions of arrays, in numpy alone, so that every engine is judged alike."""
+"""Metrics of samples and predictions: pure functions of NumPy arrays, the same for every engine."""

@@ -1,6 +1,6 @@
-"""Where things move in a video: the velocity at which later frames agree with earlier ones and not the other way round.
+"""The direction of motion in a video: the velocity at which later frames correlate with earlier ones.
 
-F: frames, H W: size of a frame, C: channels, K: how many frames apart are compared.
+F frames, H x W size of a frame, C channels, K largest distance of compared frames.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ import numpy as np
 DIRECTIONS = ("left", "right", "up", "down")
 
 APART = 4
-"""Frames compared: further apart, half a pixel a frame is a clear shift; much further, the object has left or turned."""
+"""Largest distance of compared frames: enough for half a pixel a frame to show, and not so far that an object has left."""
 STEP = 0.25
-"""Pixels a frame between the velocities tried."""
+"""Pixels per frame between candidate velocities."""
 FASTEST = 0.25
-"""Of a frame's side in one frame: beyond, an object is seen too few times to tell."""
+"""Largest velocity in sides of a frame per frame: faster objects are visible in too few frames."""
 CLEAR = 0.05
-"""Of the video's energy that agrees one way only. A blob that moves in noise of a tenth of its brightness has 0.1."""
+"""Smallest score of motion, as a fraction of the video's energy; a blob in noise of a tenth of its brightness has 0.1."""
 DEVIATIONS = 5
-"""Of what noise alone would have; the best of the thousand velocities tried on it lies at 3 to 4."""
+"""Smallest score in standard deviations of noise, of which the best of a thousand velocities reaches 3 to 4."""
 
 
 def motion_direction(video: np.ndarray) -> str:
-    """left, right, up or down for a video [F, H, W] or [F, H, W, C], by the larger part of its velocity; else none."""
+    """Return left, right, up or down for a video (F, H, W) or (F, H, W, C) by its dominant motion; none if it has none."""
     assert video.ndim in (3, 4), "a video is [frames, height, width] or [frames, height, width, channels]"
     if len(video) < 2 or not np.isfinite(video).all():
         return "none"
     moving = video.astype(np.float64).reshape(*video.shape[:3], -1)
-    # The colour of the background, which would otherwise end in a step at the border of each frame.
+    # Subtract the background colour, which would otherwise be an edge at the border of the padded frame.
     agreement = _agreement(moving - np.median(moving, axis=(0, 1, 2)))
     downs, rights = (_speeds(side) for side in video.shape[1:3])
     scores = np.zeros((len(downs), len(rights)))
@@ -45,10 +45,10 @@ def motion_direction(video: np.ndarray) -> str:
 
 
 def _agreement(video: np.ndarray) -> np.ndarray:
-    """[K, 2 H, 2 W]: how much better frames 1 to K apart correlate at a shift than at its opposite, in video energies.
+    """Return (K, 2 H, 2 W): correlation of frames 1 to K apart at each shift less that at its opposite, over the energy.
 
-    What stands still correlates alike at both, however bright it is, so the difference is left to what moves. Frames
-    are padded to twice their size: what leaves on one side does not meet what is on the other.
+    What stands still correlates equally at both, so only motion remains. Frames are padded to twice their size, so that
+    shifts do not wrap around.
     """
     size = (2 * video.shape[1], 2 * video.shape[2])
     spectra = np.fft.rfft2(video, size, axes=(1, 2))
@@ -65,7 +65,7 @@ def _speeds(side: int) -> np.ndarray:
 
 
 def _between(shifts: np.ndarray, downs: np.ndarray, rights: np.ndarray) -> np.ndarray:
-    """Values at fractions of a pixel, bilinear; 0 where the frames no longer meet. Negative shifts stand at the end."""
+    """Return bilinear values at fractional shifts; 0 where frames do not overlap. Negative shifts are at the end."""
     rows, columns = shifts.shape
     top, left = np.floor(downs).astype(int), np.floor(rights).astype(int)
     part, along = (downs - top)[:, None], (rights - left)[None, :]

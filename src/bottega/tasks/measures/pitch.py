@@ -1,7 +1,7 @@
-"""The pitch of a sound that holds one note, and the names of notes.
+"""Pitch estimation for audio of a single note, and frequencies of note names.
 
-N: samples, F: frames, L: lags. Talkin's normalised cross-correlation (1995), which a decay does not tilt, with the rule
-of YIN (de Cheveigné and Kawahara, 2002) against octaves: the first peak that is nearly as high as the highest.
+N samples, F frames, L lags. Talkin's normalised cross-correlation (1995), which is robust to decay, with the rule of YIN (de
+Cheveigné and Kawahara, 2002) against octave errors: the first peak that is nearly as high as the highest.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import re
 import numpy as np
 
 PERIODS = 4
-"""Of the lowest pitch in a frame: fewer hold too little of a noisy sound, more blur a gliding one."""
+"""Periods of the lowest pitch in a frame: fewer are too short for noisy audio, more blur a glide."""
 FINER = 8
-"""Lags between two samples: at 8 kHz a period of 2 kHz has only four samples, and a parabola would miss 20 cents."""
+"""Lags per sample: at 8 kHz a period of 2 kHz has only four samples, and a parabola alone is off by 20 cents."""
 QUIET = 1e-4
-"""A sound that never gets louder is silence: 3 steps of 16 bits."""
+"""Amplitude below which audio is silent: 3 steps of 16 bits."""
 LOUD = 0.1
-"""Of the loudest frame's energy: those above speak for the pitch, the rest may be room or artefact."""
+"""Frames count from this fraction of the loudest frame's energy; the rest may be reverberation or artefacts."""
 VOICED = 0.5
-"""Of likeness: noise alone reaches 0.2 in a frame, a tone as loud as its noise 0.5."""
+"""Smallest correlation of a pitch: noise alone reaches 0.2 in a frame, a tone as loud as its noise 0.5."""
 NEARLY = 0.9
-"""Of the highest peak. Where the fundamental has less than a twentieth of the energy, its octave passes for it."""
+"""Fraction of the highest peak that the first must reach; a fundamental below 1/20 of the energy is taken for its octave."""
 
 STEPS = {"C": -9, "D": -7, "E": -5, "F": -4, "G": -2, "A": 0, "B": 2}
 """Semitones above the A of the same octave."""
@@ -30,7 +30,7 @@ SHIFTS = {"": 0, "#": 1, "♯": 1, "b": -1, "♭": -1}
 
 
 def estimate_pitch(audio: np.ndarray, sample_rate: float, *, low: float = 50, high: float = 2000) -> np.ndarray:
-    """Hertz of audio [N] or [B, N], shape [] or [B]; NaN where it is silent, not finite, or has no pitch."""
+    """Return the pitch in hertz, () or (batch,), of audio (N,) or (batch, N); NaN for silence, noise or non-finite audio."""
     assert 0 < low < high <= sample_rate / 2, "pitches lie between 0 and half of the sample rate"
     if audio.ndim == 1:
         return np.array(_pitch(audio, sample_rate, low, high))
@@ -38,83 +38,84 @@ def estimate_pitch(audio: np.ndarray, sample_rate: float, *, low: float = 50, hi
 
 
 def note_frequency(name: str) -> float | None:
-    """Hertz of a note such as A4 (440), C#4 or Bb3 in equal temperament; None for any other name."""
-    found = re.fullmatch(r"([A-G])([#♯b♭]?)(-?\d)", name)
-    if found is None:
+    """Return the frequency of a note such as A4 (440 Hz), C#4 or Bb3 in equal temperament; None for any other name."""
+    match = re.fullmatch(r"([A-G])([#♯b♭]?)(-?\d)", name)
+    if match is None:
         return None
-    letter, shift, octave = found.groups()
+    letter, shift, octave = match.groups()
     return 440.0 * 2.0 ** (int(octave) - 4 + (STEPS[letter] + SHIFTS[shift]) / 12)
 
 
 def semitone_difference(a: np.ndarray | float, b: np.ndarray | float) -> np.ndarray:
-    """How far a lies above b, both in hertz; NaN where either is."""
+    """Return how many semitones a is above b, both in hertz; NaN where either is NaN."""
     return 12 * (np.log2(a) - np.log2(b))
 
 
 def _pitch(audio: np.ndarray, sample_rate: float, low: float, high: float) -> float:
     if not len(audio) or not np.isfinite(audio).all():
         return math.nan
-    audio = _without_rumble(audio.astype(np.float64), low / 2 / sample_rate)
+    audio = _high_pass(audio.astype(np.float64), low / 2 / sample_rate)
     # A lag is compared over a window of its own length at least; what is too short for that has no pitch so low.
     longest = min(math.ceil(sample_rate / low) + 1, len(audio) // 2 - 1)
     if longest <= sample_rate / high or np.abs(audio).max() <= QUIET:
         return math.nan
     similarity = _similarity(audio, longest, window=min(round(PERIODS * sample_rate / low), len(audio) - longest))
     period = _first_period(similarity, FINER * sample_rate / high, FINER * sample_rate / low)
-    return math.nan if period is None else FINER * sample_rate / _refined(similarity, period)
+    return math.nan if period is None else FINER * sample_rate / _refine_period(similarity, period)
 
 
-def _without_rumble(audio: np.ndarray, low: float) -> np.ndarray:
-    """What lies below half the lowest pitch faded out, offset and all: a level that wanders is alike at every lag.
+def _high_pass(audio: np.ndarray, low: float) -> np.ndarray:
+    """Return audio with frequencies below `low` attenuated: offset and drift would correlate at every lag.
 
-    Half, because a note that dies away fast is broad: cut off at its pitch, it moved by 12 cents.
+    The callers pass half the lowest pitch, since the spectrum of a fast decay is broad: cut at its pitch, a note moved by 12
+    cents.
     """
     frequencies = np.fft.rfftfreq(len(audio))
     return np.fft.irfft(np.fft.rfft(audio) * np.minimum(1, (frequencies / low) ** 2), len(audio))
 
 
 def _first_period(similarity: np.ndarray, shortest: float, longest: float) -> int | None:
-    """The lag of the first peak that is nearly as high as the highest; None where none is high."""
-    # A sound without offset is unlike itself somewhere within a period, so what is on the slope from lag 0 is no peak.
-    unlike = np.flatnonzero(similarity < 0)
-    shortest = max(0.99 * shortest, unlike[0] if len(unlike) else math.inf)
+    """Return the lag of the first peak that is nearly as high as the highest; None if none is high enough."""
+    # Without an offset the correlation is negative somewhere within a period; peaks before that are on the slope from lag 0.
+    negative = np.flatnonzero(similarity < 0)
+    shortest = max(0.99 * shortest, negative[0] if len(negative) else math.inf)
     peaks = 1 + np.flatnonzero((similarity[1:-1] >= similarity[:-2]) & (similarity[1:-1] > similarity[2:]))
     peaks = peaks[(peaks > shortest) & (peaks < 1.01 * longest)]
     if not len(peaks) or similarity[peaks].max() < VOICED:
         return None
     first = peaks[np.argmax(similarity[peaks] >= NEARLY * similarity[peaks].max())]
-    # Noise may put a lesser peak on the slope of the right one; the next period is further away than this.
+    # Noise may put a smaller peak on the slope of the true one; the next period is further away than this.
     near = peaks[(peaks >= first) & (peaks < 1.25 * first)]
     return int(near[np.argmax(similarity[near])])
 
 
-def _refined(similarity: np.ndarray, period: int) -> float:
-    """The period by the furthest of its multiples that is still a peak as high: there an error counts a part only.
+def _refine_period(similarity: np.ndarray, period: int) -> float:
+    """Return the period refined by its largest multiple that is still as high a peak, which divides the error.
 
-    Overtones that die away faster than the fundamental pull the first peak by up to 14 cents.
+    Overtones that decay faster than the fundamental shift the first peak by up to 14 cents.
     """
-    best, count = _summit(similarity, period), 1
+    best, count = _interpolate_peak(similarity, period), 1
     while (count + 1) * best + best / 4 < len(similarity) - 1:
         middle, reach = round((count + 1) * best), max(round(best / 8), 1)
         peak = middle - reach + int(np.argmax(similarity[middle - reach : middle + reach + 1]))
         if abs(peak - middle) == reach or similarity[peak] < NEARLY * similarity[period]:
             break
         count += 1
-        best = _summit(similarity, peak) / count
+        best = _interpolate_peak(similarity, peak) / count
     return best
 
 
-def _summit(similarity: np.ndarray, peak: int) -> float:
-    """Of the parabola through a peak and its neighbours."""
+def _interpolate_peak(similarity: np.ndarray, peak: int) -> float:
+    """Return the position of the vertex of the parabola through a peak and its neighbours."""
     a, b, c = similarity[peak - 1 : peak + 2].tolist()
     return peak + (a - c) / (a - 2 * b + c) / 2
 
 
 def _similarity(audio: np.ndarray, longest: int, *, window: int) -> np.ndarray:
-    """[L]: how alike the sound is to itself FINER lags to a sample later, -1 to 1, over its loud frames.
+    """Return the normalised cross-correlation (L,), -1 to 1, of loud frames with the audio later, at FINER lags per sample.
 
-    The products of all frames over their sizes, so that louder frames count more: 1 at a period even while the sound
-    dies away, which lowers and shifts a plain autocorrelation.
+    Summed over frames before normalising, so that louder frames count more. It is 1 at a period even during a decay, which
+    lowers and shifts a plain autocorrelation.
     """
     num_frames = 1 + (len(audio) - window - longest) // max(window // 2, 1)
     starts = np.arange(num_frames) * max(window // 2, 1)
@@ -124,7 +125,7 @@ def _similarity(audio: np.ndarray, longest: int, *, window: int) -> np.ndarray:
     loud = energy[:, 0] >= LOUD * energy[:, 0].max()
     frames, energy = frames[loud], np.maximum(energy[loud], 1e-300)
     size = 1 << (window + 2 * longest).bit_length()
-    # Products of spectra add up before the one transform back, which a longer transform makes finer between samples.
+    # Spectra are summed before one inverse transform, whose greater length interpolates between samples.
     heads, wholes = np.fft.rfft(frames[:, :window], size), np.fft.rfft(frames, size)
     product = (np.conj(heads) * wholes).sum(0)
     product[-1] /= 2

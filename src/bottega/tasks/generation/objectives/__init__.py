@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from bottega.tasks.generation.objectives.base import Objective
 
 FIRST = ("flow", "noise", "v")
-"""The order in which they are listed to people; others follow by name."""
+"""Order in which objectives are listed; others follow by name."""
 
 
 def objective_names() -> tuple[str, ...]:
-    """Return the name of every objective, by the files there are."""
+    """Return the name of every objective, from the files of this folder."""
     files = {file.stem for file in Path(__file__).parent.glob("*.py")} - {"__init__", "base"}
     return (*FIRST, *sorted(files - {*FIRST}))
 

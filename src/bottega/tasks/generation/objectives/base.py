@@ -1,4 +1,4 @@
-"""What an objective decides: the levels of data and noise over time, what a model predicts, and where a sampler goes.
+"""Base classes of objectives: noise levels over time, the prediction target, and the times of a sampler.
 
 At time t a sample is alpha(t) * clean + sigma(t) * noise; t = 0 is data, t = 1 noise.
 """
@@ -21,7 +21,7 @@ Times = Literal["logit_normal", "uniform"]
 
 @dataclass(frozen=True)
 class Objective(ABC):
-    """The fields are those of a `Path`; an objective looks at those that it has a use for."""
+    """A diffusion objective; its fields are those of `NoisePath`, of which it uses those that apply."""
 
     times: Times
     schedule: Schedule
@@ -29,68 +29,68 @@ class Objective(ABC):
     shift: float
 
     uses_schedule: ClassVar[bool]
-    """Whether `schedule` and `min_snr` mean anything to it."""
+    """Whether it uses `schedule` and `min_snr`."""
     has_stock_pipeline: ClassVar[bool]
-    """Whether diffusers' pipelines over latents can step it: they ask a scheduler to scale the model's input first."""
+    """Whether the latent pipelines of diffusers can sample it: they call scale_model_input of the scheduler."""
 
     @abstractmethod
     def draw_times(self, rng: Noise) -> Tensor:
-        """When training looks, [B] in (0, 1)."""
+        """Return training times (batch,) in (0, 1)."""
 
     @abstractmethod
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and sigma, as shaped as t."""
+        """Return alpha and sigma in the shape of t."""
 
     @abstractmethod
     def model_time(self, t: Tensor) -> Tensor:
-        """t on the scale of the model's input, from 0 to 1,000."""
+        """Return t on the scale of the model's time input, from 0 to 1,000."""
 
     @abstractmethod
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """What the model should predict; the levels are shaped to multiply a sample."""
+        """Return the prediction target; alpha and sigma broadcast against a sample."""
 
     @abstractmethod
     def split_prediction(self, predicted: Tensor, x: Tensor, alpha: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
-        """(clean, noise) that a prediction at x stands for."""
+        """Return the (clean, noise) that a prediction at x implies."""
 
     @abstractmethod
     def grid(self, steps: int, device: torch.device | str) -> Tensor:
-        """The times a sampler visits, from noise to data: [steps + 1]."""
+        """Return the times of a sampler from noise to data, (steps + 1,)."""
 
     @abstractmethod
     def scheduler(self, pipeline: str | None) -> tuple[str, dict[str, Any]]:
-        """(class, configuration) of the diffusers scheduler with the same path, as `pipeline` needs it; None is any."""
+        """Return (class, configuration) of the diffusers scheduler with the same path, as `pipeline` needs it."""
 
     def grid_levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """alpha and sigma along a grid; its end is free of noise."""
+        """Return alpha and sigma along a grid of times; sigma is 0 at its end."""
         return self.levels(t)
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
-        """How much each sample counts, [B]; None is all alike."""
+        """Return the loss weight of each sample (batch,); None is 1 for all."""
         return None
 
     def error(self, predicted: Tensor, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """What is minimised, of each sample [B]: the mean square of what is wrong, by its weight."""
+        """Return the weighted mean squared error of each sample (batch,)."""
         errors = (predicted.float() - self.target(clean, noise, alpha, sigma)).square().flatten(1).mean(1)
         weight = self.weight(alpha.flatten(), sigma.flatten())
         return errors if weight is None else errors * weight
 
     @property
     def max_steps(self) -> int | None:
-        """A sampler can take no more, because two of them would be the same; None is any number."""
+        """Largest number of sampler steps, beyond which two would fall on the same time; None is no limit."""
         return None
 
 
 class VariancePreserving(Objective):
-    """1,000 steps of a noise schedule, in which alpha^2 + sigma^2 = 1, as in DDPM. What is predicted is left open."""
+    """1,000 steps of a noise schedule, in which alpha^2 + sigma^2 = 1, as in DDPM; subclasses define the target."""
 
     uses_schedule = True
     has_stock_pipeline = True
     prediction_type: ClassVar[str]
-    """diffusers' word for what is predicted."""
+    """Name of the target in diffusers."""
 
     def draw_times(self, rng: Noise) -> Tensor:
-        """One of the steps, each as likely."""
+        """Return uniformly drawn steps as times."""
         return torch.floor(rng.uniform("time") * STEPS) / STEPS
 
     def levels(self, t: Tensor) -> tuple[Tensor, Tensor]:
@@ -101,16 +101,16 @@ class VariancePreserving(Objective):
         return _step(t).float()
 
     def weight(self, alpha: Tensor, sigma: Tensor) -> Tensor | None:
-        """Min-SNR (Hang et al., 2023): what is nearly clean is easy and would count most."""
+        """Return the Min-SNR weight (Hang et al., 2023), which limits the weight of nearly clean samples."""
         return None if self.min_snr is None else self.min_snr_weight(alpha.square() / sigma.square(), self.min_snr)
 
     @abstractmethod
     def min_snr_weight(self, snr: Tensor, most: float) -> Tensor:
-        """The Min-SNR weight at these ratios of data to noise, for what this objective predicts."""
+        """Return the Min-SNR weight at these signal-to-noise ratios for this objective's target."""
 
     @cached_property
     def first_step(self) -> int:
-        """The step a sampler begins at."""
+        """The step at which a sampler starts."""
         return STEPS - 1
 
     @property
@@ -137,9 +137,9 @@ class VariancePreserving(Objective):
             "beta_start": first,
             "beta_end": last,
             "prediction_type": self.prediction_type,
-            # Pixels end at -1 and 1, latents nowhere.
+            # Pixels are bounded by -1 and 1, latents are not.
             "clip_sample": is_plain,
-            # From the last trained step down, where there is nothing but noise, as our samplers go.
+            # Start at the last trained step, which is pure noise, as our samplers do.
             "timestep_spacing": "trailing",
         }
         if is_plain:
@@ -148,8 +148,8 @@ class VariancePreserving(Objective):
         config |= {"set_alpha_to_one": True, "steps_offset": 1}
         steps = self.first_step + 1
         if steps < STEPS:
-            # Where nothing is clipped, predicted noise near the end of a schedule is divided by nearly nothing; our
-            # samplers begin earlier, and so does a scheduler that knows of no later steps.
+            # Without clipping, noise predicted near the end of a schedule is divided by almost 0. Our samplers start
+            # earlier, and so does a scheduler whose betas end there.
             config |= {"num_train_timesteps": steps, "trained_betas": betas(self.schedule)[:steps].tolist()}
         return "DDIMScheduler", config
 

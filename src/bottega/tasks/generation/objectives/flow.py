@@ -14,11 +14,13 @@ from bottega.tasks.generation.schedules import STEPS
 
 @final
 class Flow(Objective):
+    """Flow matching: the target is the velocity noise - clean."""
+
     uses_schedule = False
     has_stock_pipeline = False
 
     def draw_times(self, rng: Noise) -> Tensor:
-        """The logit-normal looks most where the path is hardest, in its middle."""
+        """Return training times; the logit-normal favours the middle of the path, where prediction is hardest."""
         if self.times == "logit_normal":
             return self._shifted(torch.sigmoid(rng.normal("time")))
         return self._shifted(rng.uniform("time"))

@@ -12,11 +12,13 @@ from bottega.tasks.generation.objectives.base import VariancePreserving
 from bottega.tasks.generation.schedules import alpha_bar
 
 LEAST_RATIO = 0.068
-"""Of data to noise where a sampler begins: what Stable Diffusion's schedule ends with."""
+"""Ratio alpha / sigma at which a sampler starts: that at the end of Stable Diffusion's schedule."""
 
 
 @final
 class NoisePrediction(VariancePreserving):
+    """The target is the noise (epsilon)."""
+
     prediction_type = "epsilon"
 
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
@@ -30,10 +32,10 @@ class NoisePrediction(VariancePreserving):
 
     @cached_property
     def first_step(self) -> int:
-        """The last with enough of the data left.
+        """The last step with a ratio of data to noise of at least LEAST_RATIO.
 
-        Predicted noise is divided by alpha, which the cosine lets fall to 5e-5: digits of deviation 1,700 came out of a
-        model of 600 steps, 1.8 from a ratio of 0.006 on, and 0.76 from this one on, where the data have 0.75.
+        The predicted clean sample is divided by alpha, which falls to 5e-5 in the cosine schedule: digits of a model
+        trained for 600 steps had a deviation of 1,700; 1.8 from a ratio of 0.006; and 0.76 from this one (the data: 0.75).
         """
         signal = alpha_bar(self.schedule, torch.device("cpu"))
         alpha, sigma = signal.sqrt(), (1 - signal).sqrt()

@@ -11,6 +11,8 @@ from bottega.tasks.generation.objectives.base import VariancePreserving
 
 @final
 class VPrediction(VariancePreserving):
+    """The target is v = alpha * noise - sigma * clean."""
+
     prediction_type = "v_prediction"
 
     def target(self, clean: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
