@@ -120,7 +120,7 @@ def test_a_judge_reads_samples_as_they_are_and_leaves_the_model_as_it_was(traine
     alone, _ = workload.predict_with_features({"model": run.model}, batch["image"][5:6], device="cpu")
     np.testing.assert_allclose(alone[0], chances[5], atol=1e-5)
     assert workload.predict_with_features({"model": run.model}, batch["image"][:0], device="cpu")[0].shape == (0, 3)
-    with pytest.raises(UsageError, match=r"reads image \[n, 8, 8, 1\], not \[24, 8, 8\]"):
+    with pytest.raises(UsageError, match=r"reads image of shape \(n, 8, 8, 1\), not \(24, 8, 8\)"):
         workload.predict_with_features({"model": run.model}, batch["image"][..., 0], device="cpu")
 
 
