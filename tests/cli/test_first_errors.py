@@ -212,7 +212,7 @@ def test_what_to_try_next(tmp_path: Path, text_file: Path, capsys: pytest.Captur
     texts = small_texts.settings(tmp_path, **{"name": "texts", "training.max_steps": 1})
     assert cli.main(["train", "classify", *_words(texts)]) == 0
     run = tmp_path / "texts"
-    command = f'bottega predict {run} "a text of yours"'
+    command = f'bottega predict {run} "your text"'
     assert _farewell(capsys.readouterr().err)[-3:] == [f"bottega evaluate {run}", f"bottega export {run}", command]
     assert cli.main(["train", "classify", *_words(texts), "--quiet"]) == 0
     assert capsys.readouterr().err == ""
@@ -221,7 +221,7 @@ def test_what_to_try_next(tmp_path: Path, text_file: Path, capsys: pytest.Captur
     assert cli.main(["train", "multitask", *_words(parts)]) == 0
     run = tmp_path / "parts" / "parts"
     said = _farewell(capsys.readouterr().err)
-    assert said[-1] == f'bottega predict {run} "a text of yours"'
+    assert said[-1] == f'bottega predict {run} "your text"'
     assert said[0] == f"bottega generate {run} --part text", "the text is the user's own, so no prompt of ours"
 
 

@@ -116,7 +116,7 @@ def test_each_line_has_its_answer(
 def test_texts_that_are_cut_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, err = said(capsys, str(run), "salt " * 400, "salt")
     assert len(out.splitlines()) == 2
-    assert "1 of 2 texts are cut at 128 tokens" in err
+    assert "1 of 2 texts are truncated to 128 tokens" in err
 
 
 def test_what_cannot_be_predicted_is_one_line(

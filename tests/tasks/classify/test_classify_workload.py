@@ -120,7 +120,7 @@ def test_a_judge_reads_samples_as_they_are_and_leaves_the_model_as_it_was(traine
     alone, _ = workload.predict_with_features({"model": run.model}, batch["image"][5:6], device="cpu")
     np.testing.assert_allclose(alone[0], chances[5], atol=1e-5)
     assert workload.predict_with_features({"model": run.model}, batch["image"][:0], device="cpu")[0].shape == (0, 3)
-    with pytest.raises(UsageError, match=r"reads image \[n, 8, 8, 1\], not \[24, 8, 8\]"):
+    with pytest.raises(UsageError, match=r"reads image of shape \(n, 8, 8, 1\), not \(24, 8, 8\)"):
         workload.predict_with_features({"model": run.model}, batch["image"][..., 0], device="cpu")
 
 
@@ -147,9 +147,9 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
     assert (
         workload.predict_with_features(models, batch["image"], device="cpu")[0].argmax(1) == batch["label"]
     ).mean() >= 0.9
-    with pytest.raises(UsageError, match=r"model\.from: .* has hidden_size 8, and 16 is needed here"):
+    with pytest.raises(UsageError, match=r"model\.from: .* has hidden_size 8, but this run needs 16"):
         opened("image", tmp_path, **{"model.from": str(trained), "model.hidden_size": 16})
-    with pytest.raises(UsageError, match=r"model\.from: .* is no exported classifier"):
+    with pytest.raises(UsageError, match=r"model\.from: .* is not an exported classifier"):
         opened("image", tmp_path, **{"model.from": str(tmp_path)})
 
 
@@ -233,7 +233,7 @@ def test_the_loss_is_the_one_of_the_recipe(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_classified_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"data\.buckets: a classifier sees pictures of one shape"):
+    with pytest.raises(UsageError, match=r"data\.buckets: a classifier reads images of one size"):
         opened("image", tmp_path, **{"data.buckets": 3, "data.image_size": 8})
     alone = pictures(tmp_path / "alone", names=("top",), count=16)
     with pytest.raises(DataError, match="only the class top; a classifier needs two"):

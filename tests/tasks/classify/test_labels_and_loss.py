@@ -129,7 +129,7 @@ def test_texts_that_are_cut_are_told(tmp_path: Path) -> None:
     workload = prepared(tmp_path, {"data.sequence_length": 8})
     lengths = [len(one) for one in workload._ids([row["text"] for row in small_texts.rows()])]
     assert any(
-        f"of {len(workload.data.training())} texts are cut at 8 tokens: data.sequence_length" in n
+        f"of {len(workload.data.training())} texts are truncated to 8 tokens: data.sequence_length" in n
         for n in workload.data.notes
     )
     assert workload.count_truncated([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)

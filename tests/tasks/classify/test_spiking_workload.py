@@ -165,7 +165,7 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
             assert torch.equal(models["model"].eval()(batch["image"]).logits, run.model(batch["image"]).logits)
     other = {"model.kind": "convnet", "model.from": str(trained), "data.input": "image"}
     plain = {key: value for key, value in settings(tmp_path, **other).items() if "firing" not in key}
-    with pytest.raises(UsageError, match=r"is of another kind; set model\.kind=spiking"):
+    with pytest.raises(UsageError, match=r"has a spiking network; set model\.kind=spiking"):
         registry.open_workload(load_recipe(["classify/image", plain]).recipe, progress=lambda *_: None)
 
 

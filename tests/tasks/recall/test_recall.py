@@ -345,7 +345,7 @@ def test_a_run_keeps_its_memory_and_is_evaluated_with_it(lasting_run: Path, caps
     said = json.loads(capsys.readouterr().out)["metrics"]
     assert said == pytest.approx({name: measured[name] for name in said}, rel=1e-6)
     assert set(said) == {"loss", "retrieval_accuracy", "retrieval_accuracy_without_memory"}
-    assert "told v" in (lasting_run / "samples" / "step-00000008" / "00.txt").read_text()
+    assert "predicted v" in (lasting_run / "samples" / "step-00000008" / "00.txt").read_text()
 
 
 def test_an_export_has_everything_that_answers(lasting_run: Path, tmp_path: Path) -> None:

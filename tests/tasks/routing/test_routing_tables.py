@@ -82,13 +82,13 @@ def test_a_rule_without_an_expert_is_refused_by_its_row(run: Path, tmp_path: Pat
     path = table(tmp_path / "r5.csv", rule=[0, 1, 2, 4] * 24)
     with pytest.raises(DataError) as caught:
         bottega.load(run).evaluate(path)
-    assert str(caught.value).startswith("r5.csv:5: has rule 4, and this run has 3 experts")
+    assert str(caught.value).startswith("r5.csv:5: has rule 4, but this run has 3 experts")
 
 
 def test_a_column_of_words_is_left_out_and_said(run: Path, tmp_path: Path) -> None:
     path = table(tmp_path / "city.csv", columns=["city", *NAMES, "rule", "label"], city=["Rome", ""] * 48)
     found = small_routing.train(tmp_path, **{"data.train.path": path, "training.max_steps": 1})
-    assert "column 'city' holds no numbers and is left out" in (found.path / "log.txt").read_text()
+    assert "column 'city' is not numeric and is left out" in (found.path / "log.txt").read_text()
     assert bottega.load(found.path).workload.metadata.columns == tuple(NAMES)
 
 
@@ -108,8 +108,11 @@ def test_a_cell_that_is_no_number_is_named(tmp_path: Path, value: str, said: str
 
 
 def test_labels_that_are_none(tmp_path: Path) -> None:
-    asked = "own.csv: its 96 rows have 96 labels; is that column the label? name the right one with data.train.label"
-    assert refused(tmp_path, table(tmp_path / "own.csv", label=range(96))).endswith(asked)
+    message = (
+        "own.csv: 96 rows have 96 different labels, so this column is probably not the label; "
+        "name the right one with data.train.label"
+    )
+    assert refused(tmp_path, table(tmp_path / "own.csv", label=range(96))).endswith(message)
     one = refused(tmp_path, table(tmp_path / "own.csv", label=[1] * 96))
     assert "all of the class '1'" in one
     assert "name another column with data.train.label" in one
@@ -136,7 +139,7 @@ def test_rows_are_told_by_the_command(run: Path, tmp_path: Path, capsys: pytest.
     assert [row["expert"] for row in rows] == chosen[:, 0].tolist()
     assert cli.main(["predict", str(run), "--data", path]) == 0
     assert capsys.readouterr().out.splitlines()[0].split("\t")[2:] == [f"e{chosen[0, 0]}", "new.csv:2"]
-    for words, said in (([], "give a table with --data FILE"), (["a text"], "rows of numbers, not of texts")):
+    for words, said in (([], "give a table with --data FILE"), (["a text"], "rows of numbers, not texts")):
         assert cli.main(["predict", str(run), *words]) == 2
         assert said in capsys.readouterr().err
     bad = table(tmp_path / "bad.csv", columns=["other", *NAMES[1:]], other=np.ones(96))
@@ -167,9 +170,9 @@ def test_a_sequence_shows_each_source() -> None:
 def test_the_first_choice_is_called_so() -> None:
     counts, load = np.array([[3, 1], [0, 4]]), np.array([0.4, 0.6])
     given: dict[str, Any] = {"accuracy": 0.5, "bayes": None, "samples": "8 samples", "load": load, "firing": None}
-    assert "of what the expert can say" in describe_routing(**given, counts=counts, top_k=1)
+    assert "mutual information of rule and expert)" in describe_routing(**given, counts=counts, top_k=1)
     several = describe_routing(**given, counts=counts, top_k=2)
-    assert "of what the first of 2 experts can say" in several
+    assert "mutual information of rule and the first of 2 experts)" in several
     assert several.count("the first of 2 experts") == 2
 
 

@@ -72,7 +72,7 @@ def test_an_evaluation_is_that_of_training_and_reads_other_rows(run: Any, tmp_pa
 def test_rows_of_other_widths_and_labels_are_refused(run: Any, tmp_path: Path) -> None:
     saved, rows = bottega.load(run.path), small_routing.rows(30)
     np.savez(tmp_path / "wide.npz", x=np.hstack([rows["x"]] * 2), label=rows["label"])
-    with pytest.raises(DataError, match=r"wide.npz: its rows have 16 numbers, and this run has learnt from 8"):
+    with pytest.raises(DataError, match=r"wide.npz: its rows have 16 numbers, but this run was trained on rows of 8"):
         saved.evaluate(tmp_path / "wide.npz")
     np.savez(tmp_path / "odd.npz", x=rows["x"], label=np.where(rows["label"] > 0, 7, 0))
     with pytest.raises(DataError, match="7"):
@@ -223,7 +223,7 @@ def test_a_model_that_cannot_be(changes: dict[str, Any], said: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("without", "changes", "said", "code"),
     [
-        (("rule",), {}, "model.routing_loss_weight: 0.5 needs to know the right expert", 2),
+        (("rule",), {}, "model.routing_loss_weight: 0.5 needs the correct expert of each row", 2),
         (
             (),
             {"model.num_experts": 5},

@@ -24,6 +24,8 @@ from bottega.tasks.classify.losses import LossName
 
 
 class ClassifyModel(Model):
+    """The model of a text classifier: its architecture, dimensions and pretrained weights."""
+
     kind: Literal["transformer", "cnn", "pretrained"] = Field(
         "transformer",
         description="an encoder trained from scratch, Kim's CNN, or the encoder of a transformers folder (from)",
@@ -57,6 +59,8 @@ class ClassifyModel(Model):
 
 
 class ClassifyTokenizer(Tokenizer):
+    """The tokenizer of a text classifier, which can also be one of whole words."""
+
     kind: Literal["words", "bpe", "bytes", "characters", "pretrained"] = Field(  # type: ignore[assignment]
         "words", description="how text becomes numbers"
     )
@@ -72,6 +76,8 @@ Weight = Annotated[Number, Field(gt=0)]
 
 
 class LossOptions(Section):
+    """The loss of a classifier and the weights of its classes."""
+
     name: LossName = Field("cross_entropy", description="the loss to minimise")
     gamma: Number = Field(
         2.0, ge=0, description="focal: how strongly well-classified examples are down-weighted; 0 is cross-entropy"
@@ -92,13 +98,13 @@ class LossOptions(Section):
 
 
 _LOSS = "the loss to minimise; null is cross-entropy"
-
-
 _INPUT = "what is classified: text, image, audio or video"
 _VALIDATION = "validation data: {split: 0.1} or a source"
 
 
 class ClassifyData(TextData):
+    """Labelled texts."""
+
     # All four inputs are listed, though only text is valid here, so that the error for a typo names them all.
     input: Literal["text", "image", "audio", "video"] = Field(
         "text", description=_INPUT, json_schema_extra={"enum": ["text"]}
@@ -139,6 +145,8 @@ def _has_value(section: Any, key: str, value: Any = True) -> bool:
 
 
 class ClassifyRecipe(Recipe):
+    """The recipe of a text classifier."""
+
     task: Literal["classify"] = Field("classify", description="assign a class to each text")
     model: ClassifyModel = Field(default_factory=ClassifyModel, description="the model")
     data: ClassifyData = Field(default_factory=ClassifyData, description="the data")
@@ -181,6 +189,8 @@ class ClassifyRecipe(Recipe):
 
 
 class MediaClassifier(Model):
+    """The convolutional network of a classifier of images, audio or video."""
+
     kind: Literal["convnet"] = Field("convnet", description="the architecture")
     from_: str | None = Field(None, alias="from", description="weights to start from: an exported run or its folder")
     num_labels: Positive | None = Field(None, description="classes; null counts them in the data")
@@ -199,6 +209,8 @@ class MediaClassifier(Model):
 
 
 class ImageClassifier(MediaClassifier):
+    """The network of an image classifier: convolutional or spiking."""
+
     kind: Literal["convnet", "spiking"] = Field("convnet", description="the architecture")  # type: ignore[assignment]
     hidden_size: Positive = Field(
         32,
@@ -260,22 +272,28 @@ SPIKING_KEYS = tuple(name for name in ImageClassifier.model_fields if name not i
 
 
 class ImageClassifyData(ImageData):
+    """Labelled images."""
+
     input: Literal["image"] = Field("image", description=_INPUT)
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class AudioClassifyData(AudioData):
+    """Labelled audio."""
+
     input: Literal["audio"] = Field("audio", description=_INPUT)
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class VideoClassifyData(VideoData):
+    """Labelled videos."""
+
     input: Literal["video"] = Field("video", description=_INPUT)
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
 
 
 class MediaClassifyRecipe(MediaRecipe):
-    """What the recipes of image, audio and video classifiers have in common.
+    """The common part of the recipes of image, audio and video classifiers.
 
     `samples` is off by default; a spiking network writes a plot of its spikes.
     """
@@ -289,6 +307,8 @@ class MediaClassifyRecipe(MediaRecipe):
 
 
 class ImageClassifyRecipe(MediaClassifyRecipe):
+    """The recipe of an image classifier."""
+
     model: ImageClassifier = Field(default_factory=ImageClassifier, description="the model")
     data: ImageClassifyData = Field(default_factory=ImageClassifyData, description="the data")
 
@@ -297,8 +317,12 @@ class ImageClassifyRecipe(MediaClassifyRecipe):
 
 
 class AudioClassifyRecipe(MediaClassifyRecipe):
+    """The recipe of an audio classifier."""
+
     data: AudioClassifyData = Field(default_factory=AudioClassifyData, description="the data")
 
 
 class VideoClassifyRecipe(MediaClassifyRecipe):
+    """The recipe of a video classifier."""
+
     data: VideoClassifyData = Field(default_factory=VideoClassifyData, description="the data")

@@ -1,6 +1,6 @@
-"""The classifying branch: images, sound or video with a class each, and a network, convolutional or spiking, that tells it.
+"""The workload of image, audio and video classifiers, with a convolutional or a spiking network.
 
-A trained one is also a judge of what others generate: `read` says what it takes samples for.
+A trained classifier also evaluates generated samples: see `MediaClassifyWorkload.predict_with_features`.
 """
 
 from __future__ import annotations
@@ -56,14 +56,17 @@ SHAPES: TypeAdapter[Shape] = TypeAdapter(Shape)
 
 
 def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Workload:
+    """Prepare the data of a classifier of any medium and open its workload."""
     if isinstance(recipe, ClassifyRecipe):
         return text_classify.prepare(recipe, progress=progress)
-    checked = _checked(recipe)
+    checked = _check_recipe(recipe)
     prepared = prepare_media(checked, progress=progress)
     classes = Classes(prepared.classes.names)
     if len(classes) < 2:
         named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
-        raise DataError(f"data.train: has {named}; a classifier needs two or more, so name data.condition_field")
+        raise DataError(
+            f"data.train: has {named}; a classifier needs two or more: name their field with data.condition_field"
+        )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(checked))
     mel = fit_mel_processor(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
 
@@ -71,24 +74,25 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Wor
         return np.concatenate([encode_labels(prepared.table(name), classes) for name in prepared.training_tables])
 
     objective = Objective.from_options(checked.loss, labels, classes.names)
-    shape = _shape_of(checked, prepared, len(classes), mel)
+    shape = _resolve_shape(checked, prepared, len(classes), mel)
     return MediaClassifyWorkload(checked, shape, classes, mel, objective, prepared=prepared)
 
 
 def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
+    """Open the workload of a finished run from its `processor` folder."""
     if isinstance(recipe, ClassifyRecipe):
         return text_classify.reopen(recipe, processor, fingerprint)
-    checked = _checked(recipe)
+    checked = _check_recipe(recipe)
     mel = MelProcessor.load(processor) if isinstance(checked, AudioClassifyRecipe) else None
     objective = Objective.load(checked.loss, processor)
     shape, classes = _read_shape(processor), _read_classes(processor)
     return MediaClassifyWorkload(checked, shape, classes, mel, objective, expected=fingerprint, processor=processor)
 
 
-def _checked(recipe: Recipe) -> MediaRecipe:
+def _check_recipe(recipe: Recipe) -> MediaRecipe:
     assert isinstance(recipe, MediaRecipe)
     if not isinstance(recipe, AudioClassifyRecipe) and recipe.data.buckets is not None:
-        raise UsageError("data.buckets: a classifier sees pictures of one shape; leave it out")
+        raise UsageError("data.buckets: a classifier reads images of one size; leave it out")
     return recipe
 
 
@@ -108,7 +112,7 @@ class MediaClassifyWorkload(Workload):
         expected: str | None = None,
         processor: Path | None = None,
     ) -> None:
-        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
         self.recipe = recipe
         self.shape, self.classes, self.mel, self.objective = shape, classes, mel, objective
         self.batch_key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
@@ -118,8 +122,8 @@ class MediaClassifyWorkload(Workload):
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
             **objective.task_fields,
-            **_held_to(recipe),
-            pretrained=str(_checked_start(start, shape)) if start is not None else None,
+            **_firing_rate_fields(recipe),
+            pretrained=str(_check_base_model(start, shape)) if start is not None else None,
         )
         self.metrics = (*text_classify.SINGLE_LABEL_METRICS, *(("objective",) if self.task.has_modified_loss else ()))
         if isinstance(shape, SpikingNetShape):
@@ -161,49 +165,49 @@ class MediaClassifyWorkload(Workload):
     def predict_with_features(
         self, models: Models, samples: np.ndarray, *, device: Any, batch_size: int = 256
     ) -> tuple[np.ndarray, np.ndarray]:
-        """What samples are taken for: probabilities [n, k], and features [n, d] in which the likes of them are near.
+        """Return the class probabilities, (n, classes), and the features of the last hidden layer, (n, features).
 
-        Images [n, h, w, c] and videos [n, f, h, w, c] are floats as `data.normalise` makes them, sounds are [n, samples]
-        at the sample rate of this run.
+        Images (n, height, width, channels) and videos (n, frames, height, width, channels) are floats in the range of
+        `data.normalise`; audio is (n, samples) at the sample rate of this run.
         """
         model, rank = models["model"], 2 if self.mel is not None else len(self.shape.grid) + 2
-        wanted = (*self.shape.grid, self.shape.channels)
-        if samples.ndim != rank or (self.mel is None and samples.shape[1:] != wanted):
-            form = "[n, samples]" if self.mel is not None else str(["n", *wanted]).replace("'", "")
-            raise UsageError(f"this classifier reads {self.recipe.data.input} {form}, not {list(samples.shape)}")
-        was, chances, features = model.training, [], []
+        expected = (*self.shape.grid, self.shape.channels)
+        if samples.ndim != rank or (self.mel is None and samples.shape[1:] != expected):
+            form = "(n, samples)" if self.mel is not None else str(("n", *expected)).replace("'", "")
+            raise UsageError(f"this classifier reads {self.recipe.data.input} of shape {form}, not {samples.shape}")
+        was_training, probabilities, features = model.training, [], []
         model.eval()
         try:
             for first in range(0, len(samples), batch_size):
                 part = samples[first : first + batch_size]
                 x = np.ascontiguousarray(part if self.mel is None else self.mel.encode(part), np.float32)
-                found = model.features(torch.from_numpy(x).to(device))
-                chances.append(model.head(found).float().softmax(dim=1).cpu().numpy())
-                features.append(found.float().cpu().numpy())
+                hidden = model.features(torch.from_numpy(x).to(device))
+                probabilities.append(model.head(hidden).float().softmax(dim=1).cpu().numpy())
+                features.append(hidden.float().cpu().numpy())
         finally:
-            model.train(was)
-        none = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
-        return np.concatenate([none[0], *chances]), np.concatenate([none[1], *features])
+            model.train(was_training)
+        empty = np.zeros((0, self.shape.num_labels), np.float32), np.zeros((0, self.shape.num_features), np.float32)
+        return np.concatenate([empty[0], *probabilities]), np.concatenate([empty[1], *features])
 
     @torch.no_grad()
     def predict(
         self, models: Models, external: ExternalData, *, device: Any, batch_size: int = 64
     ) -> tuple[list[str], np.ndarray]:
-        """The names of other samples, which need no label, and how likely each class is of each, float32 [n, K]."""
+        """Return the names of external samples, which need no label, and their class probabilities, float32 (n, classes)."""
         rows = self.tables.unlabelled_rows(external)
         source = self.tables.samples(rows)
-        found = [np.zeros((0, len(self.classes)), np.float32)]
+        probabilities = [np.zeros((0, len(self.classes)), np.float32)]
         for first in range(0, len(source), batch_size):
             index = np.arange(first, min(first + batch_size, len(source)))
             batch = source.rows(index, np.zeros_like(index))
             x: dict[str, torch.Tensor] = {
                 self.batch_key: torch.from_numpy(np.ascontiguousarray(batch[self.batch_key])).to(device)
             }
-            found.append(self.task.predict(models, x).float().softmax(dim=1).cpu().numpy())
-        return read_text_column(rows.table, "key"), np.concatenate(found)
+            probabilities.append(self.task.predict(models, x).float().softmax(dim=1).cpu().numpy())
+        return read_text_column(rows.table, "key"), np.concatenate(probabilities)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
+        """Write model.safetensors and a config.json that describes the network in full, since no other library has it."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "model_type": SPIKING_TYPE if isinstance(self.shape, SpikingNetShape) else MODEL_TYPE,
@@ -235,7 +239,7 @@ class SpikeSampler(Sampler):
         write_raster(models["model"], rows, self.classes, folder, device=device)
 
 
-def _shape_of(recipe: MediaRecipe, prepared: PreparedData, num_labels: int, mel: MelProcessor | None) -> Shape:
+def _resolve_shape(recipe: MediaRecipe, prepared: PreparedData, num_labels: int, mel: MelProcessor | None) -> Shape:
     if mel is not None:
         *grid, channels = mel.shape
     elif isinstance(recipe, VideoClassifyRecipe):
@@ -249,34 +253,36 @@ def _shape_of(recipe: MediaRecipe, prepared: PreparedData, num_labels: int, mel:
     sizes |= {"grid": tuple(grid), "channels": channels, "num_labels": num_labels}
     if not isinstance(model, ImageClassifier) or model.kind != "spiking":
         return ConvNetShape(**sizes)
-    said = {key: value for key in SPIKING_KEYS if (value := getattr(model, key)) is not None}
-    renamed = {"threshold": said.pop("spike_threshold")} if "spike_threshold" in said else {}
-    neuron = SpikingShape(**{key: said[key] for key in SpikingShape.model_fields if key in said}, **renamed)
+    options = {key: value for key in SPIKING_KEYS if (value := getattr(model, key)) is not None}
+    renamed = {"threshold": options.pop("spike_threshold")} if "spike_threshold" in options else {}
+    neuron = SpikingShape(**{key: options[key] for key in SpikingShape.model_fields if key in options}, **renamed)
     coding = {"coding": model.coding} if model.coding is not None else {}
     lowest = -1.0 if recipe.data.normalise == "symmetric" else 0.0
     return SpikingNetShape(**sizes, **coding, lowest=lowest, neuron=neuron)
 
 
-def _held_to(recipe: MediaRecipe) -> dict[str, float]:
-    """The fields of a `Classification` that say how often units are to fire."""
+def _firing_rate_fields(recipe: MediaRecipe) -> dict[str, float]:
+    """Return the fields of a `Classification` that set the target firing rate."""
     keys = ("firing_rate", "firing_rate_weight")
     return {key: value for key in keys if (value := getattr(recipe.model, key, None)) is not None}
 
 
-def _checked_start(folder: Path, shape: Shape) -> Path:
-    """The folder to start from, refused by name where its network is another one."""
+def _check_base_model(folder: Path, shape: Shape) -> Path:
+    """Return the folder of the weights to start from; raise UsageError if its network differs from `shape`."""
     try:
         config = json.loads((folder / CONFIG).read_bytes())
-        found = SHAPES.validate_python(config["shape"])
+        base = SHAPES.validate_python(config["shape"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"model.from: {folder} is no exported classifier of images, sound or video") from None
-    if type(found) is not type(shape):
-        kind = "spiking" if isinstance(found, SpikingNetShape) else "convnet"
-        raise UsageError(f"model.from: {folder} is of another kind; set model.kind={kind}, or name another folder")
+        raise UsageError(f"model.from: {folder} is not an exported classifier of images, audio or video") from None
+    if type(base) is not type(shape):
+        kind = "spiking" if isinstance(base, SpikingNetShape) else "convnet"
+        raise UsageError(f"model.from: {folder} has a {kind} network; set model.kind={kind}, or name another folder")
     for key in ("hidden_size", "num_layers", "num_labels", "channels", "grid"):
-        asked, has = getattr(shape, key), getattr(found, key)
-        if asked != has:
-            raise UsageError(f"model.from: {folder} has {key} {has}, and {asked} is needed here")
+        needed, actual = getattr(shape, key), getattr(base, key)
+        if needed != actual:
+            raise UsageError(
+                f"model.from: {folder} has {key} {actual}, but this run needs {needed}; name another folder"
+            )
     return folder
 
 

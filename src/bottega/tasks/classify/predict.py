@@ -26,28 +26,29 @@ KINDS = {"image": "images", "audio": "audio", "video": "video"}
 def predict_texts(
     workload: TextClassifyWorkload, models: Models, new: NewSamples, *, device: Any
 ) -> list[dict[str, Any]]:
-    texts = _texts(workload, new)
+    """Return the predicted class or classes of each text; an empty text has none."""
+    texts = _read_texts(workload, new)
     if not any(text.strip() for text in texts):
-        raise DataError("there is no text to classify; give some, a file with --data, or lines on standard input")
-    chances = workload.predict(models, texts, device=device)
-    cut, limit = workload.count_truncated(texts)
-    if cut:
-        print_notice(f"{cut:,} of {len(texts):,} texts are cut at {limit} tokens, which is what the run reads")
+        raise DataError("there is no text to classify; give texts, a file with --data, or lines on standard input")
+    probabilities = workload.predict(models, texts, device=device)
+    truncated, limit = workload.count_truncated(texts)
+    if truncated:
+        print_notice(f"{truncated:,} of {len(texts):,} texts are truncated to {limit} tokens, the maximum of this run")
     names = workload.classes.names
     rows: list[dict[str, Any]] = []
-    for text, row in zip(texts, chances.tolist(), strict=True):
+    for text, row in zip(texts, probabilities.tolist(), strict=True):
         if not text.strip():
             rows.append({"text": text, "predicted": None, "probability": None, "probabilities": None})
         elif workload.recipe.data.multi_label:
-            every = dict(zip(names, row, strict=True))
-            chosen = [name for name, chance in every.items() if chance >= THRESHOLD]
-            rows.append({"text": text, "predicted": chosen, "probability": every, "probabilities": every})
+            by_name = dict(zip(names, row, strict=True))
+            chosen = [name for name, probability in by_name.items() if probability >= THRESHOLD]
+            rows.append({"text": text, "predicted": chosen, "probability": by_name, "probabilities": by_name})
         else:
             rows.append({"text": text, **predict_class(names, row)})
     return rows
 
 
-def _texts(workload: TextClassifyWorkload, new: NewSamples) -> Sequence[str]:
+def _read_texts(workload: TextClassifyWorkload, new: NewSamples) -> Sequence[str]:
     if new.data is not None:
         return read_texts(new.data, workload.recipe.data.train)
     return new.inputs if new.inputs or new.standard_input is None else read_lines(new.standard_input)
@@ -56,18 +57,19 @@ def _texts(workload: TextClassifyWorkload, new: NewSamples) -> Sequence[str]:
 def predict_media(
     workload: MediaClassifyWorkload, models: Models, new: NewSamples, *, device: Any
 ) -> list[dict[str, Any]]:
+    """Return the predicted class of each image, audio clip or video in files and folders."""
     medium = workload.recipe.data.input
     if not new.paths:
-        raise UsageError(f"this run classifies {medium}; name files or folders of it: bottega predict RUN PATH")
+        raise UsageError(f"this run classifies {medium}; name files or folders: bottega predict RUN PATH")
     for path in filter(is_missing, new.paths):
-        raise UsageError(f"{path} is not there; this run classifies {medium}: name files or folders")
-    keys, chances = workload.predict(models, ExternalData(_media_source(new.paths, medium)), device=device)
+        raise UsageError(f"{path} does not exist; this run classifies {medium}: name files or folders")
+    keys, probabilities = workload.predict(models, ExternalData(_media_source(new.paths, medium)), device=device)
     names = workload.classes.names
-    return [{"file": key, **predict_class(names, row)} for key, row in zip(keys, chances.tolist(), strict=True)]
+    return [{"file": key, **predict_class(names, row)} for key, row in zip(keys, probabilities.tolist(), strict=True)]
 
 
 def _media_source(paths: list[str], medium: str) -> Source:
-    """Paths as a source. Of folders only the files of the medium are taken, whatever else lies there."""
+    """Return the paths as a source; of folders it reads only the files of the medium."""
     source = Source.model_validate({"path": paths})
     if not any(Path(path).expanduser().is_dir() for path in paths):
         return source

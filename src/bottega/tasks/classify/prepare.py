@@ -21,8 +21,7 @@ from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.prepare.labels import BLANKS, COPY, NAME_IT, NUMBER, SKIP, WORD, LabelReader
 from bottega.data.prepare.prepared import PlannedTexts, PreparationPlan, PreparedData, open_if_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.prepare.tokenizer_training import load_or_train_tokenizer as learn
-from bottega.data.prepare.tokenizer_training import open_tokenizer, tokenizer_metadata
+from bottega.data.prepare.tokenizer_training import load_or_train_tokenizer, open_tokenizer, tokenizer_metadata
 from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.cache import default_cache
 from bottega.data.tables.classes import find_classes, read_text_column
@@ -65,7 +64,7 @@ def prepare_classify(
     data = resolve_embedded_sources(data, "jsonl", find_docstrings_file)
     inputs, shares = collect_inputs(data)
     check_medium(inputs, "text")
-    inputs, notes = _as_lines(inputs)
+    inputs, notes = _read_as_lines(inputs)
     if data.multi_label and any(input.source_files.source.labels is not None for input in inputs):
         raise UsageError(
             "labels: texts with several classes cannot be filtered by class; leave it out, or give separate files"
@@ -74,19 +73,19 @@ def prepare_classify(
     # The copies depend on the thesaurus, so it is part of the cache key.
     thesaurus = synonyms.synonym_source() if changes and "synonym_replacement" in changes.techniques else None
     reader = LabelReader(data.label_field, data.label_separator if data.multi_label else None)
-    given = load_pretrained_tokenizer(spec)
-    _check_length(data, spec, given)
+    pretrained = load_pretrained_tokenizer(spec)
+    _check_length(data, spec, pretrained)
 
     def encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> LabelledEncoder:
-        tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
+        tokenizer = load_or_train_tokenizer(spec, pretrained, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
         checks = LabelChecks(texts.plan.tables, _stratified_folds(data.split), num_classes)
         return LabelledEncoder(folder / "tokenizer", tokenizer.dtype.str, reader, changes, seed, checks, notes)
 
-    learned = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
+    vocabulary = (spec.vocab_size, spec.min_frequency) if spec.kind == "words" else None
     # The maximum length belongs to the model, so the tokenizer's fingerprint does not cover it.
-    longest = given.model_max_length if given is not None else None
-    options = (*tokenizer_cache_key(spec, given), changes, thesaurus, seed if changes else None)
+    longest = pretrained.model_max_length if pretrained is not None else None
+    options = (*tokenizer_cache_key(spec, pretrained), changes, thesaurus, seed if changes else None)
     plan = PreparationPlan(
         task="classify",
         inputs=inputs,
@@ -94,7 +93,7 @@ def prepare_classify(
         data=data,
         rules=Rules.for_text(data, label=data.label_field, class_names=data.class_name_by_number),
         encoder=encoder,
-        options=(*options, FORMAT, reader, learned, longest),
+        options=(*options, FORMAT, reader, vocabulary, longest),
         label_field=data.label_field,
         # A label is then a list, so the encoder finds the classes.
         needs_classes=not data.multi_label,
@@ -104,34 +103,34 @@ def prepare_classify(
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 
 
-def _as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
+def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[str, ...]]:
     """Read text files line by line, each a label and a text, and return notes that say so."""
     from bottega.data.formats.lines import detect_line_layout
 
     changed, notes = [], []
     for input in inputs:
-        found = input.source_files
-        if found.kind not in ("text", "lines"):
+        files = input.source_files
+        if files.kind not in ("text", "lines"):
             changed.append(input)
             continue
-        source = found.source
-        if found.kind == "text" or source.delimiter is None:
-            form = detect_line_layout(found.paths)
-            source = source.model_copy(update={"delimiter": form.delimiter, "columns": form.columns})
-            signs = {"\t": "a tab", " ": "a space"}
-            order = "a label, then a text" if form.label_first else "a text, then a label"
+        source = files.source
+        if files.kind == "text" or source.delimiter is None:
+            layout = detect_line_layout(files.paths)
+            source = source.model_copy(update={"delimiter": layout.delimiter, "columns": layout.columns})
+            names = {"\t": "a tab", " ": "a space"}
+            order = "a label, then a text" if layout.label_first else "a text, then a label"
             notes.append(
-                f"{found.root}: each line is read as {order}, divided by {signs.get(form.delimiter, form.delimiter)}"
+                f"{files.root}: each line is read as {order}, separated by {names.get(layout.delimiter, layout.delimiter)}"
             )
-        changed.append(replace(input, source_files=replace(found, kind="lines", source=source)))
+        changed.append(replace(input, source_files=replace(files, kind="lines", source=source)))
     return tuple(changed), tuple(dict.fromkeys(notes))
 
 
 def _check_ready(ready: PreparedData, data: ClassifyData, spec: TokenizerSpec) -> None:
     if ready.metadata.get("multi_label", False) != data.multi_label:
-        has = "one class" if data.multi_label else "several classes"
+        number = "one class" if data.multi_label else "several classes"
         raise DataError(
-            f"{ready.folder} was prepared with {has} per text, but data.multi_label is {str(data.multi_label).lower()}; "
+            f"{ready.folder} was prepared with {number} per text, but data.multi_label is {str(data.multi_label).lower()}; "
             "prepare it again"
         )
     if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.metadata["tokenizer"]:
@@ -140,8 +139,8 @@ def _check_ready(ready: PreparedData, data: ClassifyData, spec: TokenizerSpec) -
         )
 
 
-def _check_length(data: ClassifyData, spec: TokenizerSpec, given: Tokenizer | None) -> None:
-    longest = given.model_max_length if given is not None else None
+def _check_length(data: ClassifyData, spec: TokenizerSpec, pretrained: Tokenizer | None) -> None:
+    longest = pretrained.model_max_length if pretrained is not None else None
     if longest is not None and data.sequence_length is not None and data.sequence_length > longest:
         raise UsageError(
             f"data.sequence_length: {data.sequence_length} exceeds the {longest} tokens that {spec.path} can read; lower it"
@@ -277,9 +276,9 @@ class LabelledEncoder(Encoder):
                 group.append((table, row))
                 characters += len(row["text"]) if not isinstance(row, BadRecord) else 0
             if characters >= CHARACTERS_PER_CALL:
-                yield from _tokenised(group, tokenizer)
+                yield from _tokenise(group, tokenizer)
                 group, characters = [], 0
-        yield from _tokenised(group, tokenizer)
+        yield from _tokenise(group, tokenizer)
 
     def _texts(self, record: Record, *, is_training: bool) -> Iterator[Row | BadRecord]:
         try:
@@ -302,7 +301,7 @@ class LabelledEncoder(Encoder):
                 yield {"text": copy, "label": label, "form": COPY, "key": f"{record.key}~{number}"}
 
 
-def _tokenised(group: list[tuple[str, Row | BadRecord]], tokenizer: Tokenizer) -> Iterator[tuple[str, Row | BadRecord]]:
+def _tokenise(group: list[tuple[str, Row | BadRecord]], tokenizer: Tokenizer) -> Iterator[tuple[str, Row | BadRecord]]:
     texts = [row["text"] for _, row in group if not isinstance(row, BadRecord)]
     ids = tokenizer.encode_documents(texts)
     for table, row in group:

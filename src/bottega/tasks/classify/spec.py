@@ -13,6 +13,7 @@ from bottega.tasks.weights import drop_dimensions
 
 
 def prepare(recipe: Any, progress: Any) -> Any:
+    """Prepare the data of a classifier of any medium."""
     if not isinstance(recipe, ClassifyRecipe):
         from bottega.data.prepare.media import prepare_media
 
@@ -30,6 +31,7 @@ def prepare(recipe: Any, progress: Any) -> Any:
 
 
 def adapt(base: FlatConfig, layer: FlatConfig) -> list[str]:
+    """Drop the dimensions of `base` that belong to another model than the one that `layer` starts from."""
     drop_dimensions(base, layer, _is_encoder)
     return []
 
@@ -39,8 +41,9 @@ def _is_encoder(values: Mapping[str, Any]) -> bool:
     return is_text and values.get("model.kind", "transformer") != "cnn"
 
 
-def asks(recipe: Any, processor: Path) -> str | None:
-    return '"a text of yours"' if isinstance(recipe, ClassifyRecipe) else recipe.data.train.path
+def example_input(recipe: Any, processor: Path) -> str | None:
+    """Return an example argument for `bottega predict RUN`."""
+    return '"your text"' if isinstance(recipe, ClassifyRecipe) else recipe.data.train.path
 
 
 SPEC = TaskSpec(
@@ -60,7 +63,7 @@ SPEC = TaskSpec(
     refuses={
         "generate": "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
     },
-    asks=asks,
+    asks=example_input,
     has_labels=True,
     smooths_labels=True,
     loss_is_cross_entropy=True,

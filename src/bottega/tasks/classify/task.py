@@ -143,7 +143,7 @@ class Classification(Task):
         terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": activity_sums(trains, counted)["firing_rate"]}
         if self.has_firing_rate_target:
             assert self.firing_rate is not None
-            each = torch.stack([firing_rate_penalties(one, self.firing_rate) for one in spikes]).mean(0)
+            each = torch.stack([firing_rate_penalties(layer, self.firing_rate) for layer in spikes]).mean(0)
             terms["firing"] = (torch.where(counted, each, 0.0).sum(), self.firing_rate_weight)
         return Loss(terms, metrics, {**out.rows, "units": unit_activity(trains, self.shape.neuron.highest_rate)})
 
@@ -183,10 +183,10 @@ class Classification(Task):
         return self._forward(models, batch, None)[0]
 
     def score(self, rows: Rows) -> dict[str, float]:
-        found = classification.classification_metrics(
+        metrics = classification.classification_metrics(
             rows["probability"], rows["labels" if self.multi_label else "label"]
         )
-        return found | unit_activity_metrics(rows["units"]) if "units" in rows else found
+        return metrics | unit_activity_metrics(rows["units"]) if "units" in rows else metrics
 
     def _forward(self, models: Models, batch: Batch, rng: Noise | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return the logits, and for a spiking network the spikes of each layer.

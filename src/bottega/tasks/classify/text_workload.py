@@ -1,4 +1,4 @@
-"""The branch that classifies text: labelled texts, their tokenizer, and a network that tells their classes."""
+"""The workload of text classifiers: labelled texts, their tokenizer, and an encoder, Kim's CNN or a pretrained model."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ MULTI_LABEL_METRICS = ("loss", "exact_match", "label_accuracy", "macro_f1", "wei
 
 
 def prepare(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int], None]) -> TextClassifyWorkload:
-    prepared = _prepared(recipe, progress)
+    """Prepare the labelled texts and open the workload."""
+    prepared = _prepare_texts(recipe, progress)
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe))
     shape = resolve_text_classifier_shape(recipe, prepared.tokenizer.vocab_size, classes.names)
 
@@ -64,14 +65,15 @@ def prepare(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int], None]
 
 
 def reopen(recipe: ClassifyRecipe, processor: Path, fingerprint: str) -> TextClassifyWorkload:
-    # Shape and classes are read back: the data, or the folder that a run started from, may be gone by now.
+    """Open the workload of a finished run from its `processor` folder."""
+    # Shape and classes are read from there: the data, or the model that the run started from, may be gone.
     classes, shape, objective = _read_classes(processor), _read_shape(processor), Objective.load(recipe.loss, processor)
     return TextClassifyWorkload(
         recipe, Tokenizer.load(processor), classes, shape, objective, expected=fingerprint, processor=processor
     )
 
 
-def _prepared(
+def _prepare_texts(
     recipe: ClassifyRecipe, progress: Callable[[str, int, int], None], *, processor: Path | None = None
 ) -> PreparedData:
     spec = resolve_tokenizer_spec(recipe, processor=processor)
@@ -96,7 +98,7 @@ class TextClassifyWorkload(Workload):
         expected: str | None = None,
         processor: Path | None = None,
     ) -> None:
-        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
         self.objective = objective
         self._processor = processor
@@ -128,41 +130,46 @@ class TextClassifyWorkload(Workload):
         self.predictor = Predictor("texts", partial(predict_texts, self))
 
     def _notes(self, prepared: PreparedData) -> list[str]:
-        return [*describe_rare_classes(prepared, self.classes), *self._cut(prepared), *self._unasked()]
+        return [
+            *describe_rare_classes(prepared, self.classes),
+            *self._truncation_notes(prepared),
+            *self._override_notes(),
+        ]
 
-    def _unasked(self) -> list[str]:
-        """What the recipe says and what happens in its place."""
+    def _override_notes(self) -> list[str]:
+        """Return a note for each recipe value that is replaced by another."""
         model, tokenizer = self.recipe.model, self.recipe.data.tokenizer
-        found = []
+        notes = []
         if model.kind == "pretrained" and "kind" in tokenizer.model_fields_set and tokenizer.kind != "pretrained":
-            found.append(f"data.tokenizer.kind: {tokenizer.kind} is not used: {model.from_} brings its own tokenizer")
+            notes.append(f"data.tokenizer.kind: {tokenizer.kind} is not used; {model.from_} has its own tokenizer")
         if self.recipe.data.multi_label and self.recipe.evaluation.metric == "exact_match":
-            found.append(
-                "evaluation.metric: of several labels, exact_match (all labels of a text right) keeps the best"
+            notes.append(
+                "evaluation.metric: with multi_label, exact_match (all labels of a text right) selects the best checkpoint"
             )
-        return found
+        return notes
 
-    def _cut(self, prepared: PreparedData) -> list[str]:
-        """How many training texts are longer than what the model reads."""
-        form = TextCollator.from_metadata(prepared.metadata, sequence_length=self.sequence_length)
+    def _truncation_notes(self, prepared: PreparedData) -> list[str]:
+        """Return a note that counts the training texts that are longer than the model's maximum, if there are any."""
+        collator = TextCollator.from_metadata(prepared.metadata, sequence_length=self.sequence_length)
         lengths = [prepared.table(name).lengths("input_ids") for name in prepared.training_tables]
-        cut, count = sum(map(form.count_truncated, lengths)), sum(map(len, lengths))
-        return [f"{cut:,} of {count:,} texts are cut at {form.max_length} tokens: data.sequence_length"] if cut else []
+        truncated, count = sum(map(collator.count_truncated, lengths)), sum(map(len, lengths))
+        note = f"{truncated:,} of {count:,} texts are truncated to {collator.max_length} tokens: data.sequence_length"
+        return [note] if truncated else []
 
     @property
     def sequence_length(self) -> int | None:
-        """Ids of the longest text that the model reads."""
+        """Maximum number of tokens of a text; None is unlimited."""
         limits = [n for n in (self.recipe.data.sequence_length, self.shape.max_positions) if n is not None]
         return min(limits, default=None)
 
     def _prepare(self, recipe: ClassifyRecipe) -> PreparedData:
-        return _prepared(recipe, lambda stage, done, total: None, processor=self._processor)
+        return _prepare_texts(recipe, lambda stage, done, total: None, processor=self._processor)
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> LabelledTexts:
         return self._texts(prepared, name)
 
     def _read_external(self, external: ExternalData) -> Source:
-        """Other texts through this run's own tokenizer, with the classes that it has learnt."""
+        """Encode external texts with the tokenizer and the classes of this run."""
         data = external.replace_in(self.recipe.data)
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
@@ -179,33 +186,37 @@ class TextClassifyWorkload(Workload):
 
     @torch.no_grad()
     def predict(self, models: Models, texts: Sequence[str], *, device: Any, batch_size: int = 128) -> np.ndarray:
-        """How likely each class is of each text: float32 [n, K], in the order of the texts.
+        """Return the class probabilities of each text, float32 (n, classes).
 
-        Each row adds up to 1, or each number stands for itself where a text may have several classes.
+        Each row sums to 1, except with `data.multi_label`, where the classes are independent.
         """
-        form = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
+        collator = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
         ids = self._ids(texts)
-        found = np.zeros((len(ids), len(self.classes)), np.float32)
-        # Texts of like lengths together: a batch is as long as its longest.
-        order = np.argsort([len(one) for one in ids], kind="stable")
+        probabilities = np.zeros((len(ids), len(self.classes)), np.float32)
+        # Texts of similar length share a batch, which is padded to the longest.
+        order = np.argsort([len(text) for text in ids], kind="stable")
         for first in range(0, len(order), batch_size):
             chosen = order[first : first + batch_size]
-            batch = {k: torch.from_numpy(v).to(device) for k, v in form.collate([ids[i] for i in chosen]).items()}
+            batch = {k: torch.from_numpy(v).to(device) for k, v in collator.collate([ids[i] for i in chosen]).items()}
             logits = self.task.predict(models, batch).float()
-            found[chosen] = (logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)).cpu().numpy()
-        return found
+            outputs = logits.sigmoid() if self.task.multi_label else logits.softmax(dim=1)
+            probabilities[chosen] = outputs.cpu().numpy()
+        return probabilities
 
     def count_truncated(self, texts: Sequence[str]) -> tuple[int, int | None]:
-        """How many of these texts are longer than what the model reads, and how much that is."""
-        form = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
-        return form.count_truncated(np.array([len(one) for one in self._ids(texts)])), form.max_length
+        """Return how many of the texts are longer than the maximum length, and that length in tokens."""
+        collator = TextCollator.from_tokenizer(self.tokenizer, sequence_length=self.sequence_length)
+        return collator.count_truncated(np.array([len(ids) for ids in self._ids(texts)])), collator.max_length
 
     def _ids(self, texts: Sequence[str]) -> list[np.ndarray]:
-        return [np.asarray(one) for one in self.tokenizer.encode_documents(list(texts))]
+        return [np.asarray(ids) for ids in self.tokenizer.encode_documents(list(texts))]
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """The layout of transformers where the model is one of its own; else config.json, which says all that decides the
-        network, and model.safetensors. The tokenizer lies beside it."""
+        """Write the model and its tokenizer.
+
+        The layout is that of transformers if the model is one of its own, else model.safetensors and a config.json that
+        describes the network in full.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(folder)
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
@@ -239,7 +250,9 @@ class TextClassifyProcessor(FolderProcessor):
         except (MetadataMissing, OSError, DataError):
             return False
         if previous != (self.shape, self.classes, self.tokenizer.fingerprint):
-            raise DataError("the data gives another tokenizer or other classes than this run has; use --fresh")
+            raise DataError(
+                "the data now gives another tokenizer or other classes than this run has; start over with --fresh"
+            )
         return True
 
     def write(self, folder: Path) -> None:
@@ -250,11 +263,11 @@ class TextClassifyProcessor(FolderProcessor):
 
 
 def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names: Sequence[str]) -> TextClassifierShape:
-    """What the recipe says of the model, and the customary sizes for the rest."""
+    """Return the dimensions of the model: those of the recipe, and defaults for the rest."""
     model = recipe.model
     if model.kind == "pretrained":
         start = find_base_folder(recipe)
-        assert start is not None, "the schema asks for it"
+        assert start is not None, "the recipe schema requires model.from"
         shape = read_pretrained_shape(
             start,
             names,
@@ -265,7 +278,7 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
         for key in ("hidden_size", "num_layers", "num_heads"):
             value, actual = getattr(model, key), shape.dimension(key)
             if value is not None and actual is not None and value != actual:
-                raise UsageError(f"model.{key}: {value} was asked for, and model.from has {actual}; leave it out")
+                raise UsageError(f"model.{key}: {value} differs from {actual} of model.from; leave it out")
         return shape
     if model.vocab_size is not None and model.vocab_size < vocab_size:
         raise UsageError(
@@ -274,12 +287,12 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
     keys: tuple[str, ...] = ("embed_size", "num_filters", "filter_sizes", "dropout")
     if model.kind == "transformer":
         keys = ("hidden_size", "num_layers", "num_heads", "dropout", "attention_dropout")
-    given = {key: value for key in keys if (value := getattr(model, key)) is not None}
+    sizes = {key: value for key in keys if (value := getattr(model, key)) is not None}
     common = {"vocab_size": model.vocab_size or vocab_size, "num_labels": len(names)}
     if model.kind == "transformer" and recipe.data.sequence_length is not None:
-        given["max_positions"] = recipe.data.sequence_length
+        sizes["max_positions"] = recipe.data.sequence_length
     try:
-        return EncoderShape(**common, **given) if model.kind == "transformer" else KimShape(**common, **given)
+        return EncoderShape(**common, **sizes) if model.kind == "transformer" else KimShape(**common, **sizes)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -76,6 +76,8 @@ class LanguageModel(Model):
 
 
 class LanguageData(TextData):
+    """Texts, their tokenizer, and how they become examples."""
+
     validation: HeldOut | None = Field(HeldOut(split=0.05), description="validation data: {split: 0.05} or a source")
     tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="how text becomes numbers")
     sequence_length: Positive | None = Field(None, description="tokens in an example; null is the model's context")
@@ -86,6 +88,8 @@ class LanguageData(TextData):
 
 
 class LanguageSamples(Samples):
+    """Texts that are generated during training."""
+
     prompts: tuple[str, ...] = Field(("\n",), min_length=1, description="prompts of the samples, used in turn")
     max_new_tokens: Positive = Field(200, description="length of a sample")
     temperature: Number = Field(0.8, ge=0, description="sampling temperature; 0 is greedy")
@@ -96,6 +100,8 @@ class LanguageSamples(Samples):
 
 
 class LanguageRecipe(Recipe):
+    """The recipe of a language model."""
+
     task: Literal["language"] = Field("language", description="next-token prediction")
     model: LanguageModel = Field(default_factory=LanguageModel, description="the model")
     data: LanguageData = Field(default_factory=LanguageData, description="the data")

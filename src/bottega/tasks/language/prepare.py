@@ -16,8 +16,7 @@ from bottega.data.prepare.inputs import Input, check_medium, collect_inputs
 from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.prepare.prepared import PlannedTexts, PreparationPlan, PreparedData, open_if_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.prepare.tokenizer_training import load_or_train_tokenizer as learn
-from bottega.data.prepare.tokenizer_training import open_tokenizer, tokenizer_metadata
+from bottega.data.prepare.tokenizer_training import load_or_train_tokenizer, open_tokenizer, tokenizer_metadata
 from bottega.data.records.fields import HAS_NEXT_PIECE
 from bottega.data.records.record import BadRecord, Record
 from bottega.data.tables.cache import default_cache
@@ -50,12 +49,12 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
     inputs, shares = collect_inputs(data)
     check_medium(inputs, "text")
 
-    given = load_pretrained_tokenizer(spec)
-    if (given or spec).kind == "words":
+    pretrained = load_pretrained_tokenizer(spec)
+    if (pretrained or spec).kind == "words":
         raise UsageError("data.tokenizer: words cannot be decoded to text, which a language model needs; use bpe")
 
     def encoder(texts: PlannedTexts, folder: Path, progress: ProgressCallback) -> TokenEncoder:
-        tokenizer = learn(spec, given, texts, folder / "tokenizer", progress)
+        tokenizer = load_or_train_tokenizer(spec, pretrained, texts, folder / "tokenizer", progress)
         tokenizer.byte_lengths.astype("<i4").tofile(folder / BYTE_LENGTHS)
         ends = not (tokenizer.kind == "characters" and _is_one_text(inputs))
         return TokenEncoder(folder / "tokenizer", tokenizer.dtype.str, ends=ends)
@@ -67,7 +66,7 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
         data=data,
         rules=rules,
         encoder=encoder,
-        options=tokenizer_cache_key(spec, given),
+        options=tokenizer_cache_key(spec, pretrained),
         deduplicate=data.deduplicate,
     )
 
@@ -77,9 +76,9 @@ def load_pretrained_tokenizer(spec: TokenizerSpec) -> Tokenizer | None:
     return build_tokenizer(spec, ()) if spec.kind == "pretrained" else None
 
 
-def tokenizer_cache_key(spec: TokenizerSpec, given: Tokenizer | None) -> tuple[Any, ...]:
-    """Return what of a tokenizer's description changes the tokens, for the key of the prepared data."""
-    fingerprint = given.fingerprint if given is not None else None
+def tokenizer_cache_key(spec: TokenizerSpec, pretrained: Tokenizer | None) -> tuple[Any, ...]:
+    """Return the options of a tokenizer that change the tokens, for the cache key of the prepared data."""
+    fingerprint = pretrained.fingerprint if pretrained is not None else None
     return (spec.kind, spec.vocab_size if spec.kind == "bpe" else None, fingerprint)
 
 
@@ -123,11 +122,11 @@ class TokenEncoder(Encoder):
             group.append((table, record))
             characters += len(record.fields["text"])
             if characters >= CHARACTERS_PER_CALL:
-                yield from self._group(group, tokenizer, end)
+                yield from self._encode_group(group, tokenizer, end)
                 group, characters = [], 0
-        yield from self._group(group, tokenizer, end)
+        yield from self._encode_group(group, tokenizer, end)
 
-    def _group(
+    def _encode_group(
         self, group: list[tuple[str, Record]], tokenizer: Tokenizer, end: np.ndarray
     ) -> Iterator[tuple[str, Row | BadRecord]]:
         texts = [record.fields["text"] for _, record in group]

@@ -15,12 +15,12 @@ from bottega.models.decoder.torch import DecoderCache, Transformer
 
 @dataclass
 class _Row:
-    """One text being generated. `window` holds the tokens in the context; `read` says whether the cache has them."""
+    """One text being generated. `window` holds the tokens in the context; `is_cached` says whether the cache has them."""
 
     tokens: list[int]
     window: list[int]
-    read: bool = False
-    stopped: bool = False
+    is_cached: bool = False
+    has_stopped: bool = False
 
 
 def generate_tokens(
@@ -45,7 +45,7 @@ def generate_tokens(
     """
     if max_new_tokens < 1:
         raise UsageError(f"max_tokens must be at least 1, not {max_new_tokens}")
-    _check(
+    _check_options(
         prompts, model.shape.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, penalty=repetition_penalty
     )
     in_context = slice(-model.shape.context, None) if model.shape.has_attention else slice(None)
@@ -73,25 +73,25 @@ def _stream(
     kind = torch.device(device).type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.head_weight.dtype
     cache = DecoderCache.empty(model.shape, batch=len(rows), length=longest, device=device, dtype=dtype)
-    training = model.training
+    was_training = model.training
     model.eval()
     try:
         for index in range(max_new_tokens):
             with torch.no_grad():
                 chosen = pick(_next_logits(model, rows, cache, device=device), index)
             yield [_append(row, token, stop_token) for row, token in zip(rows, chosen, strict=True)]
-            if all(row.stopped for row in rows):
+            if all(row.has_stopped for row in rows):
                 return
     finally:
-        model.train(training)
+        model.train(was_training)
 
 
 def _append(row: _Row, token: int, stop_token: int | None) -> int | None:
-    if row.stopped:
+    if row.has_stopped:
         return None
     row.tokens.append(token)
     row.window.append(token)
-    row.stopped = token == stop_token
+    row.has_stopped = token == stop_token
     return token
 
 
@@ -100,21 +100,21 @@ def _next_logits(model: Transformer, rows: list[_Row], cache: DecoderCache, *, d
     context = model.shape.context
     for row in rows:
         if model.shape.has_attention and len(row.window) > context:
-            row.window, row.read = row.window[-max(1, context // 2) :], False
+            row.window, row.is_cached = row.window[-max(1, context // 2) :], False
     last = torch.empty(len(rows), model.shape.hidden_size, device=device)
-    unread = [i for i, row in enumerate(rows) if not row.read]
-    if len(unread) < len(rows):
+    uncached = [i for i, row in enumerate(rows) if not row.is_cached]
+    if len(uncached) < len(rows):
         # All rows take the step together. For stopped rows and for those to be prefilled the result is not used; the
         # prefill comes after, because the state of a state-space model cannot forget a token.
         steps = torch.tensor([[row.window[-1]] for row in rows], device=device)
         positions = [len(row.window) - 1 for row in rows]
         hidden = model.hidden(steps, cache=cache, position=positions)[:, 0].float()
-        others = [i for i in range(len(rows)) if i not in set(unread)]
+        others = [i for i in range(len(rows)) if i not in set(uncached)]
         last[others] = hidden[others]
-    if unread:
-        last[unread] = _prefill(model, rows, unread, cache, device=device)
+    if uncached:
+        last[uncached] = _prefill(model, rows, uncached, cache, device=device)
     for row in rows:
-        row.read = True
+        row.is_cached = True
     return model.logits(last.to(model.head_weight.dtype)).float()
 
 
@@ -129,14 +129,16 @@ def _prefill(
     windows = [rows[i].window for i in chosen]
     length = max(map(len, windows))
     tokens = torch.tensor([window + [0] * (length - len(window)) for window in windows], device=device)
-    whole = len(chosen) == len(rows)
-    size = cache.layers[0][0].dtype
+    is_whole_batch = len(chosen) == len(rows)
+    dtype = cache.layers[0][0].dtype
     part = (
-        cache if whole else DecoderCache.empty(model.shape, batch=len(chosen), length=length, device=device, dtype=size)
+        cache
+        if is_whole_batch
+        else DecoderCache.empty(model.shape, batch=len(chosen), length=length, device=device, dtype=dtype)
     )
     part.reset()
     hidden = model.hidden(tokens, cache=part, lengths=list(map(len, windows)))
-    if not whole:
+    if not is_whole_batch:
         cache.update_rows(part, chosen, length=length)
     ends = torch.tensor([len(window) - 1 for window in windows], device=device)
     return hidden[torch.arange(len(chosen), device=device), ends].float()
@@ -172,7 +174,7 @@ def sample_tokens(
     return (logits + gumbel).argmax(dim=-1)
 
 
-def _check(
+def _check_options(
     prompts: list[list[int]],
     vocab_size: int,
     *,

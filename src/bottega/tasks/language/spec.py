@@ -12,6 +12,7 @@ from bottega.tasks.weights import drop_dimensions
 
 
 def prepare(recipe: LanguageRecipe, progress: Any) -> Any:
+    """Prepare the tokens of a recipe's texts."""
     from bottega.tasks.base_model import resolve_tokenizer_spec
     from bottega.tasks.language.prepare import prepare_language
 
@@ -19,6 +20,7 @@ def prepare(recipe: LanguageRecipe, progress: Any) -> Any:
 
 
 def adapt(base: FlatConfig, layer: FlatConfig) -> list[str]:
+    """Drop or adapt the dimensions of `base` that conflict with those of `layer`; return notes on what changed."""
     drop_dimensions(base, layer, lambda values: values.get("task") == "language")
     return adapt_kv_heads(base, layer)
 

@@ -1,4 +1,4 @@
-"""The language branch: text, tokenizer and decoder, joined."""
+"""The language workload: texts, their tokenizer, and a decoder that is trained to predict the next token."""
 
 from __future__ import annotations
 
@@ -44,25 +44,27 @@ from bottega.tasks.workload import Workload, headline_metrics
 
 SHAPE = "shape.json"
 MAX_TEXTS = 100_000
-"""At once: they are one batch, and its cache is what fills the memory."""
+"""Maximum number of texts generated at once: they are one batch, and its key-value cache fills the memory."""
 
 
 def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> LanguageWorkload:
+    """Prepare the texts and open the workload."""
     assert isinstance(recipe, LanguageRecipe)
     prepared = prepare_language(recipe.data, resolve_tokenizer_spec(recipe), progress=progress)
     workload = LanguageWorkload(recipe, prepared.tokenizer, prepared)
-    workload.sampler.sample_prompts()  # now rather than at the first sample
+    workload.sampler.sample_prompts()  # raises for an invalid prompt now rather than at the first sample
     return workload
 
 
 def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> LanguageWorkload:
+    """Open the workload of a finished run from its `processor` folder."""
     assert isinstance(recipe, LanguageRecipe)
-    # The shape is read back, because the folder that a run started from may be gone by now.
+    # The shape is read from there, because the model that the run started from may be gone.
     try:
         shape = TransformerShape.model_validate_json((processor / SHAPE).read_bytes())
     except (OSError, ValidationError):
         raise CheckpointError(
-            f"{processor / SHAPE} cannot be read; start the same training again to have it written"
+            f"{processor / SHAPE} cannot be read; start the same training again to write it"
         ) from None
     return LanguageWorkload(
         recipe, Tokenizer.load(processor), None, shape=shape, expected=fingerprint, processor=processor
@@ -70,6 +72,8 @@ def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> LanguageWorkloa
 
 
 class LanguageWorkload(Workload):
+    """A language model, trained from scratch or from pretrained weights."""
+
     recipe: LanguageRecipe
     unit = "tokens"
     metrics: tuple[str, ...] = ("loss", "perplexity", "bits_per_byte")
@@ -84,6 +88,7 @@ class LanguageWorkload(Workload):
         expected: str | None = None,
         processor: Path | None = None,
     ) -> None:
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
         self.recipe, self.tokenizer = recipe, tokenizer
         self._processor = processor
         self.shape = shape or resolve_decoder_shape(recipe, tokenizer.vocab_size)
@@ -105,7 +110,7 @@ class LanguageWorkload(Workload):
 
     @property
     def headline(self) -> tuple[str, ...] | None:
-        """Of a model with experts, the load of each would be a line of its own."""
+        """All metrics, but not the load of each expert."""
         return (
             headline_metrics(self.recipe, "loss", "perplexity", "bits_per_byte", "load_entropy", "firing_rate")
             if self.task.evaluation_metrics
@@ -117,19 +122,20 @@ class LanguageWorkload(Workload):
         return prepare_language(recipe.data, spec, progress=lambda stage, done, total: None)
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
-        return self._samples(prepared, name, seed=self.recipe.seed if is_training else None)
+        return self._open_tokens(prepared, name, seed=self.recipe.seed if is_training else None)
 
     def _read_external(self, external: ExternalData) -> Source:
-        """Other text through this run's own tokenizer."""
+        """Encode external texts with the tokenizer of this run."""
         own = self.recipe.data
         data = external.replace_in(TextData(train=own.train, sources=own.sources, clean=own.clean))
         with tempfile.TemporaryDirectory() as folder:
             self.tokenizer.save(Path(folder))
             spec = TokenizerSpec(kind="pretrained", path=folder)
             prepared = prepare_language(data, spec, progress=lambda stage, done, total: None)
-        return self._samples(prepared, external.table, seed=None)
+        return self._open_tokens(prepared, external.table, seed=None)
 
-    def _samples(self, prepared: PreparedData, table: str, *, seed: int | None) -> Source:
+    def _open_tokens(self, prepared: PreparedData, table: str, *, seed: int | None) -> Source:
+        """Return padded documents or packed windows; training data has a seed, by which windows are shifted."""
         data = self.recipe.data
         with_bytes = seed is None
         if data.padding:
@@ -144,7 +150,7 @@ class LanguageWorkload(Workload):
         )
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """The layout of transformers where it has a class that computes the same; else our own, which `model.from` reads."""
+        """Write the model in the layout of transformers if it has the architecture, else in our own, which `model.from` reads."""
         end, state = self.tokenizer.eos_token_id, models["model"].state_dict()
         export_transformers(state, self.shape, folder, bos_token_id=end, eos_token_id=end)
         self.tokenizer.save(folder)
@@ -166,7 +172,7 @@ class LanguageProcessor(FolderProcessor):
         if not (folder / SHAPE).is_file():
             return False
         if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
-            raise DataError("the data gives another tokenizer than this run has; start over with --fresh")
+            raise DataError("the data now gives another tokenizer than this run has; start over with --fresh")
         return True
 
     def write(self, folder: Path) -> None:
@@ -176,7 +182,7 @@ class LanguageProcessor(FolderProcessor):
 
 @final
 class LanguageSampler(Sampler):
-    """Continues prompts."""
+    """Generates texts that continue prompts."""
 
     recipe: LanguageRecipe
     requests = ("prompt", "count", "max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
@@ -185,9 +191,9 @@ class LanguageSampler(Sampler):
         self.recipe, self.tokenizer = recipe, tokenizer
 
     def sample_prompts(self) -> tuple[str, ...]:
-        """What the samples continue; one that the vocabulary lacks is an error.
+        """Return the prompts of the samples; raise UsageError if the tokenizer cannot encode one.
 
-        Unless the recipe says otherwise that is a line break, and a text without any begins from nothing.
+        The default is a line break, or the empty prompt if the vocabulary has no line break.
         """
         prompts = self.recipe.samples.prompts
         try:
@@ -200,11 +206,11 @@ class LanguageSampler(Sampler):
         return prompts
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        options, beginnings = self.recipe.samples, self.sample_prompts()
+        options, prompts = self.recipe.samples, self.sample_prompts()
         texts = self.generate(
             models,
             device=device,
-            prompt=[beginnings[i % len(beginnings)] for i in range(options.count)],
+            prompt=[prompts[i % len(prompts)] for i in range(options.count)],
             max_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -228,13 +234,14 @@ class LanguageSampler(Sampler):
         say: Any = None,
         **options: Any,
     ) -> list[str]:
-        """Each text with its prompt. One prompt streams token by token; a batch is printed when it is whole.
+        """Return each text with its prompt.
 
-        `say` is for those who do not read while it is written.
+        A single text is written to `stream` token by token, several when all are complete. `say`, the progress callback of
+        other samplers, is not used.
         """
-        number = count * (1 if isinstance(prompt, str) else len(prompt))
-        if number > MAX_TEXTS:
-            raise UsageError(f"--count {count}: {number:,} texts at once are too many; ask for {MAX_TEXTS:,} at most")
+        num_texts = count * (1 if isinstance(prompt, str) else len(prompt))
+        if num_texts > MAX_TEXTS:
+            raise UsageError(f"--count {count}: {num_texts:,} texts at once are too many; the maximum is {MAX_TEXTS:,}")
         prompts = [text for text in ([prompt] if isinstance(prompt, str) else prompt) for _ in range(count)]
         rows = [list(map(int, self.tokenizer.encode(text))) or [self.tokenizer.eos_token_id] for text in prompts]
         end = self.tokenizer.eos_token_id
@@ -242,16 +249,16 @@ class LanguageSampler(Sampler):
         decoder = self.tokenizer.stream_decoder()
         if live:
             live.write(prompts[0])
-        written: list[list[int]] = [[] for _ in rows]
+        generated: list[list[int]] = [[] for _ in rows]
         options = {"max_new_tokens": max_tokens, "temperature": temperature, **options}
         for tokens in generate_tokens(models["model"], rows, device=device, stop_token=end, **options):
             for i, token in enumerate(tokens):
                 if token is not None and token != end:
-                    written[i].append(token)
+                    generated[i].append(token)
                     if live:
                         live.write(decoder.push(token))
                         live.flush()
-        texts = [text + self.tokenizer.decode(new) for text, new in zip(prompts, written, strict=True)]
+        texts = [text + self.tokenizer.decode(new) for text, new in zip(prompts, generated, strict=True)]
         if live:
             live.write(decoder.finish() + "\n")
         elif stream:
@@ -263,7 +270,7 @@ class LanguageSampler(Sampler):
         return f" --prompt {shlex.quote(first)}" if first.strip() else ""
 
     def present(self, generated: list[str], out: Path | None, *, run: Path, **request: Any) -> dict[str, Any]:
-        """Texts are shown while they are made."""
+        """Write the texts to `out`, if given; `generate` has printed them already."""
         if out is not None:
             with explain_write_errors(out):
                 out.write_text("\n\n".join(generated) + "\n", encoding="utf-8")
@@ -271,45 +278,50 @@ class LanguageSampler(Sampler):
 
 
 def resolve_decoder_shape(recipe: LanguageRecipe, vocab_size: int) -> TransformerShape:
-    """The model's dimensions: the size's, or a folder's, changed by what is said."""
-    model, length, said = recipe.model, recipe.data.sequence_length, recipe.model.explicit_dimensions()
-    if said.get("vocab_size", vocab_size) < vocab_size:
-        raise UsageError(f"model.vocab_size: {said['vocab_size']} rows cannot hold the tokenizer's {vocab_size} tokens")
+    """Return the dimensions of the model: those of its size or of `model.from`, overridden by those the recipe sets."""
+    model, length, explicit = recipe.model, recipe.data.sequence_length, recipe.model.explicit_dimensions()
+    if explicit.get("vocab_size", vocab_size) < vocab_size:
+        raise UsageError(
+            f"model.vocab_size: {explicit['vocab_size']} is less than the tokenizer's {vocab_size} tokens; leave it out"
+        )
     try:
         if model.from_ is not None:
-            dims = _of_folder(recipe, said, vocab_size)
+            dims = _resolve_base_dimensions(recipe, explicit, vocab_size)
         else:
-            dims = {"vocab_size": vocab_size, **resolve_shape_fields(model.kind, model.size, said)}
-        if length is not None and "context" not in said:
+            dims = {"vocab_size": vocab_size, **resolve_shape_fields(model.kind, model.size, explicit)}
+        if length is not None and "context" not in explicit:
             dims["context"] = max(length, int(dims.get("context", 0)))
         dims.setdefault("context", length or 256)
         length = length or int(dims["context"])
         if length > dims["context"]:
-            raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}")
+            raise UsageError(f"data.sequence_length: {length} tokens exceed model.context {dims['context']}; lower it")
         return TransformerShape(**dims)
     except ValidationError as error:
         key, text = describe_shape_error(error)
         raise UsageError(f"model.{key}: {text}") from None
 
 
-def _of_folder(recipe: LanguageRecipe, said: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """The fields of the model that a recipe starts from. What is said of its weights must be true of them."""
+def _resolve_base_dimensions(recipe: LanguageRecipe, explicit: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the dimensions of the model that a recipe starts from; raise UsageError if the recipe sets other ones."""
     start = find_base_folder(recipe)
-    assert start is not None, "model.from is said"
+    assert start is not None, "the recipe has model.from"
     shape = read_decoder_shape(start)
     base = shape_to_recipe_keys(shape)
-    # A kind that is not said is transformer, too: then the folder tells.
+    # transformer is also the default, so it may stand for any kind of the folder.
     kind = {"kind": recipe.model.kind} if recipe.model.kind != "transformer" else {}
-    beside = ("balance_weight", "z_weight") if shape.experts is not None else ()
-    for key, value in sorted({**kind, **said}.items()):
-        # A bias decides which experts are asked, so weights that learnt with one keep it.
-        free = key in TRAINING_KEYS and key in base and not (key == "balance" and base[key] == "bias")
-        if not free and key not in beside and value != base.get(key):
-            raise UsageError(f"model.{key}: {value} was asked for, and model.from has {base.get(key, 'none')}")
-    if shape.experts is not None and "balance_weight" in said:
-        wrong = describe_balance_problem(said.get("balance", base["balance"]), said["balance_weight"])
-        if wrong is not None:
-            raise UsageError(f"model.balance_weight: {wrong}")
+    loss_weights = ("balance_weight", "z_weight") if shape.experts is not None else ()
+    for key, value in sorted({**kind, **explicit}.items()):
+        # A bias takes part in the choice of experts, so weights that were trained with one keep it.
+        is_free = key in TRAINING_KEYS and key in base and not (key == "balance" and base[key] == "bias")
+        if not is_free and key not in loss_weights and value != base.get(key):
+            raise UsageError(f"model.{key}: {value} differs from {base.get(key, 'none')} of model.from; leave it out")
+    if shape.experts is not None and "balance_weight" in explicit:
+        problem = describe_balance_problem(explicit.get("balance", base["balance"]), explicit["balance_weight"])
+        if problem is not None:
+            raise UsageError(f"model.balance_weight: {problem}")
     if shape.vocab_size < vocab_size:
-        raise UsageError(f"model.from: {shape.vocab_size} rows cannot hold the tokenizer's {vocab_size} tokens")
-    return apply_training_keys(shape, said)
+        raise UsageError(
+            f"model.from: its vocabulary of {shape.vocab_size} is less than the tokenizer's {vocab_size} tokens; "
+            "leave data.tokenizer out to use its own"
+        )
+    return apply_training_keys(shape, explicit)

@@ -38,6 +38,8 @@ class LastingMemory(Section):
 
 
 class RecallModel(Model):
+    """A decoder, the trunk, with a memory that is carried from segment to segment."""
+
     kind: Literal["transformer", "ssm", "hybrid"] = Field(
         "transformer", description="trunk: attention, a state space (ssm), or both alternating (hybrid)"
     )
@@ -61,9 +63,9 @@ class RecallModel(Model):
                 f"attention_every applies to kind hybrid only, not {self.kind}; leave it out, or set hybrid"
             )
         if self.attention_every is not None and (
-            wrong := describe_attention_every_problem(self.attention_every, self.num_layers)
+            problem := describe_attention_every_problem(self.attention_every, self.num_layers)
         ):
-            raise ValueError(f"attention_every: {wrong}")
+            raise ValueError(f"attention_every: {problem}")
         if self.state_size is not None and self.kind == "transformer":
             raise ValueError("state_size: a transformer has no state space; leave it out, or set kind: ssm")
         return self
@@ -83,13 +85,15 @@ class RecallModel(Model):
 
 
 class LastingModel(RecallModel):
+    """A decoder with a memory that is carried from step to step."""
+
     memory: LastingMemory | None = Field(  # type: ignore[assignment]
         default_factory=LastingMemory, description="memory carried from step to step; null is none"
     )
 
 
 class RecallData(Data):
-    """What both kinds of data have in common. An untrained model answers 1 in num_values queries correctly."""
+    """The common part of both kinds of data. An untrained model answers 1 in num_values queries correctly."""
 
     train: Source = Field(SYNTHETIC_SOURCE, description="training data, which is generated on the fly")
     segment_length: Positive = Field(32, description="tokens in a segment, the model's context")
@@ -112,6 +116,8 @@ class RecallData(Data):
 
 
 class StreamsData(RecallData):
+    """Streams of segments, the first of which states the facts."""
+
     input: Literal["streams"] = Field("streams", description="streams of segments; or facts, one segment each")
     validation: HeldOut | None = Field(
         HeldOut(split=0.05), description="validation data: a fraction of the streams, {split: 0.05}"
@@ -135,6 +141,8 @@ class StreamsData(RecallData):
 
 
 class FactsData(RecallData):
+    """An endless sequence of segments, which state facts and query earlier ones."""
+
     input: Literal["facts"] = Field("facts", description="one segment a sample, in order; or streams of segments")
     validation: HeldOut | None = Field(
         HeldOut(split=0.05), description="validation data: queries for facts that training states and never queries"
@@ -175,6 +183,8 @@ def _check_segment(data: RecallData, num_pairs: int) -> None:
 
 
 class RecallRecipe(Recipe):
+    """The recipe of recall within a stream."""
+
     task: Literal["recall"] = Field("recall", description="recall facts that are outside the context")
     model: RecallModel = Field(default_factory=RecallModel, description="the model")
     data: StreamsData = Field(default_factory=StreamsData, description="the data")
@@ -189,6 +199,8 @@ class RecallRecipe(Recipe):
 
 
 class LastingRecipe(Recipe):
+    """The recipe of recall across samples."""
+
     task: Literal["recall"] = Field("recall", description="recall facts that are outside the context")
     model: LastingModel = Field(default_factory=LastingModel, description="the model")
     data: FactsData = Field(default_factory=FactsData, description="the data")

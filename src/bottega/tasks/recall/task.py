@@ -39,7 +39,8 @@ class Recall(Task):
 
     @property
     @abstractmethod
-    def has_memory(self) -> bool: ...
+    def has_memory(self) -> bool:
+        """Whether the model has a memory beyond its context."""
 
     @property
     def initial(self) -> Initial:
@@ -145,8 +146,8 @@ class RecallFacts(Recall):
         memory = memories.unflatten_memory(
             {name.removeprefix(MEMORY_PREFIX): t for name, t in tensors.items() if name.startswith(MEMORY_PREFIX)}
         )
-        found = memories.search(memory, codes[batch_stats["asked"].flatten()], 1, same=shape.same)
-        memory = memories.record_use(memory, found, step, same=shape.same)
+        matches = memories.search(memory, codes[batch_stats["asked"].flatten()], 1, same=shape.same)
+        memory = memories.record_use(memory, matches, step, same=shape.same)
         stated = codes[batch_stats["stated"].flatten(0, 1)]
         importance = torch.ones(len(stated), device=codes.device)
         memory = memories.store(memory, stated[:, 0], stated[:, 1], importance, step, shape=shape)

@@ -1,4 +1,4 @@
-"""The branch of recall: made-up facts and questions, and a model with a memory that is asked for them."""
+"""The recall workload: synthetic facts and queries, answered by a model with a memory."""
 
 from __future__ import annotations
 
@@ -34,27 +34,28 @@ MODEL_TYPE = "bottega-recall"
 
 
 def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RecallWorkload:
-    """There is nothing to prepare: a sample is made when it is asked for."""
+    """Open the workload; there is nothing to prepare, since samples are generated when they are read."""
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     if isinstance(recipe, LastingRecipe):
-        # A recipe need not say how many processes there are, and each may bring a batch of its own.
-        too_near = recipe.distance_problem(World.from_environment().data_size)
-        if too_near is not None:
-            raise UsageError(f"data.distance: {too_near}")
+        # The recipe may leave the number of processes open, and the batch of a step grows with it.
+        problem = recipe.distance_problem(World.from_environment().data_size)
+        if problem is not None:
+            raise UsageError(f"data.distance: {problem}")
     return RecallWorkload(recipe)
 
 
 def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> RecallWorkload:
+    """Open the workload of a finished run; raise DataError if its data would be generated differently now."""
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     workload = RecallWorkload(recipe)
     if workload.data.fingerprint != fingerprint:
-        raise DataError("the made-up data of this run is made in another way by now; train it again")
+        raise DataError("the synthetic data of this run would be generated differently by this version; train it again")
     return workload
 
 
 @final
 class RecallWorkload(Workload):
-    """A model with memory that answers questions about synthetic facts."""
+    """A model with memory that answers queries for synthetic facts."""
 
     unit = "segments"
 
@@ -63,22 +64,22 @@ class RecallWorkload(Workload):
         data = recipe.data
         keys = data.num_keys + (recipe.data.num_lasting if isinstance(recipe, LastingRecipe) else 0)
         self.tokens = Tokens(keys, data.num_values, data.num_fillers)
-        self.task: Recall = self._task()
+        self.task: Recall = self._build_task()
         distances: tuple[str, ...] = ()
         if isinstance(recipe, RecallRecipe):
             distances = tuple(f"distance_{d}/{ACCURACY}" for d in range(1, recipe.data.distance + 1))
         self.data = RecallData(recipe, self.tokens)
         self.processor = FileProcessor(
             DATA,
-            json.dumps(self._known(), indent=1) + "\n",
+            json.dumps(self._token_metadata(), indent=1) + "\n",
             parse=json.loads,
-            is_same=lambda previous: bool(previous == self._known()),
-            mismatch="the tokens are other ones than this run has; start over with --fresh",
+            is_same=lambda previous: bool(previous == self._token_metadata()),
+            mismatch="the recipe gives other tokens than this run has; start over with --fresh",
         )
         self.sampler = RecallSampler(recipe, self.task, self.tokens, self.data)
         self.metrics = ("loss", ACCURACY, *((ACCURACY_WITHOUT_MEMORY,) if self.task.has_memory else ()), *distances)
 
-    def _task(self) -> Recall:
+    def _build_task(self) -> Recall:
         recipe = self.recipe
         shape = recipe.model.build_trunk_shape(vocab_size=self.tokens.vocab_size, context=recipe.data.segment_length)
         if isinstance(recipe, RecallRecipe):
@@ -94,7 +95,7 @@ class RecallWorkload(Workload):
             temperature=options.temperature if options is not None else 1.0,
         )
 
-    def _known(self) -> dict[str, Any]:
+    def _token_metadata(self) -> dict[str, Any]:
         return {
             "ask": 0,
             "num_keys": self.tokens.num_keys,
@@ -103,9 +104,14 @@ class RecallWorkload(Workload):
         }
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
+        """Write model.safetensors and a config.json that describes the network in full, since no other library has it."""
         folder.mkdir(parents=True, exist_ok=True)
-        config = {"model_type": MODEL_TYPE, "tokens": self._known(), **self.task.model_dump(), "seed": self.recipe.seed}
+        config = {
+            "model_type": MODEL_TYPE,
+            "tokens": self._token_metadata(),
+            **self.task.model_dump(),
+            "seed": self.recipe.seed,
+        }
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
         model = models["model"]
         state = {name: tensor.detach().contiguous().cpu() for name, tensor in model.state_dict().items()}
@@ -117,7 +123,7 @@ class RecallWorkload(Workload):
 
 @final
 class RecallData(TaskData):
-    """Synthetic facts and questions, generated when they are read."""
+    """Synthetic facts and queries, generated when they are read."""
 
     def __init__(self, recipe: RecallRecipe | LastingRecipe, tokens: Tokens) -> None:
         self.recipe, self.tokens = recipe, tokens
@@ -128,19 +134,19 @@ class RecallData(TaskData):
 
     @property
     def notes(self) -> list[str]:
-        return [f"a guess is right once in {self.recipe.data.num_values}: {1 / self.recipe.data.num_values:.4f}"]
+        return [f"chance accuracy is 1 / {self.recipe.data.num_values} = {1 / self.recipe.data.num_values:.4f}"]
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
-        """How many streams are learnt from, and how many are held out, in the order of their numbers."""
+        """Table -> number of samples: train, then the held-out ones, in the order of sample numbers."""
         data = self.recipe.data
         total = data.num_samples if data.limit is None else min(data.num_samples, data.limit)
         sizes = {}
         for name in ("validation", "test"):
-            part = getattr(data, name)
-            if part is not None:
-                share = part.split if isinstance(part.split, float) else 0.05
-                sizes[name] = min(max(1, round(share * total)), part.limit or total)
+            held_out = getattr(data, name)
+            if held_out is not None:
+                fraction = held_out.split if isinstance(held_out.split, float) else 0.05
+                sizes[name] = min(max(1, round(fraction * total)), held_out.limit or total)
         return {"train": max(0, total - sum(sizes.values())), **sizes}
 
     def _streams(self, name: str) -> Streams:
@@ -181,7 +187,7 @@ class RecallData(TaskData):
 
     @property
     def order(self) -> Order | None:
-        """Facts come in the order in which they happen; streams have none."""
+        """Facts are read in order and without end; None for streams, which are shuffled."""
         return Unshuffled(len(self._facts), is_endless=True) if isinstance(self.recipe, LastingRecipe) else None
 
     def validation(self) -> Source | None:
@@ -196,8 +202,8 @@ class RecallData(TaskData):
         if isinstance(self.recipe, RecallRecipe):
             return self._streams(name)
         data = self.recipe.data
-        every_key = -(-data.num_lasting // data.num_questions)
-        return Lasting(self._facts, min(every_key, getattr(data, name).limit or every_key))
+        count = -(-data.num_lasting // data.num_questions)  # queries every lasting key
+        return Lasting(self._facts, min(count, getattr(data, name).limit or count))
 
     def read_external(self, external: ExternalData) -> NoReturn:
         raise UsageError(
@@ -207,26 +213,28 @@ class RecallData(TaskData):
 
 @final
 class RecallSampler(Sampler):
-    """Questions from held-out data with the model's answers."""
+    """Writes queries from held-out data with the model's answers."""
 
     def __init__(self, recipe: RecallRecipe | LastingRecipe, task: Recall, tokens: Tokens, data: RecallData) -> None:
         self.recipe, self.task, self.tokens, self.data = recipe, task, tokens, data
 
     @torch.no_grad()
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """Questions from held-out data, with what was told and what is right."""
+        """Write a text file for each sample: its queries, the predicted values with and without memory, and the correct ones."""
         source = self.data.validation() or self.data.training()
         rows = source.rows(np.arange(min(self.recipe.samples.count, len(source))), np.zeros(1, np.int64))
         tokens = torch.from_numpy(rows["tokens"]).to(device)
-        ways = [True, False] if self.task.has_memory else [True]
-        told = [self.task.predict_scores(models, tokens, with_memory=way).argmax(-1).cpu().numpy() for way in ways]
+        predictions = [
+            self.task.predict_scores(models, tokens, with_memory=with_memory).argmax(-1).cpu().numpy()
+            for with_memory in ([True, False] if self.task.has_memory else [True])
+        ]
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(len(tokens)):
             lines = []
-            for place in zip(*np.nonzero(rows["answers"][number] != IGNORE_INDEX), strict=True):
-                key = self.tokens.format_token(int(rows["tokens"][number][place]))
-                said = [f"v{one[number][place]}" for one in told]
-                without = f" (without memory {said[1]})" if len(said) > 1 else ""
-                lines.append(f"? {key}  told {said[0]}{without}, right is v{rows['answers'][number][place]}")
+            for position in zip(*np.nonzero(rows["answers"][number] != IGNORE_INDEX), strict=True):
+                key = self.tokens.format_token(int(rows["tokens"][number][position]))
+                values = [f"v{predicted[number][position]}" for predicted in predictions]
+                without = f" (without memory {values[1]})" if len(values) > 1 else ""
+                lines.append(f"? {key}  predicted {values[0]}{without}, correct v{rows['answers'][number][position]}")
             text = f"{source.describe(number, 0)}\n\n" + "\n".join(lines) + "\n"
             (folder / f"{number:02d}.txt").write_text(text, encoding="utf-8")

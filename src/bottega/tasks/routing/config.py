@@ -14,6 +14,8 @@ __all__ = ["RoutingData", "RoutingHeldOut", "RoutingModel", "RoutingRecipe", "Ro
 
 
 class RoutingModel(Model):
+    """A trunk, a router and experts, with dense or spiking units."""
+
     trunk: Literal["perceptron", "state_space"] = Field(
         "perceptron", description="layers before the experts: a perceptron, or a state space over tokens of inputs"
     )
@@ -97,6 +99,8 @@ class RoutingModel(Model):
 
 
 class RoutingRecipe(Recipe):
+    """The recipe of a mixture of experts over rows of numbers."""
+
     task: Literal["routing"] = Field("routing", description="classify rows of numbers with a mixture of experts")
     model: RoutingModel = Field(default_factory=RoutingModel, description="the model")
     data: RoutingData = Field(default_factory=RoutingData, description="the data")

@@ -18,13 +18,13 @@ from bottega.models.spiking.config import SpikingShape
 from bottega.models.ssm.config import SSMShape
 
 METADATA_FILE, CONFIG = "routing.json", "config.json"
-NAMES: dict[type[BaseModel], dict[str, str]] = {
+RECIPE_KEYS: dict[type[BaseModel], dict[str, str]] = {
     ExpertsShape: {"num_shared": "shared_experts"},
     SSMShape: {"head_size": "ssm_head_size"},
     SpikingShape: {"threshold": "spike_threshold"},
 }
 """Field of a shape -> recipe key, where the names differ."""
-WHILE_TRAINING = (
+TRAINING_FIELDS = (
     *("dropout", "expert_dropout", "capacity", "capacity_factor", "balance", "bias_rate", "load_decay"),
     "chunk_size",
 )
@@ -116,8 +116,8 @@ def _find_differences(theirs: BaseModel, ours: BaseModel) -> dict[str, tuple[Any
             if their_value == "state_space":
                 differences["trunk"] = (their_value, our_value)
         # A bias takes part in the choice of experts, so weights that were trained with one keep it.
-        elif their_value != our_value and (field not in WHILE_TRAINING or their_value == "bias"):
-            differences[NAMES.get(type(theirs), {}).get(field, field)] = (their_value, our_value)
+        elif their_value != our_value and (field not in TRAINING_FIELDS or their_value == "bias"):
+            differences[RECIPE_KEYS.get(type(theirs), {}).get(field, field)] = (their_value, our_value)
     for pair in inner:
         differences = {**_find_differences(*pair), **differences}  # an inner width follows from the outer one
     return differences

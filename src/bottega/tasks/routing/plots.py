@@ -24,32 +24,38 @@ def describe_routing(
     top_k: int,
     firing: float | None,
 ) -> str:
-    """`counts` are of the first choice alone, where a sample is sent to `top_k` experts."""
-    best = f", and {bayes:.4f} is the best there can be (Bayes)" if bayes is not None else ""
-    lines = [f"accuracy      {accuracy:.4f} of {samples}{best}"]
+    """Return a report of the accuracy, the expert load and the rules that each expert receives.
+
+    `load` is (experts,); `counts` (rules, experts) counts each sample for the first of its `top_k` experts.
+    """
+    optimum = f" (Bayes-optimal {bayes:.4f})" if bayes is not None else ""
+    lines = [f"accuracy      {accuracy:.4f} on {samples}{optimum}"]
     if len(load) > 1:
-        lines.append(f"load          {'  '.join(f'{share:.3f}' for share in load)}")
-        lines.append(f"load entropy  {measures.load_entropy(load):.4f} of the most there can be")
+        lines.append(f"load          {'  '.join(f'{fraction:.3f}' for fraction in load)}")
+        lines.append(f"load entropy  {measures.load_entropy(load):.4f} (1 is an even load)")
     if counts is not None and len(load) > 1:
-        whose = "expert" if top_k == 1 else f"first of {top_k} experts"
+        information = measures.normalised_mutual_information(counts)
         lines.append(
-            f"information   {measures.normalised_mutual_information(counts):.4f} of what the {whose} can say of the rule"
+            f"information   {information:.4f} (normalised mutual information of rule and {_name_expert(top_k)})"
         )
     if firing is not None:
-        lines.append(f"firing rate   {firing:.4f} spikes a unit and step")
+        lines.append(f"firing rate   {firing:.4f} spikes per unit and time step")
     if counts is not None and len(load) > 1:
         width = max(7, len(f"{counts.max():,}") + 2)
-        lines += ["", "rule" + "".join(f"{f'e{e}':>{width}}" for e in range(counts.shape[1])) + f"   ({_who(top_k)})"]
+        lines += [
+            "",
+            "rule" + "".join(f"{f'e{e}':>{width}}" for e in range(counts.shape[1])) + f"   ({_name_expert(top_k)})",
+        ]
         lines += [f"{rule:<4}" + "".join(f"{cell:>{width},}" for cell in row) for rule, row in enumerate(counts)]
     return "\n".join(lines)
 
 
-def _who(top_k: int) -> str:
+def _name_expert(top_k: int) -> str:
     return "expert" if top_k == 1 else f"the first of {top_k} experts"
 
 
 def format_fractions(counts: np.ndarray) -> list[str]:
-    """Shares with two digits that add up to 1: those that are cut most are rounded up."""
+    """Return fractions with two digits that sum to 1, by rounding up those with the largest remainders."""
     exact = 100 * counts / max(float(counts.sum()), 1e-12)
     whole = np.floor(exact + 1e-9).astype(int)
     if counts.sum() > 0:
@@ -60,7 +66,7 @@ def format_fractions(counts: np.ndarray) -> list[str]:
 def draw_experts(load: np.ndarray, counts: np.ndarray | None, path: Path, *, top_k: int = 1) -> None:
     """Plot how often each expert is chosen, `load` (experts,), and for which rule, `counts` (rules, experts) or None."""
     if counts is None:
-        subtitle = "the rule of these samples is not known"
+        subtitle = "the rules of these samples are unknown"
     else:
         subtitle = "fraction of each rule's samples" + (f", by the first of {top_k} experts" if top_k > 1 else "")
     cells = [format_fractions(row) for row in counts] if counts is not None else []

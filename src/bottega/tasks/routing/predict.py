@@ -1,4 +1,4 @@
-"""Labels of new rows of numbers."""
+"""Predictions for new rows of numbers."""
 
 from __future__ import annotations
 
@@ -16,38 +16,41 @@ if TYPE_CHECKING:
 
 
 def predict_rows(workload: RoutingWorkload, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
+    """Return the predicted label and the expert or experts of each row, given as numbers or as tables."""
     inputs = new.inputs
-    numbers = [_numbers(word) for word in inputs]
+    numbers = [_parse_numbers(text) for text in inputs]
     if inputs and all(row is not None for row in numbers):
-        keys, x = [str(n) for n in range(len(inputs))], _stacked([row for row in numbers if row is not None], inputs)
+        keys, x = [str(n) for n in range(len(inputs))], _stack_rows([row for row in numbers if row is not None], inputs)
     else:
         paths = new.paths
         if not paths or any(map(is_missing, inputs)):
-            not_texts = ", not of texts" if inputs else ""
+            not_texts = ", not texts" if inputs else ""
             raise UsageError(
-                f"this run tells labels of rows of numbers{not_texts}; give a table with --data FILE, or numbers: 0.5,1,-2"
+                f"this run classifies rows of numbers{not_texts}; give a table with --data FILE, or numbers: 0.5,1,-2"
             )
         keys, x = workload.read_rows(paths[0] if len(paths) == 1 else paths)
-    chances, chosen = workload.predict_with_experts(models, x, device=device)
+    probabilities, chosen = workload.predict_with_experts(models, x, device=device)
     return [
         {
             "row": key,
             **predict_class(workload.classes.names, row),
             "expert": experts[0] if len(experts) == 1 else experts,
         }
-        for key, row, experts in zip(keys, chances.tolist(), chosen.tolist(), strict=True)
+        for key, row, experts in zip(keys, probabilities.tolist(), chosen.tolist(), strict=True)
     ]
 
 
-def _numbers(word: str) -> list[float] | None:
+def _parse_numbers(text: str) -> list[float] | None:
     try:
-        return [float(part) for part in word.strip("[]() ").split(",")]
+        return [float(part) for part in text.strip("[]() ").split(",")]
     except ValueError:
         return None
 
 
-def _stacked(rows: list[list[float]], words: Sequence[str]) -> np.ndarray:
-    for row, word in zip(rows, words, strict=True):
+def _stack_rows(rows: list[list[float]], texts: Sequence[str]) -> np.ndarray:
+    for row, text in zip(rows, texts, strict=True):
         if len(row) != len(rows[0]):
-            raise UsageError(f"{word}: has {len(row)} numbers, and {words[0]} has {len(rows[0])}")
+            raise UsageError(
+                f"{text}: has {len(row)} numbers, but {texts[0]} has {len(rows[0])}; give rows of equal length"
+            )
     return np.array(rows, np.float32)

@@ -1,4 +1,4 @@
-"""The routing branch: rows of numbers with a label each, and a model that sends each row to the experts it needs."""
+"""The routing workload: labelled rows of numbers, classified by a mixture of experts."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Predictor, Workload, headline_metrics
 
 MODEL_TYPE = "bottega-routing"
-MANY_LABELS = 10
-"""Up to which it is not asked whether they are labels."""
-LOOKED_AT = 2000
-"""Samples that the picture of a run is drawn from."""
+MAX_UNCHECKED_LABELS = 10
+"""Up to this number of labels, the label column is not checked for being a measurement or an id."""
+NUM_PLOTTED = 2000
+"""Samples that the report and the plots of a run are computed from."""
 
 
 def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RoutingWorkload:
+    """Prepare the rows, fit their standardization and open the workload."""
     assert isinstance(recipe, RoutingRecipe)
     prepared = prepare_vectors(recipe.data, progress=progress)
     if not len(prepared.classes):
         raise DataError(
-            f"{_named(recipe)}: has rows without a label, and routing learns to tell labels; "
-            "name their column with data.train.label"
+            f"{_data_name(recipe)}: has rows without a label, and routing is trained on labelled rows; "
+            "name the column of the labels with data.train.label"
         )
     _check_labels(recipe, prepared)
     remedy = (
@@ -68,26 +69,27 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Rou
         else "name another column with data.train.label, or add samples"
     )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe), remedy=remedy)
-    rows = [_rows(recipe, prepared, name, classes, is_training=False) for name in prepared.training_tables]
+    rows = [_open_rows(recipe, prepared, name, classes, is_training=False) for name in prepared.training_tables]
     mean, scale = fit_standardization(rows)
     num_rules = prepared.metadata.get("num_rules")
-    known = RoutingMetadata(
+    metadata = RoutingMetadata(
         shape=resolve_routing_shape(recipe.model, num_inputs=rows[0].num_inputs, num_labels=len(classes)),
         classes=classes.names,
         num_rules=num_rules,
         mean=mean,
         scale=scale,
         has_bayes="bayes_accuracy" in prepared.metadata,
-        columns=_columns_of(prepared),
+        columns=_input_columns(prepared),
     )
     _check_rules(recipe, num_rules)
-    return RoutingWorkload(recipe, known, prepared=prepared)
+    return RoutingWorkload(recipe, metadata, prepared=prepared)
 
 
 def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> RoutingWorkload:
+    """Open the workload of a finished run from its `processor` folder."""
     assert isinstance(recipe, RoutingRecipe)
-    known = read_metadata(processor / METADATA_FILE, RoutingMetadata.model_validate_json)
-    return RoutingWorkload(recipe, known, expected=fingerprint, processor=processor)
+    metadata = read_metadata(processor / METADATA_FILE, RoutingMetadata.model_validate_json)
+    return RoutingWorkload(recipe, metadata, expected=fingerprint, processor=processor)
 
 
 @final
@@ -99,30 +101,30 @@ class RoutingWorkload(Workload):
     def __init__(
         self,
         recipe: RoutingRecipe,
-        known: RoutingMetadata,
+        metadata: RoutingMetadata,
         *,
         prepared: PreparedData | None = None,
         expected: str | None = None,
         processor: Path | None = None,
     ) -> None:
-        """Either with prepared data, or again from the codec of a finished run and the fingerprint it had."""
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
         start = find_base_folder(recipe, processor=processor)
         if start is not None:
-            known = apply_start_scale(start, known)
-        self.recipe, self.metadata, self.classes = recipe, known, Classes(known.classes)
+            metadata = apply_start_scale(start, metadata)
+        self.recipe, self.metadata, self.classes = recipe, metadata, Classes(metadata.classes)
         model = recipe.model
         self.task: RoutingTask = RoutingTask(
-            shape=known.shape,
-            num_rules=known.num_rules,
-            has_bayes=known.has_bayes,
+            shape=metadata.shape,
+            num_rules=metadata.num_rules,
+            has_bayes=metadata.has_bayes,
             label_smoothing=recipe.training.label_smoothing,
             load_balancing_weight=model.load_balancing_weight,
             z_weight=model.z_weight,
             routing_loss_weight=model.routing_loss_weight,
             firing_rate=model.firing_rate,
             firing_weight=model.firing_weight,
-            mean=known.mean,
-            scale=known.scale,
+            mean=metadata.mean,
+            scale=metadata.scale,
             pretrained=str(start) if start is not None else None,
         )
         self.metrics = self.task.evaluation_metrics
@@ -137,12 +139,12 @@ class RoutingWorkload(Workload):
         )
         self.processor = FileProcessor(
             METADATA_FILE,
-            known.model_dump_json(indent=1) + "\n",
+            metadata.model_dump_json(indent=1) + "\n",
             parse=RoutingMetadata.model_validate_json,
-            is_same=known.matches,
-            mismatch="the data gives other inputs, labels or rules than this run has; use --fresh",
+            is_same=metadata.matches,
+            mismatch="the data now gives other inputs, labels or rules than this run has; start over with --fresh",
         )
-        self.sampler = RoutingSampler(recipe, self.task, known, self.data)
+        self.sampler = RoutingSampler(recipe, self.task, metadata, self.data)
         self.predictor = Predictor("rows", partial(predict_rows, self))
 
     @property
@@ -153,72 +155,71 @@ class RoutingWorkload(Workload):
 
     def _notes(self, prepared: PreparedData) -> list[str]:
         left_out = [
-            f"column {name!r} holds no numbers and is left out"
-            for name in prepared.metadata.get("left_out_columns", ())
+            f"column {name!r} is not numeric and is left out" for name in prepared.metadata.get("left_out_columns", ())
         ]
         return [*left_out, *describe_rare_classes(prepared, self.classes)]
 
     def _read_table(self, prepared: PreparedData, name: str, *, is_training: bool) -> Source:
-        return self._checked(_rows(self.recipe, prepared, name, self.classes, is_training=is_training), name)
+        return self._check_rows(_open_rows(self.recipe, prepared, name, self.classes, is_training=is_training), name)
 
     def _read_external(self, external: ExternalData) -> Source:
-        """Other rows with the labels of this run's own."""
+        """Read external rows with the columns and labels of this run."""
         path = external.path
         recipe = self.recipe.model_copy(update={"data": external.replace_in(self.recipe.data)})
         prepared = prepare_vectors(recipe.data, progress=lambda stage, done, total: None)
-        self.metadata.check_columns(_columns_of(prepared), path)
-        return self._checked(_rows(recipe, prepared, external.table, self.classes, is_training=False), path)
+        self.metadata.check_columns(_input_columns(prepared), path)
+        return self._check_rows(_open_rows(recipe, prepared, external.table, self.classes, is_training=False), path)
 
-    def _checked(self, rows: VectorRows, where: str) -> VectorRows:
+    def _check_rows(self, rows: VectorRows, where: str) -> VectorRows:
         if rows.num_inputs != self.metadata.shape.num_inputs:
             raise DataError(
-                f"{where}: its rows have {rows.num_inputs} numbers, and this run has learnt from "
+                f"{where}: its rows have {rows.num_inputs} numbers, but this run was trained on rows of "
                 f"{self.metadata.shape.num_inputs}; give it the same columns"
             )
         self._check_rules(rows)
         return rows
 
     def _check_rules(self, rows: VectorRows) -> None:
-        """Only the loss on the right expert needs one for each rule; measures count whatever rules there are."""
+        """Raise DataError if the routing loss is used and a rule has no expert; metrics accept any rules."""
         experts = self.metadata.shape.experts.num_experts
         if rows.rules is None or not self.recipe.model.routing_loss_weight or int(rows.rules.max()) < experts:
             return
         first = int(np.argmax(rows.rules >= experts))
         key = rows.table.row("key", first) if rows.table is not None else f"row {first}"
         raise DataError(
-            f"{key}: has rule {rows.rules[first]}, and this run has {experts} experts, one for each of the rules 0 to "
-            f"{experts - 1}; leave such rows out, or the column"
+            f"{key}: has rule {rows.rules[first]}, but this run has {experts} experts, for the rules 0 to {experts - 1}; "
+            "leave out such rows, or the column rule"
         )
 
     @torch.no_grad()
     def predict(self, models: Models, rows: np.ndarray, *, device: Any, batch_size: int = 1024) -> np.ndarray:
-        """How likely each label is of each row of numbers: float32 [n, K]."""
+        """Return the label probabilities of each row of numbers, float32 (n, labels)."""
         return self.predict_with_experts(models, rows, device=device, batch_size=batch_size)[0]
 
     @torch.no_grad()
     def predict_with_experts(
         self, models: Models, rows: np.ndarray, *, device: Any, batch_size: int = 1024
     ) -> tuple[np.ndarray, np.ndarray]:
-        """How likely each label is, float32 [n, K], and the experts that were asked, the first one first [n, k]."""
-        wanted = self.metadata.shape.num_inputs
-        if rows.ndim != 2 or rows.shape[1] != wanted:
-            raise UsageError(f"this run reads rows of {wanted} numbers [n, {wanted}], not {list(rows.shape)}")
-        found = [np.zeros((0, len(self.classes)), np.float32)]
+        """Return the label probabilities, float32 (n, labels), and the chosen experts, best first, (n, top_k)."""
+        num_inputs = self.metadata.shape.num_inputs
+        if rows.ndim != 2 or rows.shape[1] != num_inputs:
+            raise UsageError(f"this run reads rows of {num_inputs} numbers, (n, {num_inputs}), not {rows.shape}")
+        probabilities = [np.zeros((0, len(self.classes)), np.float32)]
         chosen = [np.zeros((0, self.metadata.shape.experts.top_k), np.int64)]
         for first in range(0, len(rows), batch_size):
             part = np.ascontiguousarray(rows[first : first + batch_size], np.float32)
             out = self.task.predict(models, torch.from_numpy(part).to(device))
-            found.append(out.logits.float().softmax(1).cpu().numpy())
+            probabilities.append(out.logits.float().softmax(1).cpu().numpy())
             chosen.append(out.routing.chosen.cpu().numpy())
-        return np.concatenate(found), np.concatenate(chosen)
+        return np.concatenate(probabilities), np.concatenate(chosen)
 
     def read_rows(self, path: str | list[str]) -> tuple[list[str], np.ndarray]:
-        """Rows of numbers to be told, with their names; they need no label."""
-        said = self.recipe.data.train.model_dump(include={"field", "label", "columns", "delimiter"})
-        return read_number_rows(SourceOptions(path=path, **said), self.metadata.columns)
+        """Return the names and the numbers of the rows in a table; they need no label."""
+        options = self.recipe.data.train.model_dump(include={"field", "label", "columns", "delimiter"})
+        return read_number_rows(SourceOptions(path=path, **options), self.metadata.columns)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """config.json and model.safetensors; no library knows this network, so the first says all that decides it."""
+        """Write model.safetensors and a config.json that describes the network in full, since no other library has it."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model_type": MODEL_TYPE, **self.metadata.model_dump()}
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
@@ -229,25 +230,25 @@ class RoutingWorkload(Workload):
 
 @final
 class RoutingSampler(Sampler):
-    """A description and plots of how held-out samples are routed."""
+    """Writes a report and plots of how held-out samples are routed."""
 
     def __init__(self, recipe: RoutingRecipe, task: RoutingTask, metadata: RoutingMetadata, data: TableData) -> None:
         self.recipe, self.task, self.metadata, self.data = recipe, task, metadata, data
 
     @torch.no_grad()
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
-        """What the router does with held-out samples: in words, and as pictures where they can be drawn."""
+        """Write 00.txt, experts.png if there are several experts, and spikes.png if the trunk has spiking units."""
         held_out = self.data.validation()
         source = held_out or self.data.training()
-        index = np.arange(min(LOOKED_AT, len(source)))
+        index = np.arange(min(NUM_PLOTTED, len(source)))
         rows = source.rows(index, np.zeros(len(index), np.int64))
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
-        parts = [
+        outputs = [
             self.task.predict(models, torch.from_numpy(rows["x"][at : at + size]).to(device))
             for at in range(0, len(index), size)
         ]
-        chosen = torch.cat([part.routing.chosen for part in parts]).cpu().numpy()
-        found = torch.cat([part.logits for part in parts]).argmax(1).cpu().numpy()
+        chosen = torch.cat([out.routing.chosen for out in outputs]).cpu().numpy()
+        predicted = torch.cat([out.logits for out in outputs]).argmax(1).cpu().numpy()
         experts, rule = self.metadata.shape.experts.num_experts, rows.get("rule")
         counts = None
         if rule is not None and self.metadata.num_rules is not None and experts > 1:
@@ -255,15 +256,15 @@ class RoutingSampler(Sampler):
                 rule, chosen[:, 0], num_rules=self.metadata.num_rules, num_experts=experts
             )
         load = measures.expert_load(chosen, experts)
-        spikes = parts[0].spikes
+        spikes = outputs[0].spikes
         text = describe_routing(
-            accuracy=float((found == rows["label"]).mean()),
+            accuracy=float((predicted == rows["label"]).mean()),
             bayes=float(rows["bayes"].mean()) if "bayes" in rows else None,
-            samples=f"{_some(len(index), len(source))} {'held-out' if held_out else 'training'} samples{_step_of(folder)}",
+            samples=f"{_format_count(len(index), len(source))} {'held-out' if held_out else 'training'} samples{_format_step(folder)}",
             load=load,
             counts=counts,
             top_k=chosen.shape[1],
-            firing=_fired([part.spikes for part in parts if part.spikes is not None]),
+            firing=_firing_rate([out.spikes for out in outputs if out.spikes is not None]),
         )
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "00.txt").write_text(text + "\n", encoding="utf-8")
@@ -275,7 +276,7 @@ class RoutingSampler(Sampler):
 
 
 def resolve_routing_shape(model: RoutingModel, *, num_inputs: int, num_labels: int) -> RoutingShape:
-    """What the recipe says of the model, with what its data says."""
+    """Return the dimensions of the network, from the recipe and the data."""
     spiking = SpikingShape(
         time_steps=model.time_steps,
         threshold=model.spike_threshold if model.spike_threshold is not None else 1.0,
@@ -313,34 +314,34 @@ def resolve_routing_shape(model: RoutingModel, *, num_inputs: int, num_labels: i
         activation=model.activation or "silu",
         experts=experts,
         spiking=spiking if is_spiking else None,
-        ssm=_ssm_of(model) if trunk == "state_space" else None,
+        ssm=_resolve_ssm_shape(model) if trunk == "state_space" else None,
         token_size=model.token_size,
     )
 
 
-def _ssm_of(model: RoutingModel) -> SSMShape:
-    """With the names and values that the language model gives the same layers."""
+def _resolve_ssm_shape(model: RoutingModel) -> SSMShape:
+    """Return the dimensions of the state-space layers; defaults are those of a language model."""
     channels = model.hidden_size * (model.expand or 2)
-    named = {"state_size": model.state_size, "expand": model.expand, "conv_size": model.conv_size}
-    given = {name: value for name, value in named.items() if value is not None}
+    options = {"state_size": model.state_size, "expand": model.expand, "conv_size": model.conv_size}
+    sizes = {name: value for name, value in options.items() if value is not None}
     try:
         return SSMShape(
             hidden_size=model.hidden_size,
             head_size=model.ssm_head_size or min(64, channels),
             norm_epsilon=EPSILON,
-            **given,
+            **sizes,
         )
     except ValidationError as error:
         raise UsageError(f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from None
 
 
 def _check_labels(recipe: RoutingRecipe, prepared: PreparedData) -> None:
-    """A number that nearly every row has of its own is a measurement, or a name."""
+    """Raise DataError if most rows have a label of their own, which is then a measurement or an id."""
     rows, labels = sum(counts["rows"] for counts in prepared.tables.values()), len(prepared.classes)
-    if not recipe.data.is_synthetic and labels > MANY_LABELS and 2 * labels > rows:
+    if not recipe.data.is_synthetic and labels > MAX_UNCHECKED_LABELS and 2 * labels > rows:
         raise DataError(
-            f"{_named(recipe)}: its {rows:,} rows have {labels:,} labels; is that column the label? name the right one with "
-            "data.train.label"
+            f"{_data_name(recipe)}: {rows:,} rows have {labels:,} different labels, so this column is probably not the "
+            "label; name the right one with data.train.label"
         )
 
 
@@ -348,42 +349,42 @@ def _check_rules(recipe: RoutingRecipe, num_rules: int | None) -> None:
     model = recipe.model
     if not model.routing_loss_weight:
         return
-    asked = f"model.routing_loss_weight: {model.routing_loss_weight}"
     if num_rules is None:
         raise UsageError(
-            f"{asked} needs to know the right expert, and {_named(recipe)} has no column rule; set it to 0"
+            f"model.routing_loss_weight: {model.routing_loss_weight} needs the correct expert of each row, but "
+            f"{_data_name(recipe)} has no column rule; set it to 0"
         )
     problem = rules_problem(model, num_rules)
     if problem is not None:
         raise UsageError(f"model.num_experts: {problem}")
 
 
-def _fired(spikes: Sequence[torch.Tensor]) -> float | None:
-    """The mean over all samples, whatever batches they came in."""
-    return float(sum(one.sum() for one in spikes)) / sum(one.numel() for one in spikes) if spikes else None
+def _firing_rate(spikes: Sequence[torch.Tensor]) -> float | None:
+    """Return the mean over all samples of all batches, or None without spikes."""
+    return float(sum(batch.sum() for batch in spikes)) / sum(batch.numel() for batch in spikes) if spikes else None
 
 
-def _some(number: int, total: int) -> str:
+def _format_count(number: int, total: int) -> str:
     return f"{number:,}" if number == total else f"the first {number:,} of {total:,}"
 
 
-def _step_of(folder: Path) -> str:
-    """A sample lies in the folder of its step, and below it where there are several tasks."""
+def _format_step(folder: Path) -> str:
+    """Return " at step N" from the name of the samples folder, or of its parent in a multitask run."""
     step = next((part.removeprefix("step-") for part in reversed(folder.parts) if part.startswith("step-")), "")
     return f" at step {int(step):,}" if step.isdecimal() else ""
 
 
-def _columns_of(prepared: PreparedData) -> tuple[str, ...] | None:
+def _input_columns(prepared: PreparedData) -> tuple[str, ...] | None:
     names = prepared.metadata.get("input_columns")
     return None if names is None else tuple(names)
 
 
-def _named(recipe: RoutingRecipe) -> str:
+def _data_name(recipe: RoutingRecipe) -> str:
     sources = recipe.data.sources or (recipe.data.train,)
-    return ", ".join(one.path for one in sources if one.path is not None) or "data.train"
+    return ", ".join(source.path for source in sources if source.path is not None) or "data.train"
 
 
-def _rows(
+def _open_rows(
     recipe: RoutingRecipe, prepared: PreparedData, name: str, classes: Classes, *, is_training: bool
 ) -> VectorRows:
     rows = open_media_source(recipe, prepared, name, is_training=is_training, classes=classes)

@@ -12,6 +12,8 @@ from bottega.tasks.classify.losses.base import ClassificationLoss
 
 @final
 class CrossEntropy(ClassificationLoss):
+    """Cross-entropy with label smoothing."""
+
     @property
     def is_cross_entropy(self) -> bool:
         return self.label_smoothing == 0

@@ -12,11 +12,13 @@ from bottega.tasks.classify.losses.base import ClassificationLoss
 from bottega.tasks.classify.losses.cross_entropy import CrossEntropy
 
 SMALLEST_MISS = 1e-7
-"""Lower bound of 1 - p: at 0, a gamma below 1 would have an infinite gradient."""
+"""Lower bound of 1 - p: at 0, the gradient would be infinite for a gamma below 1."""
 
 
 @final
 class Focal(ClassificationLoss):
+    """Cross-entropy times (1 - p) ** gamma, where p is the probability of the correct class."""
+
     @cached_property
     def _cross_entropy(self) -> CrossEntropy:
         return CrossEntropy(gamma=self.gamma, label_smoothing=self.label_smoothing)
