@@ -37,7 +37,7 @@ def open_personalized_generator(
             return [said.preference for said in workload.keywords(records, models)]
 
         def draw(arm: str, records: Sequence[Record], say: ProgressCallback) -> np.ndarray:
-            how: dict[str, Any] = {"device": device, "seed": seed, "say": say}
+            how: dict[str, Any] = {"device": device, "seed": seed, "progress": say}
             how |= {"arm": "both", "pick": True} if arm == "picked" else {"arm": arm}
             return generate_arm(workload, models, records, **how)[0]
 

@@ -29,7 +29,7 @@ from bottega.tasks.frozen_models import (
     hash_named_files,
 )
 from bottega.tasks.personalize.config import PersonalizeRecipe
-from bottega.tasks.personalize.keywords import hash_prompt_files
+from bottega.tasks.personalize.language_tokenizer import hash_prompt_files
 
 METADATA_FILE = "personal.json"
 LANGUAGE, GENERATOR, JUDGE = "language_model", "diffusion", "clip"
