@@ -38,6 +38,7 @@ COLUMNS = {
 
 
 def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    """Read FLICKR-AES: the images that each worker scored highly, in turn as target and as history."""
     base = image_root(folder, data)
     pictures = find_subfolder(find_subfolder(base, *PICTURES), *PICTURES).relative_to(base)
     table = find_file(folder, TABLE)

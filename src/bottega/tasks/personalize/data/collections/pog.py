@@ -36,6 +36,7 @@ Click = tuple[int, str, tuple[str, ...], str]
 
 
 def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    """Read POG: the clicked items of each user as history, and an item of the chosen outfit as target."""
     base = image_root(folder, data)
     pictures = _pictures(base)
     if not pictures:
