@@ -210,12 +210,12 @@ HASHES: dict[str, Callable[[Path], dict[str, str]]] = {
 class GeneratorTokenizer:
     """Tokenizes texts as the generator's pipeline does, for each of its text encoders."""
 
-    facts: PipelineMetadata
+    metadata: PipelineMetadata
     fingerprint: str
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return token ids, int64 (texts, length), for each encoder; texts are truncated and padded."""
-        return tokenize(self.facts, texts)
+        return tokenize(self.metadata, texts)
 
     @cached_property
     def empty(self) -> tuple[tuple[int, ...], ...]:

@@ -78,11 +78,11 @@ def build_task(
     recipe: PersonalizeRecipe, metadata: PersonalizeMetadata, prompts: ImagePrompts, texts: GeneratorTokenizer
 ) -> Personalize:
     """Return the task; raises UsageError if the recipe does not fit the image generator."""
-    model, image = recipe.model, texts.facts
+    model, image = recipe.model, texts.metadata
     path = NoisePath(objective=image.objective, schedule=image.schedule, shift=image.shift, min_snr=model.min_snr)
     if model.min_snr is not None and not path.uses_schedule:
         raise UsageError(
-            f"model.min_snr: {model.min_snr:g}, and {image.folder} is a {image.objective}, which has none; leave it out"
+            f"model.min_snr: {image.folder} is a {image.objective} model, which has no noise schedule; leave it out"
         )
     image.check_side(recipe.data.image_size)
     side = recipe.data.image_size // image.downsample
@@ -181,7 +181,7 @@ class PersonalizeWorkload(Workload):
     def image_sampler(self) -> PersonalSampler:
         """The part that generates images for records and keywords."""
         clip = self.metadata.clip.folder if self.metadata.clip is not None else None
-        zero_unconditional = self.texts.facts.zero_unconditional
+        zero_unconditional = self.texts.metadata.zero_unconditional
         return PersonalSampler(
             self.recipe, self.task, self.condition_tokenizer, clip=clip, zero_unconditional=zero_unconditional
         )
