@@ -100,7 +100,8 @@ class KeywordGenerator:
         cache: Path | None = None,
         resumed: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
-        self.prompts, self.resumed = prompts, resumed or {}
+        self.prompts = prompts
+        self.resumed: Mapping[str, tuple[str, ...]] = resumed or {}
         self.decoder = KeywordDecoder(prompts.tokenizer, prompts.options)
         self.answers: dict[str, tuple[str, ...]] = {}
         """Every answer used so far, by the hash of its prompt."""
