@@ -37,7 +37,7 @@ def open_personalized_generator(
             return [answer.preference for answer in workload.keywords(records, models)]
 
         def generate(arm: str, records: Sequence[Record], report_progress: ProgressCallback) -> np.ndarray:
-            options: dict[str, Any] = {"device": device, "seed": seed, "say": report_progress}
+            options: dict[str, Any] = {"device": device, "seed": seed, "progress": report_progress}
             options |= {"arm": "both", "pick": True} if arm == "picked" else {"arm": arm}
             return generate_arm(workload, models, records, **options)[0]
 

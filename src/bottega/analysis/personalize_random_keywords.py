@@ -46,16 +46,17 @@ def generate_keywords(
     from bottega.models.device import choose_device
     from bottega.models.frozen.language import load_language_model
     from bottega.tasks.personalize.keywords import KeywordGenerator
+    from bottega.tasks.personalize.prompts import PromptBuilder
 
-    own, device = workload.teller.prompts, choose_device(workload.recipe.device)
-    keyword_generator = KeywordGenerator(
-        folder, own.options, length=own.length, room=own.room, precision=own.precision, cache=cache
-    )
+    own, precision = workload.prompts, workload.task.precision
+    device = choose_device(workload.recipe.device)
+    prompts = PromptBuilder(folder, own.options, length=own.length, reserved=own.reserved)
+    generator = KeywordGenerator(prompts, precision=precision, cache=cache)
 
     def load() -> Any:
-        return load_language_model(folder, precision=own.precision, checkpointing=False, device=device).to(device)
+        return load_language_model(folder, precision=precision, checkpointing=False, device=device).to(device)
 
-    return keyword_generator.preferences(records, load, device, lambda stage, done, total: None)
+    return generator.preferences(records, load, device, lambda stage, done, total: None)
 
 
 def write_random_model(folder: Path, out: Path, *, seed: int) -> Path:

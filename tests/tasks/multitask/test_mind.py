@@ -38,9 +38,11 @@ def test_the_three_share_their_trunk_and_each_has_its_measure(tmp_path: Path) ->
 
 def _says_which_parts_generate(path: Path) -> None:
     saved = bottega.load(path, device="cpu")
-    with pytest.raises(UsageError, match=r"part memory: this part does not generate; say part language$"):
+    with pytest.raises(UsageError, match=r"part memory: this part does not generate; choose part language$"):
         saved.generate(part="memory")
-    with pytest.raises(UsageError, match=r"part foo: there is no such part; there are routing, language, memory$"):
+    with pytest.raises(
+        UsageError, match=r"part foo: this run has no such part; its parts are routing, language, memory$"
+    ):
         saved.generate(part="foo")
 
 

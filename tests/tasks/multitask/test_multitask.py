@@ -107,7 +107,7 @@ def test_other_data_is_of_one_part(run: Path, tmp_path: Path) -> None:
     more = small_texts.texts(tmp_path, "more.jsonl", count=30, seed=9)
     found = bottega.load(run).evaluate(f"topics={more}")
     assert {name.partition("/")[0] for name in found} == {"loss", "topics"}
-    with pytest.raises(UsageError, match="say which part it is of: text=PATH or topics=PATH"):
+    with pytest.raises(UsageError, match="name the part it belongs to: text=PATH or topics=PATH"):
         bottega.load(run).evaluate(more)
 
 

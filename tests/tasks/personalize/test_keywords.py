@@ -16,6 +16,7 @@ from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.data.records import Item, Record
 from bottega.tasks.personalize.keyword_parser import parse_keywords
 from bottega.tasks.personalize.keywords import KeywordGenerator
+from bottega.tasks.personalize.prompts import PromptBuilder
 from tiny_pipelines import llama
 
 ALLOWED = ("star", "moon", "red", "blue", "striped", "plain")
@@ -45,8 +46,12 @@ def _record(captions: Iterable[str], *, wish: str = "star", user: str = "7") -> 
     return Record(user=user, history=history, target=Item(id="t", caption="a red star"), wish=wish)
 
 
-def _said(keyworder: KeywordGenerator, ids: Any) -> str:
-    return keyworder.tokenizer.decode(ids, skip_special_tokens=True)
+def _generator(folder: Path, options: Keywords, *, cache: Path) -> KeywordGenerator:
+    return KeywordGenerator(PromptBuilder(folder, options), cache=cache)
+
+
+def _decode(prompts: PromptBuilder, ids: Any) -> str:
+    return prompts.tokenizer.decode(ids)
 
 
 def _quiet(what: str, done: int, total: int) -> None:
@@ -60,8 +65,8 @@ def _never() -> Any:
 class _Speaker:
     """Answers as it is told, and counts."""
 
-    def __init__(self, keyworder: KeywordGenerator, *texts: str) -> None:
-        self.answers = [keyworder.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    def __init__(self, generator: KeywordGenerator, *texts: str) -> None:
+        self.answers = [generator.prompts.tokenizer.encode(text) for text in texts]
         self.rows = 0
 
     def to(self, device: Any) -> _Speaker:
@@ -76,57 +81,57 @@ class _Speaker:
 
 
 def test_prompts_say_what_the_templates_say(place: Path, tmp_path: Path) -> None:
-    by = KeywordGenerator(place, SHORT, cache=tmp_path)
+    by = PromptBuilder(place, SHORT)
     record = _record(["a red\n star", "a {wish} blue moon"])
-    assert _said(by, by.prompt_for_preference(record)) == "likes: a red star\na {wish} blue moon of 2 keywords:"
-    assert _said(by, by.prompt_for_target("moon")) == "a moon, keywords:"
-    assert _said(by, by.prompt_for_images(record)) == "a star\nlikes: a red star\na {wish} blue moon of 2 keywords:"
-    assert by.prompt_for_images(record).dtype.name == "int64"
-    assert by.prompt_for_images(record)[0] == by.tokenizer.bos_token_id
+    assert _decode(by, by.preference_prompt(record)) == "likes: a red star\na {wish} blue moon of 2 keywords:"
+    assert _decode(by, by.target_prompt("moon")) == "a moon, keywords:"
+    assert _decode(by, by.image_prompt(record)) == "a star\nlikes: a red star\na {wish} blue moon of 2 keywords:"
+    assert by.image_prompt(record).dtype.name == "int64"
+    assert by.image_prompt(record)[0] == by.tokenizer.tokenizer.bos_token_id
 
 
 def test_the_images_prompt_may_have_its_wish_elsewhere(place: Path, tmp_path: Path) -> None:
     options = SHORT.model_copy(update={"preference_prompt": "{history}; now a {wish}:"})
-    by = KeywordGenerator(place, options, cache=tmp_path)
-    assert _said(by, by.prompt_for_images(_record(["red"], wish="moon"))) == "red; now a moon:"
-    assert _said(by, by.prompt_for_preference(_record(["red"], wish="moon"))) == "red; now a moon:"
+    by = PromptBuilder(place, options)
+    assert _decode(by, by.image_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
+    assert _decode(by, by.preference_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
 
 
 @pytest.mark.parametrize("length", [40, 55, 70, 200])
 def test_the_oldest_are_left_out_first_and_never_the_question(place: Path, tmp_path: Path, length: int) -> None:
-    by = KeywordGenerator(place, SHORT, length=length, cache=tmp_path)
+    by = PromptBuilder(place, SHORT, length=length)
     captions = [f"a red star {number}" for number in range(20)]
-    for prompt, start in ((by.prompt_for_preference, "likes: "), (by.prompt_for_images, "a star\nlikes: ")):
+    for prompt, start in ((by.preference_prompt, "likes: "), (by.image_prompt, "a star\nlikes: ")):
         ids = prompt(_record(captions))
-        text = _said(by, ids)
+        text = _decode(by, ids)
         assert len(ids) <= length
         assert text.startswith(start)
         assert text.endswith(" of 2 keywords:")
         kept = text.removeprefix(start).removesuffix(" of 2 keywords:").split("\n")
         assert kept == captions[-len(kept) :]
         longer = _record(captions[-len(kept) - 1 :])
-        whole = KeywordGenerator(place, SHORT, length=480, cache=tmp_path)
-        asks = whole.prompt_for_preference if start == "likes: " else whole.prompt_for_images
+        whole = PromptBuilder(place, SHORT, length=480)
+        asks = whole.preference_prompt if start == "likes: " else whole.image_prompt
         assert len(kept) == len(captions) or len(asks(longer)) > length  # not one more would have fitted
 
 
 def test_long_captions_leave_room_and_long_questions_are_refused(place: Path, tmp_path: Path) -> None:
-    by = KeywordGenerator(place, SHORT, length=80, cache=tmp_path)
+    by = PromptBuilder(place, SHORT, length=80)
     wordy = " ".join(["star moon"] * 100)
-    ids = by.prompt_for_images(_record(["a red star", wordy], wish=wordy))
+    ids = by.image_prompt(_record(["a red star", wordy], wish=wordy))
     assert len(ids) <= 80
-    assert "star moon star moon" in _said(by, ids)
-    assert len(by.prompt_for_target(wordy)) <= 80
-    tight = KeywordGenerator(place, SHORT, length=3, cache=tmp_path)
-    for ask in (lambda: tight.prompt_for_preference(_record(["red"])), lambda: tight.prompt_for_target("moon")):
-        with pytest.raises(UsageError, match=r"data\.sequence_length: 3 tokens do not hold model\.keywords\."):
+    assert "star moon star moon" in _decode(by, ids)
+    assert len(by.target_prompt(wordy)) <= 80
+    tight = PromptBuilder(place, SHORT, length=3)
+    for ask in (lambda: tight.preference_prompt(_record(["red"])), lambda: tight.target_prompt("moon")):
+        with pytest.raises(UsageError, match=r"data\.sequence_length: 3 tokens cannot hold model\.keywords\."):
             ask()
 
 
 def test_the_answer_and_the_learned_tokens_have_positions_too(place: Path, tmp_path: Path) -> None:
     most = 512
-    assert KeywordGenerator(place, SHORT, length=600, cache=tmp_path).length == most - 12
-    assert KeywordGenerator(place, SHORT, length=600, room=40, cache=tmp_path).length == most - 40
+    assert PromptBuilder(place, SHORT, length=600).length == most - 12
+    assert PromptBuilder(place, SHORT, length=600, reserved=40).length == most - 40
 
 
 def test_tokens_that_the_model_does_not_know_are_refused(place: Path, tmp_path: Path) -> None:
@@ -134,8 +139,8 @@ def test_tokens_that_the_model_does_not_know_are_refused(place: Path, tmp_path: 
     shutil.copytree(place, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 40}))
-    with pytest.raises(UsageError, match="do not belong together"):
-        KeywordGenerator(other, SHORT, cache=tmp_path).prompt_for_target("moon")
+    with pytest.raises(UsageError, match="belongs to the model"):
+        PromptBuilder(other, SHORT).target_prompt("moon")
 
 
 # Conversations
@@ -153,34 +158,34 @@ def _with_template(place: Path, target: Path, template: str) -> Path:
 
 
 def test_a_model_that_converses_is_asked_in_its_own_form(place: Path, tmp_path: Path) -> None:
-    by = KeywordGenerator(_with_template(place, tmp_path / "chat", TEMPLATE), SHORT, cache=tmp_path)
-    assert by.is_chat
-    assert _said(by, by.prompt_for_target("moon")) == "<<user>>a moon, keywords:<<assistant>>"
+    by = PromptBuilder(_with_template(place, tmp_path / "chat", TEMPLATE), SHORT)
+    assert by.tokenizer.is_chat
+    assert _decode(by, by.target_prompt("moon")) == "<<user>>a moon, keywords:<<assistant>>"
     # A turn ends in a token that the model has never learnt to say: the template is another model's.
     foreign = _with_template(place, tmp_path / "base", TEMPLATE.replace("eos_token if", "'star' if"))
-    assert not KeywordGenerator(foreign, SHORT, cache=tmp_path).is_chat
+    assert not PromptBuilder(foreign, SHORT).tokenizer.is_chat
 
 
 def test_a_template_runs_in_a_sandbox_and_its_failure_is_one_line(place: Path, tmp_path: Path) -> None:
     evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}{{ raise_exception('no such role') }}"
-    by = KeywordGenerator(_with_template(place, tmp_path / "evil", evil), SHORT, cache=tmp_path)
+    by = PromptBuilder(_with_template(place, tmp_path / "evil", evil), SHORT)
     with pytest.raises(UsageError, match=r"the chat template of .* fails") as problem:
-        by.prompt_for_target("moon")
+        by.target_prompt("moon")
     assert "\n" not in str(problem.value)
 
 
 def test_a_model_that_converses_may_speak_in_lines(place: Path, tmp_path: Path) -> None:
-    chat = KeywordGenerator(_with_template(place, tmp_path / "chat", TEMPLATE), FREE, cache=tmp_path)
-    base = KeywordGenerator(place, FREE, cache=tmp_path)
-    assert chat._breaks == []
-    assert [base.tokenizer.decode([number]) for number in base._breaks] == ["\n"]
+    chat = _generator(_with_template(place, tmp_path / "chat", TEMPLATE), FREE, cache=tmp_path)
+    base = _generator(place, FREE, cache=tmp_path)
+    assert chat.decoder.line_breaks == []
+    assert [base.prompts.tokenizer.decode([number]) for number in base.decoder.line_breaks] == ["\n"]
 
 
 # What is answered
 
 
 @pytest.mark.parametrize(
-    ("said", "heard"),
+    ("answer", "keywords"),
     [
         ("red, striped, cosy", "red|striped|cosy"),
         (" Red; Striped; cosy.", "Red|Striped|cosy"),
@@ -209,8 +214,8 @@ def test_a_model_that_converses_may_speak_in_lines(place: Path, tmp_path: Path) 
         ("a, b, c, d, e, f, g, h", "a|b|c|d|e|f"),
     ],
 )
-def test_keywords_are_found_in_whatever_is_said(said: str, heard: str) -> None:
-    assert "|".join(parse_keywords(said, 6)) == heard
+def test_keywords_are_parsed_from_free_answers(answer: str, keywords: str) -> None:
+    assert "|".join(parse_keywords(answer, 6)) == keywords
 
 
 def test_half_a_word_is_not_heard() -> None:
@@ -219,7 +224,7 @@ def test_half_a_word_is_not_heard() -> None:
 
 
 def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguageModel, tmp_path: Path) -> None:
-    by = KeywordGenerator(place, SHORT, cache=tmp_path)
+    by = _generator(place, SHORT, cache=tmp_path)
     records = [_record([f"a {one} star", f"a {other} moon"]) for one in ALLOWED for other in ALLOWED]
     steps: list[tuple[int, int]] = []
     found = by.preferences(records, model, "cpu", lambda what, done, total: steps.append((done, total)))
@@ -229,7 +234,7 @@ def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguageM
     assert steps[-1] == (36, 36)
     assert by.notes == []
     # The same, whatever else is asked at once.
-    alone = KeywordGenerator(place, SHORT, cache=tmp_path / "other")
+    alone = _generator(place, SHORT, cache=tmp_path / "other")
     assert alone.preferences(records[5:6], model, "cpu", _quiet) == found[5:6]
     assert (
         alone.targets(["a star", "a star"], model, "cpu", _quiet)[0] == by.targets(["a star"], model, "cpu", _quiet)[0]
@@ -237,25 +242,25 @@ def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguageM
 
 
 def test_free_answers_are_read_and_empty_ones_counted(place: Path, tmp_path: Path) -> None:
-    by = KeywordGenerator(place, FREE, cache=tmp_path)
+    by = _generator(place, FREE, cache=tmp_path)
     speaker = _Speaker(by, "Keywords: red, blue, moon", "")
     records = [_record(["red"]), _record(["blue star"])]
     assert by.preferences(records, speaker, "cpu", _quiet) == [("red", "blue"), ()]
     assert by.targets(["moon"], speaker, "cpu", _quiet) == [("red", "blue")]
     (note,) = by.notes
-    assert note.startswith("keywords: 1 of 2 answers on the preference held none")
+    assert note.startswith("keywords: 1 of 2 preference answers contain no keyword")
 
 
 # Answers are kept
 
 
 def test_the_second_time_nothing_is_decoded(place: Path, tmp_path: Path) -> None:
-    by = KeywordGenerator(place, FREE, cache=tmp_path)
+    by = _generator(place, FREE, cache=tmp_path)
     speaker = _Speaker(by, "red", "blue", "")
     records = [_record([word]) for word in ALLOWED]
     found = by.preferences([*records, *records], speaker, "cpu", _quiet)
     assert speaker.rows == 6  # the same history is asked about once
-    again = KeywordGenerator(place, FREE, cache=tmp_path)
+    again = _generator(place, FREE, cache=tmp_path)
     assert again.preferences([*records, *records], _never, "cpu", _quiet) == found
     more = again.preferences([*records, _record(["new"])], speaker, "cpu", _quiet)
     assert speaker.rows == 7
@@ -266,7 +271,7 @@ def test_another_model_or_another_question_is_asked_anew(place: Path, tmp_path: 
     records = [_record(["a red star"])]
 
     def asked(folder: Path, options: Keywords) -> int:
-        by = KeywordGenerator(folder, options, cache=tmp_path)
+        by = _generator(folder, options, cache=tmp_path)
         speaker = _Speaker(by, "red")
         by.preferences(records, speaker, "cpu", _quiet)
         return speaker.rows
@@ -301,7 +306,7 @@ def _damage_a_word(text: str) -> str:
 
 @pytest.mark.parametrize("damage", [_damage_last_line, _damage_a_word, lambda _: "[]\n3\nnull\n{}\n\x00"])
 def test_a_damaged_answer_is_asked_again(place: Path, tmp_path: Path, damage: Callable[[str], str]) -> None:
-    by = KeywordGenerator(place, FREE, cache=tmp_path)
+    by = _generator(place, FREE, cache=tmp_path)
     records = [_record(["red"]), _record(["blue star"])]
     found = by.preferences(records, _Speaker(by, "red", "blue"), "cpu", _quiet)
     (file,) = (tmp_path / "keywords").glob("*.jsonl")
@@ -315,6 +320,6 @@ def test_a_damaged_answer_is_asked_again(place: Path, tmp_path: Path, damage: Ca
 
 def test_a_cache_that_cannot_be_written_is_one_line(place: Path, tmp_path: Path) -> None:
     (tmp_path / "keywords").write_text("a file")
-    by = KeywordGenerator(place, FREE, cache=tmp_path)
+    by = _generator(place, FREE, cache=tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"cannot write keywords to .* set XDG_CACHE_HOME"):
         by.targets(["moon"], _Speaker(by, "red"), "cpu", _quiet)

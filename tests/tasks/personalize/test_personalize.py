@@ -29,7 +29,8 @@ def opened(folder: Any) -> tuple[Personalize, Models, dict[str, Tensor]]:
     batch = next(iter_eval_batches(workload.data.validation(), COUNT))
     rows = {name: torch.from_numpy(value) for name, value in batch.items() if name != "index"}
     rows |= {
-        name: torch.from_numpy(v) for name, v in workload.teller.sayings.encode_texts("negative", [""] * COUNT).items()
+        name: torch.from_numpy(v)
+        for name, v in workload.condition_tokenizer.encode_texts("negative", [""] * COUNT).items()
     }
     return workload.task, build_models(workload.task, 0), rows
 

@@ -28,7 +28,9 @@ from bottega.tasks.personalize.clip_judge import MIN_COSINE, Scores, pick_best
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.contact_sheets import GeneratedRow, UserSummary, write_contact_sheet
 from bottega.tasks.personalize.export import ExportConfig
-from bottega.tasks.personalize.keywords import KeywordGenerator, hash_prompt_files
+from bottega.tasks.personalize.keywords import KeywordGenerator
+from bottega.tasks.personalize.language_tokenizer import hash_prompt_files
+from bottega.tasks.personalize.prompts import PromptBuilder
 from bottega.tasks.personalize.user_requests import read_history
 from bottega.tasks.recipes import load_recipe
 from small_run import bottega, environment, tensors
@@ -139,11 +141,11 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
             "model.language_model: /nowhere/at/all is not a folder",
         ),
         ({"data.image_size": 30}, UsageError, "data.image_size: 30 is not a multiple"),
-        ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens do not hold"),
+        ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens cannot hold"),
         ({"model.weights.soft": 0.0}, UsageError, "model.weights.*nothing would be trained"),
         ({"samples.weightings": [{"soft": 0, "keywords": 0, "target": 0}]}, UsageError, "all weights are 0"),
         ({"samples.steps": 5000}, UsageError, "samples.steps 5000"),
-        ({"model.start_words": [""]}, UsageError, "model.start_words: '' is no token"),
+        ({"model.start_words": [""]}, UsageError, "model.start_words: '' has no token"),
         ({"model.num_image_tokens": 100_000}, UsageError, "num_image_tokens .* lower these"),
         ({"data.min_score": 4}, UsageError, "data.min_score: applies to data.collection=flickr only"),
         ({"data.pictures": "nowhere"}, UsageError, "data.pictures: nowhere is not a folder"),
@@ -220,20 +222,23 @@ def test_only_what_is_not_remembered_is_asked(tmp_path: Path, monkeypatch: pytes
         return dict.fromkeys(wanted, ("new",))
 
     monkeypatch.setattr(KeywordGenerator, "_decode", decode)
-    by = KeywordGenerator(small_personal.models()["language_model"], Keywords(), cache=tmp_path)
+    by = KeywordGenerator(PromptBuilder(small_personal.models()["language_model"], Keywords()), cache=tmp_path)
     how: tuple[Any, ...] = (lambda: None, "cpu", lambda stage, done, total: None)
     by.targets(["a star"], *how)
-    by.remembered = dict.fromkeys(by.answered, ("old",))
+    by.resumed = dict.fromkeys(by.answers, ("old",))
     assert by.targets(["a star", "a moon"], *how) == [("old",), ("new",)]
     assert numbers == [1, 1]
 
 
 def test_answers_are_those_of_one_precision_and_kind_of_device(tmp_path: Path) -> None:
     folder = small_personal.models()["language_model"]
-    several = [KeywordGenerator(folder, Keywords(), precision=one, cache=tmp_path) for one in ("fp32", "bf16", "fp32")]
-    files = [one._file("cpu") for one in several]
+    prompts = PromptBuilder(folder, Keywords())
+    caches = [
+        KeywordGenerator(prompts, precision=precision, cache=tmp_path)._cache for precision in ("fp32", "bf16", "fp32")
+    ]
+    files = [cache.path("cpu") for cache in caches]
     assert files[0] == files[2] != files[1]
-    assert several[0]._file("cuda:0") == several[0]._file("cuda:1") != files[0]
+    assert caches[0].path("cuda:0") == caches[0].path("cuda:1") != files[0]
 
 
 def test_how_a_conversation_is_written_is_a_part_of_the_language_model(tmp_path: Path) -> None:
@@ -318,7 +323,7 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
     ]
     assert np.asarray(made).shape == made.shape == (8, small_personal.SIDE, small_personal.SIDE, 3)
     assert made.dtype == np.uint8
-    assert repr(made) == "8 pictures of 32 x 32 for 2 people"
+    assert repr(made) == "8 images of 32 x 32 for 2 users"
     assert np.array_equal(made[1:3], made.pictures[1:3])
     assert np.array_equal(np.stack(list(made)), made.pictures)
     assert asked(saved, user="v2", count=1).choices[0].wish == "a moon", "their own where none is said"
@@ -356,7 +361,7 @@ def test_somebody_new_is_known_by_what_they_liked(saved: SavedRun, tmp_path: Pat
     assert not np.array_equal(np.asarray(by_lines), np.asarray(asked(saved, history=lines, wish="a moon", count=2)))
     with pytest.raises(UsageError, match="has no wish; describe the image"):
         asked(saved, history=lines)
-    with pytest.raises(UsageError, match="is for somebody new"):
+    with pytest.raises(UsageError, match="describes a new user"):
         asked(saved, history=lines, user="v1")
     records.write_text(json.dumps({"history": [{"id": "a"}], "wish": "a moon"}))
     with pytest.raises(DataError, match="the history needs at least one item, each with a caption"):
@@ -388,7 +393,7 @@ def test_candidates_are_judged_and_the_best_is_taken(saved: SavedRun) -> None:
     records = [workload.personal_rows("validation").record(number) for number in range(4)]
     with saved.engine.sampling() as models:
         said = workload.keywords(records, models)
-        how: dict[str, Any] = {"device": "cpu", "seed": 0, "say": lambda stage, done, total: None}
+        how: dict[str, Any] = {"device": "cpu", "seed": 0, "progress": lambda stage, done, total: None}
         pictures, chosen, scores = workload.image_sampler.sample_best(models, records, said, **how)
         weightings = saved.recipe.samples.weightings
         every = [workload.image_sampler.sample_images(models, records, said, weights=one, **how) for one in weightings]
@@ -408,7 +413,7 @@ def test_without_a_judge_the_first_weighting_is_drawn_and_that_is_said(tmp_path:
     assert {one.weighting for one in made.choices} == {open_run(run).recipe.samples.weightings[0]}
     told = made.write(tmp_path / "drawn")
     assert told["pictures"][0]["scores"] is None
-    assert "no CLIP to judge" in told["notes"][0]
+    assert "model.clip is not set" in told["notes"][0]
 
 
 # With more or less of what is known
@@ -432,8 +437,8 @@ def test_arms_differ_in_what_they_know_and_in_nothing_else(saved: SavedRun) -> N
     [
         ({"wish": ""}, "wish '': is blank"),
         ({"wish": ["a star", "  "]}, "is blank"),
-        ({"wish": "x" * 2000}, "2,000 letters"),
-        ({"count": 10**9, "user": "v1"}, "1,000,000,000 pictures are asked for at once"),
+        ({"wish": "x" * 2000}, "2,000 characters"),
+        ({"count": 10**9, "user": "v1"}, "1,000,000,000 images are more than"),
     ],
 )
 def test_wishes_that_cannot_be_drawn(saved: SavedRun, what: dict[str, Any], message: str) -> None:

@@ -25,6 +25,8 @@ Balance = Annotated[Literal["fixed", "uncertainty", "pcgrad", "dynamic"], AfterV
 
 
 class Part(Section):
+    """One of the tasks."""
+
     recipe: str = Field(description="the recipe of this task, with its data and its head")
     settings: dict[str, Any] = Field(default_factory=dict, description="dotted keys that override that recipe")
     weight: Number = Field(1.0, gt=0, description="weight of its loss in the sum")
@@ -32,6 +34,8 @@ class Part(Section):
 
 
 class MultitaskModel(Model):
+    """The trunk that the tasks share."""
+
     hidden_size: Positive | None = Field(None, description="width of the shared trunk; null is that of each part")
     num_layers: Positive | None = Field(None, description="blocks of the shared trunk; null is that of each part")
     num_heads: Positive | None = Field(
@@ -47,6 +51,8 @@ class MultitaskModel(Model):
 
 
 class MultitaskData(Data):
+    """The tasks, each with its own data, and how their losses are combined."""
+
     parts: dict[str, Part] = Field(default_factory=dict, description="the tasks, by name")
     weights: Balance = Field(
         "fixed",
@@ -72,6 +78,8 @@ class MultitaskData(Data):
 
 
 class MultitaskRecipe(Recipe):
+    """A recipe that trains one model on several tasks."""
+
     task: Literal["multitask"] = Field("multitask", description="train one model on several tasks")
     model: MultitaskModel = Field(default_factory=MultitaskModel, description="the model")
     data: MultitaskData = Field(default_factory=MultitaskData, description="the data")

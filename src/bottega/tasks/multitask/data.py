@@ -38,25 +38,28 @@ class MultitaskData(TaskData):
 
     @property
     def notes(self) -> list[str]:
-        told = [f"{name}: {note}" for name, part in self.parts.items() for note in part.data.notes]
-        return [*told, self._describe_sharing()]
+        notes = [f"{name}: {note}" for name, part in self.parts.items() for note in part.data.notes]
+        return [*notes, self._describe_sharing()]
 
     def training(self) -> Source:
         sources = {name: part.data.training() for name, part in self.parts.items()}
         if self.recipe.data.online is not None:
-            return self._streams(sources)
+            return self._read_streams(sources)
         seed = self.recipe.seed
         orders = {name: self.parts[name].data.order or Shuffled(len(source), seed) for name, source in sources.items()}
         return Zip(sources, orders=orders)
 
-    def _streams(self, sources: Mapping[str, Source]) -> Source:
-        """Each part as it comes. One that has ended before the others repeats what was there before; one whose samples
-        tell what happens, one after the other, goes on as it would without a stream, and nothing of it comes again."""
+    def _read_streams(self, sources: Mapping[str, Source]) -> Source:
+        """Return the parts as streams, each in its own order.
+
+        A part that ends before the others repeats earlier samples. A part whose samples depend on their order, such as a
+        sequence of events, continues as it would without a stream, and none of its samples is repeated.
+        """
         own = {name: order for name in sources if (order := self.parts[name].data.order) is not None}
         for name, order in own.items():
             if not isinstance(order, Unshuffled):
                 raise UsageError(
-                    f"data.parts.{name}: data.mixture: a stream (data.online) takes its sources as they come; leave one out"
+                    f"data.parts.{name}: data.mixture: does not go with a stream (data.online), which has its own order; leave one out"
                 )
         streams = {
             name: build_online_stream(self.recipe, len(source)) for name, source in sources.items() if name not in own
@@ -70,27 +73,27 @@ class MultitaskData(TaskData):
         return Unshuffled(len(self.training()))
 
     def validation(self) -> Source | None:
-        return _measured({name: part.data.validation() for name, part in self.parts.items()})
+        return _zip_existing({name: part.data.validation() for name, part in self.parts.items()})
 
     def test(self) -> Source | None:
-        return _measured({name: part.data.test() for name, part in self.parts.items()})
+        return _zip_existing({name: part.data.test() for name, part in self.parts.items()})
 
     def read_external(self, external: ExternalData) -> Source:
-        """Data of one part, as PART=PATH."""
+        """Return other data of one part, named as PART=PATH."""
         name, path = self.parse_part_path(external.path)
         source = external.source.model_copy(update={"path": path})
         return Zip({name: self.parts[name].data.read_external(replace(external, source=source))})
 
     def parse_part_path(self, text: str) -> tuple[str, str]:
-        """A part and a path of PART=PATH."""
+        """Return the part and the path of PART=PATH."""
         name, is_named, path = text.partition("=")
         if not is_named or name not in self.parts:
-            there = " or ".join(f"{name}=PATH" for name in self.parts)
-            raise UsageError(f"--data {text}: say which part it is of: {there}")
+            choices = " or ".join(f"{name}=PATH" for name in self.parts)
+            raise UsageError(f"--data {text}: name the part it belongs to: {choices}")
         return name, path
 
 
-def _measured(sources: Mapping[str, Source | None]) -> Source | None:
-    """Those that have something held out."""
-    there = {name: source for name, source in sources.items() if source is not None}
-    return Zip(there) if there else None
+def _zip_existing(sources: Mapping[str, Source | None]) -> Source | None:
+    """Zip the parts that have such a split; None if no part has."""
+    existing = {name: source for name, source in sources.items() if source is not None}
+    return Zip(existing) if existing else None

@@ -1,4 +1,5 @@
-"""The same wishes drawn with more or less of what is known of a person, each from the same noise: what personalising adds."""
+"""The same wishes generated with more or less of the personal condition, from the same noise, to measure what
+personalisation adds."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from bottega.core.types import Models
 from bottega.tasks.personalize.config import ConditionWeights
-from bottega.tasks.personalize.data.condition_tokens import Said
+from bottega.tasks.personalize.data.condition_tokens import RecordKeywords
 from bottega.tasks.personalize.data.records import Record
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 Arm = Literal["none", "keywords", "soft", "both"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
-"""Keywords of the wish alone; with those of what a person likes; with the trained tokens in their place; with both."""
+"""The wish alone; with keywords of what the user likes; with the trained tokens in their place; with both."""
 
 
 def generate_arm(
@@ -30,24 +31,24 @@ def generate_arm(
     seed: int,
     weighting: ConditionWeights | None = None,
     pick: bool = False,
-    keywords: Sequence[Said] | None = None,
-    say: Any = lambda stage, done, total: None,
-    **how: Any,
-) -> tuple[np.ndarray, list[Said]]:
-    """uint8 [n, h, w, 3] and the keywords that were used; picture n begins with the same noise in every arm.
+    keywords: Sequence[RecordKeywords] | None = None,
+    progress: Any = lambda stage, done, total: None,
+    **options: Any,
+) -> tuple[np.ndarray, list[RecordKeywords]]:
+    """Return images, uint8 (records, height, width, 3), and the keywords used; image n has the same noise in every arm.
 
-    `weighting` is of all parts, and the recipe's first where nobody says; of it an arm takes its own parts. With `pick` the
-    arm of both draws all weightings and takes the best of each person. `keywords` are those of the records, where known.
+    `weighting` weighs all parts of the condition, of which an arm uses its own; None is the first of samples.weightings. With
+    `pick`, the arm `both` generates all weightings and picks the best for each user. `keywords` are those of the records, None
+    to generate them.
     """
-    said = list(keywords) if keywords is not None else workload.keywords(records, models, say)
-    common: dict[str, Any] = {"device": device, "seed": seed, "say": say, **how}
+    words = list(keywords) if keywords is not None else workload.keywords(records, models, progress)
+    common: dict[str, Any] = {"device": device, "seed": seed, "progress": progress, **options}
     if pick and arm == "both":
-        return workload.image_sampler.sample_best(models, records, said, **common)[0], said
-    whole = weighting if weighting is not None else workload.recipe.samples.weightings[0]
-    left_out = {"none": ("soft", "keywords"), "keywords": ("soft",)}.get(arm, ())
-    weights = whole.model_copy(update=dict.fromkeys(left_out, 0.0))
-    # As training does it: the empty text stands where keywords would, which the trained tokens are used to.
+        return workload.image_sampler.sample_best(models, records, words, **common)[0], words
+    full = weighting if weighting is not None else workload.recipe.samples.weightings[0]
+    unused = {"none": ("soft", "keywords"), "keywords": ("soft",)}.get(arm, ())
+    weights = full.model_copy(update=dict.fromkeys(unused, 0.0))
+    # As in training with keyword dropout: the trained tokens expect an empty text in place of the keywords.
     drop = arm == "soft"
-    return workload.image_sampler.sample_images(
-        models, records, said, weights=weights, drop_keywords=drop, **common
-    ), said
+    images = workload.image_sampler.sample_images(models, records, words, weights=weights, drop_keywords=drop, **common)
+    return images, words

@@ -65,6 +65,8 @@ class ConditionWeights(Section):
 
 
 class PersonalizeModel(Model):
+    """The frozen models and the trained soft prompts between them."""
+
     diffusion: str | None = Field(
         None, description="frozen image generator of diffusers: a folder or hub name, or needs.<part>"
     )
@@ -112,6 +114,8 @@ class PersonalizeModel(Model):
 
 
 class PersonalizeData(Data):
+    """Records of users: what each liked, and a target image."""
+
     collection: Collection | None = Field(
         None, description="published data set to read: flickr, pog or ser; null is record files"
     )
@@ -128,6 +132,8 @@ class PersonalizeData(Data):
 
 
 class PersonalizeSamples(GeneratorSamples):
+    """Images that are generated during training, and defaults of `bottega generate`."""
+
     count: Positive = Field(8, description="number of users on the contact sheet")
     guidance: Number = Field(7.5, ge=0, description="classifier-free guidance scale; 1 is none")
     negative_prompt: str = Field("", description="what images should not show; guidance leads away from it")
@@ -155,12 +161,16 @@ class PersonalizeScheduler(Scheduler):
 
 
 class PersonalizeTraining(Training):
+    """Training with the published schedule of the learning rate."""
+
     scheduler: PersonalizeScheduler = Field(
         default_factory=PersonalizeScheduler, description="the learning rate over the run"
     )
 
 
 class PersonalizeRecipe(Recipe):
+    """A recipe of personalised image generation."""
+
     task: Literal["personalize"] = Field("personalize", description="generate images adapted to a user's taste")
     model: PersonalizeModel = Field(default_factory=PersonalizeModel, description="the model")
     data: PersonalizeData = Field(default_factory=PersonalizeData, description="the data")

@@ -67,10 +67,10 @@ def export_personalize(workload: PersonalizeWorkload, models: Models, folder: Pa
     """Write the export into `folder` and return the fields of its model card."""
     from safetensors.torch import save_file
 
-    recipe, facts = workload.recipe, workload.metadata
-    frozen = {LANGUAGE: facts.language_model, GENERATOR: facts.diffusion, JUDGE: facts.clip}
+    recipe, metadata = workload.recipe, workload.metadata
+    frozen = {LANGUAGE: metadata.language_model, GENERATOR: metadata.diffusion, JUDGE: metadata.clip}
     config = ExportConfig(
-        shape=facts.shape,
+        shape=metadata.shape,
         frozen={key: PublishedModel.from_model(base) for key, base in frozen.items() if base is not None},
         keywords=recipe.model.keywords,
         weights=recipe.model.weights,
@@ -82,6 +82,6 @@ def export_personalize(workload: PersonalizeWorkload, models: Models, folder: Pa
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-    needed = ", ".join(f"{DESCRIPTIONS[key]} `{one.named}`" for key, one in config.frozen.items())
+    needed = ", ".join(f"{DESCRIPTIONS[key]} `{model.named}`" for key, model in config.frozen.items())
     needed += f"; they are frozen and not in this folder, `{CONFIG}` has their hashes"
     return {"library_name": "bottega", "pipeline_tag": "text-to-image", "needs": needed}

@@ -29,7 +29,7 @@ from bottega.tasks.frozen_models import (
     hash_named_files,
 )
 from bottega.tasks.personalize.config import PersonalizeRecipe
-from bottega.tasks.personalize.keywords import hash_prompt_files
+from bottega.tasks.personalize.language_tokenizer import hash_prompt_files
 
 METADATA_FILE = "personal.json"
 LANGUAGE, GENERATOR, JUDGE = "language_model", "diffusion", "clip"
@@ -210,12 +210,12 @@ HASHES: dict[str, Callable[[Path], dict[str, str]]] = {
 class GeneratorTokenizer:
     """Tokenizes texts as the generator's pipeline does, for each of its text encoders."""
 
-    facts: PipelineMetadata
+    metadata: PipelineMetadata
     fingerprint: str
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return token ids, int64 (texts, length), for each encoder; texts are truncated and padded."""
-        return tokenize(self.facts, texts)
+        return tokenize(self.metadata, texts)
 
     @cached_property
     def empty(self) -> tuple[tuple[int, ...], ...]:

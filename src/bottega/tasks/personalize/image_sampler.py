@@ -1,4 +1,4 @@
-"""Pictures for people: several weightings of what is known of each, and the best of them as a CLIP judges."""
+"""Personalised images: several weightings of the condition for each user, and the best of them as CLIP scores them."""
 
 from __future__ import annotations
 
@@ -16,55 +16,53 @@ from bottega.core.types import Models
 from bottega.data.image.augment import denormalise_pixels
 from bottega.data.image.write import write_images
 from bottega.data.output_files import build_numbered_paths, explain_write_errors, is_folder, replace_previous_files
+from bottega.data.prepare.jobs import ProgressCallback
 from bottega.tasks.generation.sampling_options import check_guidance, check_steps, require_finite, uses_bfloat16
 from bottega.tasks.personalize.clip_judge import ClipJudge, Scores, pick_best
 from bottega.tasks.personalize.config import ConditionWeights, PersonalizeRecipe
 from bottega.tasks.personalize.contact_sheets import MAX_HISTORY_SHOWN, GeneratedRow, UserSummary, write_contact_sheet
-from bottega.tasks.personalize.data.condition_tokens import Said
+from bottega.tasks.personalize.data.condition_tokens import ConditionTokenizer, RecordKeywords
 from bottega.tasks.personalize.data.records import Record
-from bottega.tasks.personalize.frozen_models import PersonalizeMetadata
-from bottega.tasks.personalize.keywords import Say
-from bottega.tasks.personalize.prompts import Teller
 from bottega.tasks.personalize.task import NEGATIVE, Personalize
 from bottega.tasks.personalize.user_requests import UserRequest
 
-AT_ONCE = 1 << 20
-"""Pixels that are drawn together: four pictures of 512 x 512."""
-MOST = 64
+MAX_PIXELS = 1 << 20
+"""Pixels in a batch: four images of 512 x 512."""
+MAX_BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
 class ImageChoice:
-    """Of one picture: whose it is, what was said, and which weighting was taken."""
+    """Why one image is as it is: its user and wish, the keywords, and the weighting that was picked."""
 
     user: str
     wish: str
-    keywords: Said
+    keywords: RecordKeywords
     weighting: ConditionWeights
     scores: Scores | None
-    """None where no CLIP judges."""
+    """None without a CLIP."""
 
     @property
     def caption(self) -> str:
-        w = self.weighting
-        return f"{w.soft:g} / {w.keywords:g} / {w.target:g}"
+        weights = self.weighting
+        return f"{weights.soft:g} / {weights.keywords:g} / {weights.target:g}"
 
     def to_json(self) -> dict[str, Any]:
         scores = None if self.scores is None else self.scores._asdict()
         keywords = {"preference": list(self.keywords.preference), "target": list(self.keywords.target)}
-        shown = {"user": self.user, "wish": self.wish, "keywords": keywords}
-        return {**shown, "weighting": self.weighting.model_dump(), "scores": scores}
+        request = {"user": self.user, "wish": self.wish, "keywords": keywords}
+        return {**request, "weighting": self.weighting.model_dump(), "scores": scores}
 
 
 @final
 @dataclass(frozen=True, repr=False, eq=False)
 class PersonalImages:
-    """Pictures uint8 [n, h, w, 3], which it can be used as; and of each, why it is as it is."""
+    """Generated images, uint8 (images, height, width, 3), usable as a numpy array, with the choice behind each."""
 
     images: np.ndarray
     choices: tuple[ImageChoice, ...]
     summaries: tuple[UserSummary, ...]
-    """Whom they are for, each with `each` pictures in turn."""
+    """The request of each group of `images_per_request` images, in order."""
     images_per_request: int
     notes: tuple[str, ...] = ()
 
@@ -75,9 +73,9 @@ class PersonalImages:
 
     def __repr__(self) -> str:
         height, width = self.images.shape[1:3]
-        num_people = len({known.user for known in self.summaries})
-        pictures = "1 picture" if len(self) == 1 else f"{len(self):,} pictures"
-        return f"{pictures} of {width} x {height} for {f'{num_people:,} people' if num_people > 1 else '1 person'}"
+        num_users = len({summary.user for summary in self.summaries})
+        images = "1 image" if len(self) == 1 else f"{len(self):,} images"
+        return f"{images} of {width} x {height} for {f'{num_users:,} users' if num_users > 1 else '1 user'}"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,8 +85,8 @@ class PersonalImages:
     def dtype(self) -> np.dtype[Any]:
         return self.images.dtype
 
-    def __getitem__(self, which: Any) -> np.ndarray:
-        return self.images[which]
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return self.images[index]
 
     def __iter__(self) -> Iterator[np.ndarray]:
         return iter(self.images)
@@ -100,162 +98,182 @@ class PersonalImages:
         return len(self.images)
 
     def write(self, target: Path) -> dict[str, Any]:
-        """As single files with a sheet beside them, or as one sheet; what --json prints."""
+        """Write single files and a contact sheet into a folder, or one contact sheet; return what --json prints."""
         with explain_write_errors(target):
-            files = replace_previous_files(target, lambda: self._written(target))
-        told = [choice.to_json() for choice in self.choices]
+            files = replace_previous_files(target, lambda: self._write_files(target))
+        images = [choice.to_json() for choice in self.choices]
         if is_folder(target):
-            told = [{"file": str(file), **one} for file, one in zip(files, told, strict=False)]
+            images = [{"file": str(file), **fields} for file, fields in zip(files, images, strict=False)]
         notes = {"notes": list(self.notes)} if self.notes else {}
-        return {"files": [str(path) for path in files], "count": len(self), "pictures": told, **notes}
+        return {"files": [str(path) for path in files], "count": len(self), "pictures": images, **notes}
 
-    def _written(self, target: Path) -> list[Path]:
+    def _write_files(self, target: Path) -> list[Path]:
         if not is_folder(target):
             if len(self) == 1 or target.suffix.lower() != ".png":
                 return write_images(self.images, target)
             self.write_sheet(target)
             return [target]
-        singles = build_numbered_paths(target, len(self), ".png")
-        for picture, file in zip(self.images, singles, strict=True):
-            write_images(picture[None], file)
+        paths = build_numbered_paths(target, len(self), ".png")
+        for image, path in zip(self.images, paths, strict=True):
+            write_images(image[None], path)
         self.write_sheet(target / "sheet.png")
-        return [*singles, target / "sheet.png"]
+        return [*paths, target / "sheet.png"]
 
     def write_sheet(self, path: Path) -> None:
-        answers = []
-        for number, known in enumerate(self.summaries):
+        """Write a contact sheet of all images by user and wish."""
+        rows = []
+        for number, summary in enumerate(self.summaries):
             own = slice(number * self.images_per_request, (number + 1) * self.images_per_request)
             captions = [choice.caption for choice in self.choices[own]]
-            answers.append(GeneratedRow(known, list(self.images[own]), captions))
-        write_contact_sheet(answers, path)
+            rows.append(GeneratedRow(summary, list(self.images[own]), captions))
+        write_contact_sheet(rows, path)
 
 
 @final
 class PersonalSampler:
-    """Draws for one run."""
+    """Generates the images of one run; `clip` is the folder of the CLIP that picks among candidates.
+
+    `zero_unconditional` says that the generator was trained with zeros in place of an empty negative prompt.
+    """
 
     def __init__(
-        self, recipe: PersonalizeRecipe, task: Personalize, teller: Teller, facts: PersonalizeMetadata
+        self,
+        recipe: PersonalizeRecipe,
+        task: Personalize,
+        tokenizer: ConditionTokenizer,
+        *,
+        clip: str | None,
+        zero_unconditional: bool,
     ) -> None:
-        self.recipe, self.task, self.teller, self.facts = recipe, task, teller, facts
+        self.recipe, self.task, self.tokenizer = recipe, task, tokenizer
+        self._clip, self._zero_unconditional = clip, zero_unconditional
         self._judges: dict[str, ClipJudge] = {}
 
     def load_judge(self, device: Any) -> ClipJudge | None:
-        if self.facts.clip is None:
+        """Return the CLIP on `device`, loaded once, or None without model.clip."""
+        if self._clip is None:
             return None
         name = str(device)
         if name not in self._judges:
-            self._judges[name] = ClipJudge.load(Path(self.facts.clip.folder), device)
+            self._judges[name] = ClipJudge.load(Path(self._clip), device)
         return self._judges[name]
 
     def generate(
         self,
         models: Models,
-        people: Sequence[UserRequest],
-        said: Sequence[Said],
+        requests: Sequence[UserRequest],
+        keywords: Sequence[RecordKeywords],
         *,
-        each: int,
+        images_per_request: int,
         device: Any,
         seed: int,
-        say: Say,
-        **how: Any,
+        progress: ProgressCallback,
+        **options: Any,
     ) -> PersonalImages:
-        records = [person.record for person in people for _ in range(each)]
-        repeated = [one for one in said for _ in range(each)]
-        pictures, chosen, scores = self.sample_best(models, records, repeated, device=device, seed=seed, say=say, **how)
+        """Generate `images_per_request` images for each request; `options` are those of `sample_images`."""
+        records = [request.record for request in requests for _ in range(images_per_request)]
+        repeated = [words for words in keywords for _ in range(images_per_request)]
+        images, weightings, scores = self.sample_best(
+            models, records, repeated, device=device, seed=seed, progress=progress, **options
+        )
         choices = [
-            ImageChoice(record.user, record.wish_or_caption, one, weighting, score)
-            for record, one, weighting, score in zip(records, repeated, chosen, scores, strict=True)
+            ImageChoice(record.user, record.wish_or_caption, words, weighting, score)
+            for record, words, weighting, score in zip(records, repeated, weightings, scores, strict=True)
         ]
-        notes = [
-            "there is no CLIP to judge (model.clip), so the first of samples.weightings is drawn and none is picked"
-        ]
-        known = tuple(self.summarize_user(person, one) for person, one in zip(people, said, strict=True))
-        is_judged = self.facts.clip is not None or len(self.recipe.samples.weightings) == 1
-        return PersonalImages(pictures, tuple(choices), known, each, () if is_judged else tuple(notes))
+        notes = ["model.clip is not set, so the first of samples.weightings is used instead of the best"]
+        summaries = tuple(summarize_user(request, words) for request, words in zip(requests, keywords, strict=True))
+        is_judged = self._clip is not None or len(self.recipe.samples.weightings) == 1
+        return PersonalImages(images, tuple(choices), summaries, images_per_request, () if is_judged else tuple(notes))
 
     def sample_best(
         self,
         models: Models,
         records: Sequence[Record],
-        said: Sequence[Said],
+        keywords: Sequence[RecordKeywords],
         *,
         device: Any,
         seed: int,
-        say: Say,
-        **how: Any,
+        progress: ProgressCallback,
+        **options: Any,
     ) -> tuple[np.ndarray, list[ConditionWeights], list[Scores | None]]:
-        """One picture for each record: the best of all weightings, each from the same noise."""
+        """Return one image for each record, the best of all weightings from the same noise, with weighting and scores."""
         judge, weightings = self.load_judge(device), self.recipe.samples.weightings
-        asked = weightings if judge is not None else weightings[:1]
-        total = len(asked)
-        drawn = []
-        for number, weights in enumerate(asked):
-            told = partial(_shifted, say, number, total)
-            drawn.append(
-                self.sample_images(models, records, said, weights=weights, device=device, seed=seed, say=told, **how)
+        tried = weightings if judge is not None else weightings[:1]
+        candidates = []
+        for number, weights in enumerate(tried):
+            report = partial(_report_candidate, progress, number, len(tried))
+            candidates.append(
+                self.sample_images(
+                    models, records, keywords, weights=weights, device=device, seed=seed, progress=report, **options
+                )
             )
         if judge is None:
-            return drawn[0], [asked[0]] * len(records), [None] * len(records)
-        words = {"likes": [one.texts[0] for one in said], "wishes": [record.wish_or_caption for record in records]}
-        scores = judge.score_candidates(drawn, **words)
-        taken = pick_best(scores, self.recipe.samples.preference_weight)
-        pictures = np.stack([drawn[choice][row] for row, choice in enumerate(taken)])
-        return pictures, [asked[choice] for choice in taken], [scores[choice][row] for row, choice in enumerate(taken)]
+            return candidates[0], [tried[0]] * len(records), [None] * len(records)
+        likes, wishes = [words.texts[0] for words in keywords], [record.wish_or_caption for record in records]
+        scores = judge.score_candidates(candidates, likes=likes, wishes=wishes)
+        picked = pick_best(scores, self.recipe.samples.preference_weight)
+        images = np.stack([candidates[choice][row] for row, choice in enumerate(picked)])
+        return images, [tried[choice] for choice in picked], [scores[choice][row] for row, choice in enumerate(picked)]
 
     def sample_images(
         self,
         models: Models,
         records: Sequence[Record],
-        said: Sequence[Said],
+        keywords: Sequence[RecordKeywords],
         *,
         weights: ConditionWeights,
         device: Any,
         seed: int,
-        say: Say,
+        progress: ProgressCallback,
         drop_keywords: bool = False,
         steps: int | None = None,
         sampler: Any = None,
         guidance: float | None = None,
         negative_prompt: str | None = None,
     ) -> np.ndarray:
-        """uint8 [n, h, w, 3], one for each record. Picture n begins with the noise f(seed, n), whatever else is asked."""
+        """Return one image for each record, uint8 (records, height, width, 3).
+
+        The initial noise of image n depends on the seed and n alone.
+        """
         samples = self.recipe.samples
         steps, sampler = samples.steps if steps is None else steps, samples.sampler if sampler is None else sampler
         guidance = samples.guidance if guidance is None else guidance
         negative = samples.negative_prompt if negative_prompt is None else negative_prompt
         check_steps(steps, sampler, self.task.path.max_steps, prefix="--")
         check_guidance(guidance, prefix="--")
-        rows = self.teller.sayings.encode(records, said)
-        rows |= self.teller.sayings.encode_texts(NEGATIVE, [negative] * len(records))
-        how = {"weights": weights, "steps": steps, "method": sampler, "guidance": guidance}
-        how |= {"drop_keywords": drop_keywords}
-        how["zero_negative"] = not negative and self.teller.texts.facts.zero_unconditional
-        size = max(1, min(MOST, AT_ONCE // self.task.image_size**2))
-        made = []
+        rows = self.tokenizer.encode(records, keywords)
+        rows |= self.tokenizer.encode_texts(NEGATIVE, [negative] * len(records))
+        options = {"weights": weights, "steps": steps, "method": sampler, "guidance": guidance}
+        options |= {"drop_keywords": drop_keywords}
+        options["zero_negative"] = not negative and self._zero_unconditional
+        size = max(1, min(MAX_BATCH_SIZE, MAX_PIXELS // self.task.image_size**2))
+        parts = []
         for start in range(0, len(records), size):
-            part = {name: torch.from_numpy(value[start : start + size]).to(device) for name, value in rows.items()}
+            batch = {name: torch.from_numpy(value[start : start + size]).to(device) for name, value in rows.items()}
             count = len(records[start : start + size])
             rng = Noise(seed, 0, torch.arange(start, start + count, device=device), torch)
-            told = partial(_within, say, start, count, len(records))
-            with torch.autocast(
-                "cuda", torch.bfloat16, enabled=uses_bfloat16(device, self.recipe.training.mixed_precision)
-            ):
-                x = self.task.sample(models, part, rng, **how, progress=told)
-            made.append(x.float().cpu().numpy())
-        return denormalise_pixels(require_finite(np.concatenate(made)), mode="symmetric")
-
-    def summarize_user(self, person: UserRequest, said: Said) -> UserSummary:
-        record = person.record
-        shown = [
-            picture for item in record.history[-MAX_HISTORY_SHOWN:] if (picture := person.load_image(item)) is not None
-        ]
-        return UserSummary(record.user, shown, len(record.history) - len(shown), said.texts[0], record.wish_or_caption)
+            report = partial(_report_batch, progress, start, count, len(records))
+            half = uses_bfloat16(device, self.recipe.training.mixed_precision)
+            with torch.autocast("cuda", torch.bfloat16, enabled=half):
+                x = self.task.sample(models, batch, rng, **options, progress=report)
+            parts.append(x.float().cpu().numpy())
+        return denormalise_pixels(require_finite(np.concatenate(parts)), mode="symmetric")
 
 
-def _within(say: Say, before: int, count: int, total: int, done: int, steps: int) -> None:
-    say("pictures", before * steps + done * count, total * steps)
+def summarize_user(request: UserRequest, keywords: RecordKeywords) -> UserSummary:
+    """Return what a contact sheet shows of a user: the last liked images, keywords and wish."""
+    record = request.record
+    recent = record.history[-MAX_HISTORY_SHOWN:]
+    images = [image for item in recent if (image := request.load_image(item)) is not None]
+    num_hidden = len(record.history) - len(images)
+    return UserSummary(record.user, images, num_hidden, keywords.texts[0], record.wish_or_caption)
 
 
-def _shifted(say: Say, number: int, of: int, stage: str, done: int, total: int) -> None:
-    say(stage, number * total + done, of * total)
+def _report_batch(progress: ProgressCallback, before: int, count: int, total: int, done: int, steps: int) -> None:
+    progress("pictures", before * steps + done * count, total * steps)
+
+
+def _report_candidate(
+    progress: ProgressCallback, number: int, num_candidates: int, stage: str, done: int, total: int
+) -> None:
+    progress(stage, number * total + done, num_candidates * total)

@@ -8,30 +8,60 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, final
 
 from bottega.core.errors import EnvironmentProblem
+from bottega.data.tables.cache import default_cache
 from bottega.storage.durable import flush
 from bottega.terminal import print_notice
 
 
-@contextmanager
-def lock_answers(path: Path) -> Iterator[None]:
-    """Let one process decode at a time: all ranks of a run need the same answers. A process that waits prints a line."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_suffix(".lock").open("w")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-    with lock:
+@final
+class KeywordCache:
+    """One file of answers for each model, precision, kind of device and set of decoding options.
+
+    `identity` returns what decides an answer besides its prompt. It is called on first use, because hashing a model takes
+    long. Prompts are hashed as tokens, so their templates need not be part of it.
+    """
+
+    def __init__(self, identity: Callable[[], tuple[Any, ...]], *, precision: str, folder: Path | None) -> None:
+        self._folder = (default_cache() if folder is None else folder) / "keywords"
+        self._compute_identity, self._precision = identity, precision
+        self._identity: tuple[Any, ...] | None = None
+
+    def path(self, device: Any) -> Path:
+        """Return the file with the answers as computed on this kind of device."""
+        if self._identity is None:
+            self._identity = self._compute_identity()
+        key = (*self._identity, self._precision, str(device).partition(":")[0])
+        return self._folder / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.jsonl"
+
+    def read(self, device: Any) -> dict[str, tuple[str, ...]]:
+        """Return all answers by the hash of their prompt."""
+        return read_cached_answers(self.path(device))
+
+    def append(self, device: Any, answers: Mapping[str, tuple[str, ...]]) -> None:
+        append_answers(self.path(device), answers)
+
+    @contextmanager
+    def lock(self, device: Any) -> Iterator[None]:
+        """Let one process decode at a time: all ranks of a run need the same answers. A process that waits prints a line."""
+        path = self.path(device)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_notice("bottega: waiting for another process that generates keywords with this language model")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = path.with_suffix(".lock").open("w")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print_notice("bottega: waiting for another process that generates keywords with this language model")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
 
 def read_cached_answers(path: Path) -> dict[str, tuple[str, ...]]:

@@ -1,89 +1,145 @@
-"""What the two frozen models are told of people: prompts, keywords and their tokens."""
+"""Prompts for the frozen language model: the liked captions and the wish, filled into the templates of the recipe."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, final
 
 import numpy as np
 
 from bottega.core.errors import UsageError
-from bottega.models.frozen.config import FrozenPrecision
-from bottega.tasks.personalize.config import Keywords, PersonalizeRecipe
-from bottega.tasks.personalize.data.condition_tokens import ConditionTokenizer, Said
+from bottega.models.folders.resolve import resolve_model
+from bottega.models.frozen.language import KEY, read_language_model_metadata
+from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.data.records import Record
-from bottega.tasks.personalize.frozen_models import GeneratorTokenizer, PersonalizeMetadata, load_generator_tokenizer
-from bottega.tasks.personalize.keywords import KeywordGenerator, Say
+from bottega.tasks.personalize.language_tokenizer import LanguageTokenizer
+
+
+@final
+class PromptBuilder:
+    """Builds prompts of at most `length` tokens; the oldest items of a history are dropped until the prompt fits.
+
+    `reserved` positions of the language model are left free for image tokens and prefixes.
+    """
+
+    def __init__(self, folder: Path | str, options: Keywords, *, length: int = 600, reserved: int = 0) -> None:
+        path = resolve_model(folder, key=KEY).path
+        metadata = read_language_model_metadata(path)
+        self.options = options
+        self.tokenizer = LanguageTokenizer(path, vocab_size=metadata.vocab_size)
+        max_positions, reserved = metadata.max_positions, max(reserved, options.max_tokens)
+        self.length = length if max_positions is None else min(length, max_positions - reserved)
+        if self.length < 1:
+            raise UsageError(
+                f"{KEY}: {path} has {max_positions} positions, and {reserved} are reserved for "
+                "model.num_image_tokens + model.num_prefix_tokens or for model.keywords.max_tokens; lower these"
+            )
+
+    def preference_prompt(self, record: Record) -> np.ndarray:
+        """Return the prompt that asks for keywords of what a user likes, int64 (length,)."""
+        wish = self._truncate(record.wish_or_caption)
+        template = self.options.preference_prompt
+        return self._fit_history(record, lambda history: self._fill(template, history=history, wish=wish))
+
+    def target_prompt(self, wish: str) -> np.ndarray:
+        """Return the prompt that asks for keywords of what the image must show, int64 (length,)."""
+        ids = self.tokenizer.encode_prompt(self._fill(self.options.target_prompt, wish=self._truncate(wish)))
+        if len(ids) > self.length:
+            raise self._too_long("target_prompt", len(ids))
+        return ids
+
+    def image_prompt(self, record: Record) -> np.ndarray:
+        """Return the prompt that the image tokens follow, int64 (length,).
+
+        It is the beginning of the target prompt with the wish, then the preference prompt, whose answer the model is about
+        to give. A preference prompt that already contains {wish} is used alone.
+        """
+        options, wish = self.options, self._truncate(record.wish_or_caption)
+        has_wish = "{wish}" in options.preference_prompt
+        before = "" if has_wish else self._fill(options.target_prompt.partition("{wish}")[0]) + wish + "\n"
+        return self._fit_history(
+            record, lambda history: before + self._fill(options.preference_prompt, history=history, wish=wish)
+        )
+
+    def _fill(self, template: str, **fields: str) -> str:
+        # Not str.format: captions and templates may contain other braces.
+        fields = {"count": str(self.options.count), **fields}
+        return re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), template)
+
+    def _fit_history(self, record: Record, prompt: Callable[[str], str]) -> np.ndarray:
+        """Return the prompt with as many of the newest items as fit.
+
+        The line break of the last item is dropped: the template decides what follows the history.
+        """
+        history = record.history[-self.length :]  # each item takes at least one token
+        items = [self._fill(self.options.item, caption=self._truncate(item.caption)) for item in history]
+
+        def encode_without(num_oldest: int) -> np.ndarray:
+            return self.tokenizer.encode_prompt(prompt("".join(items[num_oldest:]).rstrip("\n")))
+
+        ids = encode_without(0)
+        if len(ids) <= self.length:
+            return ids
+        low, high = 1, len(items)  # bounds on the number of dropped items
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if len(encode_without(middle)) <= self.length else (middle + 1, high)
+        if low >= len(items):
+            raise self._too_long("preference_prompt", len(ids))
+        return encode_without(low)
+
+    def _truncate(self, text: str) -> str:
+        """Cut a caption or wish to a quarter of the prompt, so that it leaves room for the others."""
+        return self.tokenizer.truncate(text, max(1, self.length // 4))
+
+    def _too_long(self, key: str, count: int) -> UsageError:
+        return UsageError(
+            f"data.sequence_length: {self.length} tokens cannot hold model.keywords.{key}, which has {count} tokens once it "
+            "is filled in; shorten the template, or raise data.sequence_length if the language model has more positions"
+        )
 
 
 @final
 @dataclass(frozen=True)
-class LanguagePrompts:
-    """Prompts that image tokens follow. The tokenizer is opened by each process for itself."""
+class ImagePrompts:
+    """The prompts that image tokens follow, for the workers of a data loader: each process loads its own tokenizer."""
 
     folder: str
     options: Keywords
     length: int
-    room: int
-    """Positions of the language model that learned tokens take."""
+    reserved: int
+    """Positions of the language model that trained tokens take."""
     content: str
-    precision: FrozenPrecision = "fp32"
-    """In which keywords are decoded; prompts are the same in any."""
+    """Hash of the language model."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "keyworder"}
+        return {name: value for name, value in self.__dict__.items() if name != "builder"}
 
     @cached_property
-    def keyworder(self) -> KeywordGenerator:
-        return KeywordGenerator(self.folder, self.options, length=self.length, room=self.room, precision=self.precision)
+    def builder(self) -> PromptBuilder:
+        return PromptBuilder(self.folder, self.options, length=self.length, reserved=self.reserved)
 
     @property
     def fingerprint(self) -> str:
-        said = (self.content, self.options.model_dump_json(), self.length, self.room)
-        return hashlib.sha256(repr(said).encode()).hexdigest()
+        """Hash of the language model and of all that decides its prompts."""
+        decisive = (self.content, self.options.model_dump_json(), self.length, self.reserved)
+        return hashlib.sha256(repr(decisive).encode()).hexdigest()
 
     def ids(self, record: Record) -> np.ndarray:
-        return self.keyworder.prompt_for_images(record)
+        """Return the token ids of the prompt for `record`, int64 (length,)."""
+        return self.builder.image_prompt(record)
 
     def encode_words(self, words: Sequence[str]) -> tuple[int, ...]:
-        """Each by itself, without what a tokenizer puts around a text."""
-        found = [self.keyworder.tokenizer(word, add_special_tokens=False)["input_ids"] for word in words]
-        if not all(found):
-            word = words[found.index([])]
-            raise UsageError(f"model.start_words: {word!r} is no token of the language model; give such as ':'")
-        return tuple(number for tokens in found for number in tokens)
-
-
-@final
-class Teller:
-    """Of a run, all that is said to its frozen models."""
-
-    def __init__(
-        self,
-        recipe: PersonalizeRecipe,
-        facts: PersonalizeMetadata,
-        *,
-        precision: FrozenPrecision,
-        remembered: Mapping[str, tuple[str, ...]],
-    ) -> None:
-        self.prompts = LanguagePrompts(
-            folder=facts.language_model.folder,
-            options=recipe.model.keywords,
-            length=recipe.data.sequence_length,
-            room=facts.shape.num_image_tokens + facts.shape.num_prefix_tokens,
-            content=facts.language_model.content,
-            precision=precision,
-        )
-        self.prompts.keyworder.remembered = remembered
-        self.texts: GeneratorTokenizer = load_generator_tokenizer(facts.diffusion)
-        self.sayings = ConditionTokenizer(self.prompts, self.texts)
-
-    def keywords(self, records: Sequence[Record], model: Any, device: Any, say: Say) -> list[Said]:
-        """Of each record. `model` is the language model, or what loads it where an answer is not known yet."""
-        by = self.prompts.keyworder
-        preferences = by.preferences(records, model, device, say)
-        targets = by.targets([record.wish_or_caption for record in records], model, device, say)
-        return [Said(*both) for both in zip(preferences, targets, strict=True)]
+        """Return the token ids of each word, one after the other, without special tokens."""
+        tokens = [self.builder.tokenizer.encode(word) for word in words]
+        if not all(tokens):
+            word = words[tokens.index([])]
+            raise UsageError(
+                f"model.start_words: {word!r} has no token of the language model; give a word or sign such as ':'"
+            )
+        return tuple(number for ids in tokens for number in ids)

@@ -1,4 +1,5 @@
-"""What is said about a person as tokens: a prompt for the language model, and keywords for the image generator."""
+"""Keywords and token ids that describe a user to the two frozen models: a prompt for the language model, and keyword texts
+for the text encoders of the image generator."""
 
 from __future__ import annotations
 
@@ -14,41 +15,45 @@ from bottega.data.sources.source import Source
 from bottega.tasks.personalize.data.records import PersonalRows, Record
 
 
-class Said(NamedTuple):
-    """What a language model said of a record: of what the person likes, and of what the picture must show."""
+class RecordKeywords(NamedTuple):
+    """Keywords that a language model generated for a record: of what the user likes, and of what the image must show."""
 
     preference: tuple[str, ...]
     target: tuple[str, ...]
 
     @property
     def texts(self) -> tuple[str, str]:
-        """As an image generator reads them."""
+        """Both as comma-separated text, as an image generator reads them."""
         return ", ".join(self.preference), ", ".join(self.target)
+
+    def __repr__(self) -> str:
+        # Fingerprints of existing runs are hashes of this text.
+        return f"Said(preference={self.preference!r}, target={self.target!r})"
 
 
 class PromptTokenizer(Protocol):
-    """Histories and wishes as the prompts of a language model."""
+    """Turns histories and wishes into prompts of a language model."""
 
     @property
     def fingerprint(self) -> str: ...
 
     def ids(self, record: Record) -> np.ndarray:
-        """int64 [t]"""
+        """Return the token ids of the prompt, int64 (length,)."""
 
 
 class TextTokenizer(Protocol):
-    """Texts as the rows of tokens that an image generator's encoders read."""
+    """Turns texts into the token ids that the text encoders of an image generator read."""
 
     @property
     def fingerprint(self) -> str: ...
 
     def encode(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
-        """int64 [n, K] for each encoder."""
+        """Return token ids, int64 (texts, length), for each encoder."""
 
 
 @dataclass(frozen=True)
 class ConditionTokenizer:
-    """All that is said to both frozen models about people."""
+    """Tokenizes all inputs of both frozen models."""
 
     prompts: PromptTokenizer
     texts: TextTokenizer
@@ -57,17 +62,15 @@ class ConditionTokenizer:
     def fingerprint(self) -> str:
         return f"{self.prompts.fingerprint} {self.texts.fingerprint}"
 
-    def encode(self, records: Sequence[Record], keywords: Sequence[Said]) -> dict[str, np.ndarray]:
-        """ "prompt" and "prompt_mask" [n, T]; "preference_0", ... and "target_0", ... [n, K]; all int64."""
-        preference, target = zip(*(one.texts for one in keywords), strict=True)
-        return {
-            **self.encode_prompts(records),
-            **self.encode_texts("preference", preference),
-            **self.encode_texts("target", target),
-        }
+    def encode(self, records: Sequence[Record], keywords: Sequence[RecordKeywords]) -> dict[str, np.ndarray]:
+        """Return `prompt` and `prompt_mask` (records, length), and for each text encoder `preference_0`, ... and
+        `target_0`, ... (records, length); all int64."""
+        preference, target = zip(*(words.texts for words in keywords), strict=True)
+        texts = {**self.encode_texts("preference", preference), **self.encode_texts("target", target)}
+        return {**self.encode_prompts(records), **texts}
 
     def encode_prompts(self, records: Sequence[Record]) -> dict[str, np.ndarray]:
-        """Prompts, filled up on the right to the longest."""
+        """Return `prompt` and `prompt_mask`, padded on the right to the longest."""
         rows = [self.prompts.ids(record) for record in records]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         mask = np.zeros_like(ids)
@@ -76,20 +79,20 @@ class ConditionTokenizer:
         return {"prompt": ids, "prompt_mask": mask}
 
     def encode_texts(self, name: str, texts: Sequence[str]) -> dict[str, np.ndarray]:
-        """ "name_0", ... for each text encoder of the generator."""
+        """Return `NAME_0`, ..., the token ids of the texts for each text encoder."""
         return {f"{name}_{number}": rows for number, rows in enumerate(self.texts.encode(texts))}
 
 
 @final
 class PromptedRows(Source):
-    """The samples of `PersonalRows` with what is said about each person.
+    """The samples of `PersonalRows` with the tokens that describe each user.
 
-    Tokens are made when they are asked for: those of a hundred thousand long histories would be 240 MB in each worker.
+    Tokens are computed on access: those of a hundred thousand long histories would take 240 MB in each worker.
     """
 
-    def __init__(self, people: PersonalRows, keywords: Sequence[Said], sayings: ConditionTokenizer) -> None:
-        assert len(people) == len(keywords), "keywords of other people"
-        self.people, self.keywords, self.tokenizer = people, tuple(keywords), sayings
+    def __init__(self, people: PersonalRows, keywords: Sequence[RecordKeywords], tokenizer: ConditionTokenizer) -> None:
+        assert len(people) == len(keywords), "one set of keywords for each record"
+        self.people, self.keywords, self.tokenizer = people, tuple(keywords), tokenizer
 
     def __len__(self) -> int:
         return len(self.people)
@@ -97,15 +100,15 @@ class PromptedRows(Source):
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         numbers = index.tolist()
         records = [self.people.record(number) for number in numbers]
-        said = self.tokenizer.encode(records, [self.keywords[number] for number in numbers])
-        return {**self.people.rows(index, epoch), **said}
+        tokens = self.tokenizer.encode(records, [self.keywords[number] for number in numbers])
+        return {**self.people.rows(index, epoch), **tokens}
 
     @property
     def padding_values(self) -> dict[str, int]:
         return {"prompt": 0, "prompt_mask": 0}
 
     def length_order(self, count: int) -> np.ndarray:
-        """By letters, which tell nearly as much as tokens and are there already."""
+        """Sort by characters, which approximate the number of tokens and need no tokenizer."""
         records = map(self.people.record, range(count))
         lengths = [
             sum(len(item.caption) for item in record.history) + len(record.wish_or_caption) for record in records
@@ -122,6 +125,6 @@ class PromptedRows(Source):
         count = len(self.tokenizer.prompts.ids(self.people.record(index)))
         return (
             f"{self.people.describe(index, epoch)}\n"
-            f"keywords: likes {preference or 'nothing said'}; shows {target or 'nothing said'}\n"
+            f"keywords: likes {preference or '(none)'}; shows {target or '(none)'}\n"
             f"prompt of {count} tokens"
         )

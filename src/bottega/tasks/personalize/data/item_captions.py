@@ -40,6 +40,7 @@ _TABLE = (
 
 
 def is_captioning_model(path: Path) -> bool:
+    """Whether data.captions names the folder of a captioning model, not a file of captions."""
     return path.is_dir()
 
 

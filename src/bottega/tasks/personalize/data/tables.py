@@ -79,8 +79,8 @@ def prepare_personal(
 class PreparationPlan:
     """Records that passed all checks that need no decoded image."""
 
-    people: RecordTables
-    pictures: ImageFiles
+    records: RecordTables
+    images: ImageFiles
     data: PersonalizeData
 
     @property
@@ -89,7 +89,7 @@ class PreparationPlan:
 
     @cached_property
     def all_records(self) -> list[LocatedRecord]:
-        return [person for table in self.people.tables.values() for person in table]
+        return [person for table in self.records.tables.values() for person in table]
 
     @property
     def _bad_reasons(self) -> list[str]:
@@ -99,7 +99,7 @@ class PreparationPlan:
         roots = sorted(
             {str(Path(place).expanduser()) for place in (*places, self.data.pictures or "")} - {"."}, key=len
         )
-        named = list(self.people.tally.named)
+        named = list(self.records.tally.named)
         for root in reversed(roots):  # the longest first: one may contain another
             named = [text.replace(root, "") for text in named]
         for wording, first_wording in FIRST_WORDINGS:
@@ -109,19 +109,19 @@ class PreparationPlan:
     @cached_property
     def key(self) -> str:
         """Cache key: a hash of the records and the contents of their images, wherever the files are."""
-        tally = self.people.tally
+        tally = self.records.tally
         policy = (
-            (FORMAT, VERSION, TASK, len(self.people.notes)),
+            (FORMAT, VERSION, TASK, len(self.records.notes)),
             self.data.image_size,
             self.stop_on_bad,
             self.data.max_bad,
             (tally.bad, self._bad_reasons, sorted(tally.dropped.items())),
         )
         digest = hashlib.sha256(repr(policy).encode())
-        for name, people in self.people.tables.items():
+        for name, records in self.records.tables.items():
             digest.update(f"\0table {name}\0".encode())
-            for person in people:
-                hashes = [self.pictures.hash(person, item) for item in person.record.items]
+            for person in records:
+                hashes = [self.images.hash(person, item) for item in person.record.items]
                 digest.update(
                     f"{person.key}\0{person.record.model_dump_json()}\0{hashes}\0".encode(errors="surrogatepass")
                 )
@@ -130,24 +130,24 @@ class PreparationPlan:
 
 def _plan(data: PersonalizeData, captioner: CaptionerLoader | None, progress: ProgressCallback) -> PreparationPlan:
     plan = PreparationPlan(read_records(data), ImageFiles(), data)
-    _drop_bad(plan, plan.pictures.find_problem)
-    plan.pictures.hash_all((person for table in plan.people.tables.values() for person in table), progress)
+    _drop_bad(plan, plan.images.find_problem)
+    plan.images.hash_all((person for table in plan.records.tables.values() for person in table), progress)
     _add_captions(plan, captioner, progress)
-    plan.people.tally.check(data.max_bad)
+    plan.records.tally.check(data.max_bad)
     return plan
 
 
 def _drop_bad(plan: PreparationPlan, problem: Callable[[LocatedRecord], BadRecord | None]) -> None:
     """Drop the records with a problem; with data.bad_records=stop, raise an error for the first."""
-    for name, people in plan.people.tables.items():
+    for name, records in plan.records.tables.items():
         valid = []
-        for person in people:
+        for person in records:
             bad = problem(person)
             if bad is None:
                 valid.append(person)
             else:
-                plan.people.tally.count_bad(bad, stop=plan.stop_on_bad)
-        plan.people.tables[name] = valid
+                plan.records.tally.count_bad(bad, stop=plan.stop_on_bad)
+        plan.records.tables[name] = valid
 
 
 def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, progress: ProgressCallback) -> None:
@@ -157,8 +157,8 @@ def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, prog
         path = Path(captions).expanduser()
         of = _by_model(plan, path, captioner, progress) if is_captioning_model(path) else _by_file(path)
         captioned: dict[tuple[Path, str, str | None, str], Item] = {}
-        for name, people in plan.people.tables.items():
-            plan.people.tables[name] = [_add_caption(person, of, captioned) for person in people]
+        for name, records in plan.records.tables.items():
+            plan.records.tables[name] = [_add_caption(person, of, captioned) for person in records]
     remedy = (
         f"data.captions={captions} says nothing about it"
         if captions is not None
@@ -186,19 +186,19 @@ def _by_model(
     plan: PreparationPlan, folder: Path, captioner: CaptionerLoader | None, progress: ProgressCallback
 ) -> Callable[[LocatedRecord, Item], str]:
     """Return a lookup that captions the items without a caption by the model of `folder`."""
-    wanted = {
-        plan.pictures.hashes[path]: path
-        for table in plan.people.tables.values()
+    paths = {
+        plan.images.hashes[path]: path
+        for table in plan.records.tables.values()
         for person in table
         for item in person.record.items
-        if not item.caption.strip() and (path := plan.pictures.path(person, item)) is not None
+        if not item.caption.strip() and (path := plan.images.path(person, item)) is not None
     }
     if captioner is None:
         raise UsageError(
             f"data.captions: {folder} is a folder, but captioning models are not available here; name a caption file"
         )
-    known = caption_images(wanted, folder, captioner, progress=progress) if wanted else {}
-    return lambda person, item: item.caption.strip() or known.get(plan.pictures.hash(person, item) or "", "")
+    captions = caption_images(paths, folder, captioner, progress=progress) if paths else {}
+    return lambda person, item: item.caption.strip() or captions.get(plan.images.hash(person, item) or "", "")
 
 
 def _add_caption(
@@ -225,16 +225,16 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
     first_of: dict[str, tuple[Path, str]] = {}
     for person in plan.all_records:
         for item in person.record.items:
-            path = plan.pictures.path(person, item)
+            path = plan.images.path(person, item)
             if path is not None:
-                first_of.setdefault(plan.pictures.hashes[path], (path, person.where))
+                first_of.setdefault(plan.images.hashes[path], (path, person.where))
     encoder = _encoder(plan.data.image_size, len(first_of))
     paths, places = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
     bad = decode_images(
         paths, list(first_of), places, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
     )
-    damaged = {picture: bad[at] for at, picture in enumerate(first_of) if at in bad}
-    numbers = {picture: number for number, picture in enumerate(p for p in first_of if p not in damaged)}
+    damaged = {image_hash: bad[at] for at, image_hash in enumerate(first_of) if at in bad}
+    numbers = {image_hash: number for number, image_hash in enumerate(p for p in first_of if p not in damaged)}
     tally, tables = _write(plan, folder, numbers, damaged)
     meta = {
         "format": FORMAT,
@@ -245,7 +245,7 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
         "classes": None,
         "image_size": plan.data.image_size,
         "pictures": len(numbers),
-        "notes": plan.people.notes,
+        "notes": plan.records.notes,
         "encoder": asdict(encoder),
     }
     shutil.rmtree(folder / "parts", ignore_errors=True)
@@ -262,22 +262,22 @@ def _write(
     plan: PreparationPlan, folder: Path, numbers: dict[str, int], damaged: dict[str, str]
 ) -> tuple[Tally, dict[str, dict[str, int]]]:
     """Write the tables of records and the table of image names."""
-    tally = Tally(**{**vars(plan.people.tally), "named": list(plan.people.tally.named)})
+    tally = Tally(**{**vars(plan.records.tally), "named": list(plan.records.tally.named)})
     names: dict[str, str] = {}
     tables = {}
-    for table, people in plan.people.tables.items():
+    for table, records in plan.records.tables.items():
         users: set[str] = set()
         with ShardWriter(folder / table, COLUMNS) as writer:
-            for person in people:
-                hashes = [plan.pictures.hash(person, item) for item in person.record.items]
-                reason = next((damaged[picture] for picture in hashes if picture in damaged), None)
+            for person in records:
+                hashes = [plan.images.hash(person, item) for item in person.record.items]
+                reason = next((damaged[image_hash] for image_hash in hashes if image_hash in damaged), None)
                 if reason is not None:
                     tally.count_bad(BadRecord(person.key, person.where, reason), stop=plan.stop_on_bad)
                     continue
                 record = _with_unique_names(person.record, hashes, names)
                 users.add(record.user)
                 row = {"key": person.key, "user": record.user, "record": record.model_dump_json()}
-                shown = [-1 if picture is None else numbers[picture] for picture in hashes]
+                shown = [-1 if image_hash is None else numbers[image_hash] for image_hash in hashes]
                 writer.add({**row, "target": shown[-1], "history": shown[:-1]})
         tables[table] = {"rows": writer.rows, "users": len(users)}
     tally.check(plan.data.max_bad)
@@ -285,17 +285,17 @@ def _write(
         if not counts["rows"]:
             raise DataError(f"data.{table}: all records are bad; the first: {tally.named[0]}")
     with ShardWriter(folder / NAMES_TABLE, NAME_COLUMNS) as writer:
-        for name, picture in names.items():
-            writer.add({"name": name, "picture": numbers[picture]})
+        for name, image_hash in names.items():
+            writer.add({"name": name, "picture": numbers[image_hash]})
     return tally, tables
 
 
 def _with_unique_names(record: Record, hashes: list[str | None], names: dict[str, str]) -> Record:
     """Return the record with unique image names: two folders may have an a.png each."""
     items = []
-    for item, picture in zip(record.items, hashes, strict=True):
-        if item.image is not None and picture is not None and names.setdefault(item.image, picture) != picture:
-            item = item.model_copy(update={"image": f"{item.image}#{picture[:16]}"})
-            names[str(item.image)] = picture
+    for item, image_hash in zip(record.items, hashes, strict=True):
+        if item.image is not None and image_hash is not None and names.setdefault(item.image, image_hash) != image_hash:
+            item = item.model_copy(update={"image": f"{item.image}#{image_hash[:16]}"})
+            names[str(item.image)] = image_hash
         items.append(item)
     return record.model_copy(update={"history": tuple(items[:-1]), "target": items[-1]})

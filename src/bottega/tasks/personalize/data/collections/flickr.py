@@ -28,7 +28,7 @@ from bottega.tasks.personalize.data.collections import (
 from bottega.tasks.personalize.data.records import Item, Record
 
 TABLE = "FLICKR-AES_image_labeled_by_each_worker.csv"
-PICTURES = ("40K", "images", "FLICKR-AES-001")
+IMAGE_FOLDERS = ("40K", "images", "FLICKR-AES-001")
 LIKED = 4.0
 COLUMNS = {
     "worker": ("worker", "worker_id", "user"),
@@ -38,8 +38,9 @@ COLUMNS = {
 
 
 def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    """Read FLICKR-AES: the images that each worker scored highly, in turn as target and as history."""
     base = image_root(folder, data)
-    pictures = find_subfolder(find_subfolder(base, *PICTURES), *PICTURES).relative_to(base)
+    image_folder = find_subfolder(find_subfolder(base, *IMAGE_FOLDERS), *IMAGE_FOLDERS).relative_to(base)
     table = find_file(folder, TABLE)
     scores: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     bad: list[tuple[str, Record | BadRecord]] = []
@@ -47,28 +48,28 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRe
         if isinstance(row, BadRecord):
             bad.append((f"{table.name}:{line}", row))
         else:
-            worker, picture, score = row
-            scores[worker][picture].append(score)
+            worker, image, score = row
+            scores[worker][image].append(score)
     least = LIKED if data.min_score is None else data.min_score
     length = data.history_length or DEFAULT_HISTORY_LENGTH
     records = list(bad)
-    too_few, their = 0, 0
+    num_workers, num_liked = 0, 0
     for worker in sorted(scores):
         # Some workers rated the same image twice.
-        liked = [name for name, given in scores[worker].items() if math.fsum(given) / len(given) >= least]
+        liked = [name for name, values in scores[worker].items() if math.fsum(values) / len(values) >= least]
         if len(liked) <= length:
-            too_few, their = too_few + 1, their + len(liked)
+            num_workers, num_liked = num_workers + 1, num_liked + len(liked)
             continue
-        items = [_item(name, pictures) for name in shuffle_by_hash(liked, worker)]
+        items = [_item(name, image_folder) for name in shuffle_by_hash(liked, worker)]
         for at in range(length, len(items)):
             record = Record(user=worker, history=tuple(items[at - length : at]), target=items[at])
             records.append((f"{table.name}, worker {worker}, picture {items[at].id}", record))
-    reason = f"liked by {too_few:,} workers who liked {length} pictures or fewer"
-    return CollectionRecords(records, {reason: their} if too_few else {})
+    reason = f"liked by {num_workers:,} workers who liked {length} pictures or fewer"
+    return CollectionRecords(records, {reason: num_liked} if num_workers else {})
 
 
-def _item(name: str, pictures: Path) -> Item:
-    return Item(id=Path(name).stem, image=(pictures / name).as_posix())
+def _item(name: str, folder: Path) -> Item:
+    return Item(id=Path(name).stem, image=(folder / name).as_posix())
 
 
 def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | BadRecord]]:
@@ -85,7 +86,8 @@ def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | BadRecord
     delimiter = max(",;\t", key=first.count)
     names = [name.strip().strip('"').lower() for name in first.split(delimiter)]
     at = {
-        column: next((names.index(name) for name in known if name in names), None) for column, known in COLUMNS.items()
+        column: next((names.index(name) for name in synonyms if name in names), None)
+        for column, synonyms in COLUMNS.items()
     }
     if None in at.values():
         raise DataError(

@@ -29,47 +29,50 @@ from bottega.tasks.personalize.data.collections import (
 from bottega.tasks.personalize.data.records import Item, Record
 
 USERS, OUTFITS, ITEMS = "user_data.txt", "outfit_data.txt", "item_data.txt"
-PICTURES = ("images", "images_sampled", "pictures")
+IMAGE_FOLDERS = ("images", "images_sampled", "pictures")
 
 Click = tuple[int, str, tuple[str, ...], str]
 """Line, user, history, target."""
 
 
 def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    """Read POG: the clicked items of each user as history, and an item of the chosen outfit as target."""
     base = image_root(folder, data)
-    pictures = _pictures(base)
-    if not pictures:
-        raise DataError(f"{base} has no images; put them into {base / PICTURES[0]}, each named by the id of its item")
+    images = _find_images(base)
+    if not images:
+        raise DataError(
+            f"{base} has no images; put them into {base / IMAGE_FOLDERS[0]}, each named by the id of its item"
+        )
     left_out: Counter[str] = Counter()
     bad: list[tuple[str, Record | BadRecord]] = []
-    clicks = list(_clicks(folder, pictures, data.history_length or DEFAULT_HISTORY_LENGTH, limit, left_out, bad))
+    clicks = list(_clicks(folder, images, data.history_length or DEFAULT_HISTORY_LENGTH, limit, left_out, bad))
     titles = _titles(folder, {item for _, _, history, target in clicks for item in (*history, target)})
     records: list[tuple[str, Record | BadRecord]] = list(bad)
     for line, user, history, target in clicks:
         # An item without a title has no caption, unless data.captions supplies one.
-        known = [item for item in history if item in titles or data.captions is not None]
-        if not known or (target not in titles and data.captions is None):
+        captioned = [item for item in history if item in titles or data.captions is not None]
+        if not captioned or (target not in titles and data.captions is None):
             left_out["of which nothing has a title"] += 1
             continue
         items = {
-            item: Item(id=item, caption=titles.get(item, ""), image=pictures.get(item)) for item in (*known, target)
+            item: Item(id=item, caption=titles.get(item, ""), image=images.get(item)) for item in (*captioned, target)
         }
-        record = Record(user=user, history=tuple(items[item] for item in known), target=items[target])
+        record = Record(user=user, history=tuple(items[item] for item in captioned), target=items[target])
         records.append((f"{USERS}, line {line}", record))
     return CollectionRecords(records, dict(left_out))
 
 
 def _clicks(
     folder: Path,
-    pictures: dict[str, str],
+    images: dict[str, str],
     length: int,
     limit: int | None,
     left_out: Counter[str],
     bad: list[tuple[str, Record | BadRecord]],
 ) -> Iterator[Click]:
-    outfits = _outfits(folder, pictures)
-    seen: set[int] = set()
-    file, given = find_file(folder, USERS), 0
+    outfits = _outfits(folder, images)
+    digests: set[int] = set()
+    file, count = find_file(folder, USERS), 0
     for line, text in _lines(file):
         fields = text.split(",")
         if len(fields) != 3 or not fields[0].strip() or not fields[2].strip():
@@ -84,22 +87,22 @@ def _clicks(
             left_out["whose outfit has no item with a picture"] += 1
         elif not clicked:
             left_out["with nothing clicked on"] += 1
-        elif digest in seen:
+        elif digest in digests:
             left_out["the same as an earlier line"] += 1
         elif not (new := [item for item in outfits[outfit] if item not in clicked]):
             left_out["whose outfit has only what was clicked on before"] += 1
         else:
-            seen.add(digest)
+            digests.add(digest)
             yield line, user, tuple(clicked[-length:]), shuffle_by_hash(new, user, outfit)[0]
-            given += 1
-            if limit is not None and given >= limit:
+            count += 1
+            if limit is not None and count >= limit:
                 return
 
 
-def _pictures(base: Path) -> dict[str, str]:
+def _find_images(base: Path) -> dict[str, str]:
     """Return item -> image, relative to `base`."""
     images: dict[str, str] = {}
-    for folder, folders, files in os.walk(find_subfolder(base, *PICTURES)):
+    for folder, folders, files in os.walk(find_subfolder(base, *IMAGE_FOLDERS)):
         folders.sort()
         for name in sorted(files):
             path = Path(folder, name)
@@ -108,7 +111,7 @@ def _pictures(base: Path) -> dict[str, str]:
     return images
 
 
-def _outfits(folder: Path, pictures: dict[str, str]) -> dict[str, tuple[str, ...]]:
+def _outfits(folder: Path, images: dict[str, str]) -> dict[str, tuple[str, ...]]:
     """Return outfit -> its items with an image, for outfits that have any."""
     file = find_file(folder, OUTFITS)
     outfits = {}
@@ -116,7 +119,7 @@ def _outfits(folder: Path, pictures: dict[str, str]) -> dict[str, tuple[str, ...
         outfit, comma, items = text.partition(",")
         if not comma or not outfit.strip():
             raise DataError(f"{file}, line {line}: expected outfit,item;item;..., got {text[:60]!r}")
-        shown = tuple(dict.fromkeys(item.strip() for item in items.split(";") if item.strip() in pictures))
+        shown = tuple(dict.fromkeys(item.strip() for item in items.split(";") if item.strip() in images))
         if shown:
             outfits[outfit.strip()] = shown
     return outfits

@@ -32,6 +32,7 @@ EMOTIONS = ("emotion", "anno", "label", "sentiment")
 
 
 def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRecords:
+    """Read SER30K: the stickers of a pack, each in turn as target with others as history."""
     base = image_root(folder, data)
     images = find_subfolder(base, "Images")
     emotions = (

@@ -1,0 +1,60 @@
+"""The processor of a multitask run: those of its parts, with their recipes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import final
+
+from bottega.config.load import to_yaml
+from bottega.config.recipe import Recipe, diff_recipes
+from bottega.core.errors import DataError
+from bottega.storage.durable import replacing_file
+from bottega.tasks.multitask.data import MultitaskData
+from bottega.tasks.multitask.part_recipes import read_saved_recipe
+from bottega.tasks.processor import Processor
+from bottega.tasks.workload import Workload
+
+PARTS_FILE = "parts.json"
+
+
+@final
+class MultitaskProcessor(Processor):
+    """The processors and recipes of all parts; `given_tokenizer` names the parts that use another part's tokenizer."""
+
+    def __init__(
+        self,
+        recipes: Mapping[str, Recipe],
+        parts: Mapping[str, Workload],
+        data: MultitaskData,
+        given_tokenizer: Sequence[str],
+    ) -> None:
+        self.recipes, self.parts, self.data, self.given_tokenizer = recipes, parts, data, list(given_tokenizer)
+
+    def save(self, folder: Path) -> None:
+        """Save each part's processor and recipe: the recipe file that it came from may change or disappear."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, part in self.parts.items():
+            before = read_saved_recipe(folder, name)
+            differences = diff_recipes(before, self.recipes[name]) if before is not None else []
+            changes = [difference for difference in differences if _affects_part(difference[0])]
+            if changes:
+                key, was, now = changes[0]
+                raise DataError(
+                    f"data.parts.{name}: {key}: {was} -> {now} since this run began; start over with --fresh"
+                )
+            part.processor.save(folder / name)
+            with replacing_file(folder / f"{name}.yaml") as file:
+                file.write_text(to_yaml(self.recipes[name]), encoding="utf-8")
+        with replacing_file(folder / PARTS_FILE) as file:
+            metadata = {"data": self.data.part_fingerprints(), "given_tokenizer": self.given_tokenizer}
+            file.write_text(json.dumps(metadata, indent=1) + "\n")
+
+
+def _affects_part(key: str) -> bool:
+    """Whether a key of a part's recipe has an effect.
+
+    Training belongs to the whole run, except the form of a part's loss; a tokenizer from another part lies in the cache.
+    """
+    return not key.startswith(("training.", "evaluation.", "data.tokenizer.path")) or key == "training.label_smoothing"
