@@ -68,7 +68,7 @@ def test_experts_who_are_not_asked_say_nothing(
 
 
 def test_units_need_a_step() -> None:
-    with pytest.raises(AssertionError, match="units need a step of time at least"):
+    with pytest.raises(AssertionError, match="LIF needs at least one time step"):
         LIF(SpikingShape())(torch.zeros(0, 2, 3))
 
 
