@@ -303,7 +303,7 @@ def test_a_wrong_tokenizer_is_answered_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(DataError, match="must hold a JSON object, not a list"):
         load_pretrained_tokenizer(str(tmp_path))
-    with pytest.raises(UsageError, match="needs a tokenizer.json"):
+    with pytest.raises(UsageError, match=r"needs a tokenizer\.json"):
         build_tokenizer(TokenizerSpec(kind="pretrained"), [])
     with pytest.raises(UsageError, match="vocab_size=100 is less than 257"):
         train_bpe(["a"], vocab_size=100)
