@@ -43,7 +43,7 @@ def test_both_scans_agree_about_nothing(has_state: bool) -> None:
 
 def test_a_chunk_of_nothing_is_refused_in_words() -> None:
     x = torch.zeros(1, 2, 1, 1)
-    with pytest.raises(AssertionError, match="a chunk of 0 tokens reads nothing; give 1 or more"):
+    with pytest.raises(AssertionError, match="chunk must be 1 token or more, got 0"):
         scan_chunked(x, x[..., 0], -torch.ones(1), x, x, chunk=0)
 
 
@@ -68,7 +68,7 @@ def test_experts_who_are_not_asked_say_nothing(
 
 
 def test_units_need_a_step() -> None:
-    with pytest.raises(AssertionError, match="units need a step of time at least"):
+    with pytest.raises(AssertionError, match="LIF needs at least one time step"):
         LIF(SpikingShape())(torch.zeros(0, 2, 3))
 
 

@@ -439,7 +439,7 @@ def test_what_does_not_fit_is_refused() -> None:
     memory.store(draw(2, K), draw(2, V), clock=5)
     with pytest.raises(UsageError, match="clock 4 is before 5"):
         memory.consolidate(4)
-    with pytest.raises(UsageError, match="slot 21 is none of 21"):
+    with pytest.raises(UsageError, match="slot 21 is out of range; there are 21"):
         memory.level_of(21)
 
 
@@ -494,7 +494,7 @@ def test_it_is_saved_and_read_back_whole(tmp_path: Path) -> None:
 def test_a_memory_larger_than_its_bounds_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "memory.safetensors"
     HierarchicalMemory(SHAPE.model_copy(update={"episodic_slots": 99})).save(path)
-    with pytest.raises(CheckpointError, match=r"the memory has episodic_slots 99 \(declared is 12\); declare"):
+    with pytest.raises(CheckpointError, match=r"the memory has episodic_slots 99 \(this memory: 12\); create"):
         HierarchicalMemory(SHAPE).load(path)
     path.write_bytes(b"no memory")
     with pytest.raises(CheckpointError, match="cannot be read as a memory"):

@@ -47,14 +47,14 @@ REFUSED: dict[str, tuple[Callable[[HierarchicalMemory], Any], str]] = {
     ),
     "one importance in a list": (lambda m: m.store(KEYS, VALUES, [1.0], clock=4), r"\[1\] importances of \[2\] keys"),
     "half a tick": (lambda m: m.store(KEYS, VALUES, clock=4.5), "clock 4.5 is not an integer"),
-    "back in time": (lambda m: m.search(KEYS, 1, clock=2), "clock 2 is before 3, which was already"),
+    "back in time": (lambda m: m.search(KEYS, 1, clock=2), "clock 2 is before 3, the last one"),
     "wide query": (lambda m: m.search([[1, 0, 0, 0]], 1), r"expected queries \[n, 3\], got \[1, 4\]"),
     "wide read": (lambda m: m.read(torch.zeros(1, 4)), r"expected queries \[n, 3\], got \[1, 4\]"),
     "nan query": (lambda m: m.search([[NAN, 0, 0]], 1), "queries have numbers that are not finite"),
     "by": (lambda m: m.search(KEYS, 1, by="foo"), "by must be exact or faiss, got 'foo'"),
-    "cold": (lambda m: m.read(KEYS, 0.0), "temperature 0.0: give one greater than 0"),
-    "colder": (lambda m: m.read(KEYS, -1), "temperature -1: give one greater than 0"),
-    "nan temperature": (lambda m: m.read(KEYS, NAN), "temperature nan: give one greater than 0"),
+    "cold": (lambda m: m.read(KEYS, 0.0), "temperature must be greater than 0, got 0.0"),
+    "colder": (lambda m: m.read(KEYS, -1), "temperature must be greater than 0, got -1"),
+    "nan temperature": (lambda m: m.read(KEYS, NAN), "temperature must be greater than 0, got nan"),
 }
 
 
@@ -119,7 +119,7 @@ def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
     before = state(memory)
     with pytest.raises(
         CheckpointError,
-        match=r"the memory has key_size 5 \(declared is 3\), working_slots 9 \(declared is 4\); declare",
+        match=r"the memory has key_size 5 \(this memory: 3\), working_slots 9 \(this memory: 4\); create",
     ):
         memory.load(path)
     assert state(memory) == before
@@ -128,10 +128,10 @@ def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
 def test_a_level_that_is_not_of_one_size_is_refused() -> None:
     wrong = told().state_dict()
     wrong["episodic_uses"] = wrong["episodic_uses"][:2]
-    with pytest.raises(CheckpointError, match=r"episodic_uses has the form \[2\], unlike the rest of its level"):
+    with pytest.raises(CheckpointError, match=r"episodic_uses has shape \[2\], which does not match its level"):
         HierarchicalMemory(SHAPE).load_state_dict(wrong)
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"there is no folder .*missing; make it first"):
+    with pytest.raises(UsageError, match=r"the folder .*missing does not exist; create it first"):
         told().save(tmp_path / "missing" / "memory")

@@ -149,11 +149,11 @@ def test_only_training_is_compiled_and_weights_keep_their_names(monkeypatch: pyt
         (
             (8, 10),
             {},
-            "model.stages: 3 stages halve the sides 2 times, and 10 (of 8 x 10) cannot be; at most 2 stages fit",
+            "model.stages: 3 stages halve the sides 2 times, but 10 (of 8 x 10) is not divisible by 4; use at most 2 stages",
         ),
         ((8, 8), {"num_heads": 3}, "model.num_heads: 3 does not divide 16"),
-        ((4, 8, 8), {}, "model.backbone: unet is for pictures and mel spectrograms"),
-        ((16,), {}, "model.backbone: unet is for pictures and mel spectrograms"),
+        ((4, 8, 8), {}, "model.backbone: unet supports images and mel spectrograms only"),
+        ((16,), {}, "model.backbone: unet supports images and mel spectrograms only"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused_by_name(
@@ -256,7 +256,7 @@ def changed(published: Path, target: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"in_channels": 4}, "none", "takes 4 channels and gives 2; here are 2"),
+        ({"in_channels": 4}, "none", "takes 4 channels and gives 2, but the samples have 2"),
         ({"num_class_embeds": 5}, "class", "num_class_embeds 5"),
         ({"time_embedding_type": "fourier"}, "none", "time_embedding_type fourier"),
         ({}, "text", "model.condition: the UNet of model.from is a UNet2DModel; it takes none, class or vector"),
@@ -277,7 +277,7 @@ def test_folders_that_do_not_fit_are_refused(
 
 def test_a_configuration_of_a_newer_diffusers_is_not_guessed_at(published: Path, tmp_path: Path) -> None:
     shape = started(changed(published, tmp_path, gated_skips=True))
-    with pytest.raises(UsageError, match=r"has gated_skips, which diffusers .* does not know"):
+    with pytest.raises(UsageError, match=r"has gated_skips, which diffusers .* does not support"):
         build_generator(shape, 0)
 
 

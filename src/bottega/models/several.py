@@ -23,101 +23,109 @@ Plan = dict[str, dict[str, str]]
 
 
 class Several(nn.Module):
-    """`forward(part, ...)` is that part's model. A shared layer stands once among the names, under `shared.`; what a part
-    has for itself stands under `parts.NAME.`.
+    """Several models with shared layers; `forward(part, ...)` calls the model of that part.
 
-    Layers are shared and not whole blocks: how much a part drops and how far it reads is no weight, and stays its own.
+    A shared layer is registered once, under `shared.`; the others under `parts.NAME.`. Layers are shared rather than
+    whole blocks, because settings that are not weights, such as dropout and context length, may differ between parts.
     """
 
     def __init__(
         self, models: Mapping[str, nn.Module], *, first: Sequence[str] = (), log_variances: bool = False
     ) -> None:
-        """A shared layer has the weights of the part that comes first: in `first`, else in `models`. With `log_variances`
-        each part has one number more, which says how far its loss is to be trusted."""
+        """A shared layer has the initial weights of the part that comes first in `first`, else in `models`.
+
+        `log_variances` adds a parameter per part that weights its loss by its uncertainty.
+        """
         super().__init__()
         self.plan = shared_layers(models)
         names = tuple(models)
         preferred = list(dict.fromkeys((*first, *names)))
         self.shared, self.parts = nn.Module(), nn.Module()
         self.aliases: dict[str, str] = {}
-        for shared, places in self.plan.items():
-            owner = min(places, key=preferred.index)
-            layer = models[owner].get_submodule(places[owner])
-            _put(self.shared, shared, layer)
-            for part, path in places.items():
-                _put(models[part], path, layer)
+        for shared, paths in self.plan.items():
+            owner = min(paths, key=preferred.index)
+            layer = models[owner].get_submodule(paths[owner])
+            _set_layer(self.shared, shared, layer)
+            for part, path in paths.items():
+                _set_layer(models[part], path, layer)
                 self.aliases[f"{PARTS}.{part}.{path}"] = f"shared.{shared}"
         for name, model in models.items():
-            _named(self.parts, name).add_module(name, model)
+            _check_name(self.parts, name).add_module(name, model)
         self.log_variance = nn.Module()
         if log_variances:
             for name in names:
-                _named(self.log_variance, name).register_parameter(name, nn.Parameter(torch.zeros(())))
-        self.register_state_dict_post_hook(_once)
-        self.register_load_state_dict_pre_hook(_everywhere)
+                _check_name(self.log_variance, name).register_parameter(name, nn.Parameter(torch.zeros(())))
+        self.register_state_dict_post_hook(_remove_aliases)
+        self.register_load_state_dict_pre_hook(_restore_aliases)
 
     def part(self, name: str) -> Any:
-        """The model of one part, whole."""
+        """Return the model of one part."""
         return self.parts.get_submodule(name)
 
     def forward(self, part: str | None, *args: Any, **named: Any) -> Any:
-        """Of no part: how much each of them is trusted, exp(-log variance) [parts]."""
-        return self._trust() if part is None else self.part(part)(*args, **named)
+        """Call the model of `part`; for None, return the loss weights exp(-log variance) of all parts, (parts,)."""
+        return self._loss_weights() if part is None else self.part(part)(*args, **named)
 
-    def _trust(self) -> Tensor:
+    def _loss_weights(self) -> Tensor:
         return torch.exp(-torch.stack(list(self.log_variance.parameters())))
 
     @property
     def checkpoint_blocks(self) -> bool:
-        return any(model.checkpoint_blocks for model in self._offering("checkpoint_blocks"))
+        return any(model.checkpoint_blocks for model in self._models_with("checkpoint_blocks"))
 
     @checkpoint_blocks.setter
     def checkpoint_blocks(self, value: bool) -> None:
-        for model in self._offering("checkpoint_blocks"):
+        for model in self._models_with("checkpoint_blocks"):
             model.checkpoint_blocks = value
 
     def compile_blocks(self) -> None:
-        """Each model as it offers it; what the device would replay by itself is one forward, and here are several."""
+        """Compile each model as it supports; without CUDA graphs, which replay one forward, and here are several."""
         for model in self.parts.children():
             if hasattr(model, "compile_whole"):
                 model.compile_whole(graphs=False)  # type: ignore[operator]
             elif hasattr(model, "compile_blocks"):
                 model.compile_blocks()  # type: ignore[operator]
 
-    def _offering(self, attribute: str) -> list[Any]:
+    def _models_with(self, attribute: str) -> list[Any]:
         return [model for model in self.parts.children() if hasattr(model, attribute)]
 
 
 def shared_layers(models: Mapping[str, nn.Module]) -> Plan:
-    """Which layers are one: those of the same name, kind and form in two models or more, but never a model's last layer
-    (as `layers_of` counts), where the tasks part. A model that shares nothing is an error."""
+    """Return the layers to share: those of equal name, type and shape in two or more models, except a model's last layer.
+
+    Layers are numbered by `assign_layers`. Raises `UsageError` if a model shares no layer.
+    """
     groups: dict[tuple[str, Any], dict[str, str]] = {}
     for part, model in models.items():
         layers = assign_layers([name for name, _ in model.named_parameters()])
         last = max(layers.values())
         for path, layer in model.named_modules():
-            own = dict(layer.named_parameters(recurse=False))
-            if own and not list(layer.children()) and all(layers.get(f"{path}.{name}", last) < last for name in own):
-                groups.setdefault((_key(path), _form(layer)), {})[part] = path
+            parameters = dict(layer.named_parameters(recurse=False))
+            if (
+                parameters
+                and not list(layer.children())
+                and all(layers.get(f"{path}.{name}", last) < last for name in parameters)
+            ):
+                groups.setdefault((_canonical_name(path), _signature(layer)), {})[part] = path
     plan: Plan = {}
-    for (key, _), places in groups.items():
-        if len(places) > 1:
-            plan[key if key not in plan else f"{next(iter(places))}.{key}"] = places
+    for (key, _), paths in groups.items():
+        if len(paths) > 1:
+            plan[key if key not in plan else f"{next(iter(paths))}.{key}"] = paths
     for part in models:
-        if not any(part in places for places in plan.values()):
+        if not any(part in paths for paths in plan.values()):
             raise UsageError(
-                f"data.parts.{part}: its model has no layer that another part has too; give the parts one kind of model "
-                "and one size, such as model.hidden_size"
+                f"data.parts.{part}: its model shares no layer with another part; give the parts the same kind of model "
+                "and the same sizes, such as model.hidden_size"
             )
     return plan
 
 
-def _key(path: str) -> str:
+def _canonical_name(path: str) -> str:
     return ".".join(SAME.get(name, name) for name in path.removeprefix(TRUNK).split("."))
 
 
-def _form(layer: nn.Module) -> Any:
-    """All that decides what a layer computes, but for its weights."""
+def _signature(layer: nn.Module) -> Any:
+    """Return all that decides what a layer computes, except its weights."""
     plain = {
         name: value
         for name, value in vars(layer).items()
@@ -127,8 +135,8 @@ def _form(layer: nn.Module) -> Any:
     return type(layer), tuple(sorted(plain.items())), tuple(shapes)
 
 
-def _put(root: nn.Module, path: str, layer: nn.Module) -> None:
-    """The layer at a dotted place of a tree, which is made as far as it is not there."""
+def _set_layer(root: nn.Module, path: str, layer: nn.Module) -> None:
+    """Set the layer at a dotted path of a module, creating missing parents."""
     *above, last = path.split(".")
     for name in above:
         if name not in root._modules:
@@ -137,21 +145,21 @@ def _put(root: nn.Module, path: str, layer: nn.Module) -> None:
     root._modules[last] = layer
 
 
-def _named(root: nn.Module, name: str) -> nn.Module:
+def _check_name(root: nn.Module, name: str) -> nn.Module:
     if hasattr(root, name):
-        raise UsageError(f"data.parts.{name}: a module of torch has something of this name; choose another")
+        raise UsageError(f"data.parts.{name}: torch.nn.Module has an attribute of this name; choose another name")
     return root
 
 
-def _once(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """What is saved names each tensor once."""
+def _remove_aliases(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Remove aliases from a state dict, so that it names each tensor once."""
     assert isinstance(module, Several)
     for key in [key for key in state if key.removeprefix(prefix).rpartition(".")[0] in module.aliases]:
         del state[key]
 
 
-def _everywhere(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """What is loaded is looked for under every name."""
+def _restore_aliases(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Copy shared tensors to their aliases in a state dict before it is loaded."""
     assert isinstance(module, Several)
     for alias, shared in module.aliases.items():
         for kind in module.get_submodule(shared).state_dict():

@@ -36,7 +36,7 @@ def test_a_slip_in_a_held_out_label_is_no_class(part: str, tmp_path: Path) -> No
     slip = [*small_texts.rows(12, seed=1), {"text": "salt", "label": "coook"}]
     held = {f"data.{part}.path": written(tmp_path / "held.jsonl", slip)}
     held |= {"data.validation.split": None} if part == "validation" else {}
-    with pytest.raises(DataError, match=r"held.jsonl:13.* 'coook' is none of the 3 classes .* did you mean 'cook'"):
+    with pytest.raises(DataError, match=r"held.jsonl:13.* 'coook' is not one of the 3 classes .* did you mean 'cook'"):
         prepared(tmp_path, held)
     assert len(prepared(tmp_path, {**held, "model.num_labels": 4}).classes) == 4
 
@@ -55,7 +55,7 @@ def test_a_class_of_held_out_pictures_alone_is_an_error_but_for_meta_learning(tm
         return registry.open_workload(loaded, progress=lambda stage, done, total: None)
 
     assert len(made("classify/few-shot").classes) == 10
-    with pytest.raises(DataError, match="is none of the 6 classes"):
+    with pytest.raises(DataError, match="is not one of the 6 classes"):
         made("classify/few-shot", techniques=[])
 
 

@@ -63,7 +63,9 @@ def test_other_data_is_read_with_the_classes_that_were_learnt(run: Path, tmp_pat
     path.write_text("".join(json.dumps(row) + "\n" for row in two))
     assert saved.evaluate(path)["accuracy"] > 0.9, "classes keep their numbers where one of them is missing"
     path.write_text(json.dumps({"text": "salt", "label": "cooks"}) + "\n")
-    with pytest.raises(DataError, match="'cooks' is none of the 3 classes that were learnt; did you mean 'cook'"):
+    with pytest.raises(
+        DataError, match="'cooks' is not one of the 3 classes of the training data; did you mean 'cook'"
+    ):
         saved.evaluate(path)
 
 

@@ -125,7 +125,7 @@ def test_other_names_shapes_and_damage_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"weights.safetensors: lacks Conv2d_2a_3x3.conv.weight \(\d+ missing, 0"):
         load_inception(path)
     path.write_bytes(b"\x80\x04 no tensors")
-    with pytest.raises(CheckpointError, match="is damaged or no safetensors file"):
+    with pytest.raises(CheckpointError, match="is damaged or not a safetensors file"):
         load_inception(path)
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_inception(tmp_path / "absent.safetensors")

@@ -155,7 +155,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
         {"data.parts.topics.recipe": "clasify"},
         "data.parts.topics: clasify: no bundled recipe of this name; did you mean",
     ),
-    ({"data.parts.topics.settings.model.kind": "cnn"}, "its model has no layer that another part has too"),
+    ({"data.parts.topics.settings.model.kind": "cnn"}, "its model shares no layer with another part"),
     (
         {"data.parts.topics.metric": "acuracy"},
         "data.parts.topics.metric: acuracy is not measured; did you mean accuracy?",

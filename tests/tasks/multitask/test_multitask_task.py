@@ -142,7 +142,7 @@ def test_only_layers_of_one_form_are_shared() -> None:
 
 def test_parts_that_share_nothing_are_refused() -> None:
     narrow = ENCODER.model_copy(update={"hidden_size": 2 * WIDTH})
-    with pytest.raises(UsageError, match=r"^data\.parts\.\w+: its model has no layer that another part has too"):
+    with pytest.raises(UsageError, match=r"^data\.parts\.\w+: its model shares no layer with another part"):
         build_models(task(topics=Classification(key="text", shape=narrow)), 0)
 
 

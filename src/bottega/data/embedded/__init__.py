@@ -30,23 +30,24 @@ STICKERS = ("stickers", "stickers-all")
 def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | None], Path]) -> D:
     """Replace embedded sources by files: `path` maps the name in the recipe to the path of the data."""
 
-    def found(source: Source | None) -> Source | None:
+    def resolve(source: Source | None) -> Source | None:
         if source is None or source.kind != "embedded":
             return source
         return source.model_copy(update={"kind": kind, "path": str(path(source.path))})
 
     changes: dict[str, object] = {
-        name: found(getattr(data, name)) for name in ("train", "validation", "test", "replay")
+        name: resolve(getattr(data, name)) for name in ("train", "validation", "test", "replay")
     }
     if data.sources is not None:
-        changes["sources"] = tuple(map(found, data.sources))
+        changes["sources"] = tuple(map(resolve, data.sources))
     return data.model_copy(update=changes)
 
 
 def check_embedded_name(name: str | None, *known: str) -> None:
+    """Raise `UsageError` if `name` is not None and not one of the datasets `known`."""
     if name is not None and name not in known:
-        there = f"there is {' and '.join(known)}" if known else "leave path out"
-        raise UsageError(f"data.train.path: nothing embedded is named {name!r} for this task; {there}")
+        remedy = f"use {' or '.join(known)}" if known else "leave path out"
+        raise UsageError(f"data.train.path: this task has no embedded dataset {name!r}; {remedy}")
 
 
 def materialise_embedded(medium: Medium, named: str | None = None) -> Path:
@@ -57,26 +58,26 @@ def materialise_embedded(medium: Medium, named: str | None = None) -> Path:
 
     def build(folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
-        for field, values in _fields(chosen).items():
+        for field, values in _build_fields(chosen).items():
             # Little-endian everywhere: the bytes of the files are the fingerprint of the data.
             np.save(folder / name / f"{field}.npy", values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
 
     return get_or_build(default_cache() / "embedded", CACHE_NAMES[chosen], build) / name
 
 
-def _fields(chosen: str) -> dict[str, np.ndarray]:
+def _build_fields(chosen: str) -> dict[str, np.ndarray]:
     if chosen in STICKERS:
         from bottega.data.embedded import stickers
 
-        return stickers.build_fields(stickers.TRAINING_PAIRS if chosen == "stickers" else stickers.PAIRS)
+        return stickers.build_build_fields(stickers.TRAINING_PAIRS if chosen == "stickers" else stickers.PAIRS)
     if chosen == "image":
         from bottega.data.embedded import digits
 
-        return digits.build_fields()
+        return digits.build_build_fields()
     if chosen == "audio":
         from bottega.data.embedded import tones
 
-        return tones.build_fields()
+        return tones.build_build_fields()
     from bottega.data.embedded import moving_digits
 
-    return moving_digits.build_fields()
+    return moving_digits.build_build_fields()

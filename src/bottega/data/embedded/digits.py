@@ -14,7 +14,7 @@ import numpy as np
 
 FILE = Path(__file__).with_name("digits.npz")
 INK = 16
-"""The largest value: so many of the 4 x 4 pixels that one of these stands for were black."""
+"""Largest value of a pixel, which counts the black pixels of a 4 x 4 block of the scan."""
 
 
 def build_fields() -> dict[str, np.ndarray]:

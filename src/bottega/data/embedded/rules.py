@@ -1,8 +1,8 @@
 """Synthetic samples with a known Bayes posterior: a gate identifies the rule, and the rule maps the content to the label.
 
-x [d] is a gate part and a content part, each a point plus Gaussian noise of deviation 1. The rule and the cell of the
-content are drawn apart, so neither part says anything of the other, and the label is known from both together alone: what
-is one label under one rule is another under the next. So the posterior of the label is a sum over rules and cells.
+x (d) has a gate part and a content part, each a point plus Gaussian noise of standard deviation 1. The rule and the cell
+of the content are independent, and the label depends on both: a cell has different labels under different rules. So the
+posterior of the label is a sum over rules and cells.
 
 R rules   K cells   C labels   n samples   d inputs
 """
@@ -37,10 +37,10 @@ STEP = 1 << 10
 """Inputs are multiples of 1 / STEP, so that the last bits of a matrix product, which differ between processors, are not in
 the data or its fingerprint."""
 STREAM = 1 << 40
-"""Numbers of samples of one kind: what is held out has other numbers than what is learned from."""
+"""Range of sample numbers of one split, so that held-out samples have other numbers than training samples."""
 NUM_BAYES_SAMPLES = 1 << 17
-"""Samples that the accuracy of the best possible answer is a mean over."""
-# Raised when the same options would give other samples.
+"""Samples over which the Bayes accuracy is averaged."""
+# Increase it when the same options would give other samples.
 FORMAT = 4
 
 
@@ -56,9 +56,9 @@ class RuleOptions:
     difficulty: Difficulty = "plain"
     separation: float = 6.0
     rule_seed: int = 0
-    """Of the family: where the cells of the content lie."""
+    """Seed of the family: the positions of the content cells."""
     rule: int = 0
-    """Which rules of it: their gates, and the labels they give. So one can be learned after the other, or adapted to."""
+    """Which rules of the family (gates and labels), for continual learning and adaptation."""
 
     @property
     def num_cells(self) -> int:
@@ -66,7 +66,7 @@ class RuleOptions:
 
     @property
     def gate_inputs(self) -> int:
-        """A quarter of them, unless the rules need more or the content does."""
+        """Number of gate inputs: a quarter of all, unless the rules or the content need more."""
         room = self.num_inputs - count_content_dimensions(self.num_labels, self.difficulty)
         return max(self.num_rules, min(self.num_inputs // 4, room))
 
@@ -80,35 +80,38 @@ class RuleFamily:
 
     @cached_property
     def gates(self) -> np.ndarray:
-        """[R, gate inputs]: each at the same distance from all others."""
+        """Gate points (R, gate inputs), all at equal distance from each other."""
         o = self.options
-        return _frame(o.num_rules, o.gate_inputs, o.rule_seed, "gates", o.rule) * (o.separation / np.sqrt(2))
+        return _orthonormal_rows(o.num_rules, o.gate_inputs, o.rule_seed, "gates", o.rule) * (o.separation / np.sqrt(2))
 
     @cached_property
     def cells(self) -> np.ndarray:
-        """[K, content inputs]"""
+        """Cell points (K, content inputs)."""
         o = self.options
         inputs = o.num_inputs - o.gate_inputs
-        frame = _frame(count_content_dimensions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells")
+        frame = _orthonormal_rows(count_content_dimensions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells")
         if o.difficulty == "plain":
             return frame * (o.separation / np.sqrt(2))
         side = compute_grid_side(o.num_labels)
-        places = np.stack(np.meshgrid(*[np.arange(side)] * GRID_DIMENSIONS, indexing="ij"), axis=-1).reshape(
+        grid_points = np.stack(np.meshgrid(*[np.arange(side)] * GRID_DIMENSIONS, indexing="ij"), axis=-1).reshape(
             -1, GRID_DIMENSIONS
         )
-        return (places - (side - 1) / 2) * o.separation @ frame
+        return (grid_points - (side - 1) / 2) * o.separation @ frame
 
     @cached_property
     def labels(self) -> np.ndarray:
-        """[R, K]. Of C rules in a row no two agree on any cell, and no two of all on every cell; each has all labels."""
+        """Label of each cell under each rule, (R, K).
+
+        Of C consecutive rules no two agree on any cell, and no two rules are equal; each uses all labels.
+        """
         o, C = self.options, self.options.num_labels
         rng = numpy_generator("rules", o.rule_seed, "labels", o.rule)
-        some = rng.permutation(o.num_cells)[:C]
+        latin_cells = rng.permutation(o.num_cells)[:C]
         rows: list[np.ndarray] = []
         while len(rows) < o.num_rules:
             drawn = rng.permuted(np.tile(np.arange(C)[:, None], (1, o.num_cells)), axis=0)
-            # Left to chance, a rule of 64 labels and 128 cells has all of them once in 6,000 times; a Latin square has.
-            drawn[:, some] = (rng.permutation(C)[:, None] + rng.permutation(C)) % C
+            # A random rule of 64 labels and 128 cells uses all labels once in 6,000 times; a Latin square always does.
+            drawn[:, latin_cells] = (rng.permutation(C)[:, None] + rng.permutation(C)) % C
             new = drawn[: o.num_rules - len(rows)]
             if not any((row == old).all() for row in new for old in rows):
                 rows += list(new)
@@ -117,37 +120,38 @@ class RuleFamily:
 
 @cache
 def get_rule_family(options: RuleOptions) -> RuleFamily:
+    """Return the cached family of some options."""
     return RuleFamily(options)
 
 
-def _frame(rows: int, columns: int, *seed: object) -> np.ndarray:
-    """[rows, columns]: orthonormal rows, turned any way."""
+def _orthonormal_rows(rows: int, columns: int, *seed: object) -> np.ndarray:
+    """Return randomly rotated orthonormal rows (rows, columns)."""
     q, r = np.linalg.qr(numpy_generator("rules", *seed).standard_normal((columns, rows)))
-    # The signs are the library's choice; with these they are ours.
+    # Fixes the signs, which depend on the LAPACK library.
     return (q * np.sign(np.diagonal(r))).T
 
 
 def draw_samples(options: RuleOptions, first: int, count: int) -> dict[str, np.ndarray]:
-    """The samples `first` to `first + count`: x float32 [n, d], label and rule int32 [n]. Each is f(options, its number)."""
+    """Return samples `first` to `first + count`, each a function of its number: x float32 (n, d), label and rule int32 (n)."""
     parts: dict[str, list[np.ndarray]] = {"x": [], "label": [], "rule": []}
     for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
         start = block * BLOCK
-        here = slice(max(0, first - start), min(BLOCK, first + count - start))
-        for name, values in _block(options, block).items():
-            parts[name].append(values[here])
+        inside = slice(max(0, first - start), min(BLOCK, first + count - start))
+        for name, values in _draw_block(options, block).items():
+            parts[name].append(values[inside])
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 
-def _block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
-    known, C = get_rule_family(options), options.num_labels
+def _draw_block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
+    family, C = get_rule_family(options), options.num_labels
     rng = numpy_generator("rules", options.rule_seed, "block", options.rule, block)
     rule = rng.integers(options.num_rules, size=BLOCK)
     cell = rng.integers(options.num_cells, size=BLOCK)
     x = rng.standard_normal((BLOCK, options.num_inputs))
     is_flipped, other = rng.random(BLOCK) < options.label_noise, rng.integers(1, C, size=BLOCK)
-    x[:, : options.gate_inputs] += known.gates[rule]
-    x[:, options.gate_inputs :] += known.cells[cell]
-    label = (known.labels[rule, cell] + np.where(is_flipped, other, 0)) % C
+    x[:, : options.gate_inputs] += family.gates[rule]
+    x[:, options.gate_inputs :] += family.cells[cell]
+    label = (family.labels[rule, cell] + np.where(is_flipped, other, 0)) % C
     return {
         "x": (np.rint(x * STEP) / STEP).astype(np.float32),
         "label": label.astype(np.int32),
@@ -157,14 +161,14 @@ def _block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
 
 def label_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
     """Return the posterior of the label, `(samples, labels)`, of x `(samples, d)`, from the true densities."""
-    known, C = get_rule_family(options), options.num_labels
+    family, C = get_rule_family(options), options.num_labels
     x = np.asarray(x, np.float64)
-    rule = _posterior(x[:, : options.gate_inputs], known.gates)
-    cell = _posterior(x[:, options.gate_inputs :], known.cells)
-    meant = np.zeros((len(x), C))
+    rule = _posterior(x[:, : options.gate_inputs], family.gates)
+    cell = _posterior(x[:, options.gate_inputs :], family.cells)
+    clean = np.zeros((len(x), C))
     for label in range(C):
-        meant[:, label] = np.einsum("nr,nr->n", rule, cell @ (known.labels == label).T)
-    return (1 - options.label_noise) * meant + options.label_noise * (1 - meant) / (C - 1)
+        clean[:, label] = np.einsum("nr,nr->n", rule, cell @ (family.labels == label).T)
+    return (1 - options.label_noise) * clean + options.label_noise * (1 - clean) / (C - 1)
 
 
 def rule_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
@@ -173,7 +177,7 @@ def rule_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
 
 
 def _posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
-    """[n, points], each equally likely before: from x [n, d] by Gaussians of deviation 1."""
+    """Return the posterior (n, points) of x (n, d) for unit Gaussians around equally likely points."""
     logits = x @ points.T - (points**2).sum(axis=1) / 2
     likelihood = np.exp(logits - logits.max(axis=1, keepdims=True))
     return likelihood / likelihood.sum(axis=1, keepdims=True)
@@ -189,10 +193,8 @@ def bayes_accuracy(options: RuleOptions) -> float:
     return total / NUM_BAYES_SAMPLES
 
 
-# From a recipe to files
-
-
 def build_rule_options(data: RoutingData, *, rule: int | None) -> RuleOptions:
+    """Return the options of a recipe's data section; `rule` None is rule 0."""
     return RuleOptions(
         num_inputs=data.num_inputs,
         num_rules=data.num_rules,
@@ -206,16 +208,16 @@ def build_rule_options(data: RoutingData, *, rule: int | None) -> RuleOptions:
 
 
 def materialise_training(data: RoutingData, source: RoutingSource, *, number: int) -> Path:
-    """Of a source of the recipe. Two of one rule have different samples, because each has its `number`."""
+    """Write the training samples of a source of the recipe; sources differ by `number`, even with the same rule."""
     options = build_rule_options(data, rule=source.rule)
     return materialise_rules(options, first=number * (STREAM >> 10), count=source.num_samples or data.num_samples)
 
 
 def materialise_held_out(data: RoutingData, part: RoutingHeldOut, *, table: str) -> Iterator[Path]:
-    """Other samples of each rule that is learned, or of those that are asked for."""
-    learned = [source.rule for source in data.sources or (data.train,) if source.kind == "synthetic"]
+    """Yield folders of held-out samples of the rules in `part.rules`, or of all training rules."""
+    training_rules = [source.rule for source in data.sources or (data.train,) if source.kind == "synthetic"]
     stream = {"validation": 1, "test": 2}[table] * STREAM
-    for number, rule in enumerate(part.rules or learned):
+    for number, rule in enumerate(part.rules or training_rules):
         first = stream + number * (STREAM >> 10)
         yield materialise_rules(
             build_rule_options(data, rule=rule), first=first, count=part.num_samples or data.num_samples

@@ -1,7 +1,7 @@
 """Synthetic users who like stickers: their histories, requests and targets, with known favourite colours and patterns.
 
-Everyone has a favourite colour and a favourite pattern; of six liked stickers five have the one, and five the other. The
-wish names a shape that none of the six has. Training people like pairs that are seen elsewhere, all others held-out ones.
+Each user has a favourite colour and a favourite pattern; of six liked stickers five have the colour, and five the pattern.
+The request names a shape that none of the six has. Training users like training pairs, all others held-out pairs.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from bottega.data.embedded.stickers import (
 )
 from bottega.data.tables.cache import default_cache, get_or_build
 
-# By the hash of what is written (a test compares), as for the others.
+# With the hash of the content (checked by a test), as for other embedded data.
 CACHE_NAME = "people-20476f5a93bb2f07"
 TABLES = ("train", "validation", "test")
 HISTORY_LENGTH = 6
 TRAINING, HELD_OUT_PEOPLE = 300, 48
-# A person in training is met so many times, each time with another history and wish.
+# Records of each training user, each with another history and request.
 RECORDS_PER_USER = 4
 FIRST_USER_ID = {"train": 1000, "validation": 0, "test": 100}
-# Pictures of each shape, pair and background in the catalogue that histories and targets are taken from.
+# Images per shape, pair and background in the catalogue of histories and targets.
 COPIES = 2
 
 Sticker = tuple[str, str, str, str]
@@ -81,17 +81,17 @@ def build_records(table: str) -> list[dict[str, Any]]:
 
 
 def _record(user: str, pair: Pair, *, rng: np.random.Generator) -> dict[str, Any]:
-    wished = _one(SHAPES, rng)
+    wished = _choose(SHAPES, rng)
     # No sticker is liked twice.
-    places = list(product([shape for shape in SHAPES if shape != wished], BACKGROUNDS))
-    chosen = [places[number] for number in rng.permutation(len(places))[:HISTORY_LENGTH]]
+    candidates = list(product([shape for shape in SHAPES if shape != wished], BACKGROUNDS))
+    chosen = [candidates[number] for number in rng.permutation(len(candidates))[:HISTORY_LENGTH]]
     pairs = sample_liked_pairs(pair, rng=rng)
     liked = [(shape, *shown, background) for (shape, background), shown in zip(chosen, pairs, strict=True)]
     colour, pattern = pair
     return {
         "user": user,
         "history": [_item(sticker, rng) for sticker in liked],
-        "target": _item((wished, colour, pattern, _one(BACKGROUNDS, rng)), rng),
+        "target": _item((wished, colour, pattern, _choose(BACKGROUNDS, rng)), rng),
         "wish": format_caption(wished),
         "truth": {"shape": wished, "colour": colour, "pattern": pattern},
     }
@@ -100,16 +100,16 @@ def _record(user: str, pair: Pair, *, rng: np.random.Generator) -> dict[str, Any
 def sample_liked_pairs(
     favourite: Pair, *, count: int = HISTORY_LENGTH, num_odd: int = 1, rng: np.random.Generator
 ) -> list[Pair]:
-    """Colour and pattern of liked stickers: all the favourite but `odd` colours and `odd` patterns, each where it falls.
+    """Return (colour, pattern) of liked stickers: the favourite, except in `num_odd` random colours and patterns.
 
-    What is odd is never held out, so a person's favourite is all that can be new.
+    Other pairs than the favourite are always training pairs, so only the favourite can be held out.
     """
     colours, patterns = ([favourite[part]] * count for part in (0, 1))
     for number in rng.permutation(count)[:num_odd]:
         colours[number] = ""
     for number in rng.permutation(count)[:num_odd]:
         patterns[number] = ""
-    found = []
+    pairs = []
     for colour, pattern in zip(colours, patterns, strict=True):
         fitting = [
             pair
@@ -117,26 +117,26 @@ def sample_liked_pairs(
             if (pair[0] == colour or (not colour and pair[0] != favourite[0]))
             and (pair[1] == pattern or (not pattern and pair[1] != favourite[1]))
         ]
-        found.append(favourite if colour and pattern else _one(fitting, rng))
-    return found
+        pairs.append(favourite if colour and pattern else _choose(fitting, rng))
+    return pairs
 
 
 def _item(sticker: Sticker, rng: np.random.Generator) -> dict[str, str]:
     shape, colour, pattern, background = sticker
     number = f"{NUMBERS[sticker] * COPIES + int(rng.integers(COPIES)):04d}"
-    said = format_caption(shape, colour, pattern, background)
-    return {"id": number, "caption": said, "image": f"pictures/{number}.png"}
+    caption = format_caption(shape, colour, pattern, background)
+    return {"id": number, "caption": caption, "image": f"pictures/{number}.png"}
 
 
-def _one(things: Any, rng: np.random.Generator) -> Any:
-    return things[int(rng.integers(len(things)))]
+def _choose(options: Any, rng: np.random.Generator) -> Any:
+    return options[int(rng.integers(len(options)))]
 
 
 def encode_png(pixels: np.ndarray) -> bytes:
-    """A picture as a file, not packed: what zlib makes of it differs between releases, and so would the fingerprint."""
+    """Return an uncompressed PNG: compressed bytes differ between releases of zlib, and so would the fingerprint."""
     height, width, _ = pixels.shape
     rows = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1).tobytes()
-    assert len(rows) < 1 << 16, "one block holds no more"
+    assert len(rows) < 1 << 16, "a stored deflate block holds less than 64 KiB"
     size = len(rows).to_bytes(2, "little")
     stored = b"\x01" + size + bytes(255 - byte for byte in size) + rows
     packed = b"\x78\x01" + stored + zlib.adler32(rows).to_bytes(4, "big")

@@ -1,7 +1,7 @@
 """Recognise the attributes of a sticker image by matching it with drawings; nothing here is trained.
 
-A picture is read as the drawing that leaves the least squared error over all shapes, patterns, colours, backgrounds, places
-and sizes at once. N pictures   P pixels   G drawings without colour   C pairs of colour and background
+An image is matched with the drawing of least squared error over all shapes, patterns, colours, backgrounds, positions and
+sizes. N images   P pixels   G drawings without colour   C pairs of colour and background
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from bottega.data.embedded.stickers import (
 from bottega.data.image.resize import resize_image
 
 NO_STICKER = "none"
-"""What is said of a picture that shows no sticker."""
-# Of the picture's variance, so much must be explained by the drawing.
+"""Attribute of an image without a sticker."""
+# Smallest fraction of an image's variance that a matching drawing explains.
 MIN_EXPLAINED_VARIANCE = 0.3
 PLACES = (-2, -1, 0, 1, 2)
 RADII = (10.9, 11.75, 12.6)
@@ -36,7 +36,7 @@ AT_ONCE = 16
 
 @dataclass(frozen=True)
 class DrawingMatch:
-    """Of N pictures. `explained` is the share of each one's variance that the best drawing explains."""
+    """The best drawings of N images, and the fraction of each image's variance that its drawing explains."""
 
     shape: list[str]
     colour: list[str]
@@ -46,17 +46,18 @@ class DrawingMatch:
 
 
 def recognise_stickers(images: np.ndarray) -> dict[str, list[str]]:
-    """Shape, colour and pattern of pictures uint8 [N, h, w, 3]; "none" where no sticker is seen."""
-    found = match_drawings(images)
-    return {"shape": found.shape, "colour": found.colour, "pattern": found.pattern}
+    """Return shape, colour and pattern of images, uint8 (N, h, w, 3); "none" for images without a sticker."""
+    match = match_drawings(images)
+    return {"shape": match.shape, "colour": match.colour, "pattern": match.pattern}
 
 
 def match_drawings(images: np.ndarray) -> DrawingMatch:
-    assert images.dtype == np.uint8, f"pictures of {images.dtype}"
-    assert images.ndim == 4, f"{images.shape} are no pictures"
-    assert images.shape[3] == 3, f"{images.shape} are no pictures in colour"
+    """Return the best drawings of images, uint8 (N, h, w, 3)."""
+    assert images.dtype == np.uint8, f"expected uint8 images, got {images.dtype}"
+    assert images.ndim == 4, f"expected (N, h, w, 3), got {images.shape}"
+    assert images.shape[3] == 3, f"expected (N, h, w, 3), got {images.shape}"
     if images.shape[1:3] != (SIDE, SIDE):
-        images = np.stack([resize_image(picture, (SIDE, SIDE), mode="stretch") for picture in images])
+        images = np.stack([resize_image(image, (SIDE, SIDE), mode="stretch") for image in images])
     best: list[tuple[str, str, str, str]] = []
     explained = np.empty(len(images))
     for start in range(0, len(images), AT_ONCE):
@@ -66,21 +67,21 @@ def match_drawings(images: np.ndarray) -> DrawingMatch:
         explained[start : start + AT_ONCE] = 1 - error / np.maximum(total, 1e-6)
         best += names
     shown = [
-        names if share >= MIN_EXPLAINED_VARIANCE else (NO_STICKER,) * 4
-        for names, share in zip(best, explained, strict=True)
+        names if fraction >= MIN_EXPLAINED_VARIANCE else (NO_STICKER,) * 4
+        for names, fraction in zip(best, explained, strict=True)
     ]
     shape, colour, pattern, background = ([names[part] for names in shown] for part in range(4))
     return DrawingMatch(shape, colour, pattern, background, explained)
 
 
 def _nearest(part: np.ndarray) -> tuple[list[tuple[str, str, str, str]], np.ndarray]:
-    """Of pictures float32 [N, P, 3] the names of the nearest drawing, and its squared error [N]."""
+    """Return the attributes of the nearest drawing of images, float32 (N, P, 3), and its squared error (N)."""
     drawings = _drawings()
-    # As one product: picture by picture it takes six times as long.
+    # One product for all images: image by image takes six times as long.
     channels = np.ascontiguousarray(part.transpose(0, 2, 1)).reshape(-1, SIDE * SIDE)
     error = (-2 * drawings.steps) @ (channels @ drawings.masks).reshape(len(part), 6, -1)
     error += drawings.own
-    # Of the background alone, which is the same for all drawings on it.
+    # The error of the background alone, the same for all drawings on it.
     error += np.square(part[:, None] - drawings.backgrounds[:, None]).sum(axis=(2, 3))[:, :, None]
     flat = error.reshape(len(part), -1)
     where = flat.argmin(axis=1)
@@ -97,17 +98,17 @@ PALETTE = tuple(product(COLOURS, BACKGROUNDS))
 
 @dataclass(frozen=True)
 class Drawings:
-    """Every drawing is background + painted x (colour - background) + inked x (ink - background)."""
+    """All drawings, each background + painted x (colour - background) + inked x (ink - background)."""
 
     geometries: list[tuple[str, str]]
     masks: np.ndarray
-    """Painted and inked shares of the pixels [P, 2G]."""
+    """Painted and inked fractions of the pixels, (P, 2G)."""
     steps: np.ndarray
-    """From the background to colour and ink, by channel [C, 6]."""
+    """Differences of colour and ink from the background, by channel, (C, 6)."""
     backgrounds: np.ndarray
-    """[C, 3]."""
+    """(C, 3)"""
     own: np.ndarray
-    """What of the squared error does not depend on the picture [C, G]."""
+    """Part of the squared error that does not depend on the image, (C, G)."""
 
 
 @cache

@@ -1,6 +1,6 @@
 """Synthetic texts that teach a small model to summarise liked stickers and to name the object of a request.
 
-The forms are those that the recipe `personalize` asks in; the histories are other ones than those of its people.
+The formats are those of the prompts of the recipe `personalize`; the histories differ from those of its users.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from bottega.data.embedded.stickers import (
 )
 from bottega.data.tables.cache import default_cache, get_or_build
 
-# By the hash of what is written (a test compares), as for the others.
+# With the hash of the content (checked by a test), as for other embedded data.
 CACHE_NAMES = {
     "stickers": "sticker-texts-b18402122bb9b53a",
     "stickers-all": "sticker-texts-all-5fe535e0929354e7",
 }
-# Of each, in all.
+# Number of texts of each kind.
 HISTORIES, WISHES, CAPTIONS = 13_000, 7_000, 1_000
-# Some like a shape, too: else no shape could be foreseen in any history, and wishes alone would have to teach to repeat one.
+# Fraction of histories with a favourite shape: without them, only requests would teach the model to predict a shape.
 SHAPE_LOVERS = 0.5
 
 
@@ -51,54 +51,55 @@ def materialise_texts(name: str) -> Path:
 def build_texts(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> list[str]:
     """Return all texts in random order."""
     rng = numpy_generator("sticker texts", len(pairs))
-    found = [_history(pairs, rng) for _ in range(HISTORIES)]
-    found += [_wishes(pairs, rng) for _ in range(WISHES)]
-    found += [f"{_caption(pairs, rng)}\n" for _ in range(CAPTIONS)]
-    return [found[number] for number in rng.permutation(len(found))]
+    texts = [_history(pairs, rng) for _ in range(HISTORIES)]
+    texts += [_wishes(pairs, rng) for _ in range(WISHES)]
+    texts += [f"{_caption(pairs, rng)}\n" for _ in range(CAPTIONS)]
+    return [texts[number] for number in rng.permutation(len(texts))]
 
 
 def format_preference_text(liked: list[str], answer: str) -> str:
     """Return the text of a history: captions, and what they have in common."""
-    items = "".join(f"{said}\n" for said in liked)
+    items = "".join(f"{caption}\n" for caption in liked)
     return f"liked:\n{items}likes: {answer}\n"
 
 
 def format_target_text(wish: str, answer: str) -> str:
+    """Return the text of a request and the keywords of its object."""
     return f"wish: {wish}\nshows: {answer}\n"
 
 
 def _history(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
-    """As people's are, or shorter or longer, or more or less of one mind."""
-    favourite = _one(pairs, rng)
+    """Return a history like those of users, or of another length or consistency."""
+    favourite = _choose(pairs, rng)
     count = HISTORY_LENGTH if rng.random() < 0.5 else int(rng.integers(3, 8))
     odd = 1 if rng.random() < 0.5 else int(rng.integers(0, (count + 2) // 3))
     shown = sample_liked_pairs(favourite, count=count, num_odd=odd, rng=rng)
-    loved = _one(SHAPES, rng) if rng.random() < SHAPE_LOVERS else None
-    shapes = [loved or _one(SHAPES, rng) for _ in shown]
+    loved = _choose(SHAPES, rng) if rng.random() < SHAPE_LOVERS else None
+    shapes = [loved or _choose(SHAPES, rng) for _ in shown]
     if loved and odd:
-        shapes[int(rng.integers(count))] = _one(SHAPES, rng)
-    liked = [format_caption(shape, *pair, _one(BACKGROUNDS, rng)) for shape, pair in zip(shapes, shown, strict=True)]
+        shapes[int(rng.integers(count))] = _choose(SHAPES, rng)
+    liked = [format_caption(shape, *pair, _choose(BACKGROUNDS, rng)) for shape, pair in zip(shapes, shown, strict=True)]
     # Image tokens follow a wish and a history, in this order.
-    wish = f"wish: {format_caption(_one(SHAPES, rng))}\n" if rng.random() < 0.25 else ""
+    wish = f"wish: {format_caption(_choose(SHAPES, rng))}\n" if rng.random() < 0.25 else ""
     return wish + format_preference_text(liked, format_keywords(*favourite, loved))
 
 
 def _wishes(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
     count = int(rng.integers(1, 5))
-    return "".join(_wish(_one(SHAPES, rng), _one(pairs, rng), rng) for _ in range(count))
+    return "".join(_wish(_choose(SHAPES, rng), _choose(pairs, rng), rng) for _ in range(count))
 
 
 def _wish(shape: str, pair: Pair, rng: np.random.Generator) -> str:
     colour, pattern = pair
-    said = [(None, None), (None, None), (colour, None), (None, pattern), (colour, pattern)][int(rng.integers(5))]
-    background = _one((None, None, *BACKGROUNDS), rng)
-    return format_target_text(format_caption(shape, *said, background), format_keywords(*said, shape))
+    attributes = [(None, None), (None, None), (colour, None), (None, pattern), (colour, pattern)][int(rng.integers(5))]
+    background = _choose((None, None, *BACKGROUNDS), rng)
+    return format_target_text(format_caption(shape, *attributes, background), format_keywords(*attributes, shape))
 
 
 def _caption(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
-    shape, (colour, pattern), background = _one(SHAPES, rng), _one(pairs, rng), _one(BACKGROUNDS, rng)
-    return str(_one(list_caption_forms(shape, colour, pattern, background), rng))
+    shape, (colour, pattern), background = _choose(SHAPES, rng), _choose(pairs, rng), _choose(BACKGROUNDS, rng)
+    return str(_choose(list_caption_forms(shape, colour, pattern, background), rng))
 
 
-def _one(things: Any, rng: np.random.Generator) -> Any:
-    return things[int(rng.integers(len(things)))]
+def _choose(options: Any, rng: np.random.Generator) -> Any:
+    return options[int(rng.integers(len(options)))]

@@ -1,10 +1,10 @@
-"""Stickers drawn by code: a shape in one colour and pattern on a background, 32 x 32 pixels, and what is said about each.
+"""Stickers drawn by code: a shape in one colour and pattern on a background, 32 x 32 pixels, with captions.
 
-People like a colour and a pattern. Ten of the forty pairs of them are held out: "stickers" never shows or names one, so
-that whoever is drawn a sticker in a held-out pair was understood, not looked up.
+Users like a colour and a pattern. Ten of the forty pairs are held out: "stickers" never shows or names one, so a model
+that draws a held-out pair has generalised.
 
-All is made of + - * / and square roots, which every processor gives alike to the last bit. u, v: right and down from the
-middle of a shape, in its radius. depth: how far inside a point lies, in the same unit; negative is outside.
+Only + - * / and square roots are used, which are exact to the last bit on every processor. u, v: right and down from the
+centre of a shape, in units of its radius. depth: distance inside the shape, in the same unit; negative is outside.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 from bottega.core.noise import numpy_generator
 
 SIDE = 32
-# Points a side of each pixel: their mean is what the pixel shows.
+# Sample points per side of a pixel, which shows their mean.
 POINTS = 4
-# An autoencoder that makes one latent of 4 x 4 pixels loses what is smaller than three; stripes, dots and frames are not.
+# An autoencoder with one latent per 4 x 4 pixels loses details below three pixels; stripes, dots and frames are larger.
 RADIUS = (10.5, 13.0)
 SHIFT = 2.0
 
@@ -41,7 +41,7 @@ RGB = {
     "beige": (240, 220, 185),
     "sky": (190, 220, 250),
 }
-# One ink for the patterns of all colours: what a pattern looks like then does not depend on the colour.
+# One ink for all colours, so that the look of a pattern does not depend on the colour.
 INK = (40, 40, 48)
 
 Pair = tuple[str, str]
@@ -63,28 +63,28 @@ TEST_PAIRS: tuple[Pair, ...] = (
 HELD_OUT_PAIRS: frozenset[Pair] = frozenset(VALIDATION_PAIRS + TEST_PAIRS)
 TRAINING_PAIRS: tuple[Pair, ...] = tuple(pair for pair in PAIRS if pair not in HELD_OUT_PAIRS)
 
-# Pictures of each shape, pair and background.
+# Images per shape, pair and background.
 COPIES = 10
 
 
 def build_fields(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> dict[str, np.ndarray]:
     """Return the fields image, uint8 `(images, 32, 32, 3)`, caption and attributes, in random order."""
-    shown = [(*chosen, copy) for copy in range(COPIES) for chosen in product(SHAPES, pairs, BACKGROUNDS)]
-    order = numpy_generator("stickers", len(shown)).permutation(len(shown))
-    shown = [shown[number] for number in order]
-    images = np.empty((len(shown), SIDE, SIDE, 3), np.uint8)
-    said = []
-    for number, (shape, (colour, pattern), background, copy) in enumerate(shown):
+    stickers = [(*attributes, copy) for copy in range(COPIES) for attributes in product(SHAPES, pairs, BACKGROUNDS)]
+    order = numpy_generator("stickers", len(stickers)).permutation(len(stickers))
+    stickers = [stickers[number] for number in order]
+    images = np.empty((len(stickers), SIDE, SIDE, 3), np.uint8)
+    captions = []
+    for number, (shape, (colour, pattern), background, copy) in enumerate(stickers):
         rng = numpy_generator("sticker", shape, colour, pattern, background, copy)
         images[number] = draw_sticker(shape, colour, pattern, background, rng=rng)
         forms = list_caption_forms(shape, colour, pattern, background)
-        said.append(forms[int(rng.integers(len(forms)))])
+        captions.append(forms[int(rng.integers(len(forms)))])
     names = {
-        "caption": said,
-        "shape": [shape for shape, _, _, _ in shown],
-        "colour": [pair[0] for _, pair, _, _ in shown],
-        "pattern": [pair[1] for _, pair, _, _ in shown],
-        "background": [background for _, _, background, _ in shown],
+        "caption": captions,
+        "shape": [shape for shape, _, _, _ in stickers],
+        "colour": [pair[0] for _, pair, _, _ in stickers],
+        "pattern": [pair[1] for _, pair, _, _ in stickers],
+        "background": [background for _, _, background, _ in stickers],
     }
     return {"image": images, **{name: np.array(values) for name, values in names.items()}}
 
@@ -120,7 +120,7 @@ def list_caption_forms(shape: str, colour: str, pattern: str, background: str) -
 
 
 def draw_sticker(shape: str, colour: str, pattern: str, background: str, *, rng: np.random.Generator) -> np.ndarray:
-    """uint8 [32, 32, 3]; where it lies and how large it is are drawn from `rng`."""
+    """Return a sticker, uint8 (32, 32, 3), at a position and size drawn from `rng`."""
     radius = RADIUS[0] + (RADIUS[1] - RADIUS[0]) * rng.random()
     right, down = SIDE / 2 + SHIFT * (2 * rng.random(2) - 1)
     return render_sticker(shape, colour, pattern, background, center_x=right, center_y=down, radius=radius)
@@ -129,7 +129,7 @@ def draw_sticker(shape: str, colour: str, pattern: str, background: str, *, rng:
 def render_sticker(
     shape: str, colour: str, pattern: str, background: str, *, center_x: float, center_y: float, radius: float
 ) -> np.ndarray:
-    """The same where the place of the middle and the radius are known, in pixels."""
+    """Return a sticker, uint8 (32, 32, 3), at a given centre and radius in pixels."""
     painted, inked = compute_coverage(shape, pattern, center_x=center_x, center_y=center_y, radius=radius)
     counts = np.stack((painted, inked, POINTS**2 - painted - inked), axis=2)
     total = counts @ np.array((RGB[colour], INK, RGB[background]))
@@ -139,16 +139,16 @@ def render_sticker(
 def compute_coverage(
     shape: str, pattern: str, *, center_x: float, center_y: float, radius: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """How many of the 16 points of each pixel [32, 32] show the colour, and how many the ink of the pattern."""
-    places = (np.arange(SIDE * POINTS) + 0.5) / POINTS
-    u, v = ((places - center_x) / radius)[None, :], ((places - center_y) / radius)[:, None]
+    """Return how many of the 16 points of each pixel show the colour, and how many the ink, both (32, 32)."""
+    points = (np.arange(SIDE * POINTS) + 0.5) / POINTS
+    u, v = ((points - center_x) / radius)[None, :], ((points - center_y) / radius)[:, None]
     depth = DEPTHS[shape](u, v)
     inked = INKED[pattern](u, v, depth)
-    return _counts((depth > 0) & ~inked), _counts((depth > 0) & inked)
+    return _count_points((depth > 0) & ~inked), _count_points((depth > 0) & inked)
 
 
-def _counts(points: np.ndarray) -> np.ndarray:
-    """How many of the points of each pixel are set [32, 32]."""
+def _count_points(points: np.ndarray) -> np.ndarray:
+    """Return how many points of each pixel are set, (32, 32)."""
     return points.reshape(SIDE, POINTS, SIDE, POINTS).sum(axis=(1, 3))
 
 

@@ -1,10 +1,10 @@
 """The embedded tones: clips of one note each, half plucked strings, half plain tones; the note is the class.
 
-A string is that of Karplus and Strong (1983): a burst of noise goes round in a delay line of one period. An allpass
-(Jaffe and Smith, 1983) makes up for the part of a period that is no whole sample: without it C5 at 8 kHz is 33 cents off.
+A string is a Karplus-Strong model (1983): a burst of noise in a delay line of one period. An allpass filter (Jaffe and
+Smith, 1983) adds the fractional part of the period: without it C5 at 8 kHz is 33 cents off.
 
-All is made of + - * / and rounding, which every processor gives alike to the last bit; numpy's sine and exponential
-differ between processors, and so would the fingerprint of the data. B: sounds, all at once, sample after sample.
+Only + - * / and rounding are used, which are exact to the last bit on every processor; numpy's sine and exponential
+differ between processors, and so would the fingerprint of the data. B: clips, computed together, sample by sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUM_SAMPLES = 63 * 128
 NOTES = ("C4", "C#4", "D4", "D#4", "E4", "F4", "F#4", "G4", "G#4", "A4", "A#4", "B4", "C5")
 C4, SEMITONE, LOG_2 = 261.6255653005986, 1.0594630943592953, 0.6931471805599453
 CENTS = 10
-"""A sound is out of tune by up to so many."""
+"""Largest detuning of a clip."""
 HARMONICS = 6
 LONGEST_PERIOD = 32
 
@@ -34,8 +34,8 @@ def build_fields() -> dict[str, np.ndarray]:
     is_string = number // len(NOTES) % 2 == 0
     hertz, loudness = compute_pitches(draws[:, 0]), 0.1 + 0.7 * draws[:, 1]
     audio = np.empty((COUNT, NUM_SAMPLES))
-    audio[is_string] = _strings(hertz[is_string], draws[is_string, 2:])
-    audio[~is_string] = _plain(hertz[~is_string], draws[~is_string, 2:])
+    audio[is_string] = _pluck_strings(hertz[is_string], draws[is_string, 2:])
+    audio[~is_string] = _play_harmonics(hertz[~is_string], draws[~is_string, 2:])
     audio *= (loudness / np.abs(audio).max(axis=1))[:, None]
     return {
         "audio": np.rint(audio * 32767).astype(np.int16),
@@ -45,15 +45,15 @@ def build_fields() -> dict[str, np.ndarray]:
 
 
 def compute_pitches(draw: np.ndarray) -> np.ndarray:
-    """Hertz [n] of the notes in turn, each out of tune by a draw from 0 to 1."""
+    """Return the frequencies in hertz, (n,), of the notes in turn, each detuned by a draw in 0..1."""
     notes = C4 * np.cumprod([1, *[SEMITONE] * (len(NOTES) - 1)])
-    # e^x to 1e-9 for the small x that 10 cents are.
+    # e^x with an error below 1e-9 for 10 cents.
     x = (2 * draw - 1) * CENTS * (LOG_2 / 1200)
     return notes[np.arange(len(draw)) % len(NOTES)] * (1 + x * (1 + x / 2 * (1 + x / 3)))
 
 
-def _strings(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """[B, samples]; draws [B, 8 + 32] say how long it sounds, how bright, and what the burst is."""
+def _pluck_strings(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Return plucked strings (B, samples); draws (B, 8 + 32) decide decay, brightness and the burst."""
     period, turns = RATE / hertz, hertz / RATE
     seconds, dull = 0.2 + 0.8 * draws[:, 0], 0.02 + 0.1 * draws[:, 1]
     keep = 1 - period / (seconds * RATE)
@@ -62,13 +62,13 @@ def _strings(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
     part = period - 1 - whole
     allpass = _sine(turns * (1 - part) / 2) / _sine(turns * (1 + part) / 2)
 
-    # Noise for one period. What is not zero on the whole would be an offset, which no loss but `keep` takes away. Sums
-    # are over the first axis, row after row: along the last one, their order is that of the processor.
+    # Noise for one period, of mean 0, because only `keep` would damp an offset. Sums are over the first axis, row by
+    # row: along the last one, their order depends on the processor.
     is_inside = np.arange(LONGEST_PERIOD)[:, None] < np.floor(period)
     burst = np.where(is_inside, np.ascontiguousarray(2 * draws[:, 8:].T - 1), 0)
     burst -= is_inside * (burst.sum(axis=0) / np.floor(period))
     count = len(hertz)
-    sound = np.zeros((NUM_SAMPLES + 2, count))
+    audio = np.zeros((NUM_SAMPLES + 2, count))
     smooth = np.zeros((LONGEST_PERIOD + NUM_SAMPLES) * count)
     taken = np.arange(count) + (LONGEST_PERIOD - whole) * count
     before = passed = np.zeros(count)
@@ -79,14 +79,14 @@ def _strings(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
         now = keep * passed
         if i < LONGEST_PERIOD:
             now = now + burst[i]
-        sound[i + 2] = now
+        audio[i + 2] = now
         start = (LONGEST_PERIOD + i) * count
-        smooth[start : start + count] = dull / 2 * (now + sound[i]) + (1 - dull) * sound[i + 1]
-    return sound[2:].T
+        smooth[start : start + count] = dull / 2 * (now + audio[i]) + (1 - dull) * audio[i + 1]
+    return audio[2:].T
 
 
-def _plain(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
-    """[B, samples]; draws say decay, brightness, attack, and the phases of the harmonics, of which there are fewer."""
+def _play_harmonics(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Return harmonic tones (B, samples); draws decide decay, brightness, attack and the phases of the harmonics."""
     seconds, bright, attack = 0.2 + 0.8 * draws[:, 0], 0.2 + 0.5 * draws[:, 1], 0.005 + 0.025 * draws[:, 2]
     harmonic = np.arange(1, HARMONICS + 1)[:, None]
     turns = hertz / RATE * harmonic
@@ -95,15 +95,15 @@ def _plain(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
     strength = np.cumprod(np.broadcast_to(bright, turns.shape), axis=0)
     phase = draws[:, 8 : 8 + HARMONICS].T
     x, y = strength * _sine(phase + 0.25), strength * _sine(phase)
-    sound = np.empty((NUM_SAMPLES, len(hertz)))
+    audio = np.empty((NUM_SAMPLES, len(hertz)))
     for i in range(NUM_SAMPLES):
-        sound[i] = y.sum(axis=0) * np.minimum(1, i / (attack * RATE))
+        audio[i] = y.sum(axis=0) * np.minimum(1, i / (attack * RATE))
         x, y = x * cosine - y * sine, x * sine + y * cosine
-    return sound.T
+    return audio.T
 
 
 def _sine(turns: np.ndarray) -> np.ndarray:
-    """Of an angle in turns, to 1e-13."""
+    """Return the sine of an angle in turns, with an error below 1e-13."""
     x = turns - np.floor(turns + 0.5)
     x = np.where(np.abs(x) > 0.25, np.copysign(0.5, x) - x, x) * (2 * math.pi)
     total = np.zeros_like(x)

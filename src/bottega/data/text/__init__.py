@@ -1,1 +1,1 @@
-"""What is done to texts before they become tokens: cleaned, filtered, each kept once, and changed copies made."""
+"""Text data: cleaning, filtering, deduplication, augmentation and tokenisation."""

@@ -1,6 +1,6 @@
 """Text augmentation for classifiers: replace, insert, swap or delete words (EDA; Wei and Zou, 2019).
 
-A word is what stands between white space, without the punctuation at its edges; so a text in a script without spaces is one
+A word is text between white space, without the punctuation at its edges; so a text in a script without spaces is one
 word and is not changed. All changes affect different words of the original, so that the requested fraction is exact.
 """
 
@@ -28,14 +28,14 @@ def make_augmented_copies(
     A copy of a text of two different words or more differs from it, even if the fraction is less than one word. The copies
     equal the text if synonym_replacement is the only technique and no word has a synonym.
     """
-    made = []
+    copies = []
     for number in range(factor):
         rng = numpy_generator(seed, "text-augmentation", key, number)
         copy = augment_text(text, techniques=techniques, probability=probability, rng=rng)
         if copy == text and probability > 0:
-            copy = _changed(text, techniques, 0.0, rng, at_least=1)
-        made.append(copy)
-    return made
+            copy = _change_words(text, techniques, 0.0, rng, at_least=1)
+        copies.append(copy)
+    return copies
 
 
 def augment_text(text: str, *, techniques: Sequence[str], probability: float, rng: np.random.Generator) -> str:
@@ -44,32 +44,32 @@ def augment_text(text: str, *, techniques: Sequence[str], probability: float, rn
     An inserted word is one change, two swapped words are two. Changes that a technique cannot make (no synonym, only one word
     left) go to the other techniques; if none can, fewer words change.
     """
-    return _changed(text, techniques, probability, rng, at_least=0)
+    return _change_words(text, techniques, probability, rng, at_least=0)
 
 
-def _changed(
+def _change_words(
     text: str, techniques: Sequence[str], probability: float, rng: np.random.Generator, *, at_least: int
 ) -> str:
     matches = list(_WORD.finditer(text))
-    wanted = max(_rounded(probability * len(matches), rng), at_least)
-    if not matches or not wanted or not techniques:
+    remaining = max(_round_randomly(probability * len(matches), rng), at_least)
+    if not matches or not remaining or not techniques:
         return text
-    page = _Words(text, matches, rng)
+    words = _Words(text, matches, rng)
     # In this order: changes that one technique cannot make go to the next; insertion always can.
     chain = [
-        ("synonym_replacement", page.replace),
-        ("random_swap", lambda count: page.swap(count, round_up=at_least > 0)),
-        ("random_deletion", page.delete),
-        ("random_insertion", page.insert),
+        ("synonym_replacement", words.replace),
+        ("random_swap", lambda count: words.swap(count, round_up=at_least > 0)),
+        ("random_deletion", words.delete),
+        ("random_insertion", words.insert),
     ]
-    listed = [step for name, step in chain if name in techniques]
-    for number, step in enumerate(listed):
-        share = wanted if number == len(listed) - 1 else int(rng.binomial(wanted, 1 / (len(listed) - number)))
-        wanted -= share - step(share)
-    return page.text()
+    steps = [step for name, step in chain if name in techniques]
+    for number, step in enumerate(steps):
+        num_changes = remaining if number == len(steps) - 1 else int(rng.binomial(remaining, 1 / (len(steps) - number)))
+        remaining -= num_changes - step(num_changes)
+    return words.text()
 
 
-def _rounded(value: float, rng: np.random.Generator) -> int:
+def _round_randomly(value: float, rng: np.random.Generator) -> int:
     """Round randomly to an integer whose mean is the value."""
     whole = int(value)
     return whole + int(rng.random() < value - whole)
@@ -77,7 +77,7 @@ def _rounded(value: float, rng: np.random.Generator) -> int:
 
 @final
 class _Words:
-    """The words of a text and what stands between them. Each method returns how many changes it could not make."""
+    """The words of a text and the separators between them. Each method returns how many changes it could not make."""
 
     def __init__(self, text: str, matches: list[re.Match[str]], rng: np.random.Generator) -> None:
         self.words: list[str | None] = [match[0] for match in matches]
@@ -91,7 +91,7 @@ class _Words:
     def replace(self, count: int) -> int:
         able = [position for position in self.free if find_synonyms(self.original[position])][:count]
         for position in able:
-            self.words[position] = self._one_of(find_synonyms(self.original[position]))
+            self.words[position] = self._choose(find_synonyms(self.original[position]))
         self._use(able)
         return count - len(able)
 
@@ -125,7 +125,7 @@ class _Words:
         # Beside a deleted word there may be no white space left.
         places = [position for position, word in enumerate(self.words) if word is not None]
         for _ in range(count):
-            word = self._one_of(find_synonyms(self._one_of(able).lower())) if able else self._one_of(self.original)
+            word = self._choose(find_synonyms(self._choose(able).lower())) if able else self._choose(self.original)
             self.inserted.setdefault(places[int(self.rng.integers(len(places)))], []).append(word)
         return 0
 
@@ -150,5 +150,5 @@ class _Words:
         used = set(positions)
         self.free = [position for position in self.free if position not in used]
 
-    def _one_of(self, words: Sequence[str]) -> str:
+    def _choose(self, words: Sequence[str]) -> str:
         return words[int(self.rng.integers(len(words)))]

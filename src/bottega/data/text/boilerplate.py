@@ -2,8 +2,8 @@
 
 A line is removed if it
 - is a notice: a short line with a phrase of cookie banners, copyright, sharing, signing in or subscribing;
-- is a menu in one line: three or more items of at most four words each, parted by | or a bullet;
-- is two links or more, and hardly anything else.
+- is a menu in one line: three or more items of at most four words each, separated by | or a bullet;
+- consists of two or more links and hardly anything else.
 A short line (at most five words, no final punctuation, no frequent word in the middle; or a link) is removed if three or more
 follow each other: a menu has one item per line, while a heading or an address stands between paragraphs.
 This also removes lists of single words, a short title right below a menu, and many lines of code; use it for web pages.
@@ -15,13 +15,13 @@ import re
 
 from bottega.data.text.languages import FREQUENT_WORDS, count_words
 
-_NOTICE_WORDS = 30  # A longer line that mentions cookies is about cookies.
+_NOTICE_WORDS = 30  # A longer line that mentions cookies is prose about cookies.
 _BARE_WORDS = 5
 _BARE_CHARACTERS = 40
 _BARE_RUN = 3
 
-# Found anywhere in a line, and looked for only where one of the words is: 7.7 MB/s in place of 2.9.
-_TELLING = ("cookie", "privacy", "reserved", "newsletter", "javascript")
+# Searched anywhere in a line, but only if one of these words occurs: 7.7 MB/s instead of 2.9.
+_NOTICE_HINTS = ("cookie", "privacy", "reserved", "newsletter", "javascript")
 _NOTICE = re.compile(
     r"\b(?:we|site|website|page|blog)(?: and our partners)? uses? cookies\b|\b(?:accept|reject|manage) (?:all )?cookies\b"
     r"|\bcookie (?:policy|settings|preferences|notice)\b|\bprivacy policy\b.{0,40}\bterms\b"
@@ -36,7 +36,7 @@ _WHOLE_NOTICE = re.compile(
     r"|(?:click|tap) here\b.*|back to top|print this page|add to cart|\d+ (?:comments?|shares?|likes?)"
     r"|leave a (?:comment|reply)|powered by\b.{0,30}|advertisement|loading\W*)"
 )
-_PARTED = re.compile(r"\s*[|•·»›‹«▪◦]\s*")
+_MENU_SEPARATOR = re.compile(r"\s*[|•·»›‹«▪◦]\s*")
 _LINK = re.compile(r"\[[^\]\n]{0,200}\]\([^)\s]{0,500}\)|(?:https?://|www\.)\S+", re.IGNORECASE)
 _END_MARKS = tuple(".!?:;,…\"'”’»)]}-–—。！？；：，、」』）।؟")
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
@@ -45,30 +45,30 @@ _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
 def remove_boilerplate(text: str) -> str:
     """Return the text without boilerplate lines; a text without any is returned unchanged."""
     lines = text.split("\n")
-    gone: set[int] = set()
+    removed: set[int] = set()
     run: list[int] = []
     for number, line in enumerate(lines):
         stripped = line.strip()
         if not stripped:
-            continue  # Empty lines part nothing: a menu may well have one after each item.
-        alone = _goes_by_itself(stripped)
-        if alone:
-            gone.add(number)
-        if alone or _is_bare(stripped):
+            continue  # Empty lines do not end a run: a menu may have one after each item.
+        is_boilerplate = _is_boilerplate(stripped)
+        if is_boilerplate:
+            removed.add(number)
+        if is_boilerplate or _is_bare(stripped):
             run.append(number)
             continue
-        gone.update(run if len(run) >= _BARE_RUN else ())
+        removed.update(run if len(run) >= _BARE_RUN else ())
         run = []
-    gone.update(run if len(run) >= _BARE_RUN else ())
-    return _left(lines, gone) if gone else text
+    removed.update(run if len(run) >= _BARE_RUN else ())
+    return _join_remaining(lines, removed) if removed else text
 
 
-def _goes_by_itself(line: str) -> bool:
+def _is_boilerplate(line: str) -> bool:
     lower = line.lower()
-    notice = _WHOLE_NOTICE.fullmatch(lower) or (any(word in lower for word in _TELLING) and _NOTICE.search(lower))
+    notice = _WHOLE_NOTICE.fullmatch(lower) or (any(word in lower for word in _NOTICE_HINTS) and _NOTICE.search(lower))
     if notice and count_words(line) <= _NOTICE_WORDS:
         return True
-    items = _PARTED.split(line)
+    items = _MENU_SEPARATOR.split(line)
     if len(items) >= 3 and all(len(item.split()) <= 4 for item in items):
         return True
     return _num_links(line) >= 2
@@ -95,18 +95,18 @@ def _is_bare(line: str) -> bool:
     return len(words) <= 2 or not any(word.lower() in FREQUENT_WORDS for word in words[1:])
 
 
-def _left(lines: list[str], gone: set[int]) -> str:
+def _join_remaining(lines: list[str], removed: set[int]) -> str:
     """Join the remaining lines, without the empty lines between removed ones."""
-    kept: list[str] = []
+    remaining: list[str] = []
     follows_gap = True
     for number, line in enumerate(lines):
-        if number in gone:
+        if number in removed:
             follows_gap = True
         elif line.strip():
-            kept.append(line)
+            remaining.append(line)
             follows_gap = False
-        elif not follows_gap or (kept and kept[-1].strip()):
-            kept.append(line)
-    while kept and not kept[-1].strip():
-        kept.pop()
-    return "\n".join(kept)
+        elif not follows_gap or (remaining and remaining[-1].strip()):
+            remaining.append(line)
+    while remaining and not remaining[-1].strip():
+        remaining.pop()
+    return "\n".join(remaining)

@@ -29,7 +29,7 @@ def split_at_safe_points(text: str, size: int) -> Iterator[str]:
     start = 0
     while start < len(text):
         end = text.find("\n", start + size)
-        # str.isspace knows every character the pattern calls white space, and some more, which only costs a cut.
+        # str.isspace covers all white space of the pattern and more, which only costs a cut.
         while end != -1 and text[end - 1].isspace():
             end = text.find("\n", end + 1)
         end = len(text) if end == -1 else end

@@ -23,7 +23,7 @@ from bottega.data.text.vocabulary import train_bpe
 
 # Increase it when the same captions would give another tokenizer, so that old cache entries are not used.
 FORMAT = 1
-# Merges are learnt from so many bytes at most, evenly spread: more text hardly changes them.
+# Largest training text, sampled evenly: more text hardly changes the merges.
 MAX_TRAINING_CHARACTERS = 64 << 20
 
 
@@ -38,24 +38,30 @@ class CaptionTokenizer:
         self.folder, self.length = Path(folder), length
         marks = self.tokenizer.backend.num_special_tokens_to_add(False)
         if length <= marks:
-            raise UsageError(f"model.text.max_tokens: {length} leaves no room for text beside {marks} marks around it")
+            raise UsageError(
+                f"model.text.max_tokens: {length} leaves no room for text beside {marks} special tokens; increase it"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         return {"folder": self.folder, "length": self.length}
 
     def encode(self, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return `input_ids` and `attention_mask`, int32 `(texts, length)`."""
-        found = self._filling.encode_batch_fast(list(texts))
-        ids = np.array([one.ids for one in found], np.int32).reshape(len(found), self.length)
-        mask = np.array([one.attention_mask for one in found], np.int32).reshape(len(found), self.length)
+        encodings = self._padded_backend.encode_batch_fast(list(texts))
+        ids = np.array([encoding.ids for encoding in encodings], np.int32).reshape(len(encodings), self.length)
+        mask = np.array([encoding.attention_mask for encoding in encodings], np.int32).reshape(
+            len(encodings), self.length
+        )
         # Some tokenizers add no special tokens to an empty text, and a softmax over nothing is NaN.
         mask[:, 0] = 1
         return {"input_ids": ids, "attention_mask": mask}
 
     def save(self, folder: Path) -> None:
         """Save so that transformers gives the same tokens with padding="max_length"."""
-        found = self.tokenizer
-        Tokenizer(found.backend, kind=found.kind, config={**found.config, "pad_token": self._filler[1]}).save(folder)
+        tokenizer = self.tokenizer
+        Tokenizer(
+            tokenizer.backend, kind=tokenizer.kind, config={**tokenizer.config, "pad_token": self._pad_token[1]}
+        ).save(folder)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -63,21 +69,21 @@ class CaptionTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        return hashlib.sha256(repr((self.tokenizer.fingerprint, self._filler, self.length)).encode()).hexdigest()
+        return hashlib.sha256(repr((self.tokenizer.fingerprint, self._pad_token, self.length)).encode()).hexdigest()
 
     @cached_property
-    def _filling(self) -> Any:
+    def _padded_backend(self) -> Any:
         """The `tokenizers` object with truncation and padding, as transformers configures it."""
         core = Tokenizer.load(self.folder).backend
-        number, token = self._filler
+        number, token = self._pad_token
         core.enable_truncation(self.length)
         core.enable_padding(length=self.length, pad_id=number, pad_token=token)
         return core
 
     @cached_property
-    def _filler(self) -> tuple[int, str]:
+    def _pad_token(self) -> tuple[int, str]:
         """Id and text of the padding token. It matters to CLIP only, which attends to padding."""
-        named = self.tokenizer.config.get("pad_token") or _special_tokens(self.folder).get("pad_token")
+        named = self.tokenizer.config.get("pad_token") or _read_special_tokens(self.folder).get("pad_token")
         token = named.get("content") if isinstance(named, dict) else named
         number = self.tokenizer.backend.token_to_id(token) if token else None
         if number is None:
@@ -96,11 +102,11 @@ class CaptionRows(Source):
         """`table` holds the rows of the samples."""
         assert len(source) == len(table), "captions of other samples"
         self.source, self.table, self.caption_tokenizer = source, table, tokens
-        silent = [number for number, text in enumerate(read_captions(table)) if not text]
-        if silent:
+        missing = [number for number, text in enumerate(read_captions(table)) if not text]
+        if missing:
             raise DataError(
-                f"{table.row('key', silent[0])}: has neither caption nor label, like {len(silent):,} of "
-                f"{len(table):,} records, and model.condition is text; give it one, such as a row of metadata.jsonl with "
+                f"{table.row('key', missing[0])}: has neither caption nor label, like {len(missing):,} of "
+                f"{len(table):,} records, but model.condition is text; add captions, such as a row of metadata.jsonl with "
                 "file_name and text, or set model.condition=none"
             )
 
@@ -117,7 +123,9 @@ class CaptionRows(Source):
 
     def describe(self, index: int, epoch: int) -> str:
         count = int(self.caption_tokenizer.encode([read_caption(self.table, index)])["attention_mask"].sum())
-        return f"{self.source.describe(index, epoch)}\nasked for in {count} tokens of {self.caption_tokenizer.length}"
+        return (
+            f"{self.source.describe(index, epoch)}\ncaption of {count} tokens, at most {self.caption_tokenizer.length}"
+        )
 
 
 def read_caption(table: Table, index: int) -> str:
@@ -163,10 +171,10 @@ def train_caption_tokenizer(
     return get_or_build(cache or default_cache(), key, build)
 
 
-def _special_tokens(folder: Path) -> dict[str, Any]:
+def _read_special_tokens(folder: Path) -> dict[str, Any]:
     """Return special_tokens_map.json, which transformers before version 5 also wrote."""
     try:
-        found = json.loads((folder / "special_tokens_map.json").read_bytes())
+        tokens = json.loads((folder / "special_tokens_map.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return tokens if isinstance(tokens, dict) else {}

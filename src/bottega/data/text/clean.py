@@ -1,7 +1,7 @@
 """Clean a text: normalise Unicode, remove invisible characters, normalise white space.
 
-The order matters: what is invisible goes before characters are composed (a soft hyphen between a letter and its accent
-keeps them apart), and white space comes after (compatibility forms make spaces). So cleaning twice is cleaning once,
+The order matters: invisible characters are removed before characters are composed (a soft hyphen between a letter and its accent
+keeps them apart), and white space is normalised after (compatibility forms contain spaces). So cleaning is idempotent,
 except for `html`: an escaped tag is text the first time and a tag the second.
 """
 
@@ -19,13 +19,13 @@ _BREAK = re.compile("\r\n?|[\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
 _ASCII_CONTROL = bytes(code for code in (*range(0x20), 0x7F) if code not in b"\t\n")
 
 # Categories Cc, Cf, Co, Cs and the non-characters, as ranges: asking unicodedata for each of 1.1 million code points
-# would take 0.2 s at import. Format characters that are seen stay (the Arabic number signs, the layout of hieroglyphs).
+# would take 0.2 s at import. Visible format characters stay (the Arabic number signs, the layout of hieroglyphs).
 _INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
     "\ufffe\uffff\ufdd0-\ufdef\ud800-\udfff\ue000-\uf8ff"
     "\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e007f\U000f0000-\U0010ffff]"
 )
-# Persian, the scripts of India and joined emoji are spelled with the two joiners; beside anything else they are dirt.
+# Persian, the scripts of India and joined emoji are spelled with the two joiners; elsewhere they are noise.
 _JOINERS = ("\u200c", "\u200d")
 _SPELLED = "[\u0590-\u1fff\u2070-\U0010ffff]"
 _STRAY_JOINER = re.compile(f"(?<!{_SPELLED})[\u200c\u200d]|[\u200c\u200d](?!{_SPELLED})")
@@ -44,16 +44,16 @@ def clean_text(text: str, options: Cleaning, *, is_start: bool = True, is_end: b
     if options.html:
         text = strip_html(text)
     if options.control or options.whitespace:
-        text = _with_plain_breaks(text)
+        text = _normalise_breaks(text)
     if options.control:
-        text = _without_invisible(text)
+        text = _remove_invisible(text)
     if not text.isascii():
         if options.unicode != "none":
             text = unicodedata.normalize(options.unicode, text)
         if options.control:
-            text = _without_stray_joiners(text, options)
+            text = _remove_stray_joiners(text, options)
     if options.whitespace:
-        text = _with_plain_spaces(text, starts=is_start, ends=is_end)
+        text = _normalise_spaces(text, starts=is_start, ends=is_end)
     if options.boilerplate:
         text = remove_boilerplate(text)
     if text and not is_start and not text[0].isspace():
@@ -68,22 +68,22 @@ def _space(run: str) -> str:
     return "\n" if "\n" in run or "\r" in run else run and " "
 
 
-def _with_plain_breaks(text: str) -> str:
+def _normalise_breaks(text: str) -> str:
     # Searching for single characters runs at 16 GB/s, for a class of them at 0.1 GB/s, and most texts have none.
     if text.isascii() and not any(character in text for character in "\r\x0b\x0c\x1c\x1d\x1e"):
         return text
     return _BREAK.sub("\n", text)
 
 
-def _without_invisible(text: str) -> str:
+def _remove_invisible(text: str) -> str:
     if not text.isascii():
         return _INVISIBLE.sub("", text)
     raw = text.encode()
-    kept = raw.translate(None, _ASCII_CONTROL)
-    return text if len(kept) == len(raw) else kept.decode()
+    cleaned = raw.translate(None, _ASCII_CONTROL)
+    return text if len(cleaned) == len(raw) else cleaned.decode()
 
 
-def _without_stray_joiners(text: str, options: Cleaning) -> str:
+def _remove_stray_joiners(text: str, options: Cleaning) -> str:
     # Without a joiner its neighbours may compose, and a composed character may be one that has no joiner beside it.
     while any(joiner in text for joiner in _JOINERS):
         before = text
@@ -95,7 +95,7 @@ def _without_stray_joiners(text: str, options: Cleaning) -> str:
     return text
 
 
-def _with_plain_spaces(text: str, *, starts: bool, ends: bool) -> str:
+def _normalise_spaces(text: str, *, starts: bool, ends: bool) -> str:
     """Collapse spaces, strip line ends, keep at most one empty line; a single tab stays, as it may separate columns.
 
     The indentation of a line stays as it is: in code it is meaning, and in prose it is harmless. Only the text as a
@@ -104,7 +104,7 @@ def _with_plain_spaces(text: str, *, starts: bool, ends: bool) -> str:
     if not text.isascii():
         text = _OTHER_SPACE.sub(" ", text)
     if "  " in text or "\t" in text:
-        text = "\n".join(map(_plain_line, text.split("\n")))
+        text = "\n".join(map(_normalise_line, text.split("\n")))
     elif " \n" in text:
         text = text.replace(" \n", "\n")
     if "\n\n\n" in text:
@@ -113,7 +113,7 @@ def _with_plain_spaces(text: str, *, starts: bool, ends: bool) -> str:
     return text.rstrip(" \t\n") if ends else text
 
 
-def _plain_line(line: str) -> str:
+def _normalise_line(line: str) -> str:
     line = line.rstrip(" \t")
     body = line.lstrip(" \t")
     if "  " in body or "\t" in body:

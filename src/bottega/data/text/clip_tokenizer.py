@@ -1,7 +1,7 @@
 """Train a tokenizer in CLIP's format on captions, so that transformers' CLIPTokenizer gives the same tokens.
 
-Lower-cased words and signs without the space between them, cut into bytes that were often side by side; the last piece of a
-word is marked by `</w>`. Every text stands between `<|startoftext|>` and `<|endoftext|>`, and the second also fills up rows.
+Byte-level BPE over lower-cased words and punctuation without spaces; the last piece of a word ends in `</w>`. A text is
+framed by `<|startoftext|>` and `<|endoftext|>`, which is also the padding token.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
 
 START_OF_TEXT, END_OF_WORD = "<|startoftext|>", "</w>"
 WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
-# Raised when the same captions would give another tokenizer, so that old entries are left alone.
+# Increase it when the same captions would give another tokenizer, so that old cache entries are not used.
 FORMAT = 1
-# Merges are learnt from so many characters at most, evenly spread: more text hardly changes them.
+# Largest training text, sampled evenly: more text hardly changes the merges.
 MAX_TRAINING_CHARACTERS = 64 << 20
 
 
@@ -44,11 +44,11 @@ def train_clip_tokenizer(tables: Sequence[Table], *, content: str, vocab_size: i
 
 def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """Train at most `vocab_size` tokens: all bytes, all bytes at the end of a word, merges, and two special tokens."""
-    least = 2 * len(SYMBOLS) + 2
-    if vocab_size < least:
-        raise UsageError(f"vocab_size {vocab_size} is less than {least}: all bytes, alone and at the end of words")
+    minimum = 2 * len(SYMBOLS) + 2
+    if vocab_size < minimum:
+        raise UsageError(f"vocab_size {vocab_size} is less than {minimum}: all bytes, alone and at the end of words")
     learner = _core(models.BPE(continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD))
-    # It knows only the ends of words that occurred, and so might find a few more merges than there is room for.
+    # The trainer counts only word ends that occur, so it may return a few more merges than fit.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=SYMBOLS,
@@ -57,19 +57,19 @@ def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     learner.train_from_iterator(texts, trainer)
-    found = json.loads(learner.to_str())["model"]["merges"]
-    merges = [(str(first), str(second)) for first, second in found]
+    trained_merges = json.loads(learner.to_str())["model"]["merges"]
+    merges = [(str(first), str(second)) for first, second in trained_merges]
     tokens = [*SYMBOLS, *(f"{symbol}{END_OF_WORD}" for symbol in SYMBOLS)]
-    kept: list[tuple[str, str]] = []
+    selected: list[tuple[str, str]] = []
     for pair in merges:
         if len(tokens) + 2 >= vocab_size:
             break
-        kept.append(pair)
+        selected.append(pair)
         tokens.append("".join(pair))
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*tokens, START_OF_TEXT, END_OF_TEXT]))}
     bpe = models.BPE(
         vocabulary,
-        kept,
+        selected,
         continuing_subword_prefix="",
         end_of_word_suffix=END_OF_WORD,
         unk_token=END_OF_TEXT,

@@ -1,4 +1,4 @@
-"""Sections of text: how it becomes numbers, and how training changes it."""
+"""Recipe sections of text data: tokenizer and augmentation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from bottega.config.section import Positive, Probability, Section
 
 
 class TextAugmentation(Section):
+    """Augmentation of training texts."""
+
     enabled: bool = Field(True, description="whether it is applied")
     techniques: tuple[Literal["synonym_replacement", "random_insertion", "random_swap", "random_deletion"], ...] = (
         Field(("random_swap", "random_deletion"), description="which changes are made")
@@ -19,12 +21,15 @@ class TextAugmentation(Section):
 
 
 class Tokenizer(Section):
+    """The tokenizer of a language model."""
+
     kind: Literal["bpe", "bytes", "characters", "pretrained"] = Field("bpe", description="how text becomes numbers")
     vocab_size: Positive | None = Field(None, description="bpe: how many tokens are learned; null is 4096")
     path: str | None = Field(None, description="pretrained: a tokenizer file, a folder or a hub name")
 
 
 def find_tokenizer_problems(tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Return (key, problem) of each invalid setting."""
     if tokenizer.kind == "pretrained" and tokenizer.path is None:
         return [("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name")]
     if tokenizer.kind != "pretrained" and tokenizer.path is not None:

@@ -1,7 +1,7 @@
 """Find duplicate texts: equal ones by a hash, similar ones by MinHash (Broder, 1997) with banding.
 
-Similarity is that of Jaccard between the sets of word runs. A signature keeps the least hash of the set under each of
-128 permutations; two sets agree in each with probability equal to their similarity, so the share of agreements
+Similarity is the Jaccard index of the sets of shingles (word n-grams). A signature holds the smallest hash of the set under
+each of 128 permutations; two sets agree in each with probability equal to their similarity, so the fraction of agreements
 estimates it with a standard error of sqrt(s (1 - s) / 128): 0.035 at 0.8.
 """
 
@@ -30,21 +30,24 @@ _UNSPACED = "\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\u0e00-\u0eff\u1000-\u109f\u
 _WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+")
 _ASCII_WORD = re.compile(rb"[0-9a-z_]+")
 
-_FOUND = 0.99  # Of the pairs that are just as similar as the threshold, this share shares a band.
+_BAND_RECALL = 0.99  # Fraction of the pairs at the threshold that share a band.
 _CHUNK = 1 << 14  # Pairs of signatures compared at once: 16 MiB.
 
 
 def hash_content(text: str) -> int:
-    """64 bits of the text with case and white space folded. Among 100 million texts, two differ and collide in 1 of 3,700."""
+    """Return a 64-bit hash of the text with case and white space folded.
+
+    The probability of any collision among 100 million texts is 1 in 3,700.
+    """
     folded = " ".join(text.casefold().split())
     return int.from_bytes(hashlib.blake2b(folded.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def find_exact_unique(keys: Sequence[int] | np.ndarray) -> np.ndarray:
     """Return bool `(texts,)`: the first text of each key."""
-    kept = np.zeros(len(keys), dtype=bool)
-    kept[np.unique(np.asarray(keys, dtype=np.uint64), return_index=True)[1]] = True
-    return kept
+    is_first = np.zeros(len(keys), dtype=bool)
+    is_first[np.unique(np.asarray(keys, dtype=np.uint64), return_index=True)[1]] = True
+    return is_first
 
 
 def minhash_signature(text: str) -> np.ndarray:
@@ -70,7 +73,7 @@ def _shingles(text: str) -> np.ndarray:
         return np.array([hash_content(text) >> 32], dtype=np.uint64)
     if len(words) >= 2 * SHINGLE_WORDS:
         return np.unique(_runs(words, SHINGLE_WORDS))
-    # "One of the best movies" and "one of the worst movies" share most words: what is that short must agree in all.
+    # "One of the best movies" and "one of the worst movies" share most words: such short texts must agree in all words.
     return _runs(words, len(words))
 
 
@@ -85,7 +88,7 @@ def _word_hashes(text: str) -> np.ndarray:
 
 
 def _runs(words: np.ndarray, length: int) -> np.ndarray:
-    """A hash of each run: a polynomial in the words' hashes, mixed so that its high bits depend on all of it."""
+    """Return a hash of each run of words: a polynomial in the words' hashes, mixed so that its high bits depend on all of it."""
     number = len(words) - length + 1
     value = np.zeros(number, dtype=np.uint64)
     for offset in range(length):
@@ -98,11 +101,11 @@ def _runs(words: np.ndarray, length: int) -> np.ndarray:
 def choose_bands(threshold: float) -> tuple[int, int]:
     """Return (bands, rows per band): the most selective that still find 99 % of the pairs at the threshold.
 
-    Finding too many costs time only, since every pair found is compared by its whole signature.
+    More candidates only cost time, since each pair is compared by its whole signature.
     """
     for rows in range(PERMUTATIONS, 1, -1):
         number = PERMUTATIONS // rows
-        if 1 - (1 - threshold**rows) ** number >= _FOUND:
+        if 1 - (1 - threshold**rows) ** number >= _BAND_RECALL:
             return number, rows
     return PERMUTATIONS, 1
 
@@ -123,7 +126,7 @@ def find_near_unique(signatures: np.ndarray, threshold: float) -> np.ndarray:
 
 
 def _band_keys(part: np.ndarray) -> np.ndarray:
-    """One number for a row. Where two rows collide, the whole signatures tell them apart."""
+    """Return a hash of each row; collisions are resolved by comparing whole signatures."""
     keys = np.zeros(len(part), dtype=np.uint64)
     for column in part.T:
         keys = (keys ^ column) * np.uint64(0x9E3779B97F4A7C15)
@@ -132,11 +135,11 @@ def _band_keys(part: np.ndarray) -> np.ndarray:
 
 
 def _join(root: np.ndarray, signatures: np.ndarray, order: np.ndarray, keys: np.ndarray, least: int) -> None:
-    """Joins the groups of all that share a key and agree in `least` places. `order` sorts the keys, first text first.
+    """Join the groups of texts that share a key and agree in `least` hashes. `order` sorts the keys, first text first.
 
-    All are compared with the first of their key; those unlike it go round again among themselves, so that a first that
-    is unlike the rest hides nothing, and no list of pairs is ever made. One that is unlike the first but like a second
-    that is like the first is found where those two share another band.
+    All are compared with the first of their key, and those that differ from it are compared again among themselves, so
+    that no list of pairs is built. A text that differs from the first but resembles another of its group is found where
+    those two share another band.
     """
     while len(order):
         sorted_keys = keys[order]
@@ -150,26 +153,26 @@ def _join(root: np.ndarray, signatures: np.ndarray, order: np.ndarray, keys: np.
             some = unknown[start : start + _CHUNK]
             agree = np.count_nonzero(signatures[order[some]] == signatures[first[some]], axis=1)
             same[some] = agree >= least
-        for one, other in zip(order[same].tolist(), first[same].tolist(), strict=True):
-            _unite(root, one, other)
+        for index, first_index in zip(order[same].tolist(), first[same].tolist(), strict=True):
+            _unite(root, index, first_index)
         order = order[~same]
 
 
-def _unite(root: np.ndarray, one: int, other: int) -> None:
-    one, other = _root(root, one), _root(root, other)
+def _unite(root: np.ndarray, first: int, second: int) -> None:
+    first, second = _root(root, first), _root(root, second)
     # The earlier text is the root, so that the root of a group is the one that stays.
-    root[max(one, other)] = min(one, other)
+    root[max(first, second)] = min(first, second)
 
 
-def _root(root: np.ndarray, one: int) -> int:
-    while root[one] != one:
-        root[one] = root[root[one]]
-        one = int(root[one])
-    return one
+def _root(root: np.ndarray, index: int) -> int:
+    while root[index] != index:
+        root[index] = root[root[index]]
+        index = int(root[index])
+    return index
 
 
 def _roots(root: np.ndarray) -> np.ndarray:
-    """The root of each, and every path made short."""
+    """Return the root of each text, compressing all paths."""
     while not np.array_equal(above := root[root], root):
         root[:] = above
     return root

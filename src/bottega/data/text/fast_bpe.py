@@ -1,8 +1,8 @@
 """Encode with gigatoken in place of `tokenizers`, if it is installed and gives the same ids.
 
-On two cores it prepares text 7 times as fast (docs/benchmarks.md). It is young, so it is trusted with nothing: it is
-asked for the ids of every token of the vocabulary and of awkward texts first, and one difference rules it out. Texts that
-spell a special token, which it would not take for text, stay with `tokenizers`.
+On two cores it prepares text 7 times as fast (docs/benchmarks.md). It is new, so it is verified first: it
+must give the same ids for every token of the vocabulary and for difficult texts. Texts that spell a special token, which
+it would not treat as text, are encoded by `tokenizers`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def load_fast_encoder(core: tokenizers.Tokenizer) -> BatchEncoder | None:
         return None
     try:
         fast = gigatoken.Tokenizer.from_json(core.to_str())
-    except Exception:  # whatever it cannot represent, it says in a way of its own
+    except Exception:  # its errors for unsupported tokenizers have no common type
         return None
     special = [token.content for token in core.get_added_tokens_decoder().values()]
     spelled = re.compile("|".join(map(re.escape, special))) if special else None
@@ -51,17 +51,17 @@ def load_fast_encoder(core: tokenizers.Tokenizer) -> BatchEncoder | None:
     def encode(texts: list[str]) -> list[np.ndarray]:
         if not texts:
             return []
-        ids = fast.encode_batch(texts, parallel=_parallel())
+        ids = fast.encode_batch(texts, parallel=_use_threads())
         flat = awkward.to_numpy(awkward.flatten(ids))
         parts = np.split(flat, np.cumsum(awkward.to_numpy(awkward.num(ids)))[:-1])
         for number in [i for i, text in enumerate(texts) if spelled is not None and spelled.search(text)]:
             parts[number] = np.array(core.encode(texts[number], add_special_tokens=False).ids, np.uint32)
         return parts
 
-    return encode if _agree(encode, core) else None
+    return encode if _gives_same_ids(encode, core) else None
 
 
-def _agree(encode: BatchEncoder, core: tokenizers.Tokenizer) -> bool:
+def _gives_same_ids(encode: BatchEncoder, core: tokenizers.Tokenizer) -> bool:
     added = {token.content for token in core.get_added_tokens_decoder().values()}
     numbers = [number for token, number in core.get_vocab().items() if token not in added]
     words = core.decode_batch([[number] for number in numbers], skip_special_tokens=False)
@@ -71,12 +71,12 @@ def _agree(encode: BatchEncoder, core: tokenizers.Tokenizer) -> bool:
     probes = [*PROBE_TEXTS, *mixed, *lists]
     expected = [encoding.ids for encoding in core.encode_batch_fast(probes, add_special_tokens=False)]
     try:
-        got = encode(probes)
+        actual = encode(probes)
     except Exception:
         return False
-    return all(np.array_equal(a, b) for a, b in zip(got, expected, strict=True))
+    return all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def _parallel() -> bool:
+def _use_threads() -> bool:
     """Return whether to use threads; worker processes use all cores already."""
     return "BOTTEGA_WORKER" not in os.environ

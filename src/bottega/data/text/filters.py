@@ -12,7 +12,7 @@ from bottega.data.text.languages import LANGUAGES, count_words, detect_language
 
 _ASCII_NO_SIGN = bytes(code for code in range(128) if chr(code).isalnum() or chr(code).isspace())
 _ASCII_SPACE = bytes(code for code in range(128) if chr(code).isspace())
-# Two written forms of Norwegian, which our tables take for one. "no" must be quoted in YAML, where it means false.
+# The two written forms of Norwegian, one language in our tables. "no" must be quoted in YAML, where it means false.
 _SAME = {"nb": "no", "nn": "no"}
 
 
@@ -21,8 +21,8 @@ def check_filter(options: Filter) -> None:
     for code in options.languages or ():
         if _code(code) not in LANGUAGES:
             near = difflib.get_close_matches(code.lower()[:2], sorted(LANGUAGES), n=1, cutoff=0.9)
-            remedy = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(LANGUAGES))}"
-            raise UsageError(f"data.filter.languages: {code!r} is no language that can be told; {remedy}")
+            remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(LANGUAGES))}"
+            raise UsageError(f"data.filter.languages: {code!r} is not a language that can be detected; {remedy}")
 
 
 def find_drop_reason(text: str, options: Filter) -> str | None:
@@ -47,7 +47,7 @@ def find_drop_reason(text: str, options: Filter) -> str | None:
 
 
 def symbol_fraction(text: str) -> float:
-    """Of the characters that are no white space: how many are no letter, digit or mark of a letter.
+    """Return the fraction of symbols among characters other than white space: not a letter, digit or combining mark.
 
     Punctuation counts, so that no list decides what is ordinary: Shakespeare has 0.06, the source of argparse 0.16.
     """
@@ -67,12 +67,12 @@ def symbol_fraction(text: str) -> float:
 
 
 def repeated_line_fraction(text: str) -> float:
-    """Of the lines that are not empty: how many say what a line before them said."""
+    """Return the fraction of non-empty lines that repeat an earlier line."""
     lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
 
 
 def _code(code: str) -> str:
-    """en for EN and en-GB."""
+    """Return the language code: en for EN and en-GB."""
     code = code.lower().replace("_", "-").partition("-")[0]
     return _SAME.get(code, code)

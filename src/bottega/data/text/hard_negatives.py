@@ -21,19 +21,19 @@ class HardNegativeSampler:
         group: list[int] = []
         for number, text in enumerate(texts):
             words = text.lower().split()
-            for place in range(len(words)):
-                gapped = (*words[:place], "", *words[place + 1 :])
+            for position in range(len(words)):
+                gapped = (*words[:position], "", *words[position + 1 :])
                 owner.append(number)
                 group.append(groups.setdefault(gapped, len(groups)))
-        owners, of = np.array(owner, np.int64), np.array(group, np.int64)
-        sizes = np.bincount(of, minlength=len(groups))
-        order = np.argsort(of, kind="stable")
+        owners, group_of = np.array(owner, np.int64), np.array(group, np.int64)
+        sizes = np.bincount(group_of, minlength=len(groups))
+        order = np.argsort(group_of, kind="stable")
         self.members = owners[order]
         starts = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-        rank = np.empty(len(of), np.int64)
-        rank[order] = np.arange(len(of)) - starts[of[order]]
-        shared = np.flatnonzero(sizes[of] > 1)
-        self.start, self.size, self.rank = starts[of[shared]], sizes[of[shared]], rank[shared]
+        rank = np.empty(len(group_of), np.int64)
+        rank[order] = np.arange(len(group_of)) - starts[group_of[order]]
+        shared = np.flatnonzero(sizes[group_of] > 1)
+        self.start, self.size, self.rank = starts[group_of[shared]], sizes[group_of[shared]], rank[shared]
         self.count = np.bincount(owners[shared], minlength=len(texts))
         """For each caption, the number of word positions at which another caption differs alone."""
         self.first = np.concatenate([[0], np.cumsum(self.count)])[:-1]

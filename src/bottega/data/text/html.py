@@ -16,12 +16,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Left out with all they contain. The end of a page's head may be unwritten; its body then ends it.
+# Removed with their content. The end tag of a head is optional; the body then ends it.
 _DROPPED = {
     name: re.compile(rf"</{name}\s*>|(?=<body\b)" if name == "head" else rf"</{name}\b[^<>]*>", re.IGNORECASE)
     for name in ("script", "style", "head", "title", "template", "noscript", "svg", "iframe", "canvas", "select")
 }
-# As in a browser, what follows one of these unclosed is no text: a page that was cut off often ends inside a script.
+# As in a browser, an unclosed one removes the rest: a truncated page often ends inside a script.
 _SWALLOWS_THE_REST = frozenset(("script", "style"))
 
 _PARAGRAPHS = _names(
@@ -43,7 +43,7 @@ _DECLARATION = re.compile(r"<[!?/][^<>]*+>")
 _MARKUP = re.compile(r"<[a-zA-Z/!?]")
 _SPACE = re.compile(r"[ \t\n\r\f]+")
 
-# What tells a page from a text in which a < b and c > d: an element we know, closed at once or with an attribute.
+# Distinguishes a page from a text with a < b and c > d: a known element, closed at once or with an attribute.
 _KNOWN = "|".join(sorted({*_DROPPED, *_PARAGRAPHS, *_LINES, *_CELLS, *_INLINE}, key=len, reverse=True))
 _HTML = re.compile(rf"<!doctype\s|</?(?:{_KNOWN})\s*/?>|<(?:{_KNOWN})\s+[a-z:-]+\s*=", re.IGNORECASE)
 
@@ -67,8 +67,8 @@ class _Page:
 
     def read(self, text: str) -> str:
         at = written = 0
-        while found := _MARKUP.search(text, at):
-            start = found.start()
+        while markup := _MARKUP.search(text, at):
+            start = markup.start()
             stop = self._after("-->", _COMMENT_END, text, start + 4) if text.startswith("<!--", start) else None
             tag = None if stop else _TAG.match(text, start)
             if stop is None and (whole := tag or _DECLARATION.match(text, start)):
@@ -121,10 +121,10 @@ class _Page:
             self.pieces[-1] = self.pieces[-1].removesuffix(" ")
             self.pieces.append(sign)
 
-    def _break(self, wanted: int) -> None:
-        """Write line breaks up to `wanted`, and remove the space before them."""
-        if wanted > self.breaks:
+    def _break(self, count: int) -> None:
+        """Write line breaks up to `count`, and remove the space before them."""
+        if count > self.breaks:
             if not self.breaks and not self.preformatted:
                 self.pieces[-1] = self.pieces[-1].rstrip(" \t")
-            self.pieces.append("\n" * (wanted - self.breaks))
-            self.breaks = wanted
+            self.pieces.append("\n" * (count - self.breaks))
+            self.breaks = count

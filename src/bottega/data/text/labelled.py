@@ -22,7 +22,7 @@ from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.similar_names import find_similar_names
 
-# Few enough lengths for a compiler to know them all. With 8 a batch of sentences was a tenth longer than it need be.
+# Few enough lengths to compile each. With 8 a batch of sentences was a tenth longer than necessary.
 LENGTH_MULTIPLE = 4
 RARE_CLASS_SAMPLES = 2
 """At most this many training samples make a class rare."""
@@ -42,7 +42,7 @@ class TextCollator:
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, *, sequence_length: int | None = None) -> TextCollator:
         """Return the collator of a tokenizer."""
-        return cls._cut(
+        return cls._with_limits(
             tokenizer.pad_token_id, tokenizer.special_tokens_around, tokenizer.model_max_length, sequence_length
         )
 
@@ -50,13 +50,17 @@ class TextCollator:
     def from_metadata(cls, meta: Mapping[str, Any], *, sequence_length: int | None = None) -> TextCollator:
         """Return the collator that meta.json of prepared texts describes."""
         padding = meta.get("padding", meta["end_of_text"])
-        return cls._cut(padding, meta.get("frame", ((), ())), meta.get("longest"), sequence_length)
+        return cls._with_limits(padding, meta.get("frame", ((), ())), meta.get("longest"), sequence_length)
 
     @classmethod
-    def _cut(
-        cls, padding: int, frame: tuple[Sequence[int], Sequence[int]], longest: int | None, asked: int | None
+    def _with_limits(
+        cls,
+        padding: int,
+        frame: tuple[Sequence[int], Sequence[int]],
+        model_max_length: int | None,
+        sequence_length: int | None,
     ) -> TextCollator:
-        limits = [limit for limit in (longest, asked) if limit is not None]
+        limits = [limit for limit in (model_max_length, sequence_length) if limit is not None]
         return cls(padding, tuple(frame[0]), tuple(frame[1]), min(limits, default=None))
 
     def compute_lengths(self, contents: np.ndarray) -> np.ndarray:
@@ -71,7 +75,7 @@ class TextCollator:
 
     def collate(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return `input_ids` and `attention_mask` of texts encoded without special tokens."""
-        ends = np.cumsum([len(one) for one in ids])
+        ends = np.cumsum([len(text_ids) for text_ids in ids])
         return self.gather(np.concatenate([*ids, np.zeros(0, np.int32)]), np.r_[0, ends[:-1]], ends)
 
     def gather(
@@ -84,11 +88,11 @@ class TextCollator:
         first, last = len(self.prefix), len(self.suffix)
         # Truncate the text, never its special tokens.
         contents = np.clip(lengths - first - last, 0, ends - starts)
-        places = np.arange(T) - first
-        inside = (places >= 0) & (places < contents[:, None])
-        taken = np.where(inside, starts[:, None] + places, 0)
-        found = values[taken] if len(values) else np.zeros_like(taken)
-        filled = np.where(inside, found.astype(np.int32), np.int32(self.pad_token_id))
+        positions = np.arange(T) - first
+        inside = (positions >= 0) & (positions < contents[:, None])
+        token_indices = np.where(inside, starts[:, None] + positions, 0)
+        tokens = values[token_indices] if len(values) else np.zeros_like(token_indices)
+        filled = np.where(inside, tokens.astype(np.int32), np.int32(self.pad_token_id))
         filled[:, :first] = self.prefix
         at = first + contents[:, None] + np.arange(last)
         np.put_along_axis(filled, at, np.broadcast_to(np.array(self.suffix, np.int32), at.shape), axis=1)
@@ -97,11 +101,13 @@ class TextCollator:
 
 @final
 class LabelledTexts(Source):
-    """input_ids and attention_mask int32 [b, T]; label int32 [b], or labels float32 [b, K] where a text has several."""
+    """Source of texts: input_ids and attention_mask int32 `(batch, T)`, and label int32 `(batch,)` or labels float32 `(batch, K)`."""
 
     def __init__(self, folder: Path, table: str, *, labels: np.ndarray, sequence_length: int | None = None) -> None:
-        """`labels` are class numbers [rows], or 1 for each class that a text has [rows, K]. Texts are cut at
-        `sequence_length`, and at what the model of a pretrained tokenizer can read."""
+        """`labels` are class indices `(rows,)` or multi-hot `(rows, K)`.
+
+        Texts are truncated at `sequence_length` and at the maximum length of a pretrained tokenizer's model.
+        """
         self.folder, self.table_name = Path(folder), table
         self.labels = labels.astype(np.int32 if labels.ndim == 1 else np.float32)
         self.table = Table(self.folder / table)
@@ -109,7 +115,7 @@ class LabelledTexts(Source):
         framed = len(self.collator.prefix) + len(self.collator.suffix)
         if self.collator.max_length is not None and self.collator.max_length <= framed:
             raise DataError(
-                f"data.sequence_length={self.collator.max_length} leaves no room beside {framed} special tokens"
+                f"data.sequence_length={self.collator.max_length} leaves no room beside {framed} special tokens; increase it"
             )
         self.sequence_length = int(self.lengths().max(initial=1))
 
@@ -124,12 +130,12 @@ class LabelledTexts(Source):
 
     def scores(self, name: str) -> np.ndarray:
         if self.meta.get("score_field") != name:
-            raise DataError(f"data.curriculum.by: the data was prepared with no field {name!r}; prepare it again")
+            raise DataError(f"data.curriculum.by: the data was prepared without the field {name!r}; prepare it again")
         return self.table.values("score")
 
     @property
     def padding_values(self) -> dict[str, int]:
-        """With what a batch is made longer, where it is joined with one of another length."""
+        """Values that pad a batch when it is joined with one of another length."""
         return {"input_ids": self.collator.pad_token_id, "attention_mask": 0}
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
@@ -157,8 +163,10 @@ def open_labelled_texts(
     prepared: PreparedData, table: str, *, classes: Classes | None = None, sequence_length: int | None = None
 ) -> LabelledTexts:
     """Open the texts of one table; `classes` are those of a trained model, for other data than its own."""
-    known = prepared.classes if classes is None else classes
-    labels = encode_labels(prepared.table(table), known, multi_label=prepared.metadata.get("multi_label", False))
+    label_classes = prepared.classes if classes is None else classes
+    labels = encode_labels(
+        prepared.table(table), label_classes, multi_label=prepared.metadata.get("multi_label", False)
+    )
     return LabelledTexts(prepared.folder, table, labels=labels, sequence_length=sequence_length)
 
 
@@ -171,7 +179,7 @@ def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) 
     if unknown:
         row = next(row for row, text in enumerate(texts) if text in unknown)
         name = next(name for name in named[texts[row]] if name not in numbers)
-        raise DataError(f"{table.row('key', row)}: {_not_learnt(name, classes)}")
+        raise DataError(f"{table.row('key', row)}: {_unknown_label_message(name, classes)}")
     if not multi_label:
         return np.array([numbers[text] for text in texts], np.int32)
     rows = np.zeros((len(texts), len(classes)), np.float32)
@@ -180,11 +188,11 @@ def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) 
     return rows
 
 
-def _not_learnt(name: str, classes: Classes) -> str:
+def _unknown_label_message(name: str, classes: Classes) -> str:
     near = find_similar_names(name, classes.names)
     listed = ", ".join(classes.names[:5]) + (", ..." if len(classes) > 5 else "")
-    hint = f"did you mean {near[0]!r}?" if near else f"there is {listed}"
-    return f"label {name!r} is none of the {len(classes)} classes that were learnt; {hint}"
+    hint = f"did you mean {near[0]!r}?" if near else f"use one of {listed}"
+    return f"label {name!r} is not one of the {len(classes)} classes of the training data; {hint}"
 
 
 def find_training_classes(
@@ -198,29 +206,29 @@ def find_training_classes(
     Raises `DataError` if there are fewer than two, or if a held-out sample has a class without training samples, which is
     usually a typo.
     """
-    found = set(count_classes(prepared))
-    if len(found) < (1 if _is_several(prepared) else 2):
+    class_names = set(count_classes(prepared))
+    if len(class_names) < (1 if _is_multi_label(prepared) else 2):
         first = prepared.table(prepared.training_tables[0]).row("key", 0)
-        named = f"are all of the class {found.pop()!r}" if found else "have no class"
+        named = f"are all of the class {class_names.pop()!r}" if class_names else "have no class"
         raise DataError(
-            f"data.train: the samples from {first} on {named}, and a classifier tells several apart; {remedy}"
+            f"data.train: the samples from {first} on {named}, but a classifier needs at least two; {remedy}"
         )
     if include_held_out:
         return prepared.classes
-    classes = Classes(tuple(name for name in prepared.classes.names if name in found))
+    classes = Classes(tuple(name for name in prepared.classes.names if name in class_names))
     for name in prepared.tables:
-        if not _is_learnt(name):
-            _check_learnt(prepared, name, classes)
+        if not _is_training_table(name):
+            _check_labels(prepared, name, classes)
     return classes
 
 
-def _check_learnt(prepared: PreparedData, name: str, classes: Classes) -> None:
+def _check_labels(prepared: PreparedData, name: str, classes: Classes) -> None:
     table, known = prepared.table(name), set(classes.names)
     for row, text in enumerate(read_text_column(table, "label")):
-        wrong = next((one for one in _names(prepared, text) if one not in known), None)
-        if wrong is not None:
+        unknown = next((label for label in _class_names(prepared, text) if label not in known), None)
+        if unknown is not None:
             raise DataError(
-                f"{table.row('key', row)}: in {name}, {_not_learnt(wrong, classes)} (model.num_labels="
+                f"{table.row('key', row)}: in {name}, {_unknown_label_message(unknown, classes)} (model.num_labels="
                 f"{len(prepared.classes)} would count it as a class)"
             )
 
@@ -228,11 +236,11 @@ def _check_learnt(prepared: PreparedData, name: str, classes: Classes) -> None:
 def count_classes(prepared: PreparedData) -> Counter[str]:
     """Return the number of training samples of each class, without augmented copies."""
     counts: Counter[str] = Counter()
-    for name in filter(_is_learnt, prepared.tables):
+    for name in filter(_is_training_table, prepared.tables):
         table = prepared.table(name)
         own = table.values("form") != COPY if "form" in table.columns else np.ones(len(table), bool)
         for text, is_own in zip(read_text_column(table, "label"), own.tolist(), strict=True):
-            counts.update(_names(prepared, text) if is_own else ())
+            counts.update(_class_names(prepared, text) if is_own else ())
     return counts
 
 
@@ -244,20 +252,20 @@ def describe_rare_classes(prepared: PreparedData, classes: Classes) -> list[str]
         return []
     named = ", ".join(f"{name!r} ({counts[name]})" for name in rare[:3]) + (", ..." if len(rare) > 3 else "")
     return [
-        f"{len(rare):,} of {len(classes):,} classes have at most {RARE_CLASS_SAMPLES} training samples: {named}; are they meant?"
+        f"{len(rare):,} of {len(classes):,} classes have at most {RARE_CLASS_SAMPLES} training samples: {named}; check that they are not typos"
     ]
 
 
-def _is_learnt(table: str) -> bool:
+def _is_training_table(table: str) -> bool:
     return table.startswith("train") or table == "replay"
 
 
-def _is_several(prepared: PreparedData) -> bool:
+def _is_multi_label(prepared: PreparedData) -> bool:
     return bool(prepared.metadata.get("multi_label", False))
 
 
-def _names(prepared: PreparedData, label: str) -> list[str]:
-    return json.loads(label) if _is_several(prepared) else [label] if label else []
+def _class_names(prepared: PreparedData, label: str) -> list[str]:
+    return json.loads(label) if _is_multi_label(prepared) else [label] if label else []
 
 
 def compute_balanced_weights(labels: np.ndarray, num_classes: int) -> tuple[float, ...]:

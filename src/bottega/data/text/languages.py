@@ -1,7 +1,7 @@
 """Detect the language of a text by its script and, among languages that share one, by frequent words and letters.
 
-Made for dropping texts in the wrong language, not for fine distinctions: three words of a text in Latin or Cyrillic
-letters are the least it answers for, and a language that is not in the tables is taken for its nearest relative.
+Meant for dropping texts in the wrong language, not for fine distinctions: texts in Latin or Cyrillic letters need at least
+three words, and a language that is not in the tables is detected as its nearest relative.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 
-# First code point of each range and what it holds. Only letters are listed; all else is no evidence.
+# First code point of each range and what it holds. Only letters are listed; other characters are ignored.
 _RANGES: tuple[tuple[int, str], ...] = (
     (0x0000, ""), (0x0041, "latin"), (0x005B, ""), (0x0061, "latin"), (0x007B, ""), (0x00C0, "latin"), (0x0250, ""),
     (0x0370, "el"), (0x0400, "cyrillic"), (0x0530, "hy"), (0x0590, "he"), (0x0600, "arabic"), (0x0700, ""),
@@ -132,7 +132,7 @@ for _code, _words in _WORDS.items():
 FREQUENT_WORDS = frozenset(_WORD_LANGUAGES)
 
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
-_SAMPLE = 4000  # Characters that are looked at: half from the beginning, half from the middle.
+_SAMPLE = 4000  # Characters used: half from the beginning, half from the middle.
 _LEAST_LETTERS = 10
 _LEAST_SIGNS = 4  # Of a script whose signs are syllables or words.
 _UNSPACED = re.compile(
@@ -145,7 +145,7 @@ def detect_language(text: str) -> tuple[str, float]:
     if len(text) > _SAMPLE:
         middle = len(text) // 2
         text = f"{text[: _SAMPLE // 2]} {text[middle : middle + _SAMPLE // 2]}"
-    counts = _scripts(text)
+    counts = _count_scripts(text)
     total = sum(counts.values())
     if not total:
         return "", 0.0
@@ -157,14 +157,14 @@ def detect_language(text: str) -> tuple[str, float]:
     if number < (_LEAST_SIGNS if script in ("zh", "ja", "ko") else _LEAST_LETTERS):
         return "", 0.0
     if script == "arabic":
-        return _arabic(text), share
+        return _detect_arabic_language(text), share
     if script not in _BY_WORDS:
         return script, share
-    code, confidence = _by_words(unicodedata.normalize("NFC", text), _BY_WORDS[script])
+    code, confidence = _detect_by_words(unicodedata.normalize("NFC", text), _BY_WORDS[script])
     return code, confidence * share
 
 
-def _scripts(text: str) -> Counter[str]:
+def _count_scripts(text: str) -> Counter[str]:
     """Count the letters of each script."""
     points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
     ranges = np.bincount(np.searchsorted(_STARTS, points, side="right") - 1, minlength=len(_RANGES))
@@ -172,14 +172,14 @@ def _scripts(text: str) -> Counter[str]:
     return Counter({script: int(n) for script, n in zip(_SCRIPTS, numbers, strict=True) if script and n})
 
 
-def _arabic(text: str) -> str:
-    """Urdu and Persian have letters that Arabic has not, and Urdu some that Persian has not."""
+def _detect_arabic_language(text: str) -> str:
+    """Return ur, fa or ar: Urdu and Persian have letters that Arabic lacks, and Urdu some that Persian lacks."""
     if any(letter in text for letter in "ٹڈڑےں"):
         return "ur"
     return "fa" if any(letter in text for letter in "پچژگیک") else "ar"
 
 
-def _by_words(text: str, codes: list[str]) -> tuple[str, float]:
+def _detect_by_words(text: str, codes: list[str]) -> tuple[str, float]:
     text = text.lower().replace("’", "'")
     words = _WORD.findall(text)
     if len(words) < 3:

@@ -1,7 +1,7 @@
 """Synonyms from WordNet if it is installed with its data, else from a small built-in English table.
 
-Nothing is ever downloaded. What a word's synonyms are depends on the machine's packages, hence `source`, which a
-fingerprint of augmented data has to include.
+Nothing is ever downloaded. The synonyms depend on the installed packages, so a fingerprint of augmented data must
+include `synonym_source()`.
 """
 
 from __future__ import annotations
@@ -121,39 +121,37 @@ rubbish trash garbage junk
 """
 
 
-def _table() -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
+def _build_table() -> dict[str, tuple[str, ...]]:
+    synonyms: dict[str, list[str]] = {}
     for words in _GROUPS.split("/"):
         group = words.split()
         for word in group:
-            others = found.setdefault(word, [])
+            others = synonyms.setdefault(word, [])
             others.extend(other for other in group if other != word and other not in others)
-    return {word: tuple(others) for word, others in found.items()}
+    return {word: tuple(others) for word, others in synonyms.items()}
 
 
 def synonym_source() -> str:
     """Return where synonyms come from: nltk, wn or table."""
-    """Where synonyms come from on this machine: nltk, wn or table."""
     return _lookup()[0]
 
 
 @lru_cache(maxsize=1 << 16)
 def find_synonyms(word: str) -> tuple[str, ...]:
-    """Return the synonyms of a word in its own case; none for mixed case, as in iPhone."""
-    """In a fixed order, written as the word is: Good gives Great, GOOD gives GREAT. Empty where none is known."""
+    """Return the synonyms of a word in a fixed order and in its case: Good gives Great; none for mixed case, as in iPhone."""
     lower = word.lower()
-    found = _lookup()[1](lower)
+    synonyms = _lookup()[1](lower)
     if word == lower:
-        return found
+        return synonyms
     if word.isupper() and len(word) > 1:
-        return tuple(other.upper() for other in found)
+        return tuple(other.upper() for other in synonyms)
     # Mixed forms such as iPhone are names.
-    return tuple(other[:1].upper() + other[1:] for other in found) if word == lower.capitalize() else ()
+    return tuple(other[:1].upper() + other[1:] for other in synonyms) if word == lower.capitalize() else ()
 
 
 @cache
 def _lookup() -> tuple[str, Callable[[str], tuple[str, ...]]]:
-    # A package without its data, a damaged data base, a package of another version: all are "not there".
+    # A package without its data, a damaged database or another version all count as missing.
     for name, make in (("nltk", _from_nltk), ("wn", _from_wn)):
         try:
             lookup = make()
@@ -161,23 +159,27 @@ def _lookup() -> tuple[str, Callable[[str], tuple[str, ...]]]:
                 return name, lookup
         except Exception:
             continue
-    table = _table()
+    table = _build_table()
     return "table", lambda word: table.get(word, ())
 
 
 def _from_nltk() -> Callable[[str], tuple[str, ...]]:
     from nltk.corpus import wordnet
 
-    return lambda word: _usable(word, [lemma for sense in wordnet.synsets(word) for lemma in sense.lemma_names()])
+    return lambda word: _select_lemmas(
+        word, [lemma for sense in wordnet.synsets(word) for lemma in sense.lemma_names()]
+    )
 
 
 def _from_wn() -> Callable[[str], tuple[str, ...]]:
     import wn
 
-    return lambda word: _usable(word, [lemma for sense in wn.synsets(word, lang="en") for lemma in sense.lemmas()])
+    return lambda word: _select_lemmas(
+        word, [lemma for sense in wn.synsets(word, lang="en") for lemma in sense.lemmas()]
+    )
 
 
-def _usable(word: str, lemmas: list[str]) -> tuple[str, ...]:
-    """Single words in lower case. WordNet lists the common senses first; the eight nearest are enough to draw from."""
+def _select_lemmas(word: str, lemmas: list[str]) -> tuple[str, ...]:
+    """Return up to eight lower-case single words. WordNet lists common senses first."""
     plain = dict.fromkeys(lemma for lemma in lemmas if lemma.isalpha() and lemma.islower() and lemma != word)
     return tuple(plain)[:8]

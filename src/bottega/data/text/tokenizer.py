@@ -1,8 +1,8 @@
 """Tokenizers: exact text to ids and back, by one `tokenizers` backend for every kind, so that they open in transformers.
 
 Text is never normalised, and text that happens to spell `<|endoftext|>` is text: only the id `end_of_text`, which no
-text encodes to, ends a document. The exception is `words`, which is for telling texts apart: it lowers them and has one
-id for all words it does not know, so what it encodes does not come back.
+text encodes to, ends a document. The exception is `words`, which is for classifiers: it lower-cases text and has one id
+for all unknown words, so it cannot be decoded exactly.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Kind = Literal["bytes", "characters", "bpe", "words", "pretrained"]
 
 # Characters encoded in one call of the library: enough for all cores, few enough that its token objects fit in memory.
 BATCH_CHARACTERS = 4_000_000
-# A long text is cut into pieces of so many characters: one of 8 MB then encoded 2.5 times as fast, on two cores.
+# Length of the pieces of a long text: in pieces, 8 MB are encoded 2.5 times as fast on two cores.
 PIECE_CHARACTERS = 32_000
 FAST_ENCODER_MIN_CHARACTERS = 500_000
 # Tried in turn where a tokenizer_config.json does not say which token ends a text.
 COMMON_EOS_TOKENS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 COMMON_PAD_TOKENS = ("[PAD]", "<pad>", "<|padding|>")
 COMMON_UNK_TOKENS = (UNKNOWN_TOKEN, "[UNK]")
-# Tokenizers without a longest text say so with a number of this order.
+# Tokenizers without a maximum length have a larger number in their configuration.
 NO_MAX_LENGTH = 1 << 24
 
 
@@ -46,7 +46,7 @@ class Tokenizer:
     """A tokenizer, built by the functions of vocabulary.py or opened by `Tokenizer.load`."""
 
     def __init__(self, backend: tokenizers.Tokenizer, *, kind: Kind, config: dict[str, Any]) -> None:
-        filled_with = backend.padding["pad_token"] if backend.padding is not None else None
+        backend_padding = backend.padding["pad_token"] if backend.padding is not None else None
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = True
@@ -56,10 +56,10 @@ class Tokenizer:
         self._fast: BatchEncoder | None = None
         self._is_slow = False
         self.eos_token_id = _end_of_text(backend, config)
-        paddings = (_named(config, "pad_token"), filled_with, *COMMON_PAD_TOKENS)
+        paddings = (_token_of_role(config, "pad_token"), backend_padding, *COMMON_PAD_TOKENS)
         self.pad_token_id: int = _first_id(backend, paddings, self.eos_token_id)
         """The padding token; end of text if the tokenizer has none."""
-        unknown = _first_id(backend, (_named(config, "unk_token"), *COMMON_UNK_TOKENS), -1)
+        unknown = _first_id(backend, (_token_of_role(config, "unk_token"), *COMMON_UNK_TOKENS), -1)
         self.unk_token_id: int | None = unknown if unknown >= 0 else None
         """The token for text that is not in the vocabulary."""
         # Ids may have holes, and a model needs a row for the highest one.
@@ -83,13 +83,15 @@ class Tokenizer:
         for at in range(len(around) + 1):
             if [*around[:at], *plain, *around[at:]] == framed:
                 return tuple(around[:at]), tuple(around[at:])
-        raise DataError(f"the tokenizer turns the ids {plain} into {framed}, which is more than to frame them")
+        raise DataError(
+            f"the tokenizer turns the ids {plain} into {framed}; only tokens before and after a text are supported"
+        )
 
     @property
     def model_max_length(self) -> int | None:
         """The maximum input length of the tokenizer's model; None if unknown."""
-        said = self.config.get("model_max_length")
-        return int(said) if isinstance(said, int | float) and 0 < said < NO_MAX_LENGTH else None
+        length = self.config.get("model_max_length")
+        return int(length) if isinstance(length, int | float) and 0 < length < NO_MAX_LENGTH else None
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Return the text of ids; invalid UTF-8 becomes U+FFFD, and end of text its name."""
@@ -103,8 +105,8 @@ class Tokenizer:
 
     @cached_property
     def byte_lengths(self) -> np.ndarray:
-        """How many UTF-8 bytes of text each id stands for; special tokens stand for none."""
-        lengths = [len(piece) for piece in self.bytes_by_id or map(_text_of, self._tokens)]
+        """Number of UTF-8 bytes of text of each id; 0 for special tokens."""
+        lengths = [len(piece) for piece in self.bytes_by_id or map(_approximate_bytes, self._tokens)]
         for number, token in self.backend.get_added_tokens_decoder().items():
             if token.special:
                 lengths[number] = 0
@@ -184,7 +186,7 @@ class Tokenizer:
         return table
 
     def _ids(self, texts: list[str]) -> list[np.ndarray]:
-        # Finding out whether the faster one agrees costs as much as half a megabyte of text.
+        # Verifying the fast encoder costs as much as encoding half a megabyte of text.
         if self._fast is None and not self._is_slow and sum(map(len, texts)) > FAST_ENCODER_MIN_CHARACTERS:
             self._fast = load_fast_encoder(self.backend)
             self._is_slow = self._fast is None
@@ -258,7 +260,7 @@ def _utf8(text: str, problem: type[BottegaError]) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise problem(
-            f"the text has half a surrogate pair ({text[error.start]!r}) at character {error.start}: no Unicode text"
+            f"the text has half a surrogate pair ({text[error.start]!r}) at character {error.start}; it is not valid Unicode"
         ) from error
 
 
@@ -266,27 +268,27 @@ def _read_object(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
-        raise DataError(f"{path} is no JSON that can be read: nested too deeply") from None
+        raise DataError(f"{path} is not readable JSON: nested too deeply") from None
     except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}") from error
+        raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise DataError(f"{path} must hold a JSON object, not a {type(fields).__name__}")
     return fields
 
 
-def _named(config: dict[str, Any], role: str) -> str | None:
+def _token_of_role(config: dict[str, Any], role: str) -> str | None:
     """Return the token of a role, which a configuration gives as text or as an object."""
-    named = config.get(role)
-    return named.get("content") if isinstance(named, dict) else named
+    token = config.get(role)
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _first_id(core: tokenizers.Tokenizer, tokens: Iterable[str | None], otherwise: int) -> int:
-    found = (core.token_to_id(token) for token in tokens if token is not None)
-    return next((number for number in found if number is not None), otherwise)
+    ids = (core.token_to_id(token) for token in tokens if token is not None)
+    return next((number for number in ids if number is not None), otherwise)
 
 
 def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
-    named = _named(config, "eos_token")
+    named = _token_of_role(config, "eos_token")
     for token in (named,) if named else COMMON_EOS_TOKENS:
         number = core.token_to_id(token)
         if number is not None:
@@ -297,7 +299,7 @@ def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
     )
 
 
-def _text_of(token: str) -> bytes:
+def _approximate_bytes(token: str) -> bytes:
     """Return the approximate bytes of a SentencePiece or WordPiece token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         return b"?"

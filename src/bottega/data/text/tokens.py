@@ -20,7 +20,7 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 
 BYTE_LENGTHS = "byte_lengths.bin"
-"""A file beside the tables: how many bytes each token of the vocabulary stands for."""
+"""File beside the tables with the number of bytes of each token of the vocabulary."""
 SPLIT_NAMES = {"validation": "validation", "test": "test", "replay": "earlier"}
 
 
@@ -54,7 +54,7 @@ class TokenSource(Source):
         """Return the tokens of each sample and their mask, both int32 `(batch, T + 1)`."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """Worker processes map the files again; no token travels."""
+        """Leave out arrays: worker processes map the files again."""
         return {
             name: value for name, value in self.__dict__.items() if name not in ("_windows", "_byte_lengths", "_ends")
         }
@@ -136,9 +136,9 @@ class TokenWindows(TokenSource):
         if self.num_offsets == 1 or self.seed is None:
             return 0
         # Nearly every batch lies in one epoch, and the offset of an epoch is remembered.
-        first = int(epoch[0]) if len(epoch) else 0
-        if (epoch == first).all():
-            return _offset_of(self.seed, first, self.num_offsets)
+        first_epoch = int(epoch[0]) if len(epoch) else 0
+        if (epoch == first_epoch).all():
+            return _offset_of(self.seed, first_epoch, self.num_offsets)
         return np.array([_offset_of(self.seed, int(number), self.num_offsets) for number in epoch])
 
     def scores(self, name: str) -> np.ndarray:
@@ -220,7 +220,7 @@ class TokenDocuments(TokenSource):
 
 def _check_score(meta: dict[str, Any], name: str) -> None:
     if meta.get("score_field") != name:
-        raise DataError(f"data.curriculum.by: the data was prepared with no field {name!r}; prepare it again")
+        raise DataError(f"data.curriculum.by: the data was prepared without the field {name!r}; prepare it again")
 
 
 @lru_cache(maxsize=1024)

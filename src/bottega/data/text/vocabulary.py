@@ -21,13 +21,13 @@ MIN_BPE_VOCAB_SIZE = 257
 DEFAULT_BPE_VOCAB_SIZE = 4096
 # A short form as in "movie's" stands alone and "don't" stays whole, as in texts that were divided beforehand ("do n't").
 WORD = r"'(?:s|re|ve|ll|m|d)\b|\w+(?:'t\b)?|[^\w\s]"
-# More words than any language has: the library knows no `all`.
+# More words than any language has, because the library has no unlimited size.
 ALL_WORDS = 1 << 31
 AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet", "xmod", "roberta-prelayernorm", "esm")
 
 
 class TokenizerSpec(BaseModel):
-    """Which tokenizer: bytes, characters, bpe of `vocab_size`, words, or pretrained at `path` (a file, folder or hub name).
+    """Which tokenizer to build: bytes, characters, bpe of `vocab_size`, words, or pretrained at `path` (a file, folder or hub name).
 
     `vocab_size` is 4096 for bpe where it is not given, and bounds words only where it is.
     """
@@ -60,7 +60,9 @@ def build_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
     if spec.kind == "words":
         return train_word_tokenizer(texts, vocab_size=spec.vocab_size, min_frequency=spec.min_frequency)
     if not spec.path:
-        raise UsageError("a pretrained tokenizer needs path: a tokenizer.json, its folder, or a name on the hub")
+        raise UsageError(
+            "data.tokenizer.path: a pretrained tokenizer needs a tokenizer.json, its folder, or a name on the hub"
+        )
     return load_pretrained_tokenizer(spec.path)
 
 
@@ -69,7 +71,7 @@ def build_byte_tokenizer() -> Tokenizer:
     core = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    return _finished(core, "bytes")
+    return _wrap(core, "bytes")
 
 
 def build_character_tokenizer(texts: Iterable[str]) -> Tokenizer:
@@ -78,7 +80,7 @@ def build_character_tokenizer(texts: Iterable[str]) -> Tokenizer:
     core = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
     core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
-    return _finished(core, "characters")
+    return _wrap(core, "characters")
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -96,7 +98,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     # Whole texts of 16 MB cost the library 3 GB; the words, which are all it counts, are the same in pieces.
     pieces = (piece for text in texts for piece in split_at_safe_points(text, PIECE_CHARACTERS))
     core.train_from_iterator(pieces, trainer)
-    return _finished(core, "bpe")
+    return _wrap(core, "bpe")
 
 
 def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequency: int = 2) -> Tokenizer:
@@ -122,26 +124,26 @@ def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_fr
         raise DataError(
             f"no word occurs {min_frequency} times in the training texts; lower data.tokenizer.min_frequency"
         )
-    return _finished(core, "words", unk_token=UNKNOWN_TOKEN, pad_token=END_OF_TEXT)
+    return _wrap(core, "words", unk_token=UNKNOWN_TOKEN, pad_token=END_OF_TEXT)
 
 
 def load_pretrained_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer from a tokenizer.json, its folder, or the Hugging Face hub."""
     path = resolve_tokenizer(name)
     tokenizer = Tokenizer.load(path)
-    limits = [limit for limit in (tokenizer.model_max_length, _positions(path)) if limit is not None]
+    limits = [limit for limit in (tokenizer.model_max_length, _read_max_positions(path)) if limit is not None]
     if limits:
         tokenizer.config["model_max_length"] = min(limits)
     return tokenizer
 
 
-def _positions(path: Path) -> int | None:
+def _read_max_positions(path: Path) -> int | None:
     """Return the number of positions of the model beside a tokenizer; None if there is none."""
     beside = (path if path.is_dir() else path.parent) / "config.json"
     try:
         config = json.loads(beside.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # a tokenizer may stand alone, and who loads the model says what is wrong with it
+        return None  # a tokenizer may have no model, and loading the model reports its own errors
     count = config.get("max_position_embeddings") if isinstance(config, dict) else None
     if not isinstance(count, int):
         return None
@@ -150,7 +152,7 @@ def _positions(path: Path) -> int | None:
     return count - offset if count > offset else None
 
 
-def _finished(core: tokenizers.Tokenizer, kind: Kind, **special: str) -> Tokenizer:
+def _wrap(core: tokenizers.Tokenizer, kind: Kind, **special: str) -> Tokenizer:
     core.add_special_tokens([END_OF_TEXT])
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""The bounds and the pace of a hierarchical memory; no torch."""
+"""Sizes and decay rates of a hierarchical memory, without importing torch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from bottega.config.section import Number, Positive, Rate, Section
 
 
 class MemoryShape(BaseModel):
-    """All that decides the tensors of a memory and what becomes of what it holds. A tick is one unit of the clock that the
-    caller passes: a step of a training, a segment of a stream."""
+    """Sizes of the tensors of a memory, and how fast its items decay.
+
+    A tick is one unit of the clock that the caller passes, such as a training step or a segment of a stream.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -17,27 +19,33 @@ class MemoryShape(BaseModel):
     value_size: int = Field(gt=0)
     working_slots: int = Field(default=16, gt=0)
     working_decay: float = Field(default=0.9, gt=0, le=1, description="strength is multiplied by this at each tick")
-    working_floor: float = Field(default=0.05, ge=0, description="what is weaker is forgotten")
+    working_floor: float = Field(default=0.05, ge=0, description="weaker items are forgotten")
     episodic_slots: int = Field(default=256, gt=0)
-    episodic_decay: float = Field(default=0.999, gt=0, le=1, description="what a tick leaves of importance and of uses")
+    episodic_decay: float = Field(
+        default=0.999, gt=0, le=1, description="importance and uses are multiplied by this at each tick"
+    )
     semantic_slots: int = Field(default=64, gt=0)
     promote_after: float = Field(
-        default=3, gt=0, description="an episode moves to the prototypes when said and used so often, together"
+        default=3,
+        gt=0,
+        description="an episode becomes a prototype once it was stored and retrieved this often in total",
     )
     same: float = Field(
-        default=0.95, gt=0, le=1, description="keys, and values, of this cosine or more are the same one"
+        default=0.95, gt=0, le=1, description="keys, and values, with at least this cosine are the same"
     )
 
     @property
     def slots(self) -> int:
-        """Of all levels."""
+        """Number of slots of all levels."""
         return self.working_slots + self.episodic_slots + self.semantic_slots
 
 
 class WorkingMemory(Section):
-    """What a stream carries from segment to segment."""
+    """Working memory that a stream carries from segment to segment."""
 
-    working_slots: Positive = Field(32, description="how many things are remembered at most")
-    working_decay: Number = Field(0.99, gt=0, le=1, description="a segment leaves so much of the strength of each")
-    working_floor: Number = Field(0.0, ge=0, description="what is weaker is forgotten")
-    temperature: Rate = Field(0.1, description="how soft a read is at the start; it is learnt")
+    working_slots: Positive = Field(32, description="largest number of remembered items")
+    working_decay: Number = Field(
+        0.99, gt=0, le=1, description="the strength of each item is multiplied by this at each segment"
+    )
+    working_floor: Number = Field(0.0, ge=0, description="weaker items are forgotten")
+    temperature: Rate = Field(0.1, description="initial softmax temperature of a read; it is trained")

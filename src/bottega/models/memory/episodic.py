@@ -37,11 +37,11 @@ class EpisodicSlots(NamedTuple):
     """Slots of episodic memory; a slot with `said` 0 is empty. Field names are names of saved buffers."""
 
     keys: Tensor
-    """[..., S, k], of length 1."""
+    """(..., S, k), of length 1."""
     values: Tensor
-    """[..., S, v]"""
+    """(..., S, v)"""
     importance: Tensor
-    """[..., S]"""
+    """(..., S)"""
     written: Tensor
     """(..., S): the tick at which it was last stored."""
     used: Tensor
@@ -59,6 +59,8 @@ class EpisodicSlots(NamedTuple):
 def empty_episodic(
     *batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None
 ) -> EpisodicSlots:
+    """Return episodic memory with `slots` empty slots."""
+
     def zeros(*size: int) -> Tensor:
         return torch.zeros(*batch, slots, *size, device=device)
 
@@ -77,11 +79,11 @@ def store(
 ) -> EpisodicSlots:
     """Add items (..., N) of one tick, in order; of items with the same key the last is kept."""
     keys, values, valid = normalize_keys(keys), values.float(), importance > 0
-    now, none = torch.full_like(importance, float(clock)), torch.zeros_like(importance)
-    new = mask_slots(EpisodicSlots(keys, values, importance, now, none, none, torch.ones_like(none)), valid)
-    new = mask_slots(_reinforced(new, memory, same), valid & ~find_superseded(keys, valid, same))
-    again = match_keys(memory.keys, keys, same) & valid[..., None, :]
-    both = concat_slots(reverse_slots(new), mask_slots(memory, ~again.any(-1)))
+    now, zero = torch.full_like(importance, float(clock)), torch.zeros_like(importance)
+    new = mask_slots(EpisodicSlots(keys, values, importance, now, zero, zero, torch.ones_like(zero)), valid)
+    new = mask_slots(_reinforce(new, memory, same), valid & ~find_superseded(keys, valid, same))
+    is_restored = match_keys(memory.keys, keys, same) & valid[..., None, :]
+    both = concat_slots(reverse_slots(new), mask_slots(memory, ~is_restored.any(-1)))
     return keep_strongest(both, retention(both, clock, decay=decay), memory.said.shape[-1])
 
 
@@ -93,7 +95,7 @@ def record_use(memory: EpisodicSlots, slots: Tensor, clock: int, found: Tensor |
     return memory._replace(uses=memory.uses + times * memory.valid, used=used)
 
 
-def _reinforced(new: EpisodicSlots, old: EpisodicSlots, same: float) -> EpisodicSlots:
+def _reinforce(new: EpisodicSlots, old: EpisodicSlots, same: float) -> EpisodicSlots:
     """Return the new items with the history of the entry that each replaces, where the values are the same.
 
     The replaced entry is an old slot, or an earlier new item together with its own history.
@@ -106,27 +108,29 @@ def _reinforced(new: EpisodicSlots, old: EpisodicSlots, same: float) -> Episodic
     later = torch.ones(count, count, device=pair.device).triu(1)
     # (..., item, entry): whether an entry still exists when the item is stored, not replaced in between.
     untouched = (pair * later) @ later == 0
-    is_there = untouched.transpose(-1, -2) & (later.transpose(-1, -2) > 0) & valid[..., None, :]
-    was_there = ((over @ later) == 0).transpose(-1, -2) & old.valid[..., None, :]
+    item_exists = untouched.transpose(-1, -2) & (later.transpose(-1, -2) > 0) & valid[..., None, :]
+    slot_exists = ((over @ later) == 0).transpose(-1, -2) & old.valid[..., None, :]
     near = torch.cat((similarity(new.keys, new.keys), similarity(new.keys, old.keys)), dim=-1)
-    nearest, where = near.masked_fill(~torch.cat((is_there, was_there), dim=-1), -2.0).max(-1)
-    before = gather_slots(concat_slots(new, old), where)
-    agrees = match_values(new.values[..., None, :], before.values[..., None, :], same)[..., 0, 0]
-    agrees = agrees & (nearest >= same - ROUNDING) & valid
-    chain = _chains(torch.where(agrees & (where < count), where, torch.full_like(where, count)))
+    nearest, nearest_index = near.masked_fill(~torch.cat((item_exists, slot_exists), dim=-1), -2.0).max(-1)
+    before = gather_slots(concat_slots(new, old), nearest_index)
+    is_same = match_values(new.values[..., None, :], before.values[..., None, :], same)[..., 0, 0]
+    is_same = is_same & (nearest >= same - ROUNDING) & valid
+    chain = _link_predecessors(
+        torch.where(is_same & (nearest_index < count), nearest_index, torch.full_like(nearest_index, count))
+    )
     first = chain.long().argmax(-1)  # where the history begins; it may continue that of an old slot
-    goes_on = (agrees & (where >= count)).gather(-1, first)
-    slot = gather_slots(old, (where.gather(-1, first) - count).clamp(min=0))
+    continues_slot = (is_same & (nearest_index >= count)).gather(-1, first)
+    slot = gather_slots(old, (nearest_index.gather(-1, first) - count).clamp(min=0))
     own = (new.importance[..., None, :] * chain).amax(-1)
     return new._replace(
-        importance=torch.where(goes_on, torch.maximum(own, slot.importance), own),
-        used=torch.where(goes_on, slot.used, new.used),
-        uses=torch.where(goes_on, slot.uses, new.uses),
-        said=chain.sum(-1).float() + slot.said * goes_on,
+        importance=torch.where(continues_slot, torch.maximum(own, slot.importance), own),
+        used=torch.where(continues_slot, slot.used, new.used),
+        uses=torch.where(continues_slot, slot.uses, new.uses),
+        said=chain.sum(-1).float() + slot.said * continues_slot,
     )
 
 
-def _chains(before: Tensor) -> Tensor:
+def _link_predecessors(before: Tensor) -> Tensor:
     """Return (..., N, N): each item with all its predecessors. `before` (..., N) is the direct one; N is none."""
     count = before.shape[-1]
     reached = torch.eye(count, device=before.device).expand(*before.shape, count)

@@ -21,9 +21,9 @@ class SearchResult(NamedTuple):
     """Results of a search, best first. A missing result has score -inf, a value of zeros and `where` -1."""
 
     scores: Tensor
-    """[..., Q, top_k]: cosines."""
+    """(..., Q, top_k): cosines."""
     values: Tensor
-    """[..., Q, top_k, v]"""
+    """(..., Q, top_k, v)"""
     where: Tensor
     """(..., Q, top_k): index of the slot, counted over all levels."""
 
@@ -34,7 +34,7 @@ class SearchResult(NamedTuple):
 
 def search_exact(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
     """Return the slots of (..., S) whose keys have the largest cosine with each query; ties keep their order."""
-    _check(top_k)
+    _check_top_k(top_k)
     scores = similarity(normalize_keys(queries), keys).masked_fill(~valid[..., None, :], NOTHING)
     ranked = torch.sort(scores, dim=-1, descending=True, stable=True)
     number = min(top_k, scores.shape[-1])
@@ -43,17 +43,17 @@ def search_exact(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, t
 
 def search_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
     """Return the same as `search_exact` with FAISS, for one memory on the CPU: keys (S, k), queries (Q, k)."""
-    _check(top_k)
-    faiss = _faiss()
-    places = valid.nonzero().squeeze(-1)
-    if not len(places):
+    _check_top_k(top_k)
+    faiss = _import_faiss()
+    valid_indices = valid.nonzero().squeeze(-1)
+    if not len(valid_indices):
         return search_exact(keys, values, valid, queries, top_k)
     index = faiss.IndexFlatIP(keys.shape[-1])
-    index.add(np.ascontiguousarray(keys[places].detach().numpy(), np.float32))
-    number = min(top_k, len(places))
-    asked = np.ascontiguousarray(normalize_keys(queries).detach().numpy(), np.float32)
-    scores, rows = index.search(asked, number)
-    return _pad_results(torch.from_numpy(scores), places[torch.from_numpy(rows)], values, top_k)
+    index.add(np.ascontiguousarray(keys[valid_indices].detach().numpy(), np.float32))
+    number = min(top_k, len(valid_indices))
+    normalized = np.ascontiguousarray(normalize_keys(queries).detach().numpy(), np.float32)
+    scores, rows = index.search(normalized, number)
+    return _pad_results(torch.from_numpy(scores), valid_indices[torch.from_numpy(rows)], values, top_k)
 
 
 def _pad_results(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> SearchResult:
@@ -61,17 +61,17 @@ def _pad_results(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> S
     missing = top_k - scores.shape[-1]
     scores = torch.nn.functional.pad(scores, (0, missing), value=NOTHING)
     where = torch.nn.functional.pad(where, (0, missing))
-    there = scores > NOTHING
-    found = gather_field(values, where.flatten(-2)).unflatten(-2, where.shape[-2:])
-    return SearchResult(scores, found * there[..., None], where.masked_fill(~there, -1))
+    is_valid = scores > NOTHING
+    gathered = gather_field(values, where.flatten(-2)).unflatten(-2, where.shape[-2:])
+    return SearchResult(scores, gathered * is_valid[..., None], where.masked_fill(~is_valid, -1))
 
 
-def _check(top_k: int) -> None:
+def _check_top_k(top_k: int) -> None:
     if top_k < 1:
         raise UsageError(f"memory: top_k must be 1 or more, got {top_k}")
 
 
-def _faiss() -> Any:
+def _import_faiss() -> Any:
     try:
         import faiss
     except ImportError:

@@ -28,9 +28,9 @@ class SemanticSlots(NamedTuple):
     """Slots of semantic memory; count 0 is an empty slot. Field names are names of saved buffers."""
 
     keys: Tensor
-    """[..., S, k], of length 1."""
+    """(..., S, k), of length 1."""
     values: Tensor
-    """[..., S, v]"""
+    """(..., S, v)"""
     counts: Tensor
     """(..., S): evidence of each prototype."""
 
@@ -42,6 +42,8 @@ class SemanticSlots(NamedTuple):
 def empty_semantic(
     *batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None
 ) -> SemanticSlots:
+    """Return semantic memory with `slots` empty slots."""
+
     def zeros(*size: int) -> Tensor:
         return torch.zeros(*batch, slots, *size, device=device)
 
@@ -53,15 +55,15 @@ def consolidate(
 ) -> tuple[EpisodicSlots, SemanticSlots]:
     """Move episodes stored and retrieved `promote_after` times in total into the prototypes."""
     evidence = episodic.said + episodic.uses
-    ripe = episodic.valid & (evidence >= promote_after)
-    new = mask_slots(SemanticSlots(episodic.keys, episodic.values, evidence), ripe)
+    is_promotable = episodic.valid & (evidence >= promote_after)
+    new = mask_slots(SemanticSlots(episodic.keys, episodic.values, evidence), is_promotable)
     consistent = drop_contradicted(semantic, new.keys, new.values, new.valid, same=same)
-    merged, joins = _merge(consistent, new, same)
-    both = concat_slots(merged, mask_slots(new, ~joins))
+    merged, is_merged = _merge(consistent, new, same)
+    both = concat_slots(merged, mask_slots(new, ~is_merged))
     number = semantic.counts.shape[-1]
     order = torch.sort(both.counts, dim=-1, descending=True, stable=True).indices[..., :number]
-    stays = torch.zeros_like(both.valid).scatter(-1, order, True)[..., number:]
-    return mask_slots(episodic, ~(ripe & (joins | stays))), gather_slots(both, order)
+    is_new_prototype = torch.zeros_like(both.valid).scatter(-1, order, True)[..., number:]
+    return mask_slots(episodic, ~(is_promotable & (is_merged | is_new_prototype))), gather_slots(both, order)
 
 
 def drop_contradicted(
@@ -75,13 +77,17 @@ def drop_contradicted(
 def _merge(old: SemanticSlots, new: SemanticSlots, same: float) -> tuple[SemanticSlots, Tensor]:
     """Return the prototypes after merging new ones with the same keys, and which new ones were merged."""
     near = similarity(new.keys, old.keys).masked_fill(~old.valid[..., None, :], -2.0)
-    nearest, where = near.max(-1)
-    joins = (nearest >= same - ROUNDING) & new.valid
-    share = torch.zeros_like(near).scatter(-1, where[..., None], (joins * new.counts)[..., None])  # [..., N, S]
-    added = share.sum(-2)
+    nearest, nearest_index = near.max(-1)
+    is_merged = (nearest >= same - ROUNDING) & new.valid
+    evidence = torch.zeros_like(near).scatter(
+        -1, nearest_index[..., None], (is_merged * new.counts)[..., None]
+    )  # (..., N, S)
+    added = evidence.sum(-2)
     weight = (added / (old.counts + added).clamp(min=1e-12))[..., None]
-    fresh = [share.transpose(-1, -2) @ one / added.clamp(min=1e-12)[..., None] for one in (new.keys, new.values)]
-    keys = normalize_keys(old.keys + weight * (fresh[0] - old.keys))
-    values = old.values + weight * (fresh[1] - old.values)
+    new_means = [
+        evidence.transpose(-1, -2) @ field / added.clamp(min=1e-12)[..., None] for field in (new.keys, new.values)
+    ]
+    keys = normalize_keys(old.keys + weight * (new_means[0] - old.keys))
+    values = old.values + weight * (new_means[1] - old.values)
     keys = torch.where(weight > 0, keys, old.keys)  # normalising again would change unchanged keys
-    return SemanticSlots(keys, values, old.counts + added), joins
+    return SemanticSlots(keys, values, old.counts + added), is_merged

@@ -42,8 +42,8 @@ def match_values(a: Tensor, b: Tensor, same: float) -> Tensor:
     By distance, as close as two of equal length at cosine `same`: unlike for keys the length matters.
     """
     squares = (a.square().sum(-1)[..., :, None], b.square().sum(-1)[..., None, :])
-    apart = squares[0] + squares[1] - 2 * similarity(a, b)
-    return apart <= (2 - 2 * same + ROUNDING) * torch.maximum(*squares)
+    distance = squares[0] + squares[1] - 2 * similarity(a, b)
+    return distance <= (2 - 2 * same + ROUNDING) * torch.maximum(*squares)
 
 
 def concat_slots(first: Slots, second: Slots) -> Slots:
@@ -65,7 +65,7 @@ def gather_slots(slots: Slots, order: Tensor) -> Slots:
 
 def mask_slots(slots: Slots, keep: Tensor) -> Slots:
     """Zero the slots where `keep` (..., S) is false."""
-    return type(slots)(*(field * _beside(keep, field) for field in slots))
+    return type(slots)(*(field * _expand_like(keep, field) for field in slots))
 
 
 def reverse_slots(slots: Slots) -> Slots:
@@ -82,9 +82,9 @@ def find_superseded(keys: Tensor, valid: Tensor, same: float) -> Tensor:
 
 def check_items(keys: Tensor, values: Tensor, *, key_size: int, value_size: int) -> None:
     """Raise UsageError where keys and values do not have the sizes of the slots."""
-    for word, tensor, size in (("keys", keys, key_size), ("values", values, value_size)):
+    for name, tensor, size in (("keys", keys, key_size), ("values", values, value_size)):
         if tensor.dim() < 2 or tensor.shape[-1] != size:
-            raise UsageError(f"memory: expected {word} [..., n, {size}], got {list(tensor.shape)}")
+            raise UsageError(f"memory: expected {name} [..., n, {size}], got {list(tensor.shape)}")
     if keys.shape[:-1] != values.shape[:-1]:
         raise UsageError(f"memory: {list(keys.shape[:-1])} keys and {list(values.shape[:-1])} values; give one each")
 
@@ -110,5 +110,6 @@ def gather_field(field: Tensor, order: Tensor) -> Tensor:
     return field.gather(-2, order[..., None].expand(*order.shape, field.shape[-1]))
 
 
-def _beside(one: Tensor, field: Tensor) -> Tensor:
-    return one.to(field.dtype) if field.dim() == one.dim() else one[..., None].to(field.dtype)
+def _expand_like(values: Tensor, field: Tensor) -> Tensor:
+    """Return one number per slot, with the axes and dtype of a field."""
+    return values.to(field.dtype) if field.dim() == values.dim() else values[..., None].to(field.dtype)

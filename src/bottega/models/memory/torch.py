@@ -1,10 +1,10 @@
-"""Hierarchical memory: working, episodic and semantic, as one value and as a friendly object.
+"""Hierarchical memory of three levels (working, episodic, semantic): pure functions, and a class that holds a state.
 
-A `Memory` is a tuple of tensors of fixed size, and everything here is a function from one to the next. Time is what the
-caller says it is: an integer that grows, such as the step of a training.
+A `MemoryState` is a tuple of tensors of fixed size, and the functions return a new one. The clock is an integer that the
+caller passes and that never decreases, such as the training step.
 
-What is nearer to now hides what is deeper: where working memory holds a key, the episodes and prototypes of that key are not
-looked at, and an episode hides a prototype. So nothing is found twice, and nothing that was said anew is found as it was.
+A newer level hides older ones: where working memory holds a key, its episodes and prototypes are not searched, and an
+episode hides a prototype. So no key is found twice, and a value that was replaced is never found.
 """
 
 from __future__ import annotations
@@ -42,17 +42,19 @@ from bottega.models.memory.working import WorkingSlots
 
 LEVELS = ("working", "episodic", "semantic")
 Numbers = Tensor | np.ndarray | list[Any]
-"""What is taken for a table of numbers; in a memory they are float32."""
+"""Accepted types of a table of numbers; a memory stores float32."""
 
 
 class MemoryState(NamedTuple):
+    """The slots of the three levels."""
+
     working: WorkingSlots
     episodic: EpisodicSlots
     semantic: SemanticSlots
 
     @property
     def keys(self) -> Tensor:
-        """Of all levels, [..., slots, k]."""
+        """Keys of all levels, (..., slots, k)."""
         return torch.cat([level.keys for level in self], dim=-2)
 
     @property
@@ -61,6 +63,7 @@ class MemoryState(NamedTuple):
 
 
 def empty_memory(shape: MemoryShape, *batch: int, device: torch.device | str | None = None) -> MemoryState:
+    """Return a memory with empty slots only."""
     sizes = {"key_size": shape.key_size, "value_size": shape.value_size}
     return MemoryState(
         memory_working.empty_working(*batch, slots=shape.working_slots, **sizes, device=device),
@@ -72,8 +75,10 @@ def empty_memory(shape: MemoryShape, *batch: int, device: torch.device | str | N
 def store(
     memory: MemoryState, keys: Tensor, values: Tensor, importance: Tensor, clock: int, *, shape: MemoryShape
 ) -> MemoryState:
-    """Items [..., N] said at one tick go to working and episodic memory; where importance is 0 or less, nowhere. A prototype
-    that they contradict is forgotten."""
+    """Store items (..., N) of one tick in working and episodic memory, except those of importance 0 or less.
+
+    Prototypes with the key of an item and another value are removed.
+    """
     check_items(keys, values, key_size=shape.key_size, value_size=shape.value_size)
     fading = {"decay": shape.working_decay, "floor": shape.working_floor}
     working = memory_working.store(memory.working, keys, values, importance, clock, **fading, same=shape.same)
@@ -87,7 +92,7 @@ def store(
 
 
 def consolidate(memory: MemoryState, clock: int, *, shape: MemoryShape) -> MemoryState:
-    """What time does: working memory fades, and what was said and used often enough moves to the prototypes."""
+    """Decay working memory, and move episodes that were stored and retrieved often enough to the prototypes."""
     working = memory_working.decay_working(memory.working, clock, decay=shape.working_decay, floor=shape.working_floor)
     episodic, semantic = memory_semantic.consolidate(
         memory.episodic, memory.semantic, promote_after=shape.promote_after, same=shape.same
@@ -96,7 +101,7 @@ def consolidate(memory: MemoryState, clock: int, *, shape: MemoryShape) -> Memor
 
 
 def visible_slots(memory: MemoryState, *, same: float) -> Tensor:
-    """Which slots of all levels are looked at [..., slots]: those that hold something nearer levels do not hide."""
+    """Return which slots of all levels are searched, bool (..., slots): valid ones that no newer level hides."""
     working, episodic, semantic = memory
 
     def hidden(below: Tensor, above: Tensor, valid: Tensor) -> Tensor:
@@ -110,21 +115,21 @@ def visible_slots(memory: MemoryState, *, same: float) -> Tensor:
 
 
 def search(memory: MemoryState, queries: Tensor, top_k: int, *, same: float) -> SearchResult:
-    """The `top_k` nearest of all levels for each query [..., Q, k]."""
+    """Return the `top_k` nearest items of all levels for each query (..., Q, k)."""
     return search_exact(memory.keys, memory.values, visible_slots(memory, same=same), queries, top_k)
 
 
 def record_use(memory: MemoryState, found: SearchResult, clock: int, *, same: float) -> MemoryState:
-    """The memory after what was found was of use, which its episode remembers, also where it was still at hand."""
+    """Return the memory after `found` was used: counts a use of each item's episode, also if working memory holds it."""
     first = memory.working.strength.shape[-1]
     number = memory.episodic.said.shape[-1]
-    where = found.where.flatten(-2)
-    keys = gather_field(memory.keys, where.clamp(min=0))
+    slot_indices = found.where.flatten(-2)
+    keys = gather_field(memory.keys, slot_indices.clamp(min=0))
     near = similarity(keys, memory.episodic.keys).masked_fill(~memory.episodic.valid[..., None, :], -2.0)
-    behind = near.argmax(-1)
-    is_episode = (where >= first) & (where < first + number)
-    is_at_hand = (where >= 0) & (where < first) & (near.amax(-1) >= same - ROUNDING)
-    slots = torch.where(is_episode, where - first, behind)
+    episode_of = near.argmax(-1)
+    is_episode = (slot_indices >= first) & (slot_indices < first + number)
+    is_at_hand = (slot_indices >= 0) & (slot_indices < first) & (near.amax(-1) >= same - ROUNDING)
+    slots = torch.where(is_episode, slot_indices - first, episode_of)
     return memory._replace(episodic=memory_episodic.record_use(memory.episodic, slots, clock, is_episode | is_at_hand))
 
 
@@ -137,8 +142,10 @@ def read_memory(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """What the memory says to each query [..., Q, k]: the mean of the values [..., S, v] by softmax(cosine / temperature +
-    bias), differentiable in all of them. An empty memory says zeros."""
+    """Attend over the memory: the mean of the values (..., S, v) by softmax(cosine / temperature + bias), per query (..., Q, k).
+
+    Differentiable in all arguments. An empty memory gives zeros.
+    """
     scores = similarity(normalize_keys(queries), keys) / temperature
     if bias is not None:
         scores = scores + bias[..., None, :]
@@ -150,11 +157,13 @@ def read_memory(
 
 
 def flatten_memory(memory: MemoryState) -> dict[str, Tensor]:
-    """By names such as `episodic_keys`: what is saved, or the buffers of a model."""
+    """Return the tensors by names such as `episodic_keys`, for saving or as buffers of a model."""
     return {f"{name}_{field}": tensor for name in LEVELS for field, tensor in getattr(memory, name)._asdict().items()}
 
 
 def unflatten_memory(tensors: Mapping[str, Tensor]) -> MemoryState:
+    """Return the memory of tensors that `flatten_memory` named."""
+
     def level(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}_"): t for key, t in tensors.items() if key.startswith(f"{name}_")}
 
@@ -164,7 +173,7 @@ def unflatten_memory(tensors: Mapping[str, Tensor]) -> MemoryState:
 
 
 class HierarchicalMemory:
-    """A memory to hold on to: the functions above over one value that is replaced, never changed in place.
+    """A stateful memory: the functions above applied to a `MemoryState`, which is replaced and never changed in place.
 
     >>> memory = HierarchicalMemory(MemoryShape(key_size=2, value_size=1))
     >>> memory.store(torch.eye(2), torch.tensor([[1.0], [2.0]]), clock=0)
@@ -178,14 +187,14 @@ class HierarchicalMemory:
         self.clock = 0
 
     def store(self, keys: Numbers, values: Numbers, importance: Numbers | float = 1.0, *, clock: int) -> None:
-        """Keys [n, k] and values [n, v], each with an importance; one number is that of all."""
+        """Store keys (n, k) with values (n, v); `importance` is one number, or one per item."""
         keys, values = (
-            self._table("keys", keys, self.shape.key_size),
-            self._table("values", values, self.shape.value_size),
+            self._to_table("keys", keys, self.shape.key_size),
+            self._to_table("values", values, self.shape.value_size),
         )
-        given = broadcast_importance(self._numbers("importances", importance), keys)
+        importances = broadcast_importance(self._to_tensor("importances", importance), keys)
         check_items(keys, values, key_size=self.shape.key_size, value_size=self.shape.value_size)
-        self.memory = store(self.memory, keys, values, given, self._at(clock), shape=self.shape)
+        self.memory = store(self.memory, keys, values, importances, self._advance_clock(clock), shape=self.shape)
 
     def search(
         self,
@@ -195,54 +204,56 @@ class HierarchicalMemory:
         clock: int | None = None,
         by: Literal["exact", "faiss"] = "exact",
     ) -> SearchResult:
-        """The nearest of all levels. With a clock, what was found counts as used, and is kept the longer for it."""
-        queries = self._table("queries", queries, self.shape.key_size)
+        """Return the nearest items of all levels; with a `clock`, they count as used and are retained for longer."""
+        queries = self._to_table("queries", queries, self.shape.key_size)
         if by not in ("exact", "faiss"):
             raise UsageError(f"memory: by must be exact or faiss, got {by!r}")
-        seen = visible_slots(self.memory, same=self.shape.same)
-        way = search_exact if by == "exact" else search_faiss
-        found = way(self.memory.keys, self.memory.values, seen, queries, top_k)
+        visible = visible_slots(self.memory, same=self.shape.same)
+        search_fn = search_exact if by == "exact" else search_faiss
+        result = search_fn(self.memory.keys, self.memory.values, visible, queries, top_k)
         if clock is not None:
-            self.memory = record_use(self.memory, found, self._at(clock), same=self.shape.same)
-        return found
+            self.memory = record_use(self.memory, result, self._advance_clock(clock), same=self.shape.same)
+        return result
 
     def read(self, queries: Numbers, temperature: float = 0.1) -> Tensor:
-        """The softly weighted mean of what is stored, [Q, v]."""
-        queries = self._table("queries", queries, self.shape.key_size)
+        """Return the softmax-weighted mean of the stored values, (Q, v)."""
+        queries = self._to_table("queries", queries, self.shape.key_size)
         if not temperature > 0:
-            raise UsageError(f"memory: temperature {temperature}: give one greater than 0; the nearest alone is search")
-        seen = visible_slots(self.memory, same=self.shape.same)
-        return read_memory(self.memory.keys, self.memory.values, seen, queries, temperature)
+            raise UsageError(
+                f"memory: temperature must be greater than 0, got {temperature}; use search for the nearest item alone"
+            )
+        visible = visible_slots(self.memory, same=self.shape.same)
+        return read_memory(self.memory.keys, self.memory.values, visible, queries, temperature)
 
     def consolidate(self, clock: int) -> None:
-        self.memory = consolidate(self.memory, self._at(clock), shape=self.shape)
+        self.memory = consolidate(self.memory, self._advance_clock(clock), shape=self.shape)
 
     def level_of(self, where: int) -> str:
-        """The level that a slot of `Found.where` belongs to."""
+        """Return the level of a slot index of `SearchResult.where`."""
         ends = (self.shape.working_slots, self.shape.working_slots + self.shape.episodic_slots, self.shape.slots)
         if not 0 <= where < self.shape.slots:
-            raise UsageError(f"memory: slot {where} is none of {self.shape.slots}")
+            raise UsageError(f"memory: slot {where} is out of range; there are {self.shape.slots}")
         return next(name for name, end in zip(LEVELS, ends, strict=True) if where < end)
 
     def __len__(self) -> int:
-        """How many facts can be found."""
+        """Return the number of items that a search can return."""
         return int(visible_slots(self.memory, same=self.shape.same).sum())
 
     def state_dict(self) -> dict[str, Tensor]:
         return {**flatten_memory(self.memory), "clock": torch.tensor(self.clock)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, origin: str = "memory") -> None:
-        """Fewer slots than this shape has are filled up with empty ones; what does not fit is refused."""
-        wanted = self.state_dict()
-        for name in sorted(wanted.keys() | state.keys()):
-            if name not in state or name not in wanted:
+        """Load a saved memory of at most as many slots as this one; raises `CheckpointError` if it does not fit."""
+        expected = self.state_dict()
+        for name in sorted(expected.keys() | state.keys()):
+            if name not in state or name not in expected:
                 raise CheckpointError(
-                    f"{origin}: {name} {'is missing' if name in wanted else 'is not part of a memory'}"
+                    f"{origin}: {name} {'is missing' if name in expected else 'is not part of a memory'}"
                 )
         if any(state[f"{level}_{field}"].dim() != 2 for level in LEVELS for field in ("keys", "values")):
             raise CheckpointError(f"{origin}: keys and values must be tables [slots, size]; it is not a saved memory")
         _check_sizes(state, self.shape, origin)
-        memory = {name: _filled_up(tensor, wanted[name]) for name, tensor in state.items() if name != "clock"}
+        memory = {name: _pad_slots(tensor, expected[name]) for name, tensor in state.items() if name != "clock"}
         self.memory, self.clock = unflatten_memory(memory), int(state["clock"])
 
     def save(self, path: str | Path) -> None:
@@ -250,7 +261,7 @@ class HierarchicalMemory:
             save_file({name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}, path)
         except (OSError, SafetensorError) as error:
             folder = Path(path).parent
-            why = str(error) if folder.is_dir() else f"there is no folder {folder}; make it first"
+            why = str(error) if folder.is_dir() else f"the folder {folder} does not exist; create it first"
             raise UsageError(f"{path}: the memory cannot be saved: {why}") from None
 
     def load(self, path: str | Path) -> None:
@@ -260,58 +271,60 @@ class HierarchicalMemory:
             raise CheckpointError(f"{path}: cannot be read as a memory: {error}") from None
         self.load_state_dict(state, origin=str(path))
 
-    def _at(self, clock: int) -> int:
-        """Time goes forward: two callers with two clocks would undo each other's ages."""
+    def _advance_clock(self, clock: int) -> int:
+        """Check and set the clock. It must not decrease: with two clocks, ages would be wrong."""
         try:
             clock = operator.index(clock)
         except TypeError:
             raise UsageError(
-                f"memory: clock {clock!r} is not an integer; use one, such as the step of a training"
+                f"memory: clock {clock!r} is not an integer; pass one, such as the training step"
             ) from None
         if clock < self.clock:
-            raise UsageError(f"memory: clock {clock} is before {self.clock}, which was already; give times that grow")
+            raise UsageError(
+                f"memory: clock {clock} is before {self.clock}, the last one; pass clocks that do not decrease"
+            )
         self.clock = clock
         return clock
 
-    def _table(self, word: str, given: Numbers, size: int) -> Tensor:
-        """[n, size]."""
-        found = self._numbers(word, given)
-        if found.dim() != 2 or found.shape[-1] != size:
-            raise UsageError(f"memory: expected {word} [n, {size}], got {list(found.shape)}")
-        return found
+    def _to_table(self, name: str, values: Numbers, size: int) -> Tensor:
+        """Return a table (n, size)."""
+        table = self._to_tensor(name, values)
+        if table.dim() != 2 or table.shape[-1] != size:
+            raise UsageError(f"memory: expected {name} [n, {size}], got {list(table.shape)}")
+        return table
 
-    def _numbers(self, word: str, given: Numbers | float) -> Tensor:
-        """Finite ones. One that is not would be like nothing, and yet in every mean."""
+    def _to_tensor(self, name: str, values: Numbers | float) -> Tensor:
+        """Return finite numbers; a NaN would match no key, but spoil every mean."""
         try:
-            found = torch.as_tensor(given, dtype=torch.float32, device=self.memory.working.keys.device)
+            tensor = torch.as_tensor(values, dtype=torch.float32, device=self.memory.working.keys.device)
         except (TypeError, ValueError, RuntimeError) as error:
             why = str(error).partition("\n")[0]
-            raise UsageError(f"memory: {word} cannot be read as a table of numbers: {why}") from None
-        if not found.isfinite().all():
-            raise UsageError(f"memory: {word} have numbers that are not finite (nan or inf); leave those rows out")
-        return found
+            raise UsageError(f"memory: {name} cannot be read as a table of numbers: {why}") from None
+        if not tensor.isfinite().all():
+            raise UsageError(f"memory: {name} have numbers that are not finite (nan or inf); leave those rows out")
+        return tensor
 
 
 def _check_sizes(state: Mapping[str, Tensor], shape: MemoryShape, origin: str) -> None:
-    """Names all that does not fit, at once."""
+    """Raise `CheckpointError` that names all sizes that do not fit."""
     sizes = {"key_size": state["working_keys"].shape[-1], "value_size": state["working_values"].shape[-1]}
     slots = {f"{level}_slots": state[f"{level}_keys"].shape[0] for level in LEVELS}
     wrong = [key for key, size in sizes.items() if size != getattr(shape, key)]
     wrong += [key for key, number in slots.items() if number > getattr(shape, key)]
     if wrong:
-        said = ", ".join(f"{key} {(sizes | slots)[key]} (declared is {getattr(shape, key)})" for key in wrong)
-        raise CheckpointError(f"{origin}: the memory has {said}; declare a memory of that size to read it")
+        sizes_text = ", ".join(f"{key} {(sizes | slots)[key]} (this memory: {getattr(shape, key)})" for key in wrong)
+        raise CheckpointError(f"{origin}: the memory has {sizes_text}; create a memory of that size to load it")
     for name, tensor in state.items():
         level, _, field = name.partition("_")
         if level in LEVELS:
             size = {"keys": (shape.key_size,), "values": (shape.value_size,)}.get(field, ())
             if tensor.shape != (slots[f"{level}_slots"], *size):
                 raise CheckpointError(
-                    f"{origin}: {name} has the form {list(tensor.shape)}, unlike the rest of its level"
+                    f"{origin}: {name} has shape {list(tensor.shape)}, which does not match its level"
                 )
 
 
-def _filled_up(tensor: Tensor, like: Tensor) -> Tensor:
-    """With empty slots behind the others."""
+def _pad_slots(tensor: Tensor, like: Tensor) -> Tensor:
+    """Append empty slots, up to the number of `like`."""
     missing = like.shape[0] - tensor.shape[0]
     return F.pad(tensor.to(like), (0, 0) * (tensor.dim() - 1) + (0, missing)).clone()

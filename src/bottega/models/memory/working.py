@@ -29,11 +29,11 @@ class WorkingSlots(NamedTuple):
     """Slots of working memory; strength 0 is an empty slot. Field names are names of saved buffers."""
 
     keys: Tensor
-    """[..., S, k], of length 1."""
+    """(..., S, k), of length 1."""
     values: Tensor
-    """[..., S, v]"""
+    """(..., S, v)"""
     strength: Tensor
-    """[..., S]"""
+    """(..., S)"""
     time: Tensor
     """(..., S): the tick at which the strength was computed. A float holds ticks up to 2**24 exactly."""
 
@@ -45,6 +45,8 @@ class WorkingSlots(NamedTuple):
 def empty_working(
     *batch: int, slots: int, key_size: int, value_size: int, device: torch.device | str | None = None
 ) -> WorkingSlots:
+    """Return working memory with `slots` empty slots."""
+
     def zeros(*size: int) -> Tensor:
         return torch.zeros(*batch, slots, *size, device=device)
 
@@ -77,8 +79,8 @@ def store(
     new = mask_slots(new, new.valid)
     old = decay_working(memory, clock, decay=decay, floor=floor)
     if same is not None:
-        again = match_keys(old.keys, new.keys, same) & new.valid[..., None, :]
-        old = mask_slots(old, ~again.any(-1))
+        is_replaced = match_keys(old.keys, new.keys, same) & new.valid[..., None, :]
+        old = mask_slots(old, ~is_replaced.any(-1))
         new = mask_slots(new, ~find_superseded(keys, new.valid, same))
     new = mask_slots(new, new.strength.detach() >= floor)  # only after it has replaced older items
     both = concat_slots(reverse_slots(new), old)

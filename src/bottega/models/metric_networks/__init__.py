@@ -1,1 +1,1 @@
-"""Networks that only measure: Inception for the FID, and perceptual distances."""
+"""Networks of metrics: Inception for the FID, and perceptual distances."""

@@ -1,9 +1,9 @@
 """Inception v3 as the FID uses it: the network of TensorFlow's 2015-12-05 graph, up to its 2,048 pooled features.
 
-It differs from later ones in what its pools do: averages leave out the padding, and the last block takes maxima. The
-parameters carry torchvision's names.
+It differs from later versions in its pooling: averages exclude the padding, and the last block uses max pooling. The
+parameters have torchvision's names.
 
-B batch   C channels   H W size of a picture
+B batch   C channels   H W height and width of an image
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ halve = partial(F.max_pool2d, kernel_size=3, stride=2)
 
 
 class Convolution(nn.Module):
-    """Keeps the size of a picture, unless it has a stride or is told not to pad."""
+    """Convolution, batch norm and ReLU; it keeps the image size unless it has a stride or `padded` is false."""
 
     def __init__(
         self, inputs: int, outputs: int, kernel: int | tuple[int, int], *, stride: int = 1, padded: bool = True
@@ -47,13 +47,13 @@ class Convolution(nn.Module):
 
 
 Step = Convolution | tuple[Convolution, Convolution]
-"""One convolution, or two of the same input side by side."""
+"""One convolution, or two parallel ones with the same input."""
 
 
 class Mixed(nn.Module):
-    """Branches side by side, stacked by channel; the one called `branch_pool` pools first.
+    """Parallel branches, concatenated by channel; the one named `branch_pool` pools first.
 
-    A branch of one step carries the branch's name; of several, `_1`, `_2`, ...; of a pair, `_2a` and `_2b`.
+    A single step has the branch's name; several have `_1`, `_2`, ... appended, a pair `_2a` and `_2b`.
     """
 
     def __init__(self, pool: Callable[[Tensor], Tensor], branches: Mapping[str, Sequence[Step]]) -> None:
@@ -101,7 +101,7 @@ def _first_reduction(inputs: int) -> Mixed:
 
 
 def _sevens(inputs: int, inner: int) -> Mixed:
-    """Seven by seven as a row and a column."""
+    """Return a block with 7 x 7 convolutions, factorised into 1 x 7 and 7 x 1."""
     conv, row, column = Convolution, (1, 7), (7, 1)
     double = [conv(inputs, inner, 1), conv(inner, inner, column), conv(inner, inner, row), conv(inner, inner, column)]
     branches: dict[str, list[Step]] = {
@@ -140,7 +140,7 @@ def _wide(inputs: int, pool: Callable[[Tensor], Tensor]) -> Mixed:
 
 
 class Inception(nn.Module):
-    """Pictures [B, 3, H, W] or [B, 1, H, W] in [-1, 1], of any size, to features [B, 2048]."""
+    """Features (B, 2048) of images (B, 3, H, W) or (B, 1, H, W) in -1..1, of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Inception(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         x = images.float().expand(-1, 3, -1, -1)
-        # Not antialiased, because the published figures are not: a better resize gives other distances.
+        # Not antialiased, because published FIDs are not: a better resize gives other distances.
         x = F.interpolate(x, size=(SIDE, SIDE), mode="bilinear", align_corners=False)
         x = halve(self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x))))
         x = halve(self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(x)))
@@ -174,29 +174,29 @@ class Inception(nn.Module):
 
 
 def inception_features(model: Inception, images: Tensor) -> Tensor:
-    """Bytes [B, H, W, 3] or [B, H, W, 1], as pictures are kept, to [B, 2048]."""
-    assert images.dtype == torch.uint8, "bytes: the published figures are of pictures that were saved"
+    """Return features (B, 2048) of uint8 images (B, H, W, 3) or (B, H, W, 1)."""
+    assert images.dtype == torch.uint8, f"expected uint8 images, as published FIDs use, got {images.dtype}"
     with torch.no_grad():
         return model(images.movedim(-1, 1).float() / 127.5 - 1)
 
 
 def load_inception(path: Path | str, *, device: torch.device | str = "cpu") -> Inception:
-    """The network with the weights of a file, to look through and not to train."""
+    """Return the network with the weights of a safetensors file, in evaluation mode and frozen."""
     path = Path(path)
-    found = _read(path)
+    weights = _read(path)
     with torch.device("meta"):
         model = Inception()
-    wanted = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("num_batches_tracked")}
-    check_weights(path, found, wanted, fits=FITS)
+    expected = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("num_batches_tracked")}
+    check_weights(path, weights, expected, fits=FITS)
     model.to_empty(device=device)
     state = model.state_dict()
-    for name in wanted:
-        state[name].copy_(found[name])
+    for name in expected:
+        state[name].copy_(weights[name])
     return model.eval().requires_grad_(False)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All but what features do not need: the classifier, and the counters of BatchNorm that only training uses."""
+    """Read the weights without the classifier and the counters of BatchNorm, which features do not need."""
     tensors = read_weights(path, convert=CONVERT)
     return {
         name: tensor

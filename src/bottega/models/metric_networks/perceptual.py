@@ -1,10 +1,10 @@
-"""How different two pictures look: LPIPS with its published weights, and where there are none, a distance of our own.
+"""Perceptual distances between images: LPIPS with its published weights, or a distance over the layers of a CLIP.
 
-LPIPS (Zhang et al., 2018, version 0.1): AlexNet's five activations, unit length over channels at each place, squared
-differences under learnt weights. Ours does the same, without weights, over the layers of a CLIP's eye, and has
-another name because its numbers are other numbers.
+LPIPS (Zhang et al., 2018, version 0.1): AlexNet's five activations, normalised over channels at each position, and squared
+differences with learnt weights. The CLIP distance does the same over the layers of a vision tower, without learnt weights;
+its values are not comparable with LPIPS.
 
-B batch   C channels   H W size   T places   D width
+B batch   C channels   H W height and width   T positions   D hidden size
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FITS = "expected features.* of torchvision's alexnet and lin0..lin4.model.1.weig
 
 CHANNELS = (64, 192, 384, 256, 256)
 SMALLEST = 31
-"""Side in pixels of which AlexNet's second pool still has something to pool."""
+"""Smallest side in pixels that AlexNet's second pooling accepts."""
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
-"""ImageNet's mean and deviation for pictures in -1..1, rounded as published."""
+"""ImageNet's mean and standard deviation for images in -1..1, rounded as published."""
 TINY = 1e-10
 
 
 @final
 class Lpips(nn.Module):
-    """Pictures [B, H, W, 3] in -1..1, twice, to distances [B]; 0 where they are equal.
+    """LPIPS distances (B,) of two batches of images (B, H, W, 3) in -1..1; 0 for equal images.
 
-    `features.*` carry torchvision's names of AlexNet, `lin*.model.1.weight` those of the published heads.
+    `features.*` have the names of torchvision's AlexNet, `lin*.model.1.weight` those of the published heads.
     """
 
     name = "lpips"
@@ -51,22 +51,22 @@ class Lpips(nn.Module):
             self.add_module(f"lin{number}", head)
 
     def layers(self, pictures: Tensor) -> list[Tensor]:
-        """The five activations [B, C, H, W], each of unit length over C."""
+        """Return the five activations (B, C, H, W), each of unit length over C."""
         x = pictures.float().movedim(-1, 1)
         shift, scale = (x.new_tensor(values)[:, None, None] for values in (SHIFT, SCALE))
         x = (x - shift) / scale
-        found = []
+        activations = []
         for number, convolution in enumerate(self.features.values()):
             if number in (1, 2):
                 x = F.max_pool2d(x, 3, 2)
             x = F.relu(convolution(x))
-            found.append(x / (x.norm(dim=1, keepdim=True) + TINY))
-        return found
+            activations.append(x / (x.norm(dim=1, keepdim=True) + TINY))
+        return activations
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         if min(a.shape[1:3]) < SMALLEST:
             raise UsageError(
-                f"LPIPS needs pictures of {SMALLEST} pixels a side, and these have {a.shape[2]} x {a.shape[1]}"
+                f"LPIPS needs images of at least {SMALLEST} pixels per side, got {a.shape[2]} x {a.shape[1]}"
             )
         total = a.new_zeros(len(a), dtype=torch.float32)
         for number, (one, other) in enumerate(zip(self.layers(a), self.layers(b), strict=True)):
@@ -77,9 +77,9 @@ class Lpips(nn.Module):
 
 @final
 class ClipPerceptual(nn.Module):
-    """The same idea over the hidden layers of a CLIP's vision tower, where nobody has LPIPS weights at hand.
+    """Perceptual distance over the hidden layers of a CLIP's vision tower, for use without LPIPS weights.
 
-    Unit length over D at each place, squared differences summed over D, the mean over places and layers: from 0 to 4.
+    Squared differences of normalised hidden states, summed over D, and their mean over positions and layers: 0 to 4.
     """
 
     name = "perceptual"
@@ -89,47 +89,47 @@ class ClipPerceptual(nn.Module):
         self.clip = clip
 
     def layers(self, pictures: Tensor) -> list[Tensor]:
-        """Of each layer [B, T, D] of unit length, without the token of CLIP that stands for the whole picture."""
+        """Return the hidden states (B, T, D) of each layer, of unit length, without CLIP's class token."""
         network: Any = self.clip.network
         first = 1 if network.config.model_type == "clip" else 0
-        states = _outputs(network.vision_model.encoder.layers, lambda: self.clip.images(pictures))  # type: ignore[operator]
+        states = _record_outputs(network.vision_model.encoder.layers, lambda: self.clip.images(pictures))  # type: ignore[operator]
         return [F.normalize(state[:, first:].float(), dim=-1, eps=TINY) for state in states]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        apart = [((x - y) ** 2).sum(-1).mean(1) for x, y in zip(self.layers(a), self.layers(b), strict=True)]
-        return torch.stack(apart).mean(0)
+        distances = [((x - y) ** 2).sum(-1).mean(1) for x, y in zip(self.layers(a), self.layers(b), strict=True)]
+        return torch.stack(distances).mean(0)
 
 
-def _outputs(layers: Sequence[nn.Module], call: Callable[[], Any]) -> list[Tensor]:
-    """What each of the layers gives while `call` runs, which scales and cuts pictures as the CLIP wants them."""
-    found: list[Tensor] = []
+def _record_outputs(layers: Sequence[nn.Module], call: Callable[[], Any]) -> list[Tensor]:
+    """Return the output of each layer during `call`, which also resizes and normalises the images for the CLIP."""
+    outputs: list[Tensor] = []
 
-    def keep(module: nn.Module, given: Any, output: Any) -> None:
-        found.append(output[0] if isinstance(output, tuple) else output)
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    handles = [layer.register_forward_hook(keep) for layer in layers]
+    handles = [layer.register_forward_hook(record) for layer in layers]
     try:
         call()
     finally:
         for handle in handles:
             handle.remove()
-    return found
+    return outputs
 
 
 def load_lpips(path: Path | str, *, device: Any = "cpu") -> Lpips:
-    """The network with the weights of one safetensors file, to look through and not to train."""
+    """Return the network with the weights of a safetensors file, in evaluation mode and frozen."""
     path = Path(path)
-    found = _read(path)
+    weights = _read(path)
     with torch.device("meta"):
         model = Lpips()
-    wanted = model.state_dict()
-    check_weights(path, found, wanted, fits=FITS)
+    expected = model.state_dict()
+    check_weights(path, weights, expected, fits=FITS)
     model.to_empty(device=device)
-    model.load_state_dict({name: found[name].float() for name in wanted})
+    model.load_state_dict({name: weights[name].float() for name in expected})
     return model.eval().requires_grad_(False)
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    """All but AlexNet's classifier, which no distance needs."""
+    """Read the weights without AlexNet's classifier, which is not used."""
     tensors = read_weights(path, convert=CONVERT)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("classifier.")}

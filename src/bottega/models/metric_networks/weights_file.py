@@ -1,4 +1,4 @@
-"""The weights of a network that measures, out of one safetensors file that a person has made of published ones."""
+"""Read the weights of a metric network from one safetensors file, converted from the published weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.core.errors import CheckpointError
 
 
 def read_weights(path: Path, *, convert: str) -> dict[str, Tensor]:
-    """`convert` says how to make such a file of what is published."""
+    """Read a safetensors file; `convert` is the instruction for other files, shown in the error message."""
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path}: only safetensors is read, because a pickle can run code; {convert}")
     try:
@@ -21,19 +21,19 @@ def read_weights(path: Path, *, convert: str) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: is damaged or no safetensors file ({error})") from error
+        raise CheckpointError(f"{path}: is damaged or not a safetensors file ({error})") from error
 
 
-def check_weights(path: Path, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], *, fits: str) -> None:
-    """The same names and shapes, or an error; `fits` says which published weights have them."""
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+def check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, fits: str) -> None:
+    """Raise `CheckpointError` unless names and shapes are as expected; `fits` names the published weights that fit."""
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unexpected:
         name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
         raise CheckpointError(
             f"{path}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); {fits}"
         )
-    for name, tensor in wanted.items():
-        if found[name].shape != tensor.shape:
+    for name, tensor in expected.items():
+        if weights[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(found[name].shape)}, where {list(tensor.shape)} is needed"
+                f"{path}: {name} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}"
             )

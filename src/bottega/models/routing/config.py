@@ -1,4 +1,4 @@
-"""The dimensions of a model that routes samples between experts, and what an answer of it costs; no torch."""
+"""Sizes and cost of a classifier that routes samples between experts, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bottega.models.ssm.config import SSMShape
 
 
 class RoutingShape(BaseModel):
-    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+    """Sizes of the model. Models of equal shapes have interchangeable checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,17 +24,17 @@ class RoutingShape(BaseModel):
     dropout: float = Field(0.0, ge=0, lt=1)
     trunk: Literal["perceptron", "spiking", "state_space"] = "perceptron"
     activation: Activation = "silu"
-    """Inside the layers of a perceptron trunk."""
+    """Activation of the layers of a perceptron trunk."""
     experts: ExpertsShape
     spiking: SpikingShape | None = None
-    """Of the units of a spiking trunk."""
+    """Units of a spiking trunk."""
     ssm: SSMShape | None = None
     token_size: int = Field(10, gt=0)
-    """Of a trunk of state spaces: inputs of a token, of which the last is filled up with zeros."""
+    """Inputs per token of a state-space trunk; the last token is padded with zeros."""
 
     @property
     def num_units(self) -> int:
-        """Spiking units of the trunk."""
+        """Number of spiking units of the trunk."""
         return self.num_layers * self.hidden_size if self.trunk == "spiking" else 0
 
     @property
@@ -42,7 +42,7 @@ class RoutingShape(BaseModel):
         return -(-self.num_inputs // self.token_size)
 
     def flops_per_sample(self) -> int:
-        """Forward: 2 for each weight that a sample is multiplied with; of the experts those that it is sent to."""
+        """Return the FLOPs of the forward: 2 per weight that is used, counting the active experts only."""
         width = self.hidden_size
         if self.spiking is not None:
             first = self.num_inputs * width  # its current is the same in every step
@@ -52,6 +52,6 @@ class RoutingShape(BaseModel):
             inner = self.num_layers * self.num_tokens * self.ssm.flops_per_token() // 6
         else:
             first, inner = self.num_inputs * width, self.num_layers * 2 * width * width
-        # A single expert is asked without a router.
+        # A single expert has no router.
         router = width if self.experts.num_experts == 1 else 0
         return 2 * (first + inner + self.experts.num_active_parameters() - router + width * self.num_labels)

@@ -28,20 +28,22 @@ from bottega.models.spiking.units import SpikingLayer
 
 EPSILON = 1e-6
 SPIKE_GAIN = 2.0
-"""Spikes are few and never negative: with weights as large as for other inputs, the sixth layer fired a tenth as often as the
-second, and half of all units fell silent in training."""
+"""Factor of the initial weights that read spikes, which are sparse and never negative: without it the sixth layer fired a
+tenth as often as the second, and half of all units fell silent in training."""
 
 
 class RoutingNetOutput(NamedTuple):
+    """Logits with the routing and the spikes behind them."""
+
     logits: Tensor
-    """[B, K]"""
+    """(B, K)"""
     routing: Routing
     spikes: Tensor | None
-    """[S, B, U]; None where nothing spikes."""
+    """(S, B, U); None without a spiking trunk."""
 
 
 class ResidualMLP(nn.Module):
-    """A norm and a perceptron of one inner layer, added to what came in. The unit of checkpointing."""
+    """A norm and a perceptron with one hidden layer, added to the input. The unit of gradient checkpointing."""
 
     def __init__(self, width: int, dropout: float, activation: str = "silu") -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class ResidualMLP(nn.Module):
 
 
 class MLPTrunk(nn.Module):
-    """[B, I] -> [B, D]: a linear map and residual layers."""
+    """A linear map and residual layers, (B, I) -> (B, D)."""
 
     def __init__(self, shape: RoutingShape) -> None:
         super().__init__()
@@ -71,13 +73,13 @@ class MLPTrunk(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         x = self.embed(x)
         for layer in self.layers:
-            is_kept = not (self.checkpoint_blocks and self.training)
-            x = layer(x) if is_kept else checkpoint(layer, x, use_reentrant=False)
+            stores_activations = not (self.checkpoint_blocks and self.training)
+            x = layer(x) if stores_activations else checkpoint(layer, x, use_reentrant=False)
         return x, None
 
 
 class SpikingTrunk(nn.Module):
-    """[B, I] -> firing rates [B, D], and all spikes.
+    """Spiking layers, (B, I) -> firing rates (B, D) and all spikes.
 
     The inputs are a constant current of the first layer. Each further layer reads the mean of all layers before it:
     rates then stay between 0 and 1 at any depth, and the last layer is one step away from the first.
@@ -95,23 +97,25 @@ class SpikingTrunk(nn.Module):
         spikes: list[Tensor] = []
         total = stream = x.expand(self.steps, *x.shape)
         for number, layer in enumerate(self.layers, start=1):
-            is_kept = not (self.checkpoint_blocks and self.training)
-            spikes.append(layer(stream) if is_kept else checkpoint(layer, stream, use_reentrant=False))
+            stores_activations = not (self.checkpoint_blocks and self.training)
+            spikes.append(layer(stream) if stores_activations else checkpoint(layer, stream, use_reentrant=False))
             total = spikes[0] if number == 1 else total + spikes[-1]
             stream = total / number
         return apply_dropout(stream.mean(0), self.dropout, self.training), torch.cat(spikes, dim=-1)
 
 
 class SSMTrunk(nn.Module):
-    """[B, I] -> [B, D]: the inputs as T tokens with a place each, through the state-space blocks of the decoder for text,
-    and the mean of what they say. The names of the blocks are the decoder's, so that a text model can share them."""
+    """State-space blocks of the text decoder over the inputs as T tokens, and their mean, (B, I) -> (B, D).
+
+    The blocks have the decoder's names, so that a text model can share them.
+    """
 
     def __init__(self, shape: RoutingShape) -> None:
         super().__init__()
         self.size, self.num_tokens, self.dropout = shape.token_size, shape.num_tokens, shape.dropout
         self.embed = nn.Linear(shape.token_size, shape.hidden_size)
         self.place = nn.Embedding(shape.num_tokens, shape.hidden_size)
-        blocks = _blocks_of(shape)
+        blocks = _block_shape(shape)
         self.layers = nn.ModuleList(Block(blocks, layer) for layer in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, EPSILON)
         self.checkpoint_blocks = False
@@ -120,21 +124,25 @@ class SSMTrunk(nn.Module):
         tokens = F.pad(x, (0, self.size * self.num_tokens - x.shape[1])).unflatten(1, (self.num_tokens, self.size))
         x = apply_dropout(self.embed(tokens) + self.place.weight, self.dropout, self.training)
         added = torch.zeros_like(x)
-        nowhere = x.new_zeros(0)  # a state space knows no positions
-        window = SequenceContext(nowhere, nowhere)
+        no_positions = x.new_zeros(0)  # state-space layers have no position embeddings
+        window = SequenceContext(no_positions, no_positions)
         for block in self.layers:
-            is_kept = not (self.checkpoint_blocks and self.training)
-            x, added = block(x, added, window) if is_kept else checkpoint(block, x, added, window, use_reentrant=False)
+            stores_activations = not (self.checkpoint_blocks and self.training)
+            x, added = (
+                block(x, added, window)
+                if stores_activations
+                else checkpoint(block, x, added, window, use_reentrant=False)
+            )
         return self.norm(x + added).mean(1), None
 
 
-def _blocks_of(shape: RoutingShape) -> TransformerShape:
-    """As the language model of kind ssm has them: a state space, and no feed-forward."""
+def _block_shape(shape: RoutingShape) -> TransformerShape:
+    """Return the shape of blocks as in a language model of kind ssm: a state space and no feed-forward."""
     return TransformerShape(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
         intermediate_size=0,
-        vocab_size=2,  # there is no vocabulary, and the shape asks for one
+        vocab_size=2,  # unused, but the shape requires one
         context=shape.num_tokens,
         dropout=shape.dropout,
         norm_epsilon=EPSILON,
@@ -151,8 +159,11 @@ TRUNKS: dict[str, Callable[[RoutingShape], MLPTrunk | SpikingTrunk | SSMTrunk]] 
 
 
 class RoutingNet(nn.Module):
-    """`mean` and `scale` bring the inputs to a common size. They are f(data), so they are no weights and in no state
-    dict: whoever builds the model sets them."""
+    """Classifier of vectors with a trunk, routed experts and a linear head.
+
+    `mean` and `scale` standardise the inputs. They are functions of the data and not in the state dict; the caller that
+    builds the model sets them with `set_scale`.
+    """
 
     mean: Tensor
     scale: Tensor
@@ -179,10 +190,10 @@ class RoutingNet(nn.Module):
         self.model.checkpoint_blocks = value
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> RoutingNetOutput:
-        """`counted` [B] is false for what only fills up a batch; it takes no expert's room and counts in no sum."""
+        """Return logits of x (B, I); `counted` (B) is false for padding, which uses no capacity and counts in no sum."""
         features, spikes = self.model((x - self.mean) * self.scale)
-        answer, routing = self.experts(self.norm(features), token_mask=counted)
-        return RoutingNetOutput(self.head(self.out_norm(features + answer)), routing, spikes)
+        expert_output, routing = self.experts(self.norm(features), token_mask=counted)
+        return RoutingNetOutput(self.head(self.out_norm(features + expert_output)), routing, spikes)
 
     @torch.no_grad()
     def set_scale(self, mean: np.ndarray, scale: np.ndarray) -> None:
@@ -191,14 +202,14 @@ class RoutingNet(nn.Module):
 
 
 def initialise_routing(model: RoutingNet, seed: int) -> None:
-    """Every weight by its fan-in, so that a signal keeps its size at any width; or as its layer says. And which experts sit out at first."""
+    """Initialise each weight by its fan-in or by its layer's `initial_value`, and drop the initially inactive experts."""
     depth = max(1, model.shape.num_layers)
-    knowing = {path: layer for path, layer in model.named_modules() if hasattr(layer, "initial_value")}
+    self_initialised = {path: layer for path, layer in model.named_modules() if hasattr(layer, "initial_value")}
 
     def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         owner, _, kind = name.rpartition(".")
-        if owner in knowing:
-            return knowing[owner].initial_value(kind, name, seed)
+        if owner in self_initialised:
+            return self_initialised[owner].initial_value(kind, name, seed)
         if kind == "bias":
             return np.zeros(shape, np.float32)
         if "norm" in owner.rpartition(".")[2]:
@@ -215,4 +226,5 @@ def initialise_routing(model: RoutingNet, seed: int) -> None:
 
 
 def apply_dropout(x: Tensor, share: float, training: bool) -> Tensor:
+    """Return x after dropout with probability `share`; nothing is drawn if it is 0."""
     return F.dropout(x, share, training) if share else x

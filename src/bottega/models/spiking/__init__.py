@@ -1,1 +1,1 @@
-"""Networks of spiking units: the units, their codes and surrogate gradients, and spike-timing-dependent plasticity."""
+"""Spiking neural networks: units, spike coding, surrogate gradients and spike-timing-dependent plasticity."""

@@ -1,4 +1,4 @@
-"""The constants of spiking units, and the dimensions of a network of them that classifies pictures; no torch."""
+"""Settings of spiking units, and sizes of a spiking image classifier, without importing torch."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ Coding = Literal["constant", "rate", "latency"]
 
 
 class SpikingShape(BaseModel):
-    """How a unit charges, fires and rests. None of it is a weight, and all of it decides what the weights mean."""
+    """Settings of leaky integrate-and-fire units; weights are trained for one setting of them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     time_steps: int = Field(8, gt=0)
     threshold: float = Field(1.0, gt=0, allow_inf_nan=False)
     leak: float = Field(0.9, ge=0, le=1)
-    """The share of the charge that stays from one step to the next: 1 only ever adds up, 0 forgets at once."""
+    """Fraction of the membrane potential that remains after a step: 1 is no leak, 0 is no memory."""
     refractory: int = Field(0, ge=0)
-    """Steps after a spike in which a unit hears nothing and cannot spike; its charge leaks on."""
+    """Steps after a spike in which a unit ignores its input and cannot spike; its potential still leaks."""
     reset: Reset = "subtract"
-    """What a spike leaves of the charge: what was over the threshold, or nothing."""
+    """Reset by a spike: subtract the threshold from the potential, or set it to zero."""
     adaptation: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """By how much each spike raises the unit's threshold (Bellec et al., 2018); 0 is the plain unit."""
+    """Increase of the unit's threshold by each of its spikes (Bellec et al., 2018); 0 is no adaptation."""
     adaptation_leak: float = Field(0.9, ge=0, le=1)
-    """The share of that raise that stays from one step to the next."""
+    """Fraction of that increase that remains after a step."""
     surrogate: Surrogate = "arctan"
-    """The smooth step whose slope stands for that of the spike."""
+    """Smooth step function whose derivative replaces that of the spike."""
     sharpness: float = Field(2.0, gt=0, allow_inf_nan=False)
-    """How steep that step is: its slope at the threshold is half of this, for sigmoid a quarter."""
+    """Steepness of that function: its slope at the threshold is half of this, for sigmoid a quarter."""
 
     @property
     def highest_rate(self) -> float:
-        """Spikes a step of a unit that fires whenever it can."""
+        """Spikes per step of a unit that fires whenever it can."""
         return math.ceil(self.time_steps / (self.refractory + 1)) / self.time_steps
 
 
 class SpikingNetShape(BaseModel):
-    """All that decides the tensors of the classifier. Two equal shapes have interchangeable checkpoints."""
+    """Sizes of the classifier. Models of equal shapes have interchangeable checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["spiking"] = "spiking"
     grid: tuple[int, ...] = Field(min_length=2, max_length=2)
-    """Height and width of a picture."""
+    """Height and width of an image."""
     channels: int = Field(gt=0)
     num_labels: int = Field(gt=1)
     hidden_size: int = Field(128, gt=0)
-    """Units of a layer."""
+    """Units per layer."""
     num_layers: int = Field(2, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     coding: Coding = "constant"
-    """How a value becomes a train: the same current in every step, spikes as often as it is high, or one spike that comes
-    the sooner the higher it is."""
+    """Encoding of a value: a constant current, spikes at a rate equal to it, or one spike that comes earlier for higher
+    values."""
     lowest: float = Field(-1.0, le=0)
-    """Of the values a picture has; the highest is 1."""
+    """Lowest value of an image; the highest is 1."""
     neuron: SpikingShape = Field(default_factory=SpikingShape)
 
     @property

@@ -22,13 +22,17 @@ from bottega.models.spiking.units import SpikingLayer, spike_rate
 
 
 class SpikingNetOutput(NamedTuple):
+    """Logits and the spikes of all layers."""
+
     logits: Tensor
-    """[B, K]"""
+    """(B, K)"""
     spikes: tuple[Tensor, ...]
-    """[S, B, N] of each layer."""
+    """(S, B, N) of each layer."""
 
 
 class SpikingNet(nn.Module):
+    """Spiking layers, and a linear head over the firing rates of the last one."""
+
     def __init__(self, shape: SpikingNetShape) -> None:
         super().__init__()
         self.shape = shape
@@ -38,26 +42,30 @@ class SpikingNet(nn.Module):
         self.checkpoint_blocks = False
 
     def forward(self, x: Tensor, draws: Tensor | None = None) -> SpikingNetOutput:
-        """Of pictures [B, H, W, C]. With rate coding, training hands over uniform draws [B, S, H * W * C]; without them the
-        spikes are spread evenly, and the answer is the same every time."""
+        """Classify images (B, H, W, C).
+
+        With rate coding, training passes uniform `draws` (B, S, H * W * C); without them the spikes are spread evenly, and
+        the output is deterministic.
+        """
         spikes = self.spikes(x, draws)
-        found = spike_rate(spikes[-1])
+        rates = spike_rate(spikes[-1])
         dropout = self.shape.dropout
-        return SpikingNetOutput(self.head(F.dropout(found, dropout, self.training) if dropout else found), spikes)
+        return SpikingNetOutput(self.head(F.dropout(rates, dropout, self.training) if dropout else rates), spikes)
 
     def features(self, x: Tensor) -> Tensor:
         """Return the firing rates (B, N) of the last layer, the input of the head."""
         return spike_rate(self.spikes(x)[-1])
 
     def spikes(self, x: Tensor, draws: Tensor | None = None) -> tuple[Tensor, ...]:
-        train, found = self.encode_input(x, draws), []
+        """Return the spikes (S, B, N) of each layer."""
+        train, spikes = self.encode_input(x, draws), []
         for layer in self.layers:
             if self.checkpoint_blocks and self.training:
                 train = checkpoint(layer, train, use_reentrant=False)
             else:
                 train = layer(train)
-            found.append(train)
-        return tuple(found)
+            spikes.append(train)
+        return tuple(spikes)
 
     def encode_input(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
         """Return the input of the first layer, (S, B, H * W * C)."""
@@ -72,8 +80,11 @@ class SpikingNet(nn.Module):
 
 
 def initialise_spiking(module: nn.Module, seed: int) -> None:
-    """Zeros for a bias, else normal with variance 1 / inputs: the charge of a few steps is then about a threshold of 1, so
-    units begin neither silent nor always firing. Only a parameter's name and shape decide it."""
+    """Initialise biases with zeros, and weights with normal values of variance 1 / fan-in.
+
+    The potential after a few steps is then about a threshold of 1, so units start neither silent nor always firing. A
+    value depends only on the seed and the parameter's name and shape.
+    """
 
     def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name.endswith("bias"):

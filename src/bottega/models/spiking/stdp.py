@@ -1,8 +1,8 @@
-"""Spike-timing-dependent plasticity: by how much two spike trains change the synapse between them.
+"""Spike-timing-dependent plasticity (STDP): the weight change that two spike trains cause.
 
 An input spike that comes before an output spike strengthens the synapse, one that comes after it weakens it; the pair rule
 counts each such pair by the time between them, and the triplet rule (Pfister & Gerstner, 2006) counts by earlier spikes of
-the same unit too. Nothing here is trained and nothing is kept: a function of two trains.
+the same unit too. The functions have no parameters and no state.
 
 S time steps   B examples   I inputs   O outputs
 """
@@ -16,22 +16,21 @@ import torch
 from torch import Tensor
 
 SameStep = Literal["causal", "none"]
-"""What an input and an output spike of one step are to each other. In a layer without delays the input arrives first, and
-may have caused the output: a pair 0 steps apart, which strengthens. Of trains that were merely recorded together, nobody
-knows, and it counts for nothing."""
+"""How an input and an output spike of the same step count. `causal`: in a layer without delays the input arrives first and
+may have caused the output, so the pair strengthens. `none`: of recorded trains the order is unknown, so it is ignored."""
 
 
 @dataclass(frozen=True)
 class STDPRule:
-    """Amplitudes and time constants, the latter in time steps. With both `a3` 0 it is the pair rule.
+    """Amplitudes of an STDP rule, and its time constants in time steps. With both `a3` 0 it is the pair rule.
 
     At an output spike a synapse gains r1 (a_plus + a3_plus o2), at an input spike it loses o1 (a_minus + a3_minus r2).
     r1 and r2 are traces of the input with tau_plus and tau_x, o1 and o2 of the output with tau_minus and tau_y: each spike
     raises them by 1, and they fall by exp(-1 / tau) a step. All but r1 are read before the spikes of the step are in them,
     so no unit forms a pair with itself; r1 holds those of its own step where `same_step` is causal.
 
-    Pairs of one step only ever strengthen then, so that of trains that have nothing to do with each other a_minus =
-    a_plus exp(1 / tau) would balance them: 1.28 here. 5 % above it, chance weakens (as of Song et al., 2000).
+    With causal pairs of the same step, independent trains are balanced at a_minus = a_plus exp(1 / tau), 1.28 here. The
+    default is 5 % above that, so that chance pairs weaken a synapse (as in Song et al., 2000).
     """
 
     a_plus: float = 1.0
@@ -46,13 +45,15 @@ class STDPRule:
 
 
 def trace(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
-    """[S, B, N]: at each step the sum of exp(-age / tau) over the spikes before it, and with `with_own_step` those of age 0."""
+    """Return the trace (S, B, N): the sum of exp(-age / tau) over earlier spikes, and with `with_own_step` those of age 0."""
     return torch.einsum("st,tbn->sbn", _kernel(spikes, tau, with_own_step=with_own_step), spikes)
 
 
 def _kernel(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
-    """[S, S]: what a spike of each step (column) has left at each step (row). For the few steps of a sample one product with
-    it is quicker than a loop over them."""
+    """Return what remains of a spike of each step (column) at each step (row), (S, S).
+
+    For the few steps of a sample, one matrix product is faster than a loop.
+    """
     steps = torch.arange(len(spikes), device=spikes.device)
     age = steps[:, None] - steps[None, :]
     left = torch.exp(-age.clamp(min=0).to(spikes.dtype) / tau)
@@ -60,46 +61,48 @@ def _kernel(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
 
 
 def weight_change(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> Tensor:
-    """[O, I]: gain less loss of all examples. Of the pair rule in one product, where the two by themselves take two."""
+    """Return the weight change (O, I), gain minus loss of all examples; the pair rule takes one matrix product."""
     if rule.a3_plus or rule.a3_minus:
         gain, loss = gain_and_loss(pre, post, rule, weight=weight)
         return gain - loss
-    pre, post = _floats(pre, post)
+    pre, post = _to_float(pre, post)
     before = _kernel(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
     after = _kernel(pre, rule.tau_minus, with_own_step=False).T
-    felt = torch.einsum("st,tbi->sbi", rule.a_plus * before - rule.a_minus * after, pre)
-    return _summed((post, felt), weight)
+    filtered = torch.einsum("st,tbi->sbi", rule.a_plus * before - rule.a_minus * after, pre)
+    return _sum_products((post, filtered), weight)
 
 
 def gain_and_loss(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """What synapses [O, I] gain and what they lose, summed over the examples of pre [S, B, I] and post [S, B, O].
+    """Return gain and loss of synapses (O, I), summed over the examples of pre (S, B, I) and post (S, B, O).
 
-    `weight` [B] is how much each example counts, such as its reward: what is summed is linear in it, so [B, O, I] is never
-    made. Values between 0 and 1 are fractions of a spike. Of spikes both are 0 or more; an input current below 0, or an
-    example of negative weight, turns its share of them round.
+    `weight` (B) is the weight of each example, such as its reward. The sum is linear in it, so (B, O, I) is never
+    materialised. Values between 0 and 1 are fractions of a spike. Both results are 0 or more for spikes; a negative input
+    current or weight changes the sign of its contribution.
     """
-    gain, loss = _sides(pre, post, rule)
-    return _summed(gain, weight), _summed(loss, weight)
+    gain, loss = _gain_and_loss_factors(pre, post, rule)
+    return _sum_products(gain, weight), _sum_products(loss, weight)
 
 
-def _summed(factors: tuple[Tensor, Tensor], weight: Tensor | None) -> Tensor:
+def _sum_products(factors: tuple[Tensor, Tensor], weight: Tensor | None) -> Tensor:
     out, into = factors
     if weight is not None:
         each = weight.to(out.dtype)[:, None]
-        # Selected rather than multiplied: an example that counts for nothing may hold any value.
+        # Selected rather than multiplied, because an example of weight 0 may hold any value, also NaN.
         out, into = torch.where(each == 0, 0.0, out * each), torch.where(each == 0, 0.0, into)
     return out.flatten(0, 1).T @ into.flatten(0, 1)
 
 
 def eligibility(pre: Tensor, post: Tensor, rule: STDPRule) -> Tensor:
-    """[B, O, I]: the change that each example alone calls for, gain less loss; what a reward is multiplied with."""
-    gain, loss = _sides(pre, post, rule)
+    """Return the weight change of each example alone, (B, O, I): the eligibility that a reward multiplies."""
+    gain, loss = _gain_and_loss_factors(pre, post, rule)
     return torch.einsum("sbo,sbi->boi", *gain) - torch.einsum("sbo,sbi->boi", *loss)
 
 
-def _sides(pre: Tensor, post: Tensor, rule: STDPRule) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Factors (output [S, B, O], input [S, B, I]) of the gain and of the loss, whose products are summed over time."""
-    pre, post = _floats(pre, post)
+def _gain_and_loss_factors(
+    pre: Tensor, post: Tensor, rule: STDPRule
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return the factors (output (S, B, O), input (S, B, I)) of gain and loss; their products are summed over time."""
+    pre, post = _to_float(pre, post)
     r1 = trace(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
     o1 = trace(post, rule.tau_minus, with_own_step=False)
     at_post, at_pre = rule.a_plus * post, rule.a_minus * pre
@@ -110,8 +113,8 @@ def _sides(pre: Tensor, post: Tensor, rule: STDPRule) -> tuple[tuple[Tensor, Ten
     return (at_post, r1), (o1, at_pre)
 
 
-def _floats(pre: Tensor, post: Tensor) -> tuple[Tensor, Tensor]:
-    """In single precision at least: a sum over many examples is long."""
+def _to_float(pre: Tensor, post: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both in float32 or better, because sums over many examples lose precision."""
     dtype = torch.promote_types(torch.promote_types(pre.dtype, post.dtype), torch.float32)
     return pre.to(dtype), post.to(dtype)
 
@@ -138,7 +141,5 @@ def match_row_statistics(new: Tensor, like: Tensor) -> Tensor:
     """
     mean, old_mean = new.mean(dim=1, keepdim=True), like.mean(dim=1, keepdim=True)
     spread, old_spread = ((new - mean).norm(dim=1, keepdim=True), (like - old_mean).norm(dim=1, keepdim=True))
-    ratio = torch.where(
-        spread > 0, old_spread / spread.clamp(min=1e-30), 0.0
-    )  # equal weights have nothing to share out
+    ratio = torch.where(spread > 0, old_spread / spread.clamp(min=1e-30), 0.0)  # equal weights have no spread
     return torch.addcmul(old_mean - mean * ratio, new, ratio)

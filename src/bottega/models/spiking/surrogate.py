@@ -1,6 +1,6 @@
-"""A spike: a step forward, and in backward the slope of a smooth step in its place.
+"""Spike function with a surrogate gradient: a step in the forward, the derivative of a smooth step in the backward.
 
-The slope of the step itself is 0 wherever it is defined, so nothing would learn from it (Neftci et al., 2019).
+The derivative of the step is 0 wherever it is defined, so it cannot train anything (Neftci et al., 2019).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from bottega.models.spiking.config import Surrogate
 
 
 def spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
-    """1 where the charge, counted from the threshold, is not negative, else 0: exactly."""
+    """Return exactly 1 where the potential, relative to the threshold, is not negative, else exactly 0."""
     return _Spike.apply(charge, kind, sharpness)
 
 
 def smooth_spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
-    """The smooth step from 0 to 1 whose slope `spike` borrows."""
+    """Return the smooth step from 0 to 1 whose derivative `spike` uses."""
     scaled = sharpness * charge
     if kind == "arctan":
         return torch.atan(math.pi / 2 * scaled) / math.pi + 0.5
@@ -30,18 +30,18 @@ def smooth_spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 
 
 
 def surrogate_gradient(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
-    """The derivative of `smooth_spike`: at the threshold sharpness / 2, or / 4 of the sigmoid; under it the area is 1."""
+    """Return the derivative of `smooth_spike`: sharpness / 2 at the threshold, / 4 for sigmoid; its integral is 1."""
     scaled = sharpness * charge
     if kind == "arctan":
         return (sharpness / 2) / (1 + (math.pi / 2 * scaled) ** 2)
     if kind == "sigmoid":
-        share = torch.sigmoid(scaled)
-        return sharpness * share * (1 - share)
+        value = torch.sigmoid(scaled)
+        return sharpness * value * (1 - value)
     return (sharpness / 2) / (1 + scaled.abs()) ** 2
 
 
 class _Spike(torch.autograd.Function):
-    """A function of its own, because `smooth + (step - smooth).detach()` rounds: it gave 0.99999994 for 1."""
+    """A custom autograd function, because `smooth + (step - smooth).detach()` rounds: it gave 0.99999994 for 1."""
 
     generate_vmap_rule = True
 
@@ -56,6 +56,6 @@ class _Spike(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        # From what came in, and by operations torch knows, so that a gradient of the gradient (maml) is right as well.
+        # Differentiable operations on the input, so that second-order gradients (MAML) are right as well.
         (charge,) = ctx.saved_tensors
         return gradients[0] * surrogate_gradient(charge, ctx.kind, ctx.sharpness), None, None

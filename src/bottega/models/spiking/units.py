@@ -1,10 +1,10 @@
-"""Leaky integrate-and-fire units, and layers and a router made of them.
+"""Leaky integrate-and-fire (LIF) units, and layers and a router of them.
 
 S time steps   B batch   I inputs   N units   E experts   U units of a router
 
-No state outlives a call: every train begins with units at rest. What enters all steps of a layer is one product of
-matrices, and only the units themselves walk through time. Six layers of 512, a batch of 32 and 8 steps train in 31 ms on two
-cores, 9 of them in the units: a backward written by hand would save few of these, and have no gradient of its own (maml).
+Units keep no state between calls: every spike train starts with units at rest. The input of a layer at all steps is one
+matrix product, and only the units loop over time. Six layers of 512, a batch of 32 and 8 steps train in 31 ms on two cores,
+9 of them in the units: a custom backward would save little, and have no second-order gradient (MAML).
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from bottega.models.spiking.config import SpikingShape
 from bottega.models.spiking.surrogate import smooth_spike, spike
 
 SILENT, ALWAYS = 0, 2
-"""What a unit did in one example: never fired, or whenever it could; 1 is in between."""
+"""Activity of a unit in one example: never fired, or fired whenever it could; 1 is in between."""
 MAX_LOGIT = 8.0
-"""The logit of a router's group that always fires: beside silent ones it has all but a thousandth of a softmax over four."""
+"""Logit of a group that always fires; beside three silent ones its softmax probability is 0.999."""
 
 
 class LIF(nn.Module):
-    """charge = leak * charge + current, and a spike where it reaches the threshold. It has no weights.
+    """Leaky integrate-and-fire units: potential = leak * potential + current, and a spike at the threshold. No weights.
 
-    `smooth` replaces the step by the smooth one whose slope is used in backward: a unit that is differentiable, against
-    which gradients can be checked.
+    `smooth` replaces the step by the smooth one of the backward, which is differentiable: for checking gradients.
     """
 
     def __init__(self, shape: SpikingShape, *, smooth: bool = False) -> None:
@@ -34,25 +33,25 @@ class LIF(nn.Module):
         self.shape, self.smooth = shape, smooth
 
     def forward(self, current: Tensor) -> Tensor:
-        """Spikes [S, B, N] of currents [S, B, N]; any shape after the first axis will do."""
+        """Return the spikes (S, B, N) of currents (S, B, N); axes after the first may be any."""
         shape = self.shape
-        assert len(current), "units need a step of time at least; give currents [S, B, N] with S of 1 or more"
+        assert len(current), "LIF needs at least one time step; expected currents (S, B, N) with S of 1 or more"
         if current.dtype in (torch.float16, torch.bfloat16):
-            current = current.float()  # a charge is a long sum
+            current = current.float()  # the potential is a long sum
         fire = smooth_spike if self.smooth else spike
         spikes: list[Tensor] = []
         charge: Tensor | None = None
         raised: Tensor | None = None
         for now in current.unbind(0):
-            listens = _listens(spikes, shape.refractory)
-            now = now if listens is None else now * listens
+            is_ready = _not_refractory(spikes, shape.refractory)
+            now = now if is_ready is None else now * is_ready
             charge = now if charge is None else torch.add(now, charge, alpha=shape.leak)
             if shape.adaptation and spikes:
                 before = spikes[-1] * shape.adaptation
                 raised = before if raised is None else torch.add(before, raised, alpha=shape.adaptation_leak)
             above = charge - shape.threshold if raised is None else charge - shape.threshold - raised
             fired = fire(above, shape.surrogate, shape.sharpness)
-            fired = fired if listens is None else fired * listens
+            fired = fired if is_ready is None else fired * is_ready
             charge = self._after(charge, above, fired)
             spikes.append(fired)
         return torch.stack(spikes)
@@ -62,22 +61,22 @@ class LIF(nn.Module):
             return charge - charge * fired
         if not self.shape.adaptation:
             return torch.sub(charge, fired, alpha=self.shape.threshold)
-        return charge - (charge - above) * fired  # by the threshold as it stands, raised
+        return charge - (charge - above) * fired  # subtract the adapted threshold
 
     def extra_repr(self) -> str:
         return f"{self.shape!r}"
 
 
-def _listens(spikes: list[Tensor], steps: int) -> Tensor | None:
-    """1 where none of the last spikes was so few steps ago, else 0. A product, so that a smooth unit has one as well."""
-    found: Tensor | None = None
+def _not_refractory(spikes: list[Tensor], steps: int) -> Tensor | None:
+    """Return 1 for units without a spike in the last `steps` steps, else 0; a product, so that smooth units have one too."""
+    ready: Tensor | None = None
     for before in spikes[max(0, len(spikes) - steps) :] if steps else ():
-        found = 1 - before if found is None else found * (1 - before)
-    return found
+        ready = 1 - before if ready is None else ready * (1 - before)
+    return ready
 
 
 class SpikingLayer(nn.Module):
-    """Weights, and the units they charge."""
+    """A linear layer and the units that it drives."""
 
     def __init__(self, ins: int, outs: int, shape: SpikingShape, *, bias: bool = True, smooth: bool = False) -> None:
         super().__init__()
@@ -85,16 +84,16 @@ class SpikingLayer(nn.Module):
         self.neuron = LIF(shape, smooth=smooth)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Spikes [S, B, N] of spikes or currents [S, B, I]."""
-        if x.stride(0) == 0:  # one current for all steps (`expand`) is multiplied once and not S times
+        """Return the spikes (S, B, N) for spikes or currents (S, B, I)."""
+        if x.stride(0) == 0:  # a constant current (`expand`) is multiplied once, not S times
             return self.neuron(self.synapse(x[:1]).expand(len(x), -1, -1))
         return self.neuron(self.synapse(x))
 
 
 class SpikingGate(nn.Module):
-    """A router made of spiking units: each expert has a group of them, and the one whose group fires most is asked.
+    """Router of spiking units: each expert has a group of units, and those whose groups fire most are selected.
 
-    Logits go from 0 to LOUDEST.
+    Logits are between 0 and MAX_LOGIT.
     """
 
     def __init__(self, ins: int, num_experts: int, shape: SpikingShape, *, group: int) -> None:
@@ -103,9 +102,9 @@ class SpikingGate(nn.Module):
         self.groups = SpikingLayer(ins, num_experts * group, shape)
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [..., E] and firing rates [..., U] of x [..., I], the same current in every step.
+        """Return logits (..., E) and firing rates (..., U) of x (..., I), a constant current.
 
-        `counted` [...] changes nothing here. It is for who listens to the units (plasticity): padding teaches nothing.
+        `counted` (...) is not used here; plasticity, which records the calls, ignores padding by it.
         """
         train = x.reshape(1, -1, x.shape[-1]).expand(self.shape.time_steps, -1, -1)
         rates = spike_rate(self.groups(train)).view(*x.shape[:-1], self.groups.synapse.out_features)
@@ -113,15 +112,15 @@ class SpikingGate(nn.Module):
 
 
 def spike_rate(spikes: Tensor) -> Tensor:
-    """[B, N]: the share of the steps in which each unit fired."""
+    """Return the fraction of steps in which each unit fired, (B, N)."""
     return spikes.sum(0) / len(spikes)  # divided last, so that 1 is exactly 1
 
 
 def activity_sums(spikes: Tensor, counted: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-    """Sums over the examples of [S, B, N] that `counted` [B] has: how often units fire, and the share that an example
-    leaves silent. Of rates [B, N] that are there already, give `rates[None]`.
+    """Return sums over the examples of spikes (S, B, N) where `counted` (B) is true, and their number.
 
-    Which units are dead or saturated is no mean over examples: see `unit_rows`.
+    `firing_rate` is the mean rate of the units, `silent` the fraction of units that do not fire. For rates (B, N) pass
+    `rates[None]`. Dead and saturated units are not a mean over examples: see `unit_activity`.
     """
     rates = spike_rate(spikes.detach()).float().flatten(1)
     each = {"firing_rate": rates.mean(1), "silent": (rates == 0).float().mean(1)}
@@ -131,13 +130,13 @@ def activity_sums(spikes: Tensor, counted: Tensor | None = None) -> dict[str, tu
 
 
 def unit_activity(spikes: Tensor, highest_rate: float = 1.0) -> Tensor:
-    """uint8 [B, N]: what each unit did in each example, for `Loss.rows`; `unit_scores` reads it."""
+    """Return the activity of each unit in each example, uint8 (B, N), for `unit_activity_metrics`."""
     rates = spike_rate(spikes.detach()).float().flatten(1)
     return (rates > 0).to(torch.uint8) + (rates >= highest_rate - 1e-6).to(torch.uint8)
 
 
 def unit_activity_metrics(rows: np.ndarray) -> dict[str, float]:
-    """Shares of the units: those that fired in no step of any example, and those that fired in every one of all."""
+    """Return the fractions of units that never fired in any example, and that fired whenever they could in all."""
     if not len(rows):
         return {}
     dead, saturated = rows.max(0) == SILENT, rows.min(0) == ALWAYS
@@ -145,14 +144,14 @@ def unit_activity_metrics(rows: np.ndarray) -> dict[str, float]:
 
 
 def firing_rate_penalty(spikes: Tensor, target: float) -> Tensor:
-    """How far each example's firing is from the target, squared and summed over examples.
+    """Return the squared difference between each example's mean firing rate and the target, summed over examples.
 
-    The mean over all units of the layer, and not each unit by itself: units may well be silent for most examples, and a
-    cost on each would forbid them to tell anything apart.
+    The mean is over all units of the layer: a penalty on single units would prevent them from being silent for most
+    examples, as selective units are.
     """
     return firing_rate_penalties(spikes, target).sum()
 
 
 def firing_rate_penalties(spikes: Tensor, target: float) -> Tensor:
-    """[B]: the same of each example."""
+    """Return the penalty of each example, (B,)."""
     return (spike_rate(spikes).flatten(1).mean(1) - target) ** 2

@@ -1,8 +1,8 @@
-"""The CUDA kernels of the state-space layer: its convolution and its gated norm, forward and backward, as torch operators.
+"""Triton kernels of the state-space layer: convolution and gated norm, forward and backward, as torch operators.
 
-Both only pass over memory. Compiled from plain torch they took about 4.5 of the layer's 18 ms on an H200 at 32,768 tokens
-of width 2,048, and here they take 2: the convolution loaded its weights anew for every value, and the norm read all that
-it sums up twice. The matrix products of the scan stay with torch.
+Both are bound by memory bandwidth. Compiled from plain torch they took about 4.5 of the layer's 18 ms on an H200 at 32,768
+tokens of width 2,048, and 2 here: compiled, the convolution reloaded its weights for every value, and the norm read its
+inputs twice. The matrix products of the scan are left to torch.
 
 B rows   T tokens   E channels   W width of the convolution   M = B T   n channels of the norm
 """
@@ -17,25 +17,25 @@ import triton.language as tl
 from torch import Tensor
 
 TIMES, CHANNELS = 32, 128
-"""The tile of one program of the convolution."""
+"""Tokens and channels of the tile of one program of the convolution."""
 STEPS, TALL = 8, 16
-"""Its backward goes over so many tiles of so many tokens: five sums of a tile fill the registers sooner."""
+"""Tiles per program of its backward, and tokens per tile: smaller, because five sums per tile fill the registers."""
 MAX_CHANNELS, MAX_CONV_WIDTH = 16384, 4
-"""Channels of a norm whose row fits into the registers, and the widest convolution."""
+"""Most channels of a norm, whose row must fit into the registers, and the widest convolution."""
 ROWS = 16
-"""Rows that one program of the norm's backward adds up, so that the sums do not depend on the device."""
+"""Rows summed by one program of the norm's backward; fixed, so that sums do not depend on the device."""
 
 
-# Triton reads annotations as its own types, so the arguments have none but for constants.
+# Triton reads annotations as its own types, so the arguments have none except for constants.
 @triton.jit
-def _taken(x, segments, row, t, e, back, length, channels, x_time, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x at t - back where the token at t sees it, else 0."""
+def _load_shifted(x, segments, row, t, e, back, length, channels, x_time, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Load x at t - back if it is in the same segment as t, else 0."""
     s = t - back
-    seen = (s >= 0) & (t < length)
+    visible = (s >= 0) & (t < length)
     if PACKED:
-        own = tl.load(segments + row * length + t, mask=seen, other=0)
-        seen = seen & (tl.load(segments + row * length + s, mask=seen, other=0) == own)
-    mask = seen[:, None] & (e < channels)[None, :]
+        own = tl.load(segments + row * length + t, mask=visible, other=0)
+        visible = visible & (tl.load(segments + row * length + s, mask=visible, other=0) == own)
+    mask = visible[:, None] & (e < channels)[None, :]
     return tl.load(x + s.to(tl.int64)[:, None] * x_time + e[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
@@ -46,7 +46,7 @@ def _convolved(  # type: ignore[no-untyped-def]
     total = tl.load(bias + e, mask=e < channels, other=0.0).to(tl.float32)[None, :]
     for k in tl.static_range(WIDTH):
         w = tl.load(weight + e * WIDTH + k, mask=e < channels, other=0.0).to(tl.float32)
-        total += w[None, :] * _taken(x, segments, row, t, e, WIDTH - 1 - k, length, channels, x_time, PACKED)
+        total += w[None, :] * _load_shifted(x, segments, row, t, e, WIDTH - 1 - k, length, channels, x_time, PACKED)
     return total
 
 
@@ -95,8 +95,10 @@ def _conv_slope(  # type: ignore[no-untyped-def]
     TIMES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """The gradient of the sums before the SiLU, which are made again, and this program's part of the weights' gradient:
-    added up over STEPS tiles in registers, since to sum over tokens is to wait for other threads."""
+    """Compute the gradient before the SiLU, recomputing the sums, and this program's part of the weights' gradient.
+
+    The latter is accumulated over STEPS tiles in registers, because summing over tokens synchronises threads.
+    """
     row = tl.program_id(2).to(tl.int64)
     e = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     x += row * x_row
@@ -112,13 +114,13 @@ def _conv_slope(  # type: ignore[no-untyped-def]
         own = g.to(tl.float32) * share * (1 + s * (1 - share))
         tl.store(slope + (row * length + t)[:, None] * channels + e[None, :], own, mask=mask)
         total += own
-        w0 += own * _taken(x, segments, row, t, e, 0, length, channels, x_time, PACKED)
+        w0 += own * _load_shifted(x, segments, row, t, e, 0, length, channels, x_time, PACKED)
         if WIDTH > 1:
-            w1 += own * _taken(x, segments, row, t, e, 1, length, channels, x_time, PACKED)
+            w1 += own * _load_shifted(x, segments, row, t, e, 1, length, channels, x_time, PACKED)
         if WIDTH > 2:
-            w2 += own * _taken(x, segments, row, t, e, 2, length, channels, x_time, PACKED)
+            w2 += own * _load_shifted(x, segments, row, t, e, 2, length, channels, x_time, PACKED)
         if WIDTH > 3:
-            w3 += own * _taken(x, segments, row, t, e, 3, length, channels, x_time, PACKED)
+            w3 += own * _load_shifted(x, segments, row, t, e, 3, length, channels, x_time, PACKED)
     parts += (row * tl.num_programs(1) + tl.program_id(1)) * (WIDTH + 1) * channels + e
     tl.store(parts + WIDTH * channels, tl.sum(total, 0), mask=inside)
     tl.store(parts + (WIDTH - 1) * channels, tl.sum(w0, 0), mask=inside)
@@ -143,7 +145,7 @@ def _conv_back(  # type: ignore[no-untyped-def]
     TIMES: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """What a token takes from those that see it."""
+    """Compute the gradient of x: the sum over the later tokens that read it."""
     row = tl.program_id(2).to(tl.int64)
     t = tl.program_id(1) * TIMES + tl.arange(0, TIMES)
     e = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
@@ -151,11 +153,11 @@ def _conv_back(  # type: ignore[no-untyped-def]
     total = tl.zeros((TIMES, CHANNELS), dtype=tl.float32)
     for back in tl.static_range(WIDTH):
         u = t + back
-        seen = u < length
+        visible = u < length
         if PACKED:
-            own = tl.load(segments + row * length + t, mask=seen, other=0)
-            seen = seen & (tl.load(segments + row * length + u, mask=seen, other=0) == own)
-        mask = seen[:, None] & inside[None, :]
+            own = tl.load(segments + row * length + t, mask=visible, other=0)
+            visible = visible & (tl.load(segments + row * length + u, mask=visible, other=0) == own)
+        mask = visible[:, None] & inside[None, :]
         g = tl.load(slope + (row * length + u)[:, None] * channels + e[None, :], mask=mask, other=0.0)
         w = tl.load(weight + e * WIDTH + (WIDTH - 1 - back), mask=inside, other=0.0).to(tl.float32)
         total += g.to(tl.float32) * w[None, :]
@@ -216,7 +218,10 @@ def _norm_backward(  # type: ignore[no-untyped-def]
 
 
 def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) -> Tensor:
-    """x [B, T, E] with unit stride in E, weight [E, 1, W], bias [E], segments [B, T] -> [B, T, E]."""
+    """Return silu(causal convolution of x), (B, T, E).
+
+    x (B, T, E) with unit stride in E, weight (E, 1, W), bias (E), segments (B, T): nothing is read across segments.
+    """
     rows, length, channels = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(length, TIMES), rows)
@@ -231,6 +236,7 @@ def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) 
 def conv_silu_backward(
     grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight and bias of `conv_silu`."""
     rows, length, channels = x.shape
     width = weight.shape[-1]
     grad, weight = grad if grad.stride(2) == 1 else grad.contiguous(), weight.contiguous()
@@ -249,7 +255,10 @@ def conv_silu_backward(
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    """y, gate [M, n] with unit stride in n, weight [n] -> [M, n] of y's type, and the factor of each row."""
+    """Return the RMS norm of y * silu(gate), (M, n) in y's dtype, and the scale of each row, (M,).
+
+    y and gate (M, n) with unit stride in n, weight (n).
+    """
     rows, size = y.shape
     out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
     scale = torch.empty(rows, dtype=torch.float32, device=y.device)
@@ -261,6 +270,7 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> tuple
 def gated_norm_backward(
     grad: Tensor, y: Tensor, gate: Tensor, weight: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of y, gate and weight of `gated_norm`."""
     rows, size = y.shape
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     programs = triton.cdiv(rows, ROWS)
@@ -279,7 +289,7 @@ def _block(size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
-# Opaque to the compiler, which would else fuse what stands around them into loads that are made several times.
+# Opaque to the compiler, which would otherwise fuse neighbouring operations into loads that run several times.
 _FORWARD = "(Tensor x, Tensor weight, Tensor bias, Tensor? segments) -> Tensor"
 _BACKWARD = "(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor? segments) -> (Tensor, Tensor, Tensor)"
 _NORM = "(Tensor y, Tensor gate, Tensor weight, float epsilon) -> (Tensor, Tensor)"
@@ -300,14 +310,14 @@ def _register() -> None:
     )
     undo.register_fake(lambda grad, y, gate, weight, scale: tuple(t.new_empty(t.shape) for t in (y, gate, weight)))
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
 
-    def keep_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    def save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[:3], output[1])
 
-    conv.register_autograd(lambda ctx, grad: (*back(grad, *ctx.saved_tensors), None), setup_context=keep)
-    norm.register_autograd(lambda ctx, grad, _: (*undo(grad, *ctx.saved_tensors), None), setup_context=keep_norm)
+    conv.register_autograd(lambda ctx, grad: (*back(grad, *ctx.saved_tensors), None), setup_context=save)
+    norm.register_autograd(lambda ctx, grad, _: (*undo(grad, *ctx.saved_tensors), None), setup_context=save_norm)
 
 
 _register()

@@ -23,7 +23,7 @@ from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import scan_chunked, scan_step
 
 DECAYS = (1.0, 16.0)
-"""The rates -A that heads begin with, evenly between these: some forget within a few tokens, some hold for thousands."""
+"""Range of the initial rates -A of the heads: some forget within a few tokens, some remember thousands."""
 
 
 def _has_kernels(shape: SSMShape) -> bool:
@@ -39,12 +39,12 @@ def _has_kernels(shape: SSMShape) -> bool:
 
 
 class SSMState(NamedTuple):
-    """The recurrent state of a layer."""
+    """Recurrent state of a layer."""
 
     conv: Tensor
-    """The last inputs of the convolution, [B, E, W - 1]."""
+    """The last inputs of the convolution, (B, E, W - 1)."""
     ssm: Tensor
-    """[B, H, P, N], float32 at least: over 100,000 tokens half precision would stop to add what is small."""
+    """(B, H, P, N), float32 or better: in half precision, small additions would be lost over 100,000 tokens."""
 
     @classmethod
     def empty(
@@ -59,7 +59,7 @@ class SSMState(NamedTuple):
 
 
 class Dynamics(nn.Module):
-    """How fast each head forgets, what it passes by the state, and its usual time step."""
+    """Per-head parameters: decay rate, skip connection around the state, and time-step bias."""
 
     def __init__(self, num_heads: int, *, time_step_min: float, time_step_max: float) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Dynamics(nn.Module):
         self.time_step_min, self.time_step_max = time_step_min, time_step_max
 
     def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
-        """As Mamba-2: log-uniform time steps, evenly spread rates, and the input passed by as it is."""
+        """Return an initial parameter as in Mamba-2: log-uniform time steps, uniform rates, and D of 1."""
         heads = self.D.shape[0]
         if kind == "D":
             return np.ones(heads, np.float32)
@@ -78,14 +78,14 @@ class Dynamics(nn.Module):
             return np.log(DECAYS[0] + (DECAYS[1] - DECAYS[0]) * drawn).astype(np.float32)
         low, high = math.log(self.time_step_min), math.log(self.time_step_max)
         steps = np.exp(low + (high - low) * drawn)
-        return (steps + np.log(-np.expm1(-steps))).astype(np.float32)  # softplus of it is the time step
+        return (steps + np.log(-np.expm1(-steps))).astype(np.float32)  # the inverse of softplus
 
 
 class CausalConvolution(nn.Module):
-    """Each channel's weighted sum of its last W values.
+    """Causal depthwise convolution: each channel's weighted sum of its last W values.
 
-    Written as W products of shifted sequences: they become one kernel where they are compiled, in the order in which the
-    projections hold the channels. A convolution would want them transposed, and cuDNN's is slow with one channel a group.
+    Written as W products of shifted sequences, which compile to one kernel in the memory order of the projections. A
+    convolution of torch would need a transpose, and cuDNN's is slow with one channel per group.
     """
 
     def __init__(self, channels: int, width: int) -> None:
@@ -94,13 +94,13 @@ class CausalConvolution(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
-        """What torch gives a convolution: uniform within 1 / sqrt(fan-in), which is the width."""
+        """Return an initial parameter as torch does for a convolution: uniform within 1 / sqrt(W)."""
         bound = 1.0 / math.sqrt(self.weight.shape[-1])
         shape = tuple(self.weight.shape if kind == "weight" else self.bias.shape)
         return numpy_generator(seed, name).uniform(-bound, bound, shape).astype(np.float32)
 
     def forward(self, x: Tensor, *, segments: Tensor | None) -> Tensor:
-        """x [B, W - 1 + T, E], the first of them from before -> [B, T, E]; `segments` [B, T] as in `StateSpace`."""
+        """Return (B, T, E) for x (B, W - 1 + T, E), which starts with earlier values; `segments` (B, T): none is read across."""
         width = self.weight.shape[-1]
         length = x.shape[1] - width + 1
         total: Tensor = self.bias
@@ -114,13 +114,15 @@ class CausalConvolution(nn.Module):
         return total
 
     def fused(self, x: Tensor, channels: slice, segments: Tensor | None) -> Tensor:
-        """The same from nothing before it, of some channels and with the SiLU behind it, as one kernel."""
+        """Return the SiLU of the convolution of some channels, without earlier values, in one kernel."""
         return torch.ops.bottega.conv_silu(x, self.weight[channels], self.bias[channels], segments)
 
 
 class GatedRMSNorm(nn.Module):
-    """x silu(gate) / rms * weight over all channels, in float32 whatever the precision around it. Groups change nothing
-    here: so does transformers, whose weights these are."""
+    """RMS norm of x * silu(gate) over all channels, in float32 at any precision.
+
+    As in transformers, it is not computed per group.
+    """
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -133,13 +135,13 @@ class GatedRMSNorm(nn.Module):
         return F.rms_norm(gated, self.weight.shape, self.weight.to(exact), self.epsilon)
 
     def fused(self, x: Tensor, gate: Tensor) -> Tensor:
-        """The same as one kernel."""
+        """Return the same in one kernel."""
         rows = (x.flatten(0, 1), gate.flatten(0, 1))
         return torch.ops.bottega.gated_norm(*rows, self.weight, self.epsilon)[0].view_as(x)
 
 
 class StateSpace(nn.Module):
-    """The sequence mixer in place of attention. It has no positions and no maximum length."""
+    """State-space sequence mixer, used in place of attention. It has no position embeddings and no maximum length."""
 
     def __init__(self, shape: SSMShape) -> None:
         super().__init__()
@@ -163,10 +165,10 @@ class StateSpace(nn.Module):
         lengths: Tensor | None = None,
         documents: Tensor | None = None,
     ) -> tuple[Tensor, SSMState | None]:
-        """x [B, T, D] -> [B, T, D], and the new state if one was given.
+        """Return the output (B, T, D) for x (B, T, D), and the new state if `state` is passed.
 
-        `lengths` [B]: rows are filled up on the right, and the state given back is the one behind each row's last token.
-        `documents` [B, T]: nothing passes to where the number is another than before.
+        `lengths` (B): rows are padded on the right, and the new state is the one after each row's last token.
+        `documents` (B, T): the state is reset where the document number changes.
         """
         assert documents is None or state is None, "documents are for training, a state is for generation"
         inner, channels, heads = self.shape.inner_size, self.shape.conv_channels, self.shape.num_heads
@@ -175,14 +177,14 @@ class StateSpace(nn.Module):
         dt = F.softplus(dt.to(exact) + self.dynamics.dt_bias.to(exact))
         if lengths is not None:
             dt = dt * (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
-        segments = None if documents is None else _segments(documents)
+        segments = None if documents is None else _number_segments(documents)
         fused = self.fused and x.is_cuda and x.numel() > 0 and state is None and mixed.dtype is not torch.float64
         if fused:
-            # The two parts for themselves, or their gradients would have to be copied into one.
+            # Two separate calls, or their gradients would have to be copied into one tensor.
             main = self.conv1d.fused(mixed[..., :inner], slice(0, inner), segments)
             both = self.conv1d.fused(mixed[..., inner:], slice(inner, channels), segments)
         else:
-            read = _behind(mixed, None if state is None else state.conv, self.shape.conv_size - 1)
+            read = _prepend_past(mixed, None if state is None else state.conv, self.shape.conv_size - 1)
             mixed = F.silu(self.conv1d(read, segments=segments)).to(mixed.dtype)
             main, both = mixed[..., :inner], mixed[..., inner:]
         y, memory = self._scan(main, both, dt, state, segments, kernels=fused)
@@ -190,7 +192,7 @@ class StateSpace(nn.Module):
         out = self.out_proj(normed.to(mixed.dtype))
         if state is None:
             return out, None
-        return out, SSMState(_last(read, lengths, self.shape.conv_size - 1).to(state.conv.dtype), memory)
+        return out, SSMState(_last_values(read, lengths, self.shape.conv_size - 1).to(state.conv.dtype), memory)
 
     def _scan(
         self,
@@ -202,12 +204,12 @@ class StateSpace(nn.Module):
         *,
         kernels: bool,
     ) -> tuple[Tensor, Tensor]:
-        """[B, T, inner size] and [B, T, 2 G N] -> [B, T, inner size]."""
+        """Return the scan (B, T, inner size) of x (B, T, inner size) and B and C, `both` (B, T, 2 G N), and the new state."""
         shape = self.shape
         x = x.unflatten(-1, (-1, shape.head_size))
         B, C = both.unflatten(-1, (2, -1, shape.state_size)).unbind(-3)
         A = -torch.exp(self.dynamics.A_log.to(dt.dtype))
-        # Which product runs in which precision is decided in the scan; autocast would also round decays and states.
+        # The scan decides the precision of each product; autocast would also round decays and states.
         kind = x.device.type
         with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             if state is not None and x.shape[1] == 1:
@@ -222,22 +224,22 @@ class StateSpace(nn.Module):
         return y.to(x.dtype).flatten(2), memory
 
 
-def _segments(documents: Tensor) -> Tensor:
-    """Documents counted from 0 in each row: a number that comes back later is another document."""
+def _number_segments(documents: Tensor) -> Tensor:
+    """Return documents numbered from 0 in each row; a number that recurs later is another document."""
     changed = documents.diff(dim=1) != 0
     return F.pad(changed.cumsum(1), (1, 0))
 
 
-def _behind(x: Tensor, past: Tensor | None, count: int) -> Tensor:
-    """x [B, T, E] with the `count` values before it, or zeros, in front."""
+def _prepend_past(x: Tensor, past: Tensor | None, count: int) -> Tensor:
+    """Return x (B, T, E) with the `count` earlier values, or zeros, prepended."""
     if past is None:
         return F.pad(x, (0, 0, count, 0))
     return torch.cat((past.transpose(1, 2).to(x.dtype), x), dim=1)
 
 
-def _last(x: Tensor, lengths: Tensor | None, count: int) -> Tensor:
-    """The last `count` values of each row of x [B, count + T, E], as [B, E, count]."""
+def _last_values(x: Tensor, lengths: Tensor | None, count: int) -> Tensor:
+    """Return the last `count` values of each row of x (B, count + T, E), as (B, E, count)."""
     if lengths is None:
         return x[:, x.shape[1] - count :].transpose(1, 2)
-    places = lengths[:, None] + torch.arange(count, device=x.device)
-    return x.gather(1, places[..., None].expand(-1, -1, x.shape[2])).transpose(1, 2)
+    indices = lengths[:, None] + torch.arange(count, device=x.device)
+    return x.gather(1, indices[..., None].expand(-1, -1, x.shape[2])).transpose(1, 2)

@@ -1,1 +1,1 @@
-"""Classifiers of text: our own encoder, Kim's network, and pretrained encoders."""
+"""Text classifiers: a transformer encoder, Kim's convolutional network, and pretrained encoders."""

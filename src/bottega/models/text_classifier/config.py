@@ -1,4 +1,4 @@
-"""The dimensions of the networks that classify text: Kim's convolutions, our own encoder, or one of transformers; no torch."""
+"""Sizes of the text classifiers (Kim's CNN, our encoder, pretrained encoders), without importing torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ OFFSET_POSITIONS = (
     "longformer",
     "mpnet",
 )
-"""model_types that count positions from behind the number of their padding, so some of their rows are never used."""
+"""model_types whose positions start after the padding id, so that their first position embeddings are never used."""
 
 
 class KimShape(BaseModel):
-    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+    """Sizes of Kim's convolutional classifier. Models of equal shapes have interchangeable checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -38,12 +38,12 @@ class KimShape(BaseModel):
 
     @property
     def max_positions(self) -> None:
-        """A convolution reads texts of any length."""
+        """None: a convolution accepts texts of any length."""
         return None
 
 
 class EncoderShape(BaseModel):
-    """All that decides the tensors of the model. Two equal shapes have interchangeable checkpoints."""
+    """Sizes of our transformer encoder. Models of equal shapes have interchangeable checkpoints."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -58,7 +58,7 @@ class EncoderShape(BaseModel):
     attention_dropout: float = Field(0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _heads_agree(self) -> EncoderShape:
+    def _check_head_size(self) -> EncoderShape:
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size} does not give each of {self.num_heads} heads an even number of "
@@ -76,7 +76,7 @@ DIMENSIONS = {
     "num_layers": ("num_hidden_layers", "n_layers", "n_layer", "num_layers"),
     "num_heads": ("num_attention_heads", "n_heads", "n_head"),
 }
-"""What configurations of transformers call a dimension."""
+"""Names of each size in configurations of transformers."""
 DROPOUTS = {
     "dropout": ("hidden_dropout_prob", "dropout", "resid_pdrop", "embd_pdrop", "hidden_dropout"),
     "attention_dropout": ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop"),
@@ -84,7 +84,7 @@ DROPOUTS = {
 
 
 class PretrainedShape(BaseModel):
-    """A configuration of transformers, whole: with it the model can be built again where its first folder is gone."""
+    """A complete configuration of transformers, so that the model can be rebuilt without its original folder."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -94,12 +94,12 @@ class PretrainedShape(BaseModel):
 
     @field_validator("config")
     @classmethod
-    def _names_its_kind_and_labels(cls, text: str) -> str:
+    def _check_config(cls, text: str) -> str:
         config = json.loads(text)
         if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-            raise ValueError("config is not a configuration of transformers: it has no model_type")
+            raise ValueError("config is not a configuration of transformers: model_type is missing")
         if not isinstance(config.get("id2label"), dict) or len(config["id2label"]) < 2:
-            raise ValueError("config has no id2label of two classes or more")
+            raise ValueError("config.id2label must have two classes or more")
         return text
 
     @property
@@ -115,13 +115,13 @@ class PretrainedShape(BaseModel):
         return self.config_dict.get("vocab_size")
 
     def dimension(self, key: str) -> int | None:
-        """The size that a recipe calls `key`, under any name that architectures have for it; None where there is none."""
+        """Return the size that recipes call `key`, under any name of an architecture; None if there is none."""
         values = self.config_dict
         return next((values[name] for name in DIMENSIONS[key] if isinstance(values.get(name), int)), None)
 
     @property
     def max_positions(self) -> int | None:
-        """The most tokens it can read; None where there is no such number."""
+        """Largest number of input tokens; None if unlimited or unknown."""
         values = self.config_dict
         rows = values.get("max_position_embeddings", values.get("n_positions"))
         if not isinstance(rows, int) or rows <= 0:

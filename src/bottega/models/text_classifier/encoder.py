@@ -19,7 +19,10 @@ from bottega.models.text_classifier.config import EncoderShape
 
 
 class TextClassifier(nn.Module):
-    """A text stands at the beginning of its row; `mask` [B, T] is true where it is, and what fills it up is never seen."""
+    """Transformer encoder with mean pooling and a linear head.
+
+    Rows are padded on the right; `mask` (B, T) is true for text, and padding has no influence.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -38,41 +41,41 @@ class TextClassifier(nn.Module):
         self.reset_buffers()
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits [B, K] of tokens [B, T]."""
+        """Return logits (B, K) of tokens `ids` (B, T)."""
         return self.head(self._drop(self.features(ids, mask)))
 
     def features(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """[B, D]: the mean over the text's tokens of what each has become."""
+        """Return the mean of the final hidden states of a text's tokens, (B, D)."""
         length = ids.shape[1]
         assert length <= self.shape.max_positions, f"{length} tokens exceed the {self.shape.max_positions} positions"
-        # A row of padding alone would be a mean over nothing, which attention answers with NaN: it sees its first token.
-        seen = mask | (torch.arange(length, device=ids.device) == 0)
+        # A row of padding alone attends to its first token, because a softmax over nothing is NaN.
+        attended = mask | (torch.arange(length, device=ids.device) == 0)
         window = SequenceContext(
-            self.cos[:length], self.sin[:length], seen[:, None, None, :], causal=False, stop=length
+            self.cos[:length], self.sin[:length], attended[:, None, None, :], causal=False, stop=length
         )
         x = self.embedding(ids)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:
             x = x.bfloat16()  # halves the traffic between blocks; the norms inside them stay float32
         x = self._drop(x)
-        added = 0 * x  # as large as the others and with a gradient, so that one compiled block serves the first one too
+        added = 0 * x  # of the usual shape and with a gradient, so that the first block uses the same compiled code
         for block in self.layers:
             if self.checkpoint_blocks and self.training:
                 x, added = checkpoint(block, x, added, window, use_reentrant=False, preserve_rng_state=True)
             else:
                 x, added = block(x, added, window)
-        # Selected rather than multiplied: what fills up a row is of any value.
+        # Selected rather than multiplied, because padding may have any value, also NaN.
         x = torch.where(mask[..., None], self.norm(x + added), 0.0)
         return x.float().sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
     def compile_blocks(self) -> None:
-        """Compile the training forward of the blocks, once for all. Texts differ in length from batch to batch."""
+        """Compile the training forward of the blocks, once for all and for dynamic lengths."""
         compiled = torch.compile(Block.compute, fullgraph=True, dynamic=True)
         for block in self.layers:
             assert isinstance(block, Block)
             block.compiled = compiled
 
     def reset_buffers(self) -> None:
-        """The rotary tables again, on the device where the weights now are. They are in no state dict."""
+        """Recompute the rotary tables on the device of the weights; they are not in the state dict."""
         cos, sin = compute_rotary_tables(self.inner, self.norm.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -88,7 +91,7 @@ class TextClassifier(nn.Module):
 
 
 def block_shape(shape: EncoderShape) -> TransformerShape:
-    """Of the language model whose blocks these are."""
+    """Return the shape of the language model's blocks that the encoder uses."""
     return TransformerShape(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -103,5 +106,5 @@ def block_shape(shape: EncoderShape) -> TransformerShape:
 
 
 def initialise_encoder(module: TextClassifier, seed: int) -> None:
-    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
+    """Initialise all parameters in place; a value depends only on the seed and the parameter's name and shape."""
     initialise(module, seed, residual_layers=module.shape.num_layers)

@@ -18,11 +18,14 @@ from bottega.models.initial import fill_parameters
 from bottega.models.text_classifier.config import KimShape
 
 EMBEDDING_STD = 0.1
-"""With 1, what the filters find in words seen twice drowns what they learn: on SST-2 0.734 in place of 0.807."""
+"""With 1, the random embeddings of rare words dominate what is learnt: accuracy on SST-2 is 0.734 instead of 0.807."""
 
 
 class Kim(nn.Module):
-    """A text stands at the beginning of its row; `mask` [B, T] is true where it is, and what fills it up is never seen."""
+    """Convolutions over token embeddings, max-over-time pooling and a linear head.
+
+    Rows are padded on the right; `mask` (B, T) is true for text, and padding has no influence.
+    """
 
     def __init__(self, shape: KimShape) -> None:
         super().__init__()
@@ -35,35 +38,35 @@ class Kim(nn.Module):
         self.checkpoint_blocks = False
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits [B, K] of tokens [B, T]."""
+        """Return logits (B, K) of tokens `ids` (B, T)."""
         features = self.features(ids, mask)
         return self.head(F.dropout(features, self.shape.dropout, self.training) if self.shape.dropout else features)
 
     def features(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """[B, D]: how strongly each filter was found, wherever in the text it was."""
+        """Return the largest activation of each filter over the text, (B, D)."""
         x = self.embedding(ids) * mask[..., None]
-        # At least as long as the widest filter, or a short text would have no place to look at.
+        # Pad to the widest filter, or a short text would have no window.
         missing = max(0, max(self.shape.filter_sizes) - ids.shape[1])
         x, mask = F.pad(x, (0, 0, 0, missing)).transpose(1, 2), F.pad(mask, (0, missing))
-        found = []
+        pooled = []
         for convolution in self.convolutions:
             if self.checkpoint_blocks and self.training:
-                found.append(checkpoint(max_over_time, convolution, x, mask, use_reentrant=False))
+                pooled.append(checkpoint(max_over_time, convolution, x, mask, use_reentrant=False))
             else:
-                found.append(max_over_time(convolution, x, mask))
-        return F.relu(torch.cat(found, dim=1))
+                pooled.append(max_over_time(convolution, x, mask))
+        return F.relu(torch.cat(pooled, dim=1))
 
 
 def max_over_time(convolution: nn.Module, x: Tensor, mask: Tensor) -> Tensor:
-    """[B, F]: over the places whose window is all text; a text shorter than the window has its first place alone."""
-    found = convolution(x)
-    is_text = mask[:, mask.shape[1] - found.shape[2] :].clone()
+    """Return the maximum (B, F) over windows that are all text; a shorter text has its first window only."""
+    activations = convolution(x)
+    is_text = mask[:, mask.shape[1] - activations.shape[2] :].clone()
     is_text[:, 0] = True
-    return found.masked_fill(~is_text[:, None], -math.inf).amax(2)
+    return activations.masked_fill(~is_text[:, None], -math.inf).amax(2)
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """One parameter: zeros for a bias, a small normal for the embedding, else normal with variance 1 / fan-in."""
+    """Return an initial parameter: zeros for a bias, a small normal for the embedding, else normal of variance 1 / fan-in."""
     if name.endswith("bias"):
         return np.zeros(shape, np.float32)
     value = numpy_generator(seed, name).standard_normal(shape, dtype=np.float32)
@@ -72,5 +75,5 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def initialise_kim(module: Kim, seed: int) -> None:
-    """Set every parameter of a module that has memory, on any device. Only its own name and shape decide a value."""
+    """Initialise all parameters in place; a value depends only on the seed and the parameter's name and shape."""
     fill_parameters(module, lambda name, shape: initial_value(name, shape, seed))

@@ -89,12 +89,14 @@ def locate_backbone_and_head(network: Any, num_labels: int) -> tuple[str, str]:
 def read_pretrained_shape(
     folder: Path, names: Sequence[str], *, multi_label: bool = False, **dropouts: float | None
 ) -> PretrainedShape:
-    """Return the configuration of a folder's model with the classes `names`, and with `dropouts` where they are given."""
+    """Return the configuration of a folder's model with the classes `names`, and with `dropouts` that are not None."""
     transformers = _transformers()
     require_config(folder, key="pretrained", what="encoder")
     config = load_transformers_config(folder, key="pretrained", what="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
-        raise UsageError(f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts")
+        raise UsageError(
+            f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts; use an encoder such as BERT"
+        )
     for key, value in dropouts.items():
         fields = [field for field in DROPOUTS[key] if hasattr(config, field)]
         if value is not None and not fields:
