@@ -243,7 +243,7 @@ def test_samples_to_predict_need_their_columns(place: Path) -> None:
     (place / "new.csv").write_text("area,rooms,age\n5,1,2\n1,red,3\n")
     done = bottega(["predict", "runs/a", "new.csv", *FLAG], cwd=place)
     assert done.returncode == 3
-    assert "new.csv, line 3: rooms is 'red', which is no number" in done.stderr
+    assert "new.csv, line 3: rooms is 'red', which is not a number" in done.stderr
     measured = bottega(["evaluate", "runs/a", "--data", "new.csv", *FLAG], cwd=place)
     assert measured.returncode == 3
     assert "no column 'price'" in measured.stderr
