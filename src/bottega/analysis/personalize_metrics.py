@@ -116,13 +116,16 @@ class ImageMetrics:
     @cached_property
     def _text_embeddings(self) -> tuple[np.ndarray, np.ndarray]:
         keywords = [", ".join(words) for words in self.people.keywords]
-        return self.judge.encode_texts(keywords), self.judge.encode_texts([record.wish_or_caption for record in self.people.records])
+        return self.judge.encode_texts(keywords), self.judge.encode_texts(
+            [record.wish_or_caption for record in self.people.records]
+        )
 
     @cached_property
     def _liked_embeddings(self) -> list[np.ndarray]:
         liked_images = (self.people.load_liked_images(i) for i in range(len(self.people)))
         return [
-            self.judge.encode_images(np.stack(images)) if images else np.zeros((0, 1), np.float32) for images in liked_images
+            self.judge.encode_images(np.stack(images)) if images else np.zeros((0, 1), np.float32)
+            for images in liked_images
         ]
 
 
