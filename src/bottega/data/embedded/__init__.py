@@ -69,15 +69,15 @@ def _build_fields(chosen: str) -> dict[str, np.ndarray]:
     if chosen in STICKERS:
         from bottega.data.embedded import stickers
 
-        return stickers.build_build_fields(stickers.TRAINING_PAIRS if chosen == "stickers" else stickers.PAIRS)
+        return stickers.build_fields(stickers.TRAINING_PAIRS if chosen == "stickers" else stickers.PAIRS)
     if chosen == "image":
         from bottega.data.embedded import digits
 
-        return digits.build_build_fields()
+        return digits.build_fields()
     if chosen == "audio":
         from bottega.data.embedded import tones
 
-        return tones.build_build_fields()
+        return tones.build_fields()
     from bottega.data.embedded import moving_digits
 
-    return moving_digits.build_build_fields()
+    return moving_digits.build_fields()
