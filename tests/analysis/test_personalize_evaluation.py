@@ -120,17 +120,17 @@ class Oracle:
         return found / np.linalg.norm(found, axis=1, keepdims=True)
 
     def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
-        found = np.full((len(texts), len(EVERY)), 1e-3)
+        vectors = np.full((len(texts), len(EVERY)), 1e-3)
         for row, text in enumerate(texts):
             for place, word in enumerate(EVERY):
-                found[row, place] += word in text
-        return found / np.linalg.norm(found, axis=1, keepdims=True)
+                vectors[row, place] += word in text
+        return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
 def favourites(record: Record) -> tuple[str, str]:
     """What the history says, which is all that a generator can know."""
-    said = [item.image.split("/") for item in record.history if item.image]
-    return Counter(one[1] for one in said).most_common(1)[0][0], Counter(one[2] for one in said).most_common(1)[0][0]
+    tags = [item.image.split("/") for item in record.history if item.image]
+    return Counter(one[1] for one in tags).most_common(1)[0][0], Counter(one[2] for one in tags).most_common(1)[0][0]
 
 
 class World:
@@ -448,7 +448,7 @@ def test_words_are_looked_for_together_where_captions_have_them_together() -> No
     assert [one.names for one in build_prompts(wide, ["a1 b2"])] == [("a",), ("b",)]
 
 
-def test_the_judge_is_not_misled_by_what_words_come_with() -> None:
+def test_clip_classifier_ignores_correlated_words() -> None:
     """All captions of plum are spotted ones, all of teal lined: a mean over them would read the pattern as the colour."""
     fields = TruthFields(("colour",), (), {"colour": ("plum", "teal")})
     captions = ["a plum spotted house", "a plum spotted tree", "a teal lined house", "a teal lined ship"]
