@@ -286,7 +286,7 @@ def test_another_recipe_is_refused_until_all_is_set_aside(report: dict[str, Any]
 
 
 def test_what_python_is_told_has_no_dashes(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or say by fraction"):
+    with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or use by fraction"):
         bottega.crossval("classify", tiny(folder), folds=40, out=tmp_path / "many")
 
 

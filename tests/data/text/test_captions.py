@@ -155,7 +155,7 @@ def test_a_worker_is_sent_little_and_sees_the_same(table: Table, learnt: Path) -
     after = pickle.loads(sent).rows(index, epoch)
     for name, value in before.items():
         np.testing.assert_array_equal(value, after[name])
-    assert "in 4 tokens of 8" in rows.describe(0, 0)
+    assert "4 tokens, at most 8" in rows.describe(0, 0)
 
 
 def test_other_tokens_are_other_samples(table: Table, learnt: Path, clip: Path) -> None:

@@ -42,7 +42,7 @@ def changes(before: str, after: str) -> int:
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize(("probability", "words"), [(0.1, 7), (0.1, 30), (0.25, 21), (0.5, 11)])
 def test_the_rate_is_the_one_asked_for(technique: str, probability: float, words: int) -> None:
-    vocabulary = sorted(synonym_module._table())
+    vocabulary = sorted(synonym_module._build_table())
     total = changed = 0
     for number in range(2000):
         start = number % (len(vocabulary) - words)
@@ -167,7 +167,7 @@ def test_a_copy_is_a_function_of_seed_key_and_number() -> None:
 
 
 def test_the_table_is_large_and_sound() -> None:
-    table = synonym_module._table()
+    table = synonym_module._build_table()
     assert len(table) >= 400
     assert synonym_source() == "table"
     for word, others in table.items():

@@ -197,7 +197,7 @@ def test_a_width_of_vectors_that_the_data_do_not_have(tmp_path: Path) -> None:
         bottega.load(started(tmp_path, **data, **{"model.condition_size": 2})).workload.metadata.shape.condition.size
         == 2
     )
-    with pytest.raises(DataError, match=r"model\.condition_size: 3 .* have 2 numbers"):
+    with pytest.raises(DataError, match=r"model\.condition_size: 3, .* have 2 numbers"):
         started(tmp_path / "other", **data, **{"model.condition_size": 3})
 
 
@@ -257,8 +257,8 @@ def test_an_impossible_file_is_refused_before_anything_is_drawn(
         (["--vector", "1,2"], ["--vector", "condition class", "--class"]),
         (["--max_tokens", "5"], ["--max_tokens", "it takes", "--class", "--steps"]),
         (["--temperature", "0.5"], ["--temperature", "it takes"]),
-        (["--count", "0"], ["--count 0", "at least one"]),
-        (["--steps", "0"], ["--steps 0", "at least one"]),
+        (["--count", "0"], ["--count 0", "must be at least 1"]),
+        (["--steps", "0"], ["--steps 0", "must be at least 1"]),
         (["--sampler", "ddim"], ["--sampler ddim", "euler, heun or dpm"]),
         (["--guidance", "-1"], ["--guidance -1", "from 0"]),
         (["--guidance", "nan"], ["--guidance nan", "from 0"]),
@@ -286,7 +286,7 @@ def test_a_run_without_condition(say: Any, tmp_path: Path) -> None:
 
 def test_steps_that_the_path_does_not_have(say: Any, tmp_path: Path) -> None:
     path = started(tmp_path, **{"model.objective": "v"})
-    say("generate", path, "--steps", 1001).refused("--steps 1001", "1000 steps")
+    say("generate", path, "--steps", 1001).refused("--steps 1001", "at most 1000")
 
 
 @pytest.mark.parametrize(

@@ -334,8 +334,8 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
     ("what", "message"),
     [
         ({"user": "17"}, "user 17: not one of the 32 users of this run, such as v0, v1"),
-        ({"user": "v1", "count": 0}, "count 0: at least one"),
-        ({"user": "v1", "steps": 0}, "steps 0: at least one"),
+        ({"user": "v1", "count": 0}, "count 0: must be at least 1"),
+        ({"user": "v1", "steps": 0}, "steps 0: must be at least 1"),
         ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
         ({"user": "v1", "guidance": -1.0}, "guidance -1: expected a number from 0"),
         ({"user": "v1", "prompt": "a star"}, "prompt: this run does not support it; it takes user, wish, history"),
