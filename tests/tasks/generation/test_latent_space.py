@@ -149,7 +149,9 @@ def test_a_part_that_was_deleted_is_made_again_by_the_command_that_is_named(run:
         file.write_text(file.read_text().replace(str(run.path.parent), str(runs)))
     before = bottega.load(runs / "pictures").generate(count=1, steps=1)
     shutil.rmtree(runs / "parts")
-    with pytest.raises(CheckpointError, match=r"is gone: \S+; bottega (train \S+recipe\.yaml) trains it again") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"is gone: \S+; bottega (train \S+recipe\.yaml) trains it again"
+    ) as caught:
         bottega.load(runs / "pictures")
     assert str(caught.value).count("gone") == 1
     assert cli.main([*str(caught.value).partition("bottega ")[2].split()[:2], "--quiet"]) == 0
