@@ -105,8 +105,8 @@ def open_classify(folder: Path) -> Built:
 
 def open_recipe(recipe: Any, folder: Path) -> Source:
     prepare = prepare_vectors if isinstance(recipe, RoutingRecipe) else prepare_media
-    prepared_from = recipe.data if isinstance(recipe, RoutingRecipe) else recipe
-    ready = prepare(prepared_from, progress=quiet, cache=folder / "cache")  # type: ignore[operator]
+    argument = recipe.data if isinstance(recipe, RoutingRecipe) else recipe
+    ready = prepare(argument, progress=quiet, cache=folder / "cache")  # type: ignore[operator]
     return open_media_source(recipe, ready, "train", is_training=True)
 
 

@@ -36,9 +36,9 @@ def dump_records(rows: PersonalRows) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["people.jsonl", "people.json"])
 def test_records_round_trip(tmp_path: Path, name: str) -> None:
     expected = records()
-    found = prepare_records(people(tmp_path, expected, name))
-    rows = PersonalRows(found, "train")
-    assert found.tables == {"train": {"rows": 20, "users": 10}}
+    prepared = prepare_records(people(tmp_path, expected, name))
+    rows = PersonalRows(prepared, "train")
+    assert prepared.tables == {"train": {"rows": 20, "users": 10}}
     assert dump_records(rows) == [Record.model_validate(row).model_dump(exclude_defaults=True) for row in expected]
     assert rows.users == [row["user"] for row in expected]
     again = pickle.loads(pickle.dumps(rows))

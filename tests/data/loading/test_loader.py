@@ -96,8 +96,8 @@ def test_curriculum_stages_have_their_own_batch_sizes() -> None:
     assert [loader.samples_before(step) for step in range(9)] == [0, *np.cumsum(sizes)]
     assert [loader.step_at(samples) for samples in (0, 3, 4, 12, 27, 28, 33, 34)] == [0, 0, 1, 3, 4, 5, 5, 6]
     assert loader.steps_per_epoch == 30 / 8
-    seen = np.concatenate([batch["x"] for batch in islice(loader(0), 10)])
-    assert np.array_equal(seen, loader.order.indices(np.arange(len(seen)))[0])  # type: ignore[union-attr]
+    drawn = np.concatenate([batch["x"] for batch in islice(loader(0), 10)])
+    assert np.array_equal(drawn, loader.order.indices(np.arange(len(drawn)))[0])  # type: ignore[union-attr]
 
 
 def test_indivisible_stage_batch_size_is_refused_by_name() -> None:
