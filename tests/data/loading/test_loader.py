@@ -116,10 +116,10 @@ def test_epoch_of_a_mixture_counts_all_samples() -> None:
 class CountingEngine(FakeEngine):
     """Count the samples of all training steps."""
 
-    seen = 0
+    samples = 0
 
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        self.seen += len(batch["x"])
+        self.samples += len(batch["x"])
         return {"loss": 0.0}
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -156,7 +156,7 @@ def test_trainer_counts_the_samples_of_every_stage() -> None:
         cadences=Cadences(log=3),
         callbacks=[callback],
     )
-    assert trainer.run().samples == engine.seen == 12 + 16 + 24
+    assert trainer.run().samples == engine.samples == 12 + 16 + 24
     assert callback.samples == [12, 34, 52]
     assert callback.per_log == [12, 22, 18]
 

@@ -163,13 +163,13 @@ class TestTimes:
     )
     def test_variable_frame_rate_is_resampled_by_timestamps(self, gaps: list[int], fps: float) -> None:
         times = [0, *np.cumsum(gaps).tolist()]
-        seen = decode_numbers(encode_video(len(times), times=times), fps=fps)
-        for position, number in enumerate(seen):
+        frame_numbers = decode_numbers(encode_video(len(times), times=times), fps=fps)
+        for position, number in enumerate(frame_numbers):
             distance = [abs(time / 10 - position / fps) for time in times]
             assert distance[number] <= min(distance) + 1e-6
         # The last frame lasts one period of the stated rate, which the container derives from the times.
-        assert (len(seen) - 1) / fps <= times[-1] / 10 + 6.1 / 10
-        assert len(seen) / fps >= times[-1] / 10
+        assert (len(frame_numbers) - 1) / fps <= times[-1] / 10 + 6.1 / 10
+        assert len(frame_numbers) / fps >= times[-1] / 10
 
     @given(st.sampled_from([1, 2, 4, 12.5, 25, 60]))
     def test_resampling_preserves_the_duration(self, fps: float) -> None:
