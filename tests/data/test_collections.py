@@ -148,7 +148,7 @@ def test_invalid_rating_is_refused_or_skipped(flickr_folder: Path, row: str, mes
     assert message in skipped.notes()[-1]
 
 
-def test_images_in_another_folder(flickr_folder: Path, tmp_path: Path) -> None:
+def test_images_in_another_folder_are_read_with_the_setting(flickr_folder: Path, tmp_path: Path) -> None:
     captions = {"captions": str(flickr_folder / "captions.json")}
     before = prepare_collection(flickr_folder, "flickr", **captions)
     (flickr_folder / "40K").rename(tmp_path / "photos")
@@ -182,7 +182,7 @@ def test_pog_records_hold_the_last_clicked_items(tmp_path: Path) -> None:
     assert len(read_collection(folder, build_data(folder, "pog"), limit=4).records) == 4
 
 
-def test_missing_parts_of_pog_are_named(tmp_path: Path) -> None:
+def test_missing_files_of_pog_are_reported_by_name(tmp_path: Path) -> None:
     folder = pog(tmp_path / "pog")
     users = folder / "user_data.txt"
     users.write_text(users.read_text() + "p1,t1;t2\n")
@@ -287,5 +287,5 @@ def test_empty_caption_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = picture(tmp_path / "a.png", 1)
     with pytest.raises(DataError, match=r"gives an empty caption for .*a.png"):
         caption_images(
-            {"x": path}, tmp_path, lambda folder: lambda pictures: [" " for _ in pictures], progress=lambda *of: None
+            {"x": path}, tmp_path, lambda folder: lambda images: [" " for _ in images], progress=lambda *of: None
         )

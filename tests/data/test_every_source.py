@@ -66,19 +66,19 @@ def encode_png(number: int, size: tuple[int, int]) -> bytes:
 
 def write_images(folder: Path, *, shapes: int = 1) -> Path:
     for number in range(40):
-        path = folder / "pictures" / f"class-{number % 3}" / f"{number:02}.png"
+        path = folder / "images" / f"class-{number % 3}" / f"{number:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(encode_png(number, ((16, 16), (12, 24), (24, 12))[number % shapes]))
-    return folder / "pictures"
+    return folder / "images"
 
 
 def write_audio(folder: Path) -> Path:
     for number in range(30):
-        path = folder / "sounds" / f"class-{number % 3}" / f"{number:02}.wav"
+        path = folder / "audio" / f"class-{number % 3}" / f"{number:02}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
         wave = np.sin(np.arange(400 + 10 * number) * (number + 1) / 40).astype(np.float32)
         path.write_bytes(encode_wav(wave, 8000))
-    return folder / "sounds"
+    return folder / "audio"
 
 
 def write_videos(folder: Path) -> Path:

@@ -220,7 +220,7 @@ def test_gif_colours_are_dithered(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".gif", ".mp4"])
-def test_small_videos_are_enlarged_by_a_whole_factor(tmp_path: Path, suffix: str) -> None:
+def test_small_videos_are_enlarged_by_an_integer_factor(tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("av")
     from bottega.data.video.decode import decode_frames as read_frames
 
@@ -289,7 +289,7 @@ def test_video_folder_has_an_animated_and_a_still_sheet(
         np.testing.assert_array_equal(shown, videos[number, [0, 3, 6], 0, 0, 0])
 
 
-def test_videos_in_one_file(tmp_path: Path) -> None:
+def test_several_videos_in_one_file_are_a_sheet(tmp_path: Path) -> None:
     videos = draw_pixels(4, 2, 20, 20, 3)
     assert file_names(write_videos(videos, 8, tmp_path / "a.gif")) == ["a.gif"]
     assert read_gif(tmp_path / "a.gif")[0].shape == (2, 224, 224, 3)  # 20 x 5 and gaps of 8

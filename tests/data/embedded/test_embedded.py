@@ -58,14 +58,14 @@ def clips() -> dict[str, np.ndarray]:
     return load_embedded("video")
 
 
-def test_the_digits_are_those_of_scikit_learn() -> None:
+def test_digits_equal_those_of_scikit_learn() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
-    theirs = datasets.load_digits()
+    reference = datasets.load_digits()
     pixels, labels = digits.load_digits()
     assert pixels.shape == (1797, 8, 8)
-    np.testing.assert_array_equal(labels, theirs.target)
-    np.testing.assert_array_equal(pixels, np.rint(theirs.images * 255 / 16))
-    np.testing.assert_array_equal(np.rint(pixels * (16 / 255)), theirs.images)
+    np.testing.assert_array_equal(labels, reference.target)
+    np.testing.assert_array_equal(pixels, np.rint(reference.images * 255 / 16))
+    np.testing.assert_array_equal(np.rint(pixels * (16 / 255)), reference.images)
 
 
 @pytest.mark.parametrize("medium", get_args(Medium))
@@ -128,7 +128,7 @@ def test_samples_are_unique(medium: Medium) -> None:
 def test_held_out_clips_show_digit_images_not_used_in_training(
     target: str, clips: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    """An image moves in up to four directions; a random split would train on the images of 363 of 400 held-out clips."""
+    """An image moves in up to four directions; a random split would train on images of 363 of 400 held-out clips."""
     recipe = check_recipe([target.removeprefix("judge of ")]).recipe
     recipe = dependency_recipe(recipe, "judge") if target.startswith("judge") else recipe
     assert isinstance(recipe, media.MediaRecipe)
@@ -199,7 +199,7 @@ def test_image_tasks_share_the_digits(tmp_path: Path) -> None:
 
 
 def test_tones_are_in_tune(audio_arrays: dict[str, np.ndarray]) -> None:
-    """The largest peak near the note, measured to 0.03 Hz; an integer number of samples per period would be 33 cents off."""
+    """The peak near the note, measured to 0.03 Hz; an integer number of samples per period would be 33 cents off."""
     detuned = tones.compute_pitches(np.array([numpy_generator("tones", i).random() for i in range(tones.COUNT)]))
     semitones = np.arange(tones.COUNT) % 13
     equal = 440 * 2 ** ((semitones - 9) / 12)

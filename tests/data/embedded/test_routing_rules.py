@@ -60,7 +60,7 @@ def prepare_rules(**data: Any) -> PreparedData:
 
 @pytest.mark.parametrize("options", KINDS, ids=ids)
 def test_bayes_accuracy_matches_the_posterior(options: RuleOptions) -> None:
-    """Within four standard errors of 200,000 samples, both for the mean of the largest posterior and for its calibration."""
+    """Within four standard errors of 200,000 samples, for the mean of the largest posterior and its calibration."""
     samples = draw_samples(options, 17, 200_000)
     posterior = label_posterior(options, samples["x"])
     np.testing.assert_allclose(posterior.sum(axis=1), 1.0, atol=1e-12)

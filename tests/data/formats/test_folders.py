@@ -1,4 +1,4 @@
-"""Folders of media: classes from subfolders, fields from a metadata table, every file and every problem reported once."""
+"""Media folders: classes from subfolders, fields from a metadata table, every file and problem reported once."""
 
 from __future__ import annotations
 

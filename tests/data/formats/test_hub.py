@@ -1,4 +1,4 @@
-"""Hugging Face datasets are read from a hub name, a folder or a saved copy, without running their code or decoding media."""
+"""Hugging Face datasets from a hub name, a folder or a saved copy, without running code or decoding media."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_partial_download_is_never_used(store: Any, monkeypatch: pytest.MonkeyPa
         read_keys("memory://far", kind="jsonl")
     assert [path.suffix for path in (default_cache() / "remote").iterdir()] == [".lock"]
     monkeypatch.setattr(type(store), "get_file", original)
-    # The temporary folder of a dead process is no obstacle.
+    # The temporary folder of a dead process is replaced.
     (lock,) = (default_cache() / "remote").iterdir()
     lock.with_suffix(".tmp").mkdir()
     (lock.with_suffix(".tmp") / "a.jsonl").write_bytes(b"half")

@@ -98,7 +98,7 @@ def test_palette_deep_bilevel_and_cmyk_modes_are_converted() -> None:
     assert (decode_image(encode_image(grey_alpha, "PNG"), channels=1) == 255).all()
 
 
-def test_pixels_without_a_known_range_are_refused() -> None:
+def test_pixels_of_unspecified_range_are_refused() -> None:
     for array in (np.ones((3, 3), np.float32), np.ones((3, 3), np.int32)):
         with pytest.raises(Unreadable, match="save it with 8 or 16"):
             decode_image(encode_image(Image.fromarray(array), "TIFF"), channels=None)

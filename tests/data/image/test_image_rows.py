@@ -278,7 +278,7 @@ class TestClasses:
         assert find_classes(["7", "3"], num_classes=10).ids(["3", "7"]).tolist() == [3, 7]
 
     @pytest.mark.parametrize("value", ["10", "-1", "99"])
-    def test_a_label_out_of_range_is_named_with_its_record(self, labelled: Table, value: str) -> None:
+    def test_label_out_of_range_is_refused_with_its_record(self, labelled: Table, value: str) -> None:
         classes = find_classes(["1", value], num_classes=10)
         with pytest.raises(DataError, match=rf"cats/2\.png: label {value} is out of range: .* 0 to 9") as caught:
             classes.ids(["1", "3", value], keys=["a", "b", "cats/2.png"])
@@ -305,7 +305,7 @@ class TestClasses:
         with pytest.raises(DataError, match="r2: has no label"):
             Conditions(half, "class", classes=find_classes("ab"))
 
-    def test_a_record_without_a_label_among_labelled_ones_is_named(self) -> None:
+    def test_missing_label_among_labelled_records_is_refused_by_name(self) -> None:
         with pytest.raises(DataError, match=r"b\.png: has no label"):
             find_classes(["cat", ""]).ids(["cat", ""], keys=["a.png", "b.png"])
 

@@ -43,7 +43,7 @@ def test_every_epoch_is_a_permutation_across_batch_borders(size: int, batch: int
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 0), (0, 3), (2, 0), (2, 2)])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_and_workers_share_one_order(world: int, workers: int, prefetch: int) -> None:
+def test_order_does_not_depend_on_ranks_or_workers(world: int, workers: int, prefetch: int) -> None:
     start, steps = 5, 4
     source = build_source(30)
     rank_batches = []
@@ -163,7 +163,7 @@ def test_trainer_counts_the_samples_of_every_stage() -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("limit", [None, 1, 5, 22, 100])
-def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
+def test_evaluation_yields_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
     source = build_source(22)
     expected = np.arange(22 if limit is None else min(limit, 22))
     ranks = [list(iter_eval_batches(source, 8, data_rank=rank, data_size=world, limit=limit)) for rank in range(world)]

@@ -248,7 +248,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: A
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_stopped_worker_is_replaced_and_named(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_worker_is_replaced_and_reported(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP neither ends the process nor closes its socket, so waiting for it would never return."""
     monkeypatch.setattr("bottega.data.loading.prefetch.STOPPED", 0.5)
     warnings: list[str] = []
