@@ -1,4 +1,4 @@
-"""What every kind of prepared data has in common: one order for any world and workers, an instant seek, an exact resume."""
+"""Properties of every kind of prepared data: one order for any world size and workers, constant-time seek, exact resume."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ Built = tuple[Source, Order | None]
 
 
 def quiet(stage: str, done: int, total: int) -> None:
-    """No bar."""
+    """Show no progress bar."""
 
 
-def rows_file(folder: Path) -> Path:
+def write_rows(folder: Path) -> Path:
     path = folder / "rows.jsonl"
     rows = [{"text": f"{'word ' * (n % 9)}number {n}", "label": n % 4, "score": (n * 37) % 100} for n in range(90)]
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
     return path
 
 
-def picture(number: int, size: tuple[int, int]) -> bytes:
+def encode_png(number: int, size: tuple[int, int]) -> bytes:
     from PIL import Image
 
     out = io.BytesIO()
@@ -64,118 +64,118 @@ def picture(number: int, size: tuple[int, int]) -> bytes:
     return out.getvalue()
 
 
-def pictures(folder: Path, *, shapes: int = 1) -> Path:
+def write_images(folder: Path, *, shapes: int = 1) -> Path:
     for number in range(40):
-        path = folder / "pictures" / f"class-{number % 3}" / f"{number:02}.png"
+        path = folder / "images" / f"class-{number % 3}" / f"{number:02}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(picture(number, ((16, 16), (12, 24), (24, 12))[number % shapes]))
-    return folder / "pictures"
+        path.write_bytes(encode_png(number, ((16, 16), (12, 24), (24, 12))[number % shapes]))
+    return folder / "images"
 
 
-def sounds(folder: Path) -> Path:
+def write_audio(folder: Path) -> Path:
     for number in range(30):
-        path = folder / "sounds" / f"class-{number % 3}" / f"{number:02}.wav"
+        path = folder / "audio" / f"class-{number % 3}" / f"{number:02}.wav"
         path.parent.mkdir(parents=True, exist_ok=True)
         wave = np.sin(np.arange(400 + 10 * number) * (number + 1) / 40).astype(np.float32)
         path.write_bytes(encode_wav(wave, 8000))
-    return folder / "sounds"
+    return folder / "audio"
 
 
-def videos(folder: Path) -> Path:
+def write_videos(folder: Path) -> Path:
     arrays = np.random.default_rng(0).integers(0, 256, (30, 7, 8, 8, 3), dtype=np.uint8)
     np.savez(folder / "videos.npz", video=arrays, fps=np.full(30, 8.0))
     return folder / "videos.npz"
 
 
-def language(folder: Path, *, padding: bool = False, table: str = "train") -> Source:
-    data = TextData(train=Options(path=str(rows_file(folder))), curriculum=Curriculum(by="score", stages=(FIRST,)))
+def open_language(folder: Path, *, padding: bool = False, table: str = "train") -> Source:
+    data = TextData(train=Options(path=str(write_rows(folder))), curriculum=Curriculum(by="score", stages=(FIRST,)))
     ready = prepare_language(data, BYTES, progress=quiet, cache=folder / "cache")
     if padding:
         return TokenDocuments(ready.folder, table, sequence_length=20)
     return TokenWindows(ready.folder, table, sequence_length=16, seed=3)
 
 
-def classify(folder: Path) -> Built:
-    data = ClassifyData(train=Options(path=str(rows_file(folder))), validation=None)
+def open_classify(folder: Path) -> Built:
+    data = ClassifyData(train=Options(path=str(write_rows(folder))), validation=None)
     ready = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=folder / "cache")
     labels = ready.class_ids("train")
     assert labels is not None
     return LabelledTexts(ready.folder, "train", labels=labels), None
 
 
-def recipe_samples(recipe: Any, folder: Path) -> Source:
+def open_recipe(recipe: Any, folder: Path) -> Source:
     prepare = prepare_vectors if isinstance(recipe, RoutingRecipe) else prepare_media
-    of = recipe.data if isinstance(recipe, RoutingRecipe) else recipe
-    ready = prepare(of, progress=quiet, cache=folder / "cache")  # type: ignore[operator]
+    argument = recipe.data if isinstance(recipe, RoutingRecipe) else recipe
+    ready = prepare(argument, progress=quiet, cache=folder / "cache")  # type: ignore[operator]
     return open_media_source(recipe, ready, "train", is_training=True)
 
 
-def image(folder: Path, **options: Any) -> Source:
-    changes = ImageAugmentation(crop=0.3, flip=True, colour_jitter=0.2)
-    data = ImageData(train=Options(path=str(pictures(folder))), augmentation=changes, **options)
-    return recipe_samples(media.ImageRecipe(data=data), folder)
+def open_images(folder: Path, **options: Any) -> Source:
+    augmentation = ImageAugmentation(crop=0.3, flip=True, colour_jitter=0.2)
+    data = ImageData(train=Options(path=str(write_images(folder))), augmentation=augmentation, **options)
+    return open_recipe(media.ImageRecipe(data=data), folder)
 
 
-def bucketed(folder: Path) -> Built:
-    train = Options(path=str(pictures(folder, shapes=3)))
+def open_buckets(folder: Path) -> Built:
+    train = Options(path=str(write_images(folder, shapes=3)))
     data = ImageData(train=train, image_size=16, buckets=3)
-    source: Any = recipe_samples(media.ImageRecipe(data=data), folder)
+    source: Any = open_recipe(media.ImageRecipe(data=data), folder)
     return source, Bucketed(source.buckets, BATCH, seed=1)
 
 
-def audio(folder: Path) -> Built:
-    changes = AudioAugmentation(noise=0.1, gain=3.0, time_mask=0.2)
-    data = AudioData(train=Options(path=str(sounds(folder))), seconds=0.05, augmentation=changes)
-    return recipe_samples(media.AudioRecipe(data=data), folder), None
+def open_audio(folder: Path) -> Built:
+    augmentation = AudioAugmentation(noise=0.1, gain=3.0, time_mask=0.2)
+    data = AudioData(train=Options(path=str(write_audio(folder))), seconds=0.05, augmentation=augmentation)
+    return open_recipe(media.AudioRecipe(data=data), folder), None
 
 
-def video(folder: Path) -> Built:
-    data = VideoData(train=Options(path=str(videos(folder))), num_frames=4)
-    return recipe_samples(media.VideoRecipe(model=VideoGenerator(condition="none"), data=data), folder), None
+def open_video(folder: Path) -> Built:
+    data = VideoData(train=Options(path=str(write_videos(folder))), num_frames=4)
+    return open_recipe(media.VideoRecipe(model=VideoGenerator(condition="none"), data=data), folder), None
 
 
-def vectors(folder: Path) -> Built:
+def open_vectors(folder: Path) -> Built:
     np.savez(folder / "v.npz", x=np.random.default_rng(0).normal(size=(60, 5)), label=np.arange(60) % 3)
-    changes = VectorAugmentation(noise_level=0.1, mask_probability=0.2)
-    data = RoutingData(train=Options(path=str(folder / "v.npz")), validation=None, augmentation=changes)
-    return recipe_samples(RoutingRecipe(data=data), folder), None
+    augmentation = VectorAugmentation(noise_level=0.1, mask_probability=0.2)
+    data = RoutingData(train=Options(path=str(folder / "v.npz")), validation=None, augmentation=augmentation)
+    return open_recipe(RoutingRecipe(data=data), folder), None
 
 
 FIRST = Stage(share=0.4, steps=Interval(3))
 
 
-def mixed(folder: Path) -> Built:
-    a, b = language(folder), language(folder)
+def open_mixture(folder: Path) -> Built:
+    a, b = open_language(folder), open_language(folder)
     options = (Options(path="a", weight=3.0), Options(path="b", weight=1.0))
     return combine.combine_sources(
         [(a, options[0]), (b, options[1])], Data(sources=options, mixture="weighted"), seed=1
     )
 
 
-def curriculum(folder: Path) -> Built:
-    source = language(folder, padding=True)
+def open_curriculum(folder: Path) -> Built:
+    source = open_language(folder, padding=True)
     stages = (
         FIRST,
         Stage(share=0.7, steps=Interval(4), batch_size=2 * BATCH, replay=0.25),
         Stage(steps=Interval(9)),
     )
     plan = Curriculum(by="score", stages=stages)
-    concrete = plan_stages(plan, size=len(source), total_steps=100, steps_per_epoch=5, batch_size=BATCH)
-    return source, CurriculumOrder(rank_samples(source, "score"), concrete, seed=1)
+    planned = plan_stages(plan, size=len(source), total_steps=100, steps_per_epoch=5, batch_size=BATCH)
+    return source, CurriculumOrder(rank_samples(source, "score"), planned, seed=1)
 
 
 SOURCES: dict[str, Callable[[Path], Built]] = {
-    "packed text": lambda folder: (language(folder), None),
-    "documents": lambda folder: (language(folder, padding=True), None),
-    "labelled text": classify,
-    "pixels": lambda folder: (image(folder), None),
-    "encoded pictures": lambda folder: (image(folder, store="encoded"), None),
-    "buckets": bucketed,
-    "audio": audio,
-    "video": video,
-    "vectors": vectors,
-    "mixture": mixed,
-    "curriculum": curriculum,
+    "packed text": lambda folder: (open_language(folder), None),
+    "documents": lambda folder: (open_language(folder, padding=True), None),
+    "labelled text": open_classify,
+    "pixels": lambda folder: (open_images(folder), None),
+    "encoded images": lambda folder: (open_images(folder, store="encoded"), None),
+    "buckets": open_buckets,
+    "audio": open_audio,
+    "video": open_video,
+    "vectors": open_vectors,
+    "mixture": open_mixture,
+    "curriculum": open_curriculum,
 }
 
 
@@ -184,76 +184,78 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return SOURCES[request.param](tmp_path_factory.mktemp("source"))
 
 
-def loader(built: Built, **options: Any) -> Loader:
+def build_loader(built: Built, **options: Any) -> Loader:
     return Loader(built[0], BATCH, seed=1, order=built[1], **options)
 
 
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def batches_equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(
         np.array_equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a
     )
 
 
-def joined(parts: list[dict[str, Any]], padding_values: dict[str, int]) -> dict[str, Any]:
-    """The parts as one batch. What is as long as its own longest text is filled up first."""
+def join_batches(parts: list[dict[str, Any]], padding_values: dict[str, int]) -> dict[str, Any]:
+    """Concatenate batches; fields padded to their longest text are padded to a common width first."""
 
-    def one(name: str) -> Any:
+    def join_field(name: str) -> Any:
         values = [part[name] for part in parts]
         if name in padding_values:
             width = max(value.shape[1] for value in values)
-            free = [((0, 0), (0, width - value.shape[1])) for value in values]
-            values = [np.pad(v, by, constant_values=padding_values[name]) for v, by in zip(values, free, strict=True)]
+            padding = [((0, 0), (0, width - value.shape[1])) for value in values]
+            values = [
+                np.pad(v, by, constant_values=padding_values[name]) for v, by in zip(values, padding, strict=True)
+            ]
         return values[0] if np.ndim(values[0]) == 0 else np.concatenate(values)
 
-    return {name: one(name) for name in parts[0]}
+    return {name: join_field(name) for name in parts[0]}
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-def test_ranks_together_see_what_one_process_sees(built: Built, world: int) -> None:
-    whole = loader(built)
-    ranks = [loader(built, data_rank=rank, data_size=world) for rank in range(world)]
+def test_batches_of_all_ranks_equal_those_of_one_process(built: Built, world: int) -> None:
+    loader = build_loader(built)
+    ranks = [build_loader(built, data_rank=rank, data_size=world) for rank in range(world)]
     for step in (0, 1, 2, 7, 1000):
         padding_values = built[0].padding_values
-        assert same(joined([rank.batch(step) for rank in ranks], padding_values), whole.batch(step))
+        assert batches_equal(join_batches([rank.batch(step) for rank in ranks], padding_values), loader.batch(step))
 
 
-def test_workers_and_restarts_change_nothing(built: Built) -> None:
-    plain = [loader(built).batch(step) for step in range(9)]
+def test_batches_do_not_depend_on_workers_or_restarts(built: Built) -> None:
+    plain = [build_loader(built).batch(step) for step in range(9)]
     for workers in (1, 2):
-        stream = loader(built, workers=workers, prefetch=workers)(0)
-        assert all(map(same, islice(stream, 9), plain))
+        stream = build_loader(built, workers=workers, prefetch=workers)(0)
+        assert all(map(batches_equal, islice(stream, 9), plain))
         stream.close()
-    resumed = loader(built)(4)
-    assert all(map(same, islice(resumed, 5), plain[4:]))
+    resumed = build_loader(built)(4)
+    assert all(map(batches_equal, islice(resumed, 5), plain[4:]))
 
 
-def test_no_sample_comes_twice_in_an_epoch(built: Built) -> None:
+def test_every_sample_occurs_once_per_epoch(built: Built) -> None:
     source, order = built
-    whole = loader(built)
-    seen: dict[int, list[int]] = {}
+    loader = build_loader(built)
+    samples_by_epoch: dict[int, list[int]] = {}
     for step in range(60):
-        for index, epoch in zip(*whole.indices(step), strict=True):
-            seen.setdefault(int(epoch), []).append(int(index))
+        for index, epoch in zip(*loader.indices(step), strict=True):
+            samples_by_epoch.setdefault(int(epoch), []).append(int(index))
     if isinstance(order, CurriculumOrder):
-        return  # a stage sees its own share; test_orders.py has its properties
-    assert all(len(set(numbers)) == len(numbers) for numbers in seen.values())
+        return  # a stage uses its own fraction; tested in test_orders.py
+    assert all(len(set(numbers)) == len(numbers) for numbers in samples_by_epoch.values())
     if order is None:
-        assert sorted(seen[0]) == list(range(len(source)))
+        assert sorted(samples_by_epoch[0]) == list(range(len(source)))
 
 
-def test_a_step_far_away_costs_no_more_than_a_near_one(built: Built) -> None:
-    whole = loader(built)
-    whole.batch(0)
-    whole.batch(10**6 + 1)
-    near = max(count_operations(lambda step=step: whole.indices(step)) for step in range(20))
+def test_seeking_is_constant_time(built: Built) -> None:
+    loader = build_loader(built)
+    loader.batch(0)
+    loader.batch(10**6 + 1)
+    near = max(count_operations(lambda step=step: loader.indices(step)) for step in range(20))
     for step in (10**6, 10**9):
-        assert count_operations(lambda step=step: whole.indices(step)) <= 2 * near
-        first = whole.indices(step)
-        assert all(map(np.array_equal, first, loader(built).indices(step)))
+        assert count_operations(lambda step=step: loader.indices(step)) <= 2 * near
+        first = loader.indices(step)
+        assert all(map(np.array_equal, first, build_loader(built).indices(step)))
 
 
-def test_the_batch_formats_are_those_promised(built: Built, request: pytest.FixtureRequest) -> None:
-    batch = loader(built).batch(0)
+def test_batch_fields_have_the_documented_dtypes(built: Built, request: pytest.FixtureRequest) -> None:
+    batch = build_loader(built).batch(0)
     forms = {name: (value.dtype.str.lstrip("<|"), np.ndim(value)) for name, value in batch.items()}
     if "input_ids" in forms:
         assert forms["input_ids"] == forms["attention_mask"] == ("i4", 2)

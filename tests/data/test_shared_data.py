@@ -1,4 +1,4 @@
-"""Real data, read and prepared to its end: the counts are those its own index states."""
+"""Real datasets prepared completely: the counts are those in their own index."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from bottega.run.prepare import prepare_recipe, read_recipe
 
 DATA = Path(os.environ.get("BOTTEGA_DATA", ""))
-pytestmark = pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of real data")
+pytestmark = pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA is not set")
 
-# Of each clip: its frames as decoded, at their own rate.
+# Number of decoded frames of each clip, at its own frame rate.
 FRAMES = {
     "R6llTwEh07w.mp4": 303,
     "RATRACE_wave_f_nm_np1_fr_goo_37.avi": 72,
@@ -31,7 +31,7 @@ FRAMES = {
 }
 
 
-def prepared(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def prepare_words(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return prepare_recipe(read_recipe(words.format(data=DATA).split()), lambda stage, done, total: None)
 
@@ -63,30 +63,32 @@ def prepared(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any
 def test_every_record_is_prepared(
     words: str, rows: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = prepared(words, tmp_path, monkeypatch)
+    ready = prepare_words(words, tmp_path, monkeypatch)
     assert {name: counts["rows"] for name, counts in ready.tables.items()} == rows
     assert ready.metadata["bad"] == 0
 
 
-def test_the_text_is_all_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = prepared(
+def test_every_byte_of_text_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare_words(
         "language --data {data}/text-lm-tinyshakespeare/input.txt --tokenizer bytes", tmp_path, monkeypatch
     )
     assert sum(counts["bytes"] for counts in ready.tables.values()) == 1_115_394
 
 
-def test_every_frame_of_every_clip_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = prepared("video --data {data}/video-clips data.image_size=16 data.validation=null", tmp_path, monkeypatch)
+def test_every_frame_of_every_clip_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare_words(
+        "video --data {data}/video-clips data.image_size=16 data.validation=null", tmp_path, monkeypatch
+    )
     table = ready.table("train")
     lengths = dict(zip((table.row("key", n) for n in range(12)), table.lengths("video").tolist(), strict=True))
     assert lengths == FRAMES
 
 
-def test_speech_has_its_transcript_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = prepared("audio --data {data}/audio-ljspeech-sample data.validation=null", tmp_path, monkeypatch).table(
-        "train"
-    )
-    said = [table.row("caption", n) for n in range(16)]
-    assert sum(map(bool, said)) == 8
-    assert said[0].startswith("Printing, in the only sense")
+def test_speech_has_its_transcript_as_caption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = prepare_words(
+        "audio --data {data}/audio-ljspeech-sample data.validation=null", tmp_path, monkeypatch
+    ).table("train")
+    captions = [table.row("caption", n) for n in range(16)]
+    assert sum(map(bool, captions)) == 8
+    assert captions[0].startswith("Printing, in the only sense")
     assert np.isclose(table.lengths("audio").sum() / 22_050, 106.5, atol=0.1)

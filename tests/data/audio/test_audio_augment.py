@@ -1,4 +1,4 @@
-"""Changed copies of a sound: as strong as asked, and a function of (seed, epoch, index)."""
+"""Audio augmentation has the configured strength and is a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -23,38 +23,38 @@ from bottega.data.audio.config import AudioAugmentation
 from bottega.data.audio.spectrogram import hertz_to_mel
 
 RATE = 8000
-SOUND = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * np.float32(0.2)
-MANY = 400
-CHANGES: dict[str, Callable[[RandomKey], np.ndarray]] = {
-    "noise": lambda draw: add_noise(SOUND, 0.3, random_key=draw),
-    "gain": lambda draw: change_gain(SOUND, 6, random_key=draw),
-    "time": lambda draw: mask_time(SOUND, 0.4, random_key=draw),
-    "band": lambda draw: mask_frequency_band(SOUND, 0.4, rate=RATE, random_key=draw),
-    "spectrogram": lambda draw: mask_spectrogram(SOUND.reshape(80, 50), time=0.4, frequency=0.4, random_key=draw),
+AUDIO = np.random.default_rng(0).standard_normal(4000).astype(np.float32) * np.float32(0.2)
+NUM_DRAWS = 400
+AUGMENTATIONS: dict[str, Callable[[RandomKey], np.ndarray]] = {
+    "noise": lambda draw: add_noise(AUDIO, 0.3, random_key=draw),
+    "gain": lambda draw: change_gain(AUDIO, 6, random_key=draw),
+    "time": lambda draw: mask_time(AUDIO, 0.4, random_key=draw),
+    "band": lambda draw: mask_frequency_band(AUDIO, 0.4, rate=RATE, random_key=draw),
+    "spectrogram": lambda draw: mask_spectrogram(AUDIO.reshape(80, 50), time=0.4, frequency=0.4, random_key=draw),
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_a_function_of_seed_epoch_and_index(name: str) -> None:
-    change, before = CHANGES[name], SOUND.copy()
-    first = change((1, 2, 3))
+@pytest.mark.parametrize("name", AUGMENTATIONS)
+def test_augmentation_is_a_function_of_seed_epoch_and_index(name: str) -> None:
+    augment, before = AUGMENTATIONS[name], AUDIO.copy()
+    first = augment((1, 2, 3))
     assert first.dtype == np.float32
-    np.testing.assert_array_equal(first, change((1, 2, 3)))
+    np.testing.assert_array_equal(first, augment((1, 2, 3)))
     for draw in ((0, 2, 3), (1, 0, 3), (1, 2, 0)):
-        assert not np.array_equal(first, change(draw))
-    np.testing.assert_array_equal(SOUND, before)
+        assert not np.array_equal(first, augment(draw))
+    np.testing.assert_array_equal(AUDIO, before)
 
 
 @given(st.floats(0.01, 2))
-def test_noise_has_the_share_asked_for(share: float) -> None:
-    noise = add_noise(SOUND, share, random_key=(0, 0, 0)) - SOUND
-    # 4,000 draws: the deviation is known to 1.1 %.
-    assert noise.std() / SOUND.std() == pytest.approx(share, rel=0.05)
-    assert abs(noise.mean()) < 0.1 * share * SOUND.std()
+def test_noise_has_the_configured_level(fraction: float) -> None:
+    noise = add_noise(AUDIO, fraction, random_key=(0, 0, 0)) - AUDIO
+    # 4,000 draws: the relative error of the deviation is 1.1 %.
+    assert noise.std() / AUDIO.std() == pytest.approx(fraction, rel=0.05)
+    assert abs(noise.mean()) < 0.1 * fraction * AUDIO.std()
 
 
-def test_gain_is_even_over_its_whole_range() -> None:
-    ratios = np.array([change_gain(SOUND, 6, random_key=(0, 0, i))[0] / SOUND[0] for i in range(MANY)])
+def test_gain_is_uniform_over_its_range() -> None:
+    ratios = np.array([change_gain(AUDIO, 6, random_key=(0, 0, i))[0] / AUDIO[0] for i in range(NUM_DRAWS)])
     decibels = 20 * np.log10(ratios)
     assert np.abs(decibels).max() <= 6 + 1e-4
     assert decibels.min() < -5.8
@@ -63,35 +63,35 @@ def test_gain_is_even_over_its_whole_range() -> None:
     assert decibels.std() == pytest.approx(6 / np.sqrt(3), rel=0.1)
 
 
-def test_a_time_mask_is_one_stretch_of_up_to_the_share_anywhere() -> None:
-    masked = np.array([mask_time(SOUND, 0.4, random_key=(0, 0, i)) == 0 for i in range(MANY)])
-    shares = masked.mean(1)
-    assert shares.max() <= 0.4
-    assert shares.max() > 0.38
-    assert shares.mean() == pytest.approx(0.2, abs=0.02)
+def test_time_mask_is_one_interval_of_up_to_the_configured_fraction() -> None:
+    masked = np.array([mask_time(AUDIO, 0.4, random_key=(0, 0, i)) == 0 for i in range(NUM_DRAWS)])
+    fractions = masked.mean(1)
+    assert fractions.max() <= 0.4
+    assert fractions.max() > 0.38
+    assert fractions.mean() == pytest.approx(0.2, abs=0.02)
     assert (np.abs(np.diff(masked.astype(int), axis=1)).sum(1) <= 2).all()
     assert masked[:, 0].any() or masked[:, 100].any()
     assert masked[:, -100].any()
 
 
-def test_a_band_mask_silences_the_share_of_the_mel_scale() -> None:
-    hertz = np.fft.rfftfreq(len(SOUND), 1 / RATE)
+def test_band_mask_silences_a_fraction_of_the_mel_scale() -> None:
+    hertz = np.fft.rfftfreq(len(AUDIO), 1 / RATE)
     mels = hertz_to_mel(hertz)
     weights = np.gradient(mels) / np.gradient(mels).sum()
-    shares = []
+    fractions = []
     for i in range(100):
-        spectrum = np.abs(np.fft.rfft(mask_frequency_band(SOUND, 0.4, rate=RATE, random_key=(0, 0, i))))
-        silent = spectrum < 1e-3 * np.abs(np.fft.rfft(SOUND))
-        shares.append(weights[silent].sum())
+        spectrum = np.abs(np.fft.rfft(mask_frequency_band(AUDIO, 0.4, rate=RATE, random_key=(0, 0, i))))
+        silent = spectrum < 1e-3 * np.abs(np.fft.rfft(AUDIO))
+        fractions.append(weights[silent].sum())
         assert np.abs(np.diff(silent.astype(int))).sum() <= 2
-    assert max(shares) <= 0.41
-    assert np.mean(shares) == pytest.approx(0.2, abs=0.03)
+    assert max(fractions) <= 0.41
+    assert np.mean(fractions) == pytest.approx(0.2, abs=0.03)
 
 
 def test_a_spectrogram_is_masked_in_time_and_in_bands() -> None:
     frames = np.random.default_rng(1).standard_normal((100, 64)).astype(np.float32)
     times, bands = [], []
-    for i in range(MANY):
+    for i in range(NUM_DRAWS):
         changed = mask_spectrogram(frames, time=0.3, frequency=0.5, random_key=(0, 0, i), value=-11.5) == -11.5
         times.append(changed.all(1).mean())
         bands.append(changed.all(0).mean())
@@ -103,31 +103,31 @@ def test_a_spectrogram_is_masked_in_time_and_in_bands() -> None:
 
 
 @given(st.integers(0, 300), st.integers(1, 300), st.sampled_from(["random", "start", "centre"]), st.integers(0, 50))
-def test_a_crop_lies_within_the_sound(length: int, wanted: int, crop: str, index: int) -> None:
-    start = choose_crop_start(length, wanted, crop=crop, random_key=(0, 0, index))  # type: ignore[arg-type]
-    assert 0 <= start <= max(0, length - wanted)
+def test_crop_lies_within_the_audio(length: int, crop_length: int, crop: str, index: int) -> None:
+    start = choose_crop_start(length, crop_length, crop=crop, random_key=(0, 0, index))  # type: ignore[arg-type]
+    assert 0 <= start <= max(0, length - crop_length)
     if crop == "start":
         assert start == 0
-    if crop == "centre" and length > wanted:
-        assert abs((length - wanted - start) - start) <= 1
+    if crop == "centre" and length > crop_length:
+        assert abs((length - crop_length - start) - start) <= 1
 
 
-def test_random_crops_reach_every_place_equally() -> None:
+def test_random_crop_starts_are_uniform() -> None:
     starts = [choose_crop_start(14, 10, crop="random", random_key=(0, epoch, 7)) for epoch in range(500)]
     counts = np.bincount(starts, minlength=5)
     assert len(counts) == 5
     assert counts.min() > 70  # 100 expected, with a deviation of 9
 
 
-def test_all_options_together_and_none() -> None:
+def test_options_combine_and_none_changes_nothing() -> None:
     options = AudioAugmentation(noise=0.1, gain=3.0, time_mask=0.2, frequency_mask=0.2)
-    changed = augment_audio(SOUND, options, rate=RATE, random_key=(0, 0, 0))
+    changed = augment_audio(AUDIO, options, rate=RATE, random_key=(0, 0, 0))
     assert changed.dtype == np.float32
-    assert changed.shape == SOUND.shape
-    # One more option leaves the draws of the others alone.
-    quiet = augment_audio(SOUND, AudioAugmentation(gain=3.0), rate=RATE, random_key=(0, 0, 0))
-    np.testing.assert_array_equal(quiet, change_gain(SOUND, 3.0, random_key=(0, 0, 0)))
-    for nothing in (AudioAugmentation(), AudioAugmentation(enabled=False, noise=1.0)):
-        assert augment_audio(SOUND, nothing, rate=RATE, random_key=(0, 0, 0)) is SOUND
+    assert changed.shape == AUDIO.shape
+    # Each option has its own random stream.
+    gain_only = augment_audio(AUDIO, AudioAugmentation(gain=3.0), rate=RATE, random_key=(0, 0, 0))
+    np.testing.assert_array_equal(gain_only, change_gain(AUDIO, 3.0, random_key=(0, 0, 0)))
+    for disabled in (AudioAugmentation(), AudioAugmentation(enabled=False, noise=1.0)):
+        assert augment_audio(AUDIO, disabled, rate=RATE, random_key=(0, 0, 0)) is AUDIO
     empty = np.zeros(0, np.float32)
     assert len(augment_audio(empty, options, rate=RATE, random_key=(0, 0, 0))) == 0

@@ -1,4 +1,4 @@
-"""A spectrogram can be turned back: exactly with its phases, closely from its mel bands alone."""
+"""Spectrograms are inverted exactly from complex values and closely from mel bands."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ DATA = os.environ.get("BOTTEGA_DATA")
 
 
 @given(st.integers(1, 3000), st.sampled_from([16, 30, 64, 255, 256]), st.data(), st.integers(0, 100))
-def test_the_inverse_returns_the_sound(length: int, fft_size: int, data: st.DataObject, seed: int) -> None:
+def test_istft_inverts_stft(length: int, fft_size: int, data: st.DataObject, seed: int) -> None:
     hop_size = data.draw(st.integers(1, fft_size // 2))
-    sound = np.random.default_rng(seed).uniform(-1, 1, (2, length)).astype(np.float32)
-    spectrum = stft(sound, fft_size=fft_size, hop_size=hop_size)
+    audio = np.random.default_rng(seed).uniform(-1, 1, (2, length)).astype(np.float32)
+    spectrum = stft(audio, fft_size=fft_size, hop_size=hop_size)
     assert spectrum.shape == (2, 1 + -(-length // hop_size), fft_size // 2 + 1)
     assert spectrum.dtype == np.complex64
     back = istft(spectrum, fft_size=fft_size, hop_size=hop_size, length=length)
-    np.testing.assert_allclose(back, sound, atol=1e-5)
+    np.testing.assert_allclose(back, audio, atol=1e-5)
 
 
-def test_a_tone_stands_in_its_frequency_with_half_the_window_as_height() -> None:
+def test_tone_peaks_at_its_frequency_with_half_the_window_sum() -> None:
     tone = np.sin(2 * np.pi * 32 * np.arange(2048) / 256)
     magnitude = np.abs(stft(tone, fft_size=256, hop_size=64))[5:-5]
     assert (magnitude.argmax(1) == 32).all()
@@ -35,21 +35,21 @@ def test_a_tone_stands_in_its_frequency_with_half_the_window_as_height() -> None
     np.testing.assert_allclose(magnitude[:, 32], 64, rtol=1e-5)
 
 
-def test_the_scale_is_slaneys() -> None:
-    """1 kHz is 15 mel, 6.4 kHz is 27 more, and below all is linear."""
+def test_mel_scale_is_slaneys() -> None:
+    """1 kHz is 15 mel, 6.4 kHz is 27 more, and the scale is linear below 1 kHz."""
     np.testing.assert_allclose(hertz_to_mel(np.array([0, 200 / 3, 1000, 6400])), [0, 1, 15, 42])
     hertz = np.linspace(0, 24000, 1000)
     np.testing.assert_allclose(mel_to_hertz(hertz_to_mel(hertz)), hertz, atol=1e-8)
 
 
 @pytest.mark.parametrize(("rate", "fft_size", "mels"), [(8000, 1024, 64), (16000, 1024, 64), (22050, 1024, 80)])
-def test_each_band_is_a_triangle_of_area_one(rate: int, fft_size: int, mels: int) -> None:
+def test_each_mel_band_is_a_triangle_of_unit_area(rate: int, fft_size: int, mels: int) -> None:
     bank = mel_filter_bank(sample_rate=rate, fft_size=fft_size, num_mels=mels, low=0.0, high=rate / 2)
     assert bank.shape == (mels, fft_size // 2 + 1)
     assert (bank >= 0).all()
-    # Sampled at the frequencies of the FFT, a triangle of two of them has its area only about.
+    # Sampled at the FFT frequencies, a narrow triangle has its area only approximately.
     np.testing.assert_allclose(bank.sum(1) * rate / fft_size, 1, atol=0.25)
-    # Narrow bands hit or miss their tip; the wide ones at the top have an area of one.
+    # Narrow bands may miss their peak; the wide ones at the top have an area of one.
     np.testing.assert_allclose(bank[mels // 2 :].sum(1) * rate / fft_size, 1, atol=0.02)
     for band in bank:
         inside = np.flatnonzero(band)
@@ -58,80 +58,80 @@ def test_each_band_is_a_triangle_of_area_one(rate: int, fft_size: int, mels: int
     assert (np.diff(bank.argmax(1)) >= 0).all()
 
 
-def test_more_bands_than_frequencies_are_refused() -> None:
+def test_more_mel_bands_than_frequencies_are_refused() -> None:
     with pytest.raises(UsageError, match="num_mels=256 is too many for fft_size=256"):
         MelSpectrogram(sample_rate=16000, fft_size=256, hop_size=64, num_mels=256)
 
 
-def test_settings_that_lose_sound_are_refused() -> None:
+def test_settings_that_lose_audio_are_refused() -> None:
     with pytest.raises(UsageError, match="hop_size=600 is more than half of fft_size=1024"):
         MelSpectrogram(sample_rate=16000, hop_size=600)
     with pytest.raises(UsageError, match="do not fit a sample_rate of 16000"):
         MelSpectrogram(sample_rate=16000, high=9000)
 
 
-def test_a_batch_is_its_sounds_and_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encoding_does_not_depend_on_batch_or_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     mel = MelSpectrogram(sample_rate=16000)
-    sounds = np.random.default_rng(0).uniform(-1, 1, (5, 4000)).astype(np.float32)
-    batch = mel.encode(sounds)
+    audio = np.random.default_rng(0).uniform(-1, 1, (5, 4000)).astype(np.float32)
+    batch = mel.encode(audio)
     assert batch.shape == (5, mel.num_frames(4000), 64)
     assert batch.dtype == np.float32
     monkeypatch.setattr("bottega.data.audio.spectrogram.MAX_FRAMES_AT_ONCE", 40)
-    np.testing.assert_allclose(mel.encode(sounds), batch, atol=1e-5)
-    np.testing.assert_allclose(mel.encode(sounds[3]), batch[3], atol=1e-5)
+    np.testing.assert_allclose(mel.encode(audio), batch, atol=1e-5)
+    np.testing.assert_allclose(mel.encode(audio[3]), batch[3], atol=1e-5)
 
 
-def test_silence_is_the_floor_and_comes_back_silent() -> None:
+def test_silence_encodes_to_the_floor_and_decodes_to_silence() -> None:
     mel = MelSpectrogram(sample_rate=16000)
     frames = mel.encode(np.zeros(4000, np.float32))
     np.testing.assert_allclose(frames, np.log(1e-5), rtol=1e-6)
     assert np.abs(mel.decode(frames, iterations=4)).max() < 1e-3
 
 
-def difference(mel: MelSpectrogram, sound: np.ndarray, back: np.ndarray) -> float:
+def spectral_convergence(mel: MelSpectrogram, audio: np.ndarray, back: np.ndarray) -> float:
     """Spectral convergence: the error of the bands' magnitudes over their norm."""
-    wanted = np.exp(mel.encode(sound))
-    return float(np.linalg.norm(np.exp(mel.encode(back)) - wanted) / np.linalg.norm(wanted))
+    expected = np.exp(mel.encode(audio))
+    return float(np.linalg.norm(np.exp(mel.encode(back)) - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
 @pytest.mark.parametrize("num_mels", [64, 80])
-def test_speech_has_its_bands_again(num_mels: int) -> None:
+def test_decoded_speech_has_the_same_mel_bands(num_mels: int) -> None:
     decode = pytest.importorskip("bottega.data.audio.decode").decode_audio
     assert DATA is not None
     for name in ("LJ001-0002", "LJ001-0008"):
         samples, rate = decode(Path(DATA, "audio-ljspeech-sample", "wavs", f"{name}.flac"))
-        sound = samples[:, 0]
+        audio = samples[:, 0]
         mel = MelSpectrogram(sample_rate=rate, num_mels=num_mels)
-        back = mel.decode(mel.encode(sound), num_samples=len(sound))
-        assert back.shape == sound.shape
+        back = mel.decode(mel.encode(audio), num_samples=len(audio))
+        assert back.shape == audio.shape
         # Measured 0.015 to 0.018; 0.066 with the plain Griffin-Lim algorithm.
-        assert difference(mel, sound, back) < 0.03
-        assert np.abs(mel.encode(back) - mel.encode(sound)).mean() < 0.04
-        assert np.sqrt((back**2).mean()) == pytest.approx(np.sqrt((sound**2).mean()), rel=0.05)
+        assert spectral_convergence(mel, audio, back) < 0.03
+        assert np.abs(mel.encode(back) - mel.encode(audio)).mean() < 0.04
+        assert np.sqrt((back**2).mean()) == pytest.approx(np.sqrt((audio**2).mean()), rel=0.05)
 
 
 def test_decoding_is_a_function_of_the_seed_and_not_of_the_batch() -> None:
     mel = MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=32)
     frames = mel.encode(np.random.default_rng(1).uniform(-1, 1, (3, 2000)).astype(np.float32))
-    sounds = mel.decode(frames, iterations=5)
-    np.testing.assert_array_equal(sounds, mel.decode(frames, iterations=5))
-    np.testing.assert_allclose(mel.decode(frames[1], iterations=5), sounds[1], atol=1e-3)
-    assert np.abs(mel.decode(frames, iterations=5, seed=1) - sounds).max() > 0.01
-    assert sounds.shape == (3, 64 * (frames.shape[1] - 1))
+    audio = mel.decode(frames, iterations=5)
+    np.testing.assert_array_equal(audio, mel.decode(frames, iterations=5))
+    np.testing.assert_allclose(mel.decode(frames[1], iterations=5), audio[1], atol=1e-3)
+    assert np.abs(mel.decode(frames, iterations=5, seed=1) - audio).max() > 0.01
+    assert audio.shape == (3, 64 * (frames.shape[1] - 1))
 
 
 @pytest.mark.parametrize("hertz", [220.0, 440.0, 1000.0, 2500.0])
-def test_the_pitch_of_a_tone_survives(hertz: float) -> None:
+def test_decoding_preserves_the_pitch_of_a_tone(hertz: float) -> None:
     mel = MelSpectrogram(sample_rate=16000)
     tone = np.sin(2 * np.pi * hertz * np.arange(16000) / 16000).astype(np.float32) * 0.5
     back = mel.decode(mel.encode(tone), num_samples=16000)
     power = np.abs(np.fft.rfft(back * np.hanning(16000))) ** 2
-    # A band is all that is known: 3 % of the pitch is half a semitone, less than the distance of two bands.
+    # Pitch is only resolved to a band: 3 % is half a semitone, less than the distance between two bands.
     assert abs(power.argmax() - hertz) < 0.03 * hertz
 
 
-def test_what_a_model_dreams_up_makes_finite_sound() -> None:
+def test_decoding_extreme_values_is_finite() -> None:
     mel = MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=32)
     for value in (-1e4, 50.0, 1e30):
         assert np.isfinite(mel.decode(np.full((20, 32), value, np.float32), iterations=3)).all()
@@ -148,16 +148,17 @@ def test_settings_are_saved_with_a_run(tmp_path: Path) -> None:
         MelSpectrogram.load(tmp_path)
 
 
-def test_bands_that_hear_nothing_are_counted() -> None:
+def test_empty_mel_bands_are_counted() -> None:
     assert MelSpectrogram(sample_rate=44_100, fft_size=1024, num_mels=128).num_empty_bands == 0
     with pytest.raises(UsageError, match=r"num_mels=500 is too many for fft_size=256 at 8000 Hz: \d+ of the bands"):
         MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=500)
-    deaf = 0
-    for num_mels in range(60, 200):  # between all that hear and one that is empty some only hear next to nothing
+    num_empty = 0
+    for num_mels in range(60, 200):  # some settings below the refused ones have bands that are nearly empty
         try:
-            deaf = max(
-                deaf, MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=num_mels).num_empty_bands
+            num_empty = max(
+                num_empty,
+                MelSpectrogram(sample_rate=8000, fft_size=256, hop_size=64, num_mels=num_mels).num_empty_bands,
             )
         except UsageError:
             break
-    assert deaf
+    assert num_empty

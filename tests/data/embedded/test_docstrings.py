@@ -1,4 +1,4 @@
-"""The docstrings that come with the program: the same everywhere, none twice, none with its answer in it."""
+"""The embedded docstrings: unchanged content, no near-duplicates, and no text that names its own label."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ PACKAGES = (
 
 
 def quiet(stage: str, done: int, total: int) -> None:
-    """No bar."""
+    """Show no progress bar."""
 
 
-def test_they_are_those_that_the_recipes_were_measured_on() -> None:
+def test_content_matches_the_hash_of_the_measured_version() -> None:
     assert hashlib.sha256(LINES).hexdigest()[:16] == "efc54a3080c885f6"
     assert FILE.stat().st_size < 250_000
     assert FILE.with_name("docstrings.LICENSE").read_text().count("Python Software Foundation") >= 2
@@ -43,17 +43,17 @@ def test_they_are_those_that_the_recipes_were_measured_on() -> None:
     assert (sum(counts.values()), min(counts.values()), max(counts.values())) == (2508, 77, 400)
 
 
-def test_no_text_says_which_package_it_is_from() -> None:
+def test_no_text_names_its_package() -> None:
     named = re.compile("|".join(PACKAGES), re.IGNORECASE)
     assert not [row["text"] for row in ROWS if named.search(row["text"])]
     assert all(row["group"].startswith(f"{row['label']}.") for row in ROWS)
 
 
-def test_no_two_are_nearly_alike() -> None:
+def test_there_are_no_near_duplicates() -> None:
     assert find_near_unique(np.stack([minhash_signature(row["text"]) for row in ROWS]), 0.5).all()
 
 
-def test_the_recipe_holds_whole_classes_back(tmp_path: Path) -> None:
+def test_validation_split_keeps_groups_together(tmp_path: Path) -> None:
     recipe = check_recipe(["classify"]).recipe
     assert isinstance(recipe, ClassifyRecipe)
     ready = prepare_classify(recipe.data, TokenizerSpec(kind="words"), seed=0, progress=quiet, cache=tmp_path)

@@ -1,4 +1,4 @@
-"""Data that come with the program: what they are by their sources and by measuring them, and that a recipe reads them."""
+"""Embedded datasets: their content checked against its origin and by measurement, and that recipes read them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TENTH = HeldOut(split=0.1)
 
 
 def quiet(stage: str, done: int, total: int) -> None:
-    """No bar."""
+    """Show no progress bar."""
 
 
-def recipe(medium: str, **data: Any) -> media.MediaRecipe:
+def build_recipe(medium: str, **data: Any) -> media.MediaRecipe:
     data = {"train": EMBEDDED, "validation": TENTH, **data}
     if medium == "audio":
         return media.AudioRecipe(data=media.AudioData(**data))
@@ -40,37 +40,37 @@ def recipe(medium: str, **data: Any) -> media.MediaRecipe:
     return media.ImageRecipe(data=media.ImageData(**data))
 
 
-def prepared(medium: str, cache: Path, **data: Any) -> PreparedData:
-    return prepare_media(recipe(medium, **data), progress=quiet, cache=cache)
+def prepare_data(medium: str, cache: Path, **data: Any) -> PreparedData:
+    return prepare_media(build_recipe(medium, **data), progress=quiet, cache=cache)
 
 
-def written(medium: Medium) -> dict[str, np.ndarray]:
+def load_embedded(medium: Medium) -> dict[str, np.ndarray]:
     return {file.stem: np.load(file) for file in materialise_embedded(medium).iterdir()}
 
 
 @pytest.fixture(scope="module")
-def sounds() -> dict[str, np.ndarray]:
-    return written("audio")
+def audio_arrays() -> dict[str, np.ndarray]:
+    return load_embedded("audio")
 
 
 @pytest.fixture(scope="module")
 def clips() -> dict[str, np.ndarray]:
-    return written("video")
+    return load_embedded("video")
 
 
-def test_the_digits_are_those_of_scikit_learn() -> None:
+def test_digits_equal_those_of_scikit_learn() -> None:
     datasets = pytest.importorskip("sklearn.datasets")
-    theirs = datasets.load_digits()
+    reference = datasets.load_digits()
     pixels, labels = digits.load_digits()
     assert pixels.shape == (1797, 8, 8)
-    np.testing.assert_array_equal(labels, theirs.target)
-    np.testing.assert_array_equal(pixels, np.rint(theirs.images * 255 / 16))
-    np.testing.assert_array_equal(np.rint(pixels * (16 / 255)), theirs.images)
+    np.testing.assert_array_equal(labels, reference.target)
+    np.testing.assert_array_equal(pixels, np.rint(reference.images * 255 / 16))
+    np.testing.assert_array_equal(np.rint(pixels * (16 / 255)), reference.images)
 
 
 @pytest.mark.parametrize("medium", get_args(Medium))
-def test_what_is_written_is_the_same_everywhere(medium: Medium) -> None:
-    """The name holds the hash of the content: another one of either means another name."""
+def test_embedded_files_match_the_hash_in_their_cache_name(medium: Medium) -> None:
+    """The cache name holds the hash of the content, so changed content needs a new name."""
     folder = materialise_embedded(medium)
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
@@ -80,12 +80,12 @@ def test_what_is_written_is_the_same_everywhere(medium: Medium) -> None:
 
 
 @pytest.mark.parametrize("medium", get_args(Medium))
-def test_a_fingerprint_knows_no_paths(
+def test_fingerprint_does_not_depend_on_the_cache_path(
     medium: Medium, tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = prepared(medium, tmp_path / "a")
+    here = prepare_data(medium, tmp_path / "a")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
-    there = prepared(medium, tmp_path / "b")
+    there = prepare_data(medium, tmp_path / "b")
     assert (tmp_path / "elsewhere/bottega/embedded").is_dir()
     assert here.fingerprint == there.fingerprint
     assert here.metadata == there.metadata
@@ -99,14 +99,14 @@ def test_a_fingerprint_knows_no_paths(
         ("video", (5, 12, 12, 1), (3600, 400), [f"digit={n} direction={d}" for n in range(10) for d in SORTED]),
     ],
 )
-def test_a_recipe_reads_them_with_classes(
+def test_recipe_reads_embedded_data_with_classes(
     medium: Medium, shape: tuple[int, ...], rows: tuple[int, int], names: list[str], tmp_path: Path
 ) -> None:
-    ready = prepared(medium, tmp_path)
+    ready = prepare_data(medium, tmp_path)
     assert list(ready.classes.names) == names
     assert (ready.metadata["bad"], ready.metadata["dropped"]) == (0, {})
     for table, count in zip(("train", "validation"), rows, strict=True):
-        source = open_media_source(recipe(medium), ready, table, is_training=False)
+        source = open_media_source(build_recipe(medium), ready, table, is_training=False)
         assert len(source) == count
         index = np.arange(count)
         batch = source.rows(index, np.zeros(count, dtype=int))
@@ -118,53 +118,53 @@ def test_a_recipe_reads_them_with_classes(
 
 
 @pytest.mark.parametrize("medium", get_args(Medium))
-def test_no_two_are_alike(medium: Medium) -> None:
-    """Else one could stand on both sides of a split."""
-    values = written(medium)[medium]
+def test_samples_are_unique(medium: Medium) -> None:
+    """Otherwise duplicates could be on both sides of a split."""
+    values = load_embedded(medium)[medium]
     assert len(np.unique(values.reshape(len(values), -1), axis=0)) == len(values)
 
 
-@pytest.mark.parametrize("whose", ["video", "judge of video", "classify/video"])
-def test_held_out_clips_show_pictures_that_training_never_saw(
-    whose: str, clips: dict[str, np.ndarray], tmp_path: Path
+@pytest.mark.parametrize("target", ["video", "judge of video", "classify/video"])
+def test_held_out_clips_show_digit_images_not_used_in_training(
+    target: str, clips: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    """A picture goes up to four ways; by shares of the clips 363 of 400 would have been seen going another."""
-    chosen = check_recipe([whose.removeprefix("judge of ")]).recipe
-    chosen = dependency_recipe(chosen, "judge") if whose.startswith("judge") else chosen
-    assert isinstance(chosen, media.MediaRecipe)
-    ready = prepare_media(chosen, progress=quiet, cache=tmp_path)
+    """An image moves in up to four directions; a random split would train on images of 363 of 400 held-out clips."""
+    recipe = check_recipe([target.removeprefix("judge of ")]).recipe
+    recipe = dependency_recipe(recipe, "judge") if target.startswith("judge") else recipe
+    assert isinstance(recipe, media.MediaRecipe)
+    ready = prepare_media(recipe, progress=quiet, cache=tmp_path)
 
-    def pictures(table: str) -> set[int]:
+    def image_numbers(table: str) -> set[int]:
         rows = ready.table(table)
         keys = [str(rows.row("key", number)) for number in range(len(rows))]
         return set(clips["picture"][[int(key.rpartition(":")[2]) for key in keys]].tolist())
 
-    share = 0.2 if whose == "classify/video" else 0.1
-    assert len(ready.table("validation")) == pytest.approx(share * moving_digits.COUNT, abs=4)
-    assert not pictures("validation") & pictures("train")
-    assert len(pictures("validation") | pictures("train")) == len(np.unique(clips["picture"]))
+    fraction = 0.2 if target == "classify/video" else 0.1
+    assert len(ready.table("validation")) == pytest.approx(fraction * moving_digits.COUNT, abs=4)
+    assert not image_numbers("validation") & image_numbers("train")
+    assert len(image_numbers("validation") | image_numbers("train")) == len(np.unique(clips["picture"]))
     for table in ("train", "validation"):
-        rows = open_media_source(chosen, ready, table, is_training=False)
+        rows = open_media_source(recipe, ready, table, is_training=False)
         assert len(set(rows.rows(np.arange(len(rows)), np.zeros(len(rows), int))["label"].tolist())) == 40
 
 
-def test_the_number_of_a_picture_is_that_of_the_digit_shown(clips: dict[str, np.ndarray]) -> None:
+def test_clip_records_the_number_of_its_digit_image(clips: dict[str, np.ndarray]) -> None:
     pixels, _ = digits.load_digits()
-    for video, picture in zip(clips["video"][::13], clips["picture"][::13], strict=True):
-        np.testing.assert_array_equal(_inked(video[0]), _inked(pixels[picture]))
+    for video, number in zip(clips["video"][::13], clips["picture"][::13], strict=True):
+        np.testing.assert_array_equal(crop_to_ink(video[0]), crop_to_ink(pixels[number]))
 
 
-def test_a_split_of_embedded_data_is_not_asked_of_other_data() -> None:
-    given = {"data.train.path": "mine.npz"}
+def test_default_split_applies_to_embedded_data_only() -> None:
+    own_data = {"data.train.path": "mine.npz"}
     for name in ("video", "classify/video"):
         assert check_recipe([name]).recipe.data.split is not None
-        assert check_recipe([name, given]).recipe.data.split is None
+        assert check_recipe([name, own_data]).recipe.data.split is None
         assert check_recipe([name, {"data.sources": [{"path": "mine.npz"}]}]).recipe.data.split is None
-        own = check_recipe([name, {**given, "data.split.by": "stratified"}]).recipe.data.split
-        assert own == Splitting(by="stratified")
-    kept = check_recipe(["image", {"data.split.by": "stratified"}, given]).recipe.data.split
-    assert kept == Splitting(by="stratified"), "a split that names no field fits any data"
-    assert dependency_recipe(check_recipe(["video", given]).recipe, "judge").data.split is None
+        changed = check_recipe([name, {**own_data, "data.split.by": "stratified"}]).recipe.data.split
+        assert changed == Splitting(by="stratified")
+    unchanged = check_recipe(["image", {"data.split.by": "stratified"}, own_data]).recipe.data.split
+    assert unchanged == Splitting(by="stratified"), "a split that needs no field fits any data"
+    assert dependency_recipe(check_recipe(["video", own_data]).recipe, "judge").data.split is None
 
 
 @pytest.mark.parametrize("part", ["sources", "validation", "test", "replay"])
@@ -173,21 +173,21 @@ def test_every_source_of_a_recipe_may_be_embedded(part: str, tmp_path: Path) -> 
         tmp_path / "own.npz", image=np.arange(40 * 64).reshape(40, 8, 8).astype(np.uint8), label=np.arange(40) % 10
     )
     own = Source(path=str(tmp_path / "own.npz"))
-    given: dict[str, dict[str, Any]] = {
+    options: dict[str, dict[str, Any]] = {
         "sources": {"train": Source(), "sources": (own, EMBEDDED), "validation": None},
         "validation": {"train": own, "validation": HeldOut(kind="embedded")},
         "test": {"train": own, "test": HeldOut(kind="embedded")},
         "replay": {"train": own, "replay": Replay(kind="embedded")},
     }
-    ready = prepared("image", tmp_path / "cache", **given[part])
+    ready = prepare_data("image", tmp_path / "cache", **options[part])
     table = {"sources": "train.1"}.get(part, part)
     assert len(ready.table(table)) == 1797
     assert ready.table(table).row("key", 5) == "digits:5"
 
 
-def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_unavailable_embedded_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="synthetic is for the task routing only"):
-        prepared("image", tmp_path, train=Source(kind="synthetic"))
+        prepare_data("image", tmp_path, train=Source(kind="synthetic"))
     with pytest.raises(UsageError, match="there is no built-in dataset of numbers; use synthetic"):
         prepare_vectors(RoutingData(train=EMBEDDED), progress=quiet, cache=tmp_path)
 
@@ -198,26 +198,26 @@ def test_image_tasks_share_the_digits(tmp_path: Path) -> None:
     assert [len(ready.table(name)) for name in ("train", "validation")] == [1618, 179]
 
 
-def test_sounds_are_in_tune(sounds: dict[str, np.ndarray]) -> None:
-    """The largest peak near the note, measured to 0.03 Hz; a whole number of samples a period would be 33 cents off."""
+def test_tones_are_in_tune(audio_arrays: dict[str, np.ndarray]) -> None:
+    """The peak near the note, measured to 0.03 Hz; an integer number of samples per period would be 33 cents off."""
     detuned = tones.compute_pitches(np.array([numpy_generator("tones", i).random() for i in range(tones.COUNT)]))
     semitones = np.arange(tones.COUNT) % 13
     equal = 440 * 2 ** ((semitones - 9) / 12)
     np.testing.assert_allclose(1200 * np.log2(detuned / equal), 0, atol=10)
     assert np.ptp(1200 * np.log2(detuned / equal)) > 19.9
-    np.testing.assert_array_equal(sounds["label"], np.array(tones.NOTES)[semitones])
+    np.testing.assert_array_equal(audio_arrays["label"], np.array(tones.NOTES)[semitones])
 
-    some = np.arange(0, tones.COUNT, 7)  # every note, both kinds
+    indices = np.arange(0, tones.COUNT, 7)  # every note, both kinds
     size = 1 << 18
-    for i in some.tolist():
-        windowed = sounds["audio"][i] / 32768 * np.hanning(tones.NUM_SAMPLES)
+    for i in indices.tolist():
+        windowed = audio_arrays["audio"][i] / 32768 * np.hanning(tones.NUM_SAMPLES)
         low, high = (np.array([0.95, 1.05]) * detuned[i] * size / tones.RATE).astype(int)
-        found = (low + np.abs(np.fft.rfft(windowed, size))[low:high].argmax()) * tones.RATE / size
-        assert abs(1200 * np.log2(found / detuned[i])) < 0.5, i
+        pitch = (low + np.abs(np.fft.rfft(windowed, size))[low:high].argmax()) * tones.RATE / size
+        assert abs(1200 * np.log2(pitch / detuned[i])) < 0.5, i
 
 
-def test_sounds_vary_and_fade(sounds: dict[str, np.ndarray]) -> None:
-    audio = sounds["audio"] / 32768
+def test_tones_vary_in_loudness_and_decay(audio_arrays: dict[str, np.ndarray]) -> None:
+    audio = audio_arrays["audio"] / 32768
     peak = np.abs(audio).max(axis=1)
     assert 0.09 < peak.min() < 0.12
     assert 0.78 < peak.max() < 0.81
@@ -225,32 +225,32 @@ def test_sounds_vary_and_fade(sounds: dict[str, np.ndarray]) -> None:
     assert np.abs(audio.mean(axis=1)).max() < 1e-3
 
 
-def test_the_sine_is_one() -> None:
+def test_sine_approximation_is_accurate() -> None:
     turns = np.linspace(-3, 3, 10_001)
     np.testing.assert_allclose(tones._sine(turns), np.sin(2 * np.pi * turns), rtol=0, atol=1e-13)
 
 
-def test_digits_move_as_they_are_called(clips: dict[str, np.ndarray]) -> None:
-    """The centre of a digit goes one pixel on its way at each frame, and straight."""
+def test_digits_move_in_the_labelled_direction(clips: dict[str, np.ndarray]) -> None:
+    """The centre of a digit moves one pixel per frame along a straight line."""
     video = clips["video"].astype(float)
     rows, columns = (np.arange(12) @ video.sum(axis).transpose(0, 2, 1) / video.sum((2, 3)) for axis in (3, 2))
     for direction, (down, right) in moving_digits.DIRECTIONS.items():
-        chosen = np.char.endswith(clips["label"], f" direction={direction}")
+        selected = np.char.endswith(clips["label"], f" direction={direction}")
         along, across = (rows, columns) if down else (columns, rows)
-        steps = (down + right) * np.diff(along[chosen], axis=1)
-        assert chosen.sum() == 1000
+        steps = (down + right) * np.diff(along[selected], axis=1)
+        assert selected.sum() == 1000
         assert set(np.round(steps, 6).ravel().tolist()) == {1.0}
-        assert np.abs(np.diff(across[chosen], axis=1)).max() < 1e-9
+        assert np.abs(np.diff(across[selected], axis=1)).max() < 1e-9
 
 
-def test_digits_that_move_are_what_they_are_called(clips: dict[str, np.ndarray]) -> None:
-    """Always in full view: every frame is one of the digits, on black."""
+def test_moving_digits_match_their_labels(clips: dict[str, np.ndarray]) -> None:
+    """Every frame shows one complete digit on black."""
     pixels, labels = digits.load_digits()
-    known = {_inked(picture).tobytes(): str(label) for picture, label in zip(pixels, labels, strict=True)}
+    label_by_pixels = {crop_to_ink(image).tobytes(): str(label) for image, label in zip(pixels, labels, strict=True)}
     for video, label in zip(clips["video"][::9], clips["label"][::9], strict=True):
         for frame in video:
-            assert label.startswith(f"digit={known[_inked(frame).tobytes()]} ")
+            assert label.startswith(f"digit={label_by_pixels[crop_to_ink(frame).tobytes()]} ")
 
 
-def _inked(picture: np.ndarray) -> np.ndarray:
-    return picture[picture.any(1)][:, picture.any(0)]
+def crop_to_ink(image: np.ndarray) -> np.ndarray:
+    return image[image.any(1)][:, image.any(0)]

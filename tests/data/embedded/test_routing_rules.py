@@ -1,4 +1,4 @@
-"""Samples of which all is known: what decides them, how well they can be told at best, and how they are prepared."""
+"""Synthetic routing samples: the rules that label them, their Bayes accuracy, and how they are prepared."""
 
 from __future__ import annotations
 
@@ -45,22 +45,22 @@ ids = [f"{o.difficulty}-{o.num_rules}-{o.separation:g}" for o in KINDS]
 def quiet(stage: str, done: int, total: int) -> None: ...
 
 
-def recipe(**data: Any) -> RoutingRecipe:
-    found = load_recipe([{"task": "routing", "training": {"max_steps": 1}, "data": data}]).recipe
-    assert isinstance(found, RoutingRecipe)
-    return found
+def build_recipe(**data: Any) -> RoutingRecipe:
+    recipe = load_recipe([{"task": "routing", "training": {"max_steps": 1}, "data": data}]).recipe
+    assert isinstance(recipe, RoutingRecipe)
+    return recipe
 
 
-def prepared(**data: Any) -> PreparedData:
-    return prepare_vectors(recipe(**data).data, progress=quiet)
+def prepare_rules(**data: Any) -> PreparedData:
+    return prepare_vectors(build_recipe(**data).data, progress=quiet)
 
 
 # The rule
 
 
 @pytest.mark.parametrize("options", KINDS, ids=ids)
-def test_who_knows_the_rule_is_right_as_often_as_is_said(options: RuleOptions) -> None:
-    """Within four standard errors of 200,000 samples: of the mean of the best posterior, and of its calibration."""
+def test_bayes_accuracy_matches_the_posterior(options: RuleOptions) -> None:
+    """Within four standard errors of 200,000 samples, for the mean of the largest posterior and its calibration."""
     samples = draw_samples(options, 17, 200_000)
     posterior = label_posterior(options, samples["x"])
     np.testing.assert_allclose(posterior.sum(axis=1), 1.0, atol=1e-12)
@@ -68,27 +68,27 @@ def test_who_knows_the_rule_is_right_as_often_as_is_said(options: RuleOptions) -
     error = 4 * np.sqrt((best * (1 - best)).mean() / len(best))
     assert abs(is_right.mean() - best.mean()) < error
     assert abs(bayes_accuracy(options) - best.mean()) < error
-    for low, high in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.9)):  # also among those that are hard to tell
-        some = (best >= low) & (best < high)
-        if some.sum() > 500:
-            assert abs(is_right[some].mean() - best[some].mean()) < 4 * 0.5 / np.sqrt(some.sum())
+    for low, high in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.9)):  # also for ambiguous samples
+        selected = (best >= low) & (best < high)
+        if selected.sum() > 500:
+            assert abs(is_right[selected].mean() - best[selected].mean()) < 4 * 0.5 / np.sqrt(selected.sum())
 
 
 @pytest.mark.parametrize("options", KINDS, ids=ids)
-def test_nobody_who_knows_less_does_better(options: RuleOptions) -> None:
-    """Without the gate, without the content, or with the wrong rule, the best answer is worse than the best of all."""
+def test_hiding_the_gate_or_the_content_lowers_accuracy(options: RuleOptions) -> None:
+    """Without the gate inputs or the content inputs, the best prediction is worse than with all inputs."""
     samples = draw_samples(options, 0, 40_000)
     x, label = samples["x"], samples["label"]
-    everything = (label_posterior(options, x).argmax(axis=1) == label).mean()
+    full_accuracy = (label_posterior(options, x).argmax(axis=1) == label).mean()
     for hidden in (slice(0, options.gate_inputs), slice(options.gate_inputs, None)):
         if options.num_rules == 1 and hidden.start == 0:
-            continue  # there is nothing to tell
-        blind = x.copy()
-        blind[:, hidden] = 0
-        assert (label_posterior(options, blind).argmax(axis=1) == label).mean() < everything - 0.05
+            continue  # a single rule needs no gate
+        masked = x.copy()
+        masked[:, hidden] = 0
+        assert (label_posterior(options, masked).argmax(axis=1) == label).mean() < full_accuracy - 0.05
 
 
-def test_the_rules_contradict_each_other_and_none_is_another() -> None:
+def test_rules_are_distinct_and_give_different_labels() -> None:
     for options in (
         *KINDS,
         RuleOptions(num_rules=MAX_RULES, num_labels=2),
@@ -99,98 +99,96 @@ def test_the_rules_contradict_each_other_and_none_is_another() -> None:
         assert len(np.unique(labels, axis=0)) == options.num_rules
         assert all(len(np.unique(row)) == options.num_labels for row in labels)
         first = labels[: options.num_labels]
-        for cell in range(options.num_cells):  # one content, another label under each of them
+        for cell in range(options.num_cells):  # each of these rules gives the cell a different label
             assert len(np.unique(first[:, cell])) == len(first)
 
 
-def test_the_hard_rules_are_no_lines() -> None:
-    """The best linear answer under one rule is far below what is possible; of the plain rules it is not."""
+def test_hard_rules_are_not_linearly_separable() -> None:
+    """A linear classifier of one rule is far below the Bayes accuracy for hard rules, and near it for plain ones."""
 
-    def linear(options: RuleOptions) -> float:
+    def linear_accuracy(options: RuleOptions) -> float:
         samples = draw_samples(options, 0, 30_000)
-        mine = samples["rule"] == 0
-        x = np.c_[samples["x"][mine].astype(np.float64), np.ones(mine.sum())]
-        target = np.eye(options.num_labels)[samples["label"][mine]]
+        selected = samples["rule"] == 0
+        x = np.c_[samples["x"][selected].astype(np.float64), np.ones(selected.sum())]
+        target = np.eye(options.num_labels)[samples["label"][selected]]
         half = len(x) // 2
         weights = np.linalg.lstsq(x[:half], target[:half], rcond=None)[0]
-        return float(((x[half:] @ weights).argmax(axis=1) == samples["label"][mine][half:]).mean())
+        return float(((x[half:] @ weights).argmax(axis=1) == samples["label"][selected][half:]).mean())
 
-    assert linear(RuleOptions()) > bayes_accuracy(RuleOptions()) - 0.05
+    assert linear_accuracy(RuleOptions()) > bayes_accuracy(RuleOptions()) - 0.05
     hard = RuleOptions(difficulty="hard")
-    assert linear(hard) < bayes_accuracy(hard) - 0.3
+    assert linear_accuracy(hard) < bayes_accuracy(hard) - 0.3
 
 
-def test_distance_says_how_much_rules_overlap() -> None:
-    found = []
+def test_rule_overlap_decreases_with_separation() -> None:
+    accuracies = []
     for separation in (1.0, 2.0, 4.0, 8.0):
         options = RuleOptions(separation=separation)
         samples = draw_samples(options, 0, 20_000)
         posterior = rule_posterior(options, samples["x"])
-        found.append(float((posterior.argmax(axis=1) == samples["rule"]).mean()))
+        accuracies.append(float((posterior.argmax(axis=1) == samples["rule"]).mean()))
         gates = get_rule_family(options).gates
-        apart = np.linalg.norm(gates[:, None] - gates[None], axis=-1)[~np.eye(4, dtype=bool)]
-        np.testing.assert_allclose(apart, separation, atol=1e-9)
-    assert found == sorted(found)
-    assert found[0] < 0.6
-    assert found[-1] > 0.999
+        distances = np.linalg.norm(gates[:, None] - gates[None], axis=-1)[~np.eye(4, dtype=bool)]
+        np.testing.assert_allclose(distances, separation, atol=1e-9)
+    assert accuracies == sorted(accuracies)
+    assert accuracies[0] < 0.6
+    assert accuracies[-1] > 0.999
 
 
-def test_a_sample_is_a_function_of_the_seed_and_its_number() -> None:
+def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
     options = RuleOptions(num_inputs=16)
-    whole = draw_samples(options, 0, 3 * BLOCK)
+    samples = draw_samples(options, 0, 3 * BLOCK)
     for first, count in ((0, 1), (BLOCK - 3, 7), (1500, 1000)):
         for name, values in draw_samples(options, first, count).items():
-            np.testing.assert_array_equal(values, whole[name][first : first + count])
-    assert {name: values.dtype.str for name, values in whole.items()} == {"x": "<f4", "label": "<i4", "rule": "<i4"}
+            np.testing.assert_array_equal(values, samples[name][first : first + count])
+    assert {name: values.dtype.str for name, values in samples.items()} == {"x": "<f4", "label": "<i4", "rule": "<i4"}
     assert len(np.unique(draw_samples(options, STREAM, BLOCK)["x"][:, 0])) > 500
-    assert not np.isin(draw_samples(options, STREAM, 50)["x"][:, 0], whole["x"][:50, 0]).all()
-    for another in (RuleOptions(num_inputs=16, rule_seed=1), RuleOptions(num_inputs=16, rule=1)):
-        assert not np.array_equal(draw_samples(another, 0, 10)["x"], whole["x"][:10])
-        assert not np.array_equal(get_rule_family(another).labels, get_rule_family(options).labels)
-        assert not np.array_equal(get_rule_family(another).gates, get_rule_family(options).gates)
-        # Rules of one family are about the same content, so that what was learned of it is of use for the next.
-        assert np.array_equal(get_rule_family(another).cells, get_rule_family(options).cells) == (
-            another.rule_seed == 0
-        )
+    assert not np.isin(draw_samples(options, STREAM, 50)["x"][:, 0], samples["x"][:50, 0]).all()
+    for other in (RuleOptions(num_inputs=16, rule_seed=1), RuleOptions(num_inputs=16, rule=1)):
+        assert not np.array_equal(draw_samples(other, 0, 10)["x"], samples["x"][:10])
+        assert not np.array_equal(get_rule_family(other).labels, get_rule_family(options).labels)
+        assert not np.array_equal(get_rule_family(other).gates, get_rule_family(options).gates)
+        # Rules of one family use the same content cells, so that features learned for one rule transfer to the next.
+        assert np.array_equal(get_rule_family(other).cells, get_rule_family(options).cells) == (other.rule_seed == 0)
     # The last bits of a product differ between processors, and must not be in the data.
-    assert (np.rint(whole["x"] * 1024) == whole["x"] * 1024).all()
+    assert (np.rint(samples["x"] * 1024) == samples["x"] * 1024).all()
 
 
-# Prepared
+# Prepared data
 
 
-def test_what_is_prepared_says_what_is_known() -> None:
-    found = prepared(num_samples=300, num_inputs=20, test={"num_samples": 120})
-    assert {name: counts["rows"] for name, counts in found.tables.items()} == {
+def test_prepared_data_records_rules_classes_and_bayes_accuracy() -> None:
+    prepared = prepare_rules(num_samples=300, num_inputs=20, test={"num_samples": 120})
+    assert {name: counts["rows"] for name, counts in prepared.tables.items()} == {
         "test": 120,
         "train": 240,
         "validation": 60,
     }
-    assert found.metadata["num_rules"] == 4
-    assert found.metadata["classes"] == ["0", "1", "2", "3"]
+    assert prepared.metadata["num_rules"] == 4
+    assert prepared.metadata["classes"] == ["0", "1", "2", "3"]
     options = RuleOptions(num_inputs=20)
-    for table, accuracy in found.metadata["bayes_accuracy"].items():
-        x = found.table(table).values("x").reshape(-1, 20)
+    for table, accuracy in prepared.metadata["bayes_accuracy"].items():
+        x = prepared.table(table).values("x").reshape(-1, 20)
         assert accuracy == pytest.approx(label_posterior(options, x).max(axis=1).mean(), abs=1e-5)
-    report = describe_data(open_preview(found))
+    report = describe_data(open_preview(prepared))
     assert sum(report["rules"]["train"].values()) == 240
-    shown = format_report({**report, "examples": [], "pictures": []})
-    assert "rules       4" in shown
-    assert "accuracy of the best possible classifier" in shown
+    text = format_report({**report, "examples": [], "pictures": []})
+    assert "rules       4" in text
+    assert "accuracy of the best possible classifier" in text
     assert set(report["duplicates"]) >= {"train", "test", "train and test", "train and validation"}
     assert set(report["duplicates"].values()) == {0}  # no sample is in two tables
 
 
 def test_a_batch_has_inputs_label_and_rule() -> None:
-    one = recipe(num_samples=100, num_inputs=20)
-    found = prepare_vectors(one.data, progress=quiet)
-    rows = open_media_source(one, found, "train", is_training=True).rows(np.arange(7), np.zeros(7, np.int64))
+    recipe = build_recipe(num_samples=100, num_inputs=20)
+    prepared = prepare_vectors(recipe.data, progress=quiet)
+    rows = open_media_source(recipe, prepared, "train", is_training=True).rows(np.arange(7), np.zeros(7, np.int64))
     forms = {name: (value.dtype.str, value.shape) for name, value in rows.items()}
     assert forms == {"x": ("<f4", (7, 20)), "label": ("<i4", (7,)), "rule": ("<i4", (7,))}
     raw = draw_samples(RuleOptions(num_inputs=20), 0, 100)
-    at = [int(np.flatnonzero((raw["x"] == x).all(axis=1))[0]) for x in rows["x"]]
-    np.testing.assert_array_equal(raw["label"][at], rows["label"])
-    np.testing.assert_array_equal(raw["rule"][at], rows["rule"])
+    indices = [int(np.flatnonzero((raw["x"] == x).all(axis=1))[0]) for x in rows["x"]]
+    np.testing.assert_array_equal(raw["label"][indices], rows["label"])
+    np.testing.assert_array_equal(raw["rule"][indices], rows["rule"])
 
 
 def test_samples_are_drawn_by_the_block() -> None:
@@ -207,26 +205,26 @@ SEQUENCE: dict[str, Any] = {
 }
 
 
-def test_a_sequence_of_rules_is_measured_rule_by_rule() -> None:
-    found = prepared(**SEQUENCE, mixture="sequence", validation={"split": 0.25}, test={"num_samples": 30})
-    assert found.metadata["by_source"]["test"] == [30, 30]
-    assert sum(found.metadata["by_source"]["validation"]) == 40
-    x = found.table("test").values("x").reshape(-1, 16)
+def test_sequence_of_rules_is_evaluated_per_rule() -> None:
+    prepared = prepare_rules(**SEQUENCE, mixture="sequence", validation={"split": 0.25}, test={"num_samples": 30})
+    assert prepared.metadata["by_source"]["test"] == [30, 30]
+    assert sum(prepared.metadata["by_source"]["validation"]) == 40
+    x = prepared.table("test").values("x").reshape(-1, 16)
     for rule, part in ((1, x[:30]), (2, x[30:])):
         expected = draw_samples(RuleOptions(num_inputs=16, rule=rule), 2 * STREAM + (rule - 1) * (STREAM >> 10), 30)[
             "x"
         ]
         np.testing.assert_array_equal(part, expected)
     order = Sequential((5, 3), seed=0)
-    assert order.size == 8  # sources of one form can stand in one order
+    assert order.size == 8  # sources of the same form can be ordered sequentially
 
 
-def test_a_family_of_rules_gives_tasks_to_adapt_to() -> None:
-    one = recipe(**SEQUENCE, validation={"rules": [7, 8, 9], "num_samples": 40})
-    found = prepare_vectors(one.data, progress=quiet)
+def test_rule_family_yields_one_task_per_rule() -> None:
+    recipe = build_recipe(**SEQUENCE, validation={"rules": [7, 8, 9], "num_samples": 40})
+    prepared = prepare_vectors(recipe.data, progress=quiet)
     held_out = Interleaved(
-        open_media_source(one, found, "validation", is_training=False),
-        found.metadata["by_source"]["validation"],
+        open_media_source(recipe, prepared, "validation", is_training=False),
+        prepared.metadata["by_source"]["validation"],
         name="x",
     )
     tasks = group_by_source(held_out)
@@ -242,37 +240,37 @@ def test_a_family_of_rules_gives_tasks_to_adapt_to() -> None:
     assert group_by_label(held_out) is not None
 
 
-# Rows of a person's own
+# Rows from a user's file
 
 
-def write(path: Path, *lines: str) -> Path:
+def write_rows(path: Path, *lines: str) -> Path:
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
 @pytest.mark.parametrize("name", ["rule", "expert"])
-def test_a_column_says_the_right_expert(tmp_path: Path, name: str) -> None:
-    file = write(tmp_path / "rows.csv", f"a,b,{name},label", "1,2,0,x", "3,4,2,y", "5,6,1,x", "7,8,2,y")
-    one = recipe(train={"path": str(file)}, validation=None)
-    found = prepare_vectors(one.data, progress=quiet)
-    assert found.metadata["num_rules"] == 3
-    assert "bayes_accuracy" not in found.metadata
-    rows = open_media_source(one, found, "train", is_training=True).rows(np.arange(4), np.zeros(4, np.int64))
+def test_rule_column_is_the_right_expert(tmp_path: Path, name: str) -> None:
+    file = write_rows(tmp_path / "rows.csv", f"a,b,{name},label", "1,2,0,x", "3,4,2,y", "5,6,1,x", "7,8,2,y")
+    recipe = build_recipe(train={"path": str(file)}, validation=None)
+    prepared = prepare_vectors(recipe.data, progress=quiet)
+    assert prepared.metadata["num_rules"] == 3
+    assert "bayes_accuracy" not in prepared.metadata
+    rows = open_media_source(recipe, prepared, "train", is_training=True).rows(np.arange(4), np.zeros(4, np.int64))
     np.testing.assert_array_equal(rows["x"], [[1, 2], [3, 4], [5, 6], [7, 8]])
     np.testing.assert_array_equal(rows["rule"], [0, 2, 1, 2])
 
 
-def test_rows_without_a_rule_have_none(tmp_path: Path) -> None:
-    file = write(tmp_path / "rows.csv", "a,b,label", "1,2,x", "3,4,y")
-    one = recipe(train={"path": str(file)}, validation=None)
-    found = prepare_vectors(one.data, progress=quiet)
-    assert "num_rules" not in found.metadata
-    rows = open_media_source(one, found, "train", is_training=True).rows(np.arange(2), np.zeros(2, np.int64))
+def test_rows_without_a_rule_column_have_no_rule(tmp_path: Path) -> None:
+    file = write_rows(tmp_path / "rows.csv", "a,b,label", "1,2,x", "3,4,y")
+    recipe = build_recipe(train={"path": str(file)}, validation=None)
+    prepared = prepare_vectors(recipe.data, progress=quiet)
+    assert "num_rules" not in prepared.metadata
+    rows = open_media_source(recipe, prepared, "train", is_training=True).rows(np.arange(2), np.zeros(2, np.int64))
     assert set(rows) == {"x", "label"}
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("64", "column 'rule' is 64; expected the index of the right expert, from 0 to 63"),
         ("-1", "'rule' is -1"),
@@ -281,16 +279,16 @@ def test_rows_without_a_rule_have_none(tmp_path: Path) -> None:
         ("", "has no rule, but other rows have one; fill in all rows"),
     ],
 )
-def test_a_rule_that_is_none_is_said(tmp_path: Path, value: str, said: str) -> None:
-    file = write(tmp_path / "rows.csv", "a,rule,label", "1,0,x", f"2,{value},y")
+def test_invalid_rule_value_is_refused(tmp_path: Path, value: str, message: str) -> None:
+    file = write_rows(tmp_path / "rows.csv", "a,rule,label", "1,0,x", f"2,{value},y")
     with pytest.raises(DataError, match=r"rows\.csv") as caught:
-        prepared(train={"path": str(file)}, validation=None)
-    assert said in str(caught.value)
+        prepare_rules(train={"path": str(file)}, validation=None)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         ({"num_rules": 0}, "data.num_rules: must be greater than 0, got 0"),
         ({"num_rules": 65}, "data.num_rules: must be at most 64, got 65"),
@@ -305,14 +303,14 @@ def test_a_rule_that_is_none_is_said(tmp_path: Path, value: str, said: str) -> N
         ({"separation": 0}, "data.separation: must be greater than 0, got 0"),
     ],
 )
-def test_what_no_rule_can_be_is_said(data: dict[str, Any], said: str) -> None:
+def test_invalid_rule_options_are_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        recipe(**data)
-    assert said in str(caught.value)
+        build_recipe(**data)
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_the_least_inputs_are_enough() -> None:
+def test_suggested_minimum_of_inputs_is_accepted() -> None:
     for difficulty in ("plain", "hard"):
         for rules, labels in ((4, 4), (MAX_RULES, 2), (1, MAX_RULES)):
             with pytest.raises(ValueError, match="or more") as caught:

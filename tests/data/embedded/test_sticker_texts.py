@@ -1,4 +1,4 @@
-"""Texts about stickers: the answers are true, nothing that is held out is named, and a recipe reads each as a whole."""
+"""Texts about stickers: answers are correct, held-out pairs are never named, and each text fits one sequence."""
 
 from __future__ import annotations
 
@@ -20,120 +20,122 @@ from bottega.tasks.language.prepare import prepare_language
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.recipes import check_recipe
 
-HISTORY = re.compile(r"(?:wish: an? (?P<wish>\w+)\n)?liked:\n(?P<liked>(?:an? .*\n)+)likes: (?P<said>.*)\n")
-WISHES = re.compile(r"wish: (?P<wish>an? .*)\nshows: (?P<said>.*)\n")
+HISTORY = re.compile(r"(?:wish: an? (?P<wish>\w+)\n)?liked:\n(?P<liked>(?:an? .*\n)+)likes: (?P<answer>.*)\n")
+WISHES = re.compile(r"wish: (?P<wish>an? .*)\nshows: (?P<answer>.*)\n")
 
 
 def quiet(stage: str, done: int, total: int) -> None:
-    """No bar."""
+    """Show no progress bar."""
 
 
 @pytest.fixture(scope="module")
-def written() -> list[str]:
+def texts() -> list[str]:
     return build_texts()
 
 
 @pytest.fixture(scope="module")
-def histories(written: list[str]) -> list[re.Match[str]]:
-    return [found for text in written if (found := HISTORY.fullmatch(text))]
+def histories(texts: list[str]) -> list[re.Match[str]]:
+    return [match for text in texts if (match := HISTORY.fullmatch(text))]
 
 
-def words_in(said: str, known: tuple[str, ...]) -> list[str]:
-    return [word for word in re.findall(r"\w+", said) if word in known]
+def find_words(text: str, vocabulary: tuple[str, ...]) -> list[str]:
+    return [word for word in re.findall(r"\w+", text) if word in vocabulary]
 
 
-def test_no_text_names_a_held_out_pair(written: list[str]) -> None:
+def test_no_text_names_a_held_out_pair(texts: list[str]) -> None:
     pairs: Counter[tuple[str, str]] = Counter()
-    for text in written:
+    for text in texts:
         for line in text.splitlines():
-            found = [(colour, pattern) for colour in words_in(line, COLOURS) for pattern in words_in(line, PATTERNS)]
-            assert len(found) <= 1, line
-            pairs.update(found)
+            line_pairs = [
+                (colour, pattern) for colour in find_words(line, COLOURS) for pattern in find_words(line, PATTERNS)
+            ]
+            assert len(line_pairs) <= 1, line
+            pairs.update(line_pairs)
     assert set(pairs) == set(TRAINING_PAIRS)
     assert min(pairs.values()) > 100
     assert not HELD_OUT_PAIRS & set(pairs)
 
 
-def test_the_answer_is_what_most_of_the_liked_have(histories: list[re.Match[str]]) -> None:
+def test_answer_is_the_majority_of_the_liked_items(histories: list[re.Match[str]]) -> None:
     assert len(histories) > 10_000
-    for found in histories:
-        lines = found["liked"].splitlines()
+    for match in histories:
+        lines = match["liked"].splitlines()
         assert 3 <= len(lines) <= 7
-        colour, pattern, *shapes = found["said"].split(", ")
-        counted = [Counter(words_in(found["liked"], known)) for known in (COLOURS, PATTERNS)]
-        for word, counts in zip((colour, pattern), counted, strict=True):
+        colour, pattern, *shapes = match["answer"].split(", ")
+        word_counts = [Counter(find_words(match["liked"], vocabulary)) for vocabulary in (COLOURS, PATTERNS)]
+        for word, counts in zip((colour, pattern), word_counts, strict=True):
             assert counts.total() == len(lines)
             (most, count), *others = counts.most_common()
             assert most == word
             assert count > sum(counts.values()) / 2
             assert not others or others[0][1] < count
         for shape in shapes:
-            assert found["liked"].count(f" {shape} ") >= len(lines) - 1
+            assert match["liked"].count(f" {shape} ") >= len(lines) - 1
 
 
-def test_most_histories_are_like_those_of_people(histories: list[re.Match[str]]) -> None:
-    alike = [
-        found
-        for found in histories
-        if len(lines := found["liked"].splitlines()) == 6
-        and all(sum(word in line for line in lines) == 5 for word in found["said"].split(", ")[:2])
+def test_many_histories_have_the_form_of_personal_records(histories: list[re.Match[str]]) -> None:
+    similar = [
+        match
+        for match in histories
+        if len(lines := match["liked"].splitlines()) == 6
+        and all(sum(word in line for line in lines) == 5 for word in match["answer"].split(", ")[:2])
     ]
-    assert len(alike) > 0.3 * len(histories)
-    assert 0.2 < sum(found["wish"] is not None for found in histories) / len(histories) < 0.3
+    assert len(similar) > 0.3 * len(histories)
+    assert 0.2 < sum(match["wish"] is not None for match in histories) / len(histories) < 0.3
 
 
-def test_a_wish_shows_what_it_says(written: list[str]) -> None:
-    told: Counter[str] = Counter()
-    for text in written:
+def test_wish_answer_lists_the_attributes_of_the_wish(texts: list[str]) -> None:
+    answers: Counter[str] = Counter()
+    for text in texts:
         if "liked" in text or not text.startswith("wish"):
             continue
         assert WISHES.sub("", text) == ""
-        for found in WISHES.finditer(text):
-            wish = found["wish"].partition(" on ")[0]
-            expected = [*words_in(wish, COLOURS), *words_in(wish, PATTERNS), *words_in(wish, SHAPES)]
-            assert found["said"].split(", ") == expected
-            told[found["said"]] += 1
-    assert min(told[shape] for shape in SHAPES) > 200, "the shape alone, as people wish"
+        for match in WISHES.finditer(text):
+            wish = match["wish"].partition(" on ")[0]
+            expected = [*find_words(wish, COLOURS), *find_words(wish, PATTERNS), *find_words(wish, SHAPES)]
+            assert match["answer"].split(", ") == expected
+            answers[match["answer"]] += 1
+    assert min(answers[shape] for shape in SHAPES) > 200, "the shape alone, as in the wishes of personal records"
 
 
-def test_the_forms_are_those_that_the_recipe_asks_in(histories: list[re.Match[str]], written: list[str]) -> None:
+def test_texts_follow_the_prompts_of_the_recipe(histories: list[re.Match[str]], texts: list[str]) -> None:
     options: Keywords = check_recipe(["personalize"]).recipe.model.keywords  # type: ignore[union-attr]
-    found = next(one for one in histories if one["wish"] is None)
-    items = "".join(options.item.replace("{caption}", line) for line in found["liked"].splitlines())
-    # Who asks takes the last line break of a history away.
-    asked = options.preference_prompt.replace("{history}", items.rstrip("\n"))
-    assert found.string == f"{asked} {found['said']}\n"
-    assert any(text.startswith(options.target_prompt.replace("{wish}", "a star") + " star\n") for text in written)
+    history = next(match for match in histories if match["wish"] is None)
+    items = "".join(options.item.replace("{caption}", line) for line in history["liked"].splitlines())
+    # The prompt drops the last line break of the history.
+    prompt = options.preference_prompt.replace("{history}", items.rstrip("\n"))
+    assert history.string == f"{prompt} {history['answer']}\n"
+    assert any(text.startswith(options.target_prompt.replace("{wish}", "a star") + " star\n") for text in texts)
     assert set(options.allowed or ()) == {*COLOURS, *PATTERNS, *SHAPES}
 
 
-def test_the_variant_with_all_pairs_has_them_all() -> None:
+def test_all_pairs_variant_contains_every_pair() -> None:
     lines = [line for text in build_texts(PAIRS) for line in text.splitlines() if line.startswith("likes")]
     assert {tuple(line.removeprefix("likes: ").split(", ")[:2]) for line in lines} == set(PAIRS)
 
 
 @pytest.mark.parametrize("name", CACHE_NAMES)
-def test_the_name_holds_the_hash(name: str) -> None:
+def test_cache_name_contains_the_content_hash(name: str) -> None:
     file = materialise_texts(name)
     digest = hashlib.sha256(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
     assert CACHE_NAMES[name].rpartition("-")[2] == digest.hexdigest()[:16]
     assert CACHE_NAMES[name].startswith(name.replace("stickers", "sticker-texts"))
 
 
-def test_the_recipe_reads_each_text_as_a_whole(tmp_path: Path, written: list[str]) -> None:
+def test_every_text_fits_one_sequence_of_the_recipe(tmp_path: Path, texts: list[str]) -> None:
     recipe: Any = check_recipe(["language/stickers"]).recipe
     spec = TokenizerSpec(kind=recipe.data.tokenizer.kind, vocab_size=recipe.data.tokenizer.vocab_size)
     ready = prepare_language(recipe.data, spec, progress=quiet, cache=tmp_path)
     tokenizer = Tokenizer.load(ready.folder / "tokenizer")
     for word in (*SHAPES, *COLOURS, *PATTERNS):
-        assert len(tokenizer.encode(f" {word}")) == 1, "what is asked for is one token each"
-    lengths = [len(tokenizer.encode(text)) for text in written[::20]]
+        assert len(tokenizer.encode(f" {word}")) == 1, "each keyword is one token"
+    lengths = [len(tokenizer.encode(text)) for text in texts[::20]]
     assert max(lengths) + 1 <= recipe.data.sequence_length
-    assert sum(len(ready.table(name)) for name in ready.tables) == len(written)
+    assert sum(len(ready.table(name)) for name in ready.tables) == len(texts)
     assert recipe.data.padding
 
 
-def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_unknown_dataset_name_is_refused(tmp_path: Path) -> None:
     settings = [("data.train.path", "posters", ""), ("data.train.kind", "embedded", "")]
     recipe: Any = check_recipe(["language/stickers"], settings).recipe
     if recipe.data.train.path is None:
@@ -148,6 +150,6 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
         prepare_language(recipe.data, TokenizerSpec(kind="bpe", vocab_size=300), progress=quiet, cache=tmp_path)
 
 
-def test_texts_are_the_same_each_time(written: list[str]) -> None:
-    assert build_texts()[:50] == written[:50]
-    assert len(np.unique(written)) > 0.8 * len(written)
+def test_texts_are_deterministic_and_mostly_unique(texts: list[str]) -> None:
+    assert build_texts()[:50] == texts[:50]
+    assert len(np.unique(texts)) > 0.8 * len(texts)

@@ -1,4 +1,4 @@
-"""Files for tests of how sources are found."""
+"""Files for tests of how sources are listed."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
 
 
 def relative_names(source: Source) -> list[str]:
-    """What a source's records are called after."""
-    found = find_files(source)
-    return [found.relative_name(file) for file in found.paths]
+    """Return the relative names of a source's files, from which record keys are built."""
+    source_files = find_files(source)
+    return [source_files.relative_name(file) for file in source_files.paths]

@@ -1,4 +1,4 @@
-"""Parquet and Arrow give the same rows, in pieces or whole, in plain types; media are their bytes."""
+"""Parquet and Arrow give the same rows for any piece size, in plain types; media are bytes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from bottega.data.records.record import BadRecord, Record
 pa = pytest.importorskip("pyarrow")
 
 
-def read(path: Path, size: int = 1) -> list[Record | BadRecord]:
-    found = find_files(Source(path=str(path)))
-    return [record for piece in found.list_pieces(size) for record in found.read(piece)]
+def read_records(path: Path, size: int = 1) -> list[Record | BadRecord]:
+    source_files = find_files(Source(path=str(path)))
+    return [record for piece in source_files.list_pieces(size) for record in source_files.read(piece)]
 
 
-def table(rows: int = 10) -> Any:
+def build_table(rows: int = 10) -> Any:
     noon = datetime.datetime(2024, 5, 17, 12, 0, 0, 250)
     tokyo = pa.timestamp("ms", "Asia/Tokyo")
     medium = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -66,7 +66,7 @@ EXPECTED = {
 }
 
 
-def written(folder: Path, name: str, data: Any) -> Path:
+def write_table(folder: Path, name: str, data: Any) -> Path:
     import pyarrow.feather
     import pyarrow.parquet
 
@@ -86,33 +86,33 @@ FILES = ["a.parquet", "file.arrow", "stream.arrow", "compressed.feather"]
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_rows_in_plain_types_whatever_the_pieces(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path, name, table())
-    records = read(path)
+def test_rows_have_plain_types_for_any_piece_size(tmp_path: Path, name: str) -> None:
+    path = write_table(tmp_path, name, build_table())
+    records = read_records(path)
     assert len(find_files(Source(path=str(path))).list_pieces(1)) == 4
     assert len(find_files(Source(path=str(path))).list_pieces(1 << 30)) == 1
     assert records[3] == Record(f"{name}:4", f"{path}, row 4", EXPECTED)
     assert [record.key for record in records] == [f"{name}:{row}" for row in range(1, 11)]
-    assert read(path, 1 << 30) == read(path, 500) == records
+    assert read_records(path, 1 << 30) == read_records(path, 500) == records
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_empty_tables_have_no_rows(tmp_path: Path, name: str) -> None:
-    assert read(written(tmp_path, name, table(0))) == []
+    assert read_records(write_table(tmp_path, name, build_table(0))) == []
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damage_is_said_in_one_line(tmp_path: Path, name: str) -> None:
-    path = written(tmp_path, name, table(1000))
-    whole = path.read_bytes()
-    for content in (whole[: len(whole) // 2], b"", b"no table at all"):
+def test_damaged_table_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    path = write_table(tmp_path, name, build_table(1000))
+    data = path.read_bytes()
+    for content in (data[: len(data) // 2], b"", b"no table at all"):
         path.write_bytes(content)
         with pytest.raises(DataError, match=rf"{name} is damaged or of another format: .") as caught:
-            read(path)
+            read_records(path)
         assert "\n" not in str(caught.value)
 
 
-def test_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_column_names_are_refused(tmp_path: Path) -> None:
     twice = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
     with pytest.raises(DataError, match="two columns are named 'a'"):
-        read(written(tmp_path, "file.arrow", twice))
+        read_records(write_table(tmp_path, "file.arrow", twice))

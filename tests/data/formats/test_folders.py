@@ -1,4 +1,4 @@
-"""Folders of media: classes from sub-folders, descriptions from a table, every file once and every loss said once."""
+"""Media folders: classes from subfolders, fields from a metadata table, every file and problem reported once."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from bottega.data.records.record import BadRecord, Record
 DATA = os.environ.get("BOTTEGA_DATA")
 
 
-def put(root: Path, *names: str) -> Path:
+def write_files(root: Path, *names: str) -> Path:
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_bytes(b"x")
     return root
 
 
-def read(root: Path, form: Format = IMAGES, **options: object) -> list[Record | BadRecord]:
-    """All pieces in the order of their names, as preparing does it."""
+def read_records(root: Path, form: Format = IMAGES, **options: object) -> list[Record | BadRecord]:
+    """Read all pieces in the order of their names, as preparation does."""
     source = Source(path=str(root), **options)  # type: ignore[arg-type]
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in form.suffixes)
     pieces = [
@@ -39,40 +39,40 @@ def read(root: Path, form: Format = IMAGES, **options: object) -> list[Record | 
     return [record for piece in pieces for record in form.read(piece, source)]
 
 
-def good(found: list[Record | BadRecord]) -> dict[str, dict[str, object]]:
-    records = [record for record in found if isinstance(record, Record)]
+def good_fields(records_and_errors: list[Record | BadRecord]) -> dict[str, dict[str, object]]:
+    records = [record for record in records_and_errors if isinstance(record, Record)]
     assert len({record.key for record in records}) == len(records)
     return {record.key: record.fields for record in records}
 
 
-def bad(found: list[Record | BadRecord]) -> list[str]:
-    return [str(record) for record in found if isinstance(record, BadRecord)]
+def bad_messages(records: list[Record | BadRecord]) -> list[str]:
+    return [str(record) for record in records if isinstance(record, BadRecord)]
 
 
-def test_sub_folders_are_classes_and_a_flat_folder_has_none(tmp_path: Path) -> None:
-    put(tmp_path, "cats/1.jpg", "cats/young/2.JPG", "dogs/1.png", "dogs/readme.txt")
-    found = good(read(tmp_path))
-    assert {key: fields["label"] for key, fields in found.items()} == {
+def test_subfolders_are_classes_and_a_flat_folder_has_none(tmp_path: Path) -> None:
+    write_files(tmp_path, "cats/1.jpg", "cats/young/2.JPG", "dogs/1.png", "dogs/readme.txt")
+    fields_by_key = good_fields(read_records(tmp_path))
+    assert {key: fields["label"] for key, fields in fields_by_key.items()} == {
         "cats/1.jpg": "cats",
         "cats/young/2.JPG": "cats",
         "dogs/1.png": "dogs",
     }
-    assert found["cats/1.jpg"]["image"] == tmp_path / "cats/1.jpg"
-    assert good(read(put(tmp_path / "flat", "1.jpg", "2.jpg"))) == {
+    assert fields_by_key["cats/1.jpg"]["image"] == tmp_path / "cats/1.jpg"
+    assert good_fields(read_records(write_files(tmp_path / "flat", "1.jpg", "2.jpg"))) == {
         "1.jpg": {"image": tmp_path / "flat/1.jpg"},
         "2.jpg": {"image": tmp_path / "flat/2.jpg"},
     }
 
 
 @pytest.mark.parametrize(("form", "name", "what"), [(AUDIO, "a.wav", "audio"), (VIDEO, "a.mkv", "video")])
-def test_sound_and_video_are_read_alike(tmp_path: Path, form: Format, name: str, what: str) -> None:
-    put(tmp_path, f"one/{name}")
-    assert good(read(tmp_path, form)) == {f"one/{name}": {what: tmp_path / "one" / name, "label": "one"}}
+def test_audio_and_video_folders_are_read_alike(tmp_path: Path, form: Format, name: str, what: str) -> None:
+    write_files(tmp_path, f"one/{name}")
+    assert good_fields(read_records(tmp_path, form)) == {f"one/{name}": {what: tmp_path / "one" / name, "label": "one"}}
     assert form.is_media
     assert form.kind == what
 
 
-def test_no_suffix_is_of_two_kinds() -> None:
+def test_every_suffix_has_one_kind() -> None:
     sets = (folders.IMAGE_SUFFIXES, folders.AUDIO_SUFFIXES, folders.VIDEO_SUFFIXES)
     assert len(frozenset.union(*sets)) == sum(map(len, sets))
     assert all(suffix == suffix.lower() and suffix.startswith(".") for suffix in frozenset.union(*sets))
@@ -98,12 +98,12 @@ def test_no_suffix_is_of_two_kinds() -> None:
         ),
     ],
 )
-def test_a_table_describes_the_files_and_folders_mean_nothing_then(tmp_path: Path, name: str, text: str) -> None:
-    put(tmp_path, "x/1.png", "2.png", "y/3.png")
+def test_metadata_table_replaces_folder_labels(tmp_path: Path, name: str, text: str) -> None:
+    write_files(tmp_path, "x/1.png", "2.png", "y/3.png")
     (tmp_path / name).write_text(text, newline="")
-    found = read(tmp_path)
-    assert bad(found) == []
-    assert good(found) == {
+    records = read_records(tmp_path)
+    assert bad_messages(records) == []
+    assert good_fields(records) == {
         "2.png": {"text": 'say "hi"', "label": "dog", "image": tmp_path / "2.png"},
         "x/1.png": {"text": "a, b", "label": "cat", "image": tmp_path / "x/1.png"},
         "y/3.png": {"image": tmp_path / "y/3.png"},
@@ -111,13 +111,13 @@ def test_a_table_describes_the_files_and_folders_mean_nothing_then(tmp_path: Pat
 
 
 @pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
-def test_ljspeech_is_read_as_it_lies() -> None:
+def test_ljspeech_is_read_in_its_published_layout() -> None:
     root = Path(str(DATA), "audio-ljspeech-sample")
-    found = read(root, AUDIO)
-    assert bad(found) == []
-    records = good(found)
-    assert len(records) == 16
-    described = {key: fields for key, fields in records.items() if "text" in fields}
+    all_records = read_records(root, AUDIO)
+    assert bad_messages(all_records) == []
+    fields_by_key = good_fields(all_records)
+    assert len(fields_by_key) == 16
+    described = {key: fields for key, fields in fields_by_key.items() if "text" in fields}
     assert sorted(described) == [f"wavs/LJ001-000{number}.flac" for number in range(1, 9)]
     assert str(described["wavs/LJ001-0001.flac"]["text"]).startswith("Printing, in the only sense")
     assert set(described["wavs/LJ001-0001.flac"]) == {"text", "normalised", "audio"}
@@ -127,52 +127,55 @@ def test_ljspeech_is_read_as_it_lies() -> None:
     ]
 
 
-def test_what_a_table_says_wrongly_is_said_once_with_its_line(tmp_path: Path) -> None:
-    put(tmp_path, "1.png", "2.png", "z/3.png")
+def test_bad_table_rows_are_reported_once_with_their_line(tmp_path: Path) -> None:
+    write_files(tmp_path, "1.png", "2.png", "z/3.png")
     rows = "file_name,text\ngone.png,a\n1.png,b\n2.png\n,c\n../1.png,d\n/etc/passwd,e\n"
     (tmp_path / "metadata.csv").write_text(rows)
-    found = read(tmp_path)
+    records = read_records(tmp_path)
     table = tmp_path / "metadata.csv"
-    assert bad(found) == [
+    assert bad_messages(records) == [
         f"{table}, line 4: has 1 columns; expected 2",
         f"{table}, line 5: names no file; expected a file name in one of file_name, filename, file, path, id",
         f"{table}, line 2: names the image file 'gone.png', which is missing",
         f"{table}, line 6: names the image file '../1.png', which is missing",
         f"{table}, line 7: names the image file '/etc/passwd', which is missing",
     ]
-    assert len(good(found)) == 3
-    put(tmp_path, "gone.png")  # no process remembers what was missing
-    assert len(bad(read(tmp_path))) == 4
+    assert len(good_fields(records)) == 3
+    write_files(tmp_path, "gone.png")  # missing files are not cached
+    assert len(bad_messages(read_records(tmp_path))) == 4
 
 
-def test_bad_json_lines_are_named(tmp_path: Path) -> None:
-    put(tmp_path, "1.png")
+def test_bad_json_lines_are_reported_with_their_line(tmp_path: Path) -> None:
+    write_files(tmp_path, "1.png")
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "1.png"}\n[1]\n{"file_name": \n{"file_name": 3}\n')
-    assert [line.partition("line ")[2][:12] for line in bad(read(tmp_path))] == [
+    assert [line.partition("line ")[2][:12] for line in bad_messages(read_records(tmp_path))] == [
         "2: a row mus",
         "3, column 14",
         "4: names no ",
     ]
 
 
-def test_a_table_of_other_files_is_an_error(tmp_path: Path) -> None:
-    put(tmp_path, "1.png")
+def test_table_that_matches_no_file_is_refused(tmp_path: Path) -> None:
+    write_files(tmp_path, "1.png")
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\nb.png,y\n")
     with pytest.raises(DataError, match=r"none of its 2 rows names a file under .*'a\.png' in line 2"):
-        read(tmp_path)
+        read_records(tmp_path)
 
 
-def test_several_rows_of_a_file_are_as_many_records(tmp_path: Path) -> None:
-    put(tmp_path, "1.png")
+def test_several_rows_of_one_file_are_separate_records(tmp_path: Path) -> None:
+    write_files(tmp_path, "1.png")
     (tmp_path / "metadata.csv").write_text("file_name,text\n1.png,a\n1.png,b\n")
-    assert {key: fields["text"] for key, fields in good(read(tmp_path)).items()} == {"1.png": "a", "1.png:2": "b"}
+    assert {key: fields["text"] for key, fields in good_fields(read_records(tmp_path)).items()} == {
+        "1.png": "a",
+        "1.png:2": "b",
+    }
 
 
-def test_a_row_belongs_to_the_file_it_names_exactly(tmp_path: Path) -> None:
-    put(tmp_path, "a.png", "x/a.png", "x/b.png")
+def test_row_matches_the_exact_path_first(tmp_path: Path) -> None:
+    write_files(tmp_path, "a.png", "x/a.png", "x/b.png")
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,one\nb.png,two\n")
-    found = good(read(tmp_path))
-    assert {key: fields.get("text") for key, fields in found.items()} == {
+    fields_by_key = good_fields(read_records(tmp_path))
+    assert {key: fields.get("text") for key, fields in fields_by_key.items()} == {
         "a.png": "one",
         "x/a.png": None,
         "x/b.png": "two",
@@ -180,17 +183,17 @@ def test_a_row_belongs_to_the_file_it_names_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["a", "z"])
-def test_the_nearest_table_counts(tmp_path: Path, inner: str) -> None:
-    put(tmp_path, "m/1.png", f"{inner}/1.png", f"{inner}/c/2.png")
+def test_nearest_table_is_used(tmp_path: Path, inner: str) -> None:
+    write_files(tmp_path, "m/1.png", f"{inner}/1.png", f"{inner}/c/2.png")
     (tmp_path / "metadata.csv").write_text("file_name,text\nm/1.png,outer\nlost.png,outer\n")
     (tmp_path / inner / "metadata.csv").write_text("file_name,text\n1.png,inner\nc/2.png,inner\ngone.png,inner\n")
-    found = read(tmp_path)
-    assert {key: fields["text"] for key, fields in good(found).items()} == {
+    records = read_records(tmp_path)
+    assert {key: fields["text"] for key, fields in good_fields(records).items()} == {
         "m/1.png": "outer",
         f"{inner}/1.png": "inner",
         f"{inner}/c/2.png": "inner",
     }
-    assert sorted(line.partition("names")[2] for line in bad(found)) == [
+    assert sorted(line.partition("names")[2] for line in bad_messages(records)) == [
         " the image file 'gone.png', which is missing",
         " the image file 'lost.png', which is missing",
     ]
@@ -199,63 +202,63 @@ def test_the_nearest_table_counts(tmp_path: Path, inner: str) -> None:
 
 
 @pytest.mark.parametrize("mark", ["|", "\t"])
-def test_a_quotation_mark_between_bars_or_tabs_is_part_of_the_text(tmp_path: Path, mark: str) -> None:
-    put(tmp_path, "1.png", "2.png")
+def test_quotation_marks_in_bar_and_tab_tables_are_text(tmp_path: Path, mark: str) -> None:
+    write_files(tmp_path, "1.png", "2.png")
     (tmp_path / "metadata.csv").write_text(f'id{mark}text\n1{mark}"so it began\n2{mark}"and" so on\n')
-    found = read(tmp_path)
-    assert bad(found) == []
-    assert [fields["text"] for fields in good(found).values()] == ['"so it began', '"and" so on']
+    records = read_records(tmp_path)
+    assert bad_messages(records) == []
+    assert [fields["text"] for fields in good_fields(records).values()] == ['"so it began', '"and" so on']
 
 
-def test_a_recipe_may_name_the_table_and_its_columns(tmp_path: Path) -> None:
-    put(tmp_path / "files", "1.png", "2.png")
+def test_table_and_columns_can_be_set_in_the_recipe(tmp_path: Path) -> None:
+    write_files(tmp_path / "files", "1.png", "2.png")
     (tmp_path / "rows.txt").write_text("1.png,a\n2.png,b\n")
     with pytest.raises(DataError, match="no column is named"):
-        read(tmp_path / "files", metadata="../rows.txt")
-    found = read(tmp_path / "files", metadata="../rows.txt", columns=("file", "text"))
-    assert {key: fields["text"] for key, fields in good(found).items()} == {"1.png": "a", "2.png": "b"}
-    assert bad(found) == []
+        read_records(tmp_path / "files", metadata="../rows.txt")
+    records = read_records(tmp_path / "files", metadata="../rows.txt", columns=("file", "text"))
+    assert {key: fields["text"] for key, fields in good_fields(records).items()} == {"1.png": "a", "2.png": "b"}
+    assert bad_messages(records) == []
     with pytest.raises(DataError, match=r"no\.csv does not exist"):
-        read(tmp_path / "files", metadata="no.csv")
+        read_records(tmp_path / "files", metadata="no.csv")
 
 
-def test_a_line_of_a_table_that_is_no_utf_8_is_bad(tmp_path: Path) -> None:
-    put(tmp_path, "1.png", "2.png")
+def test_table_line_that_is_not_utf_8_is_bad(tmp_path: Path) -> None:
+    write_files(tmp_path, "1.png", "2.png")
     (tmp_path / "metadata.csv").write_bytes(b"file_name,text\n1.png,caf\xe9\n2.png,x\n")
-    found = read(tmp_path)
-    assert bad(found) == [
+    records = read_records(tmp_path)
+    assert bad_messages(records) == [
         f"{tmp_path / 'metadata.csv'}, line 2: not UTF-8: byte 0xe9 at column 10 of line 2; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv"
     ]
-    assert good(found)["2.png"]["text"] == "x"
+    assert good_fields(records)["2.png"]["text"] == "x"
 
 
-def test_odd_files_are_bad(tmp_path: Path) -> None:
-    put(tmp_path, "data/a.png")
+def test_broken_links_and_pipes_are_bad(tmp_path: Path) -> None:
+    write_files(tmp_path, "data/a.png")
     root = tmp_path / "data"
     (root / "inside.png").symlink_to(root / "a.png")
     (root / "broken.png").symlink_to(root / "no.png")
     os.mkfifo(root / "pipe.png")
-    found = read(root)
-    assert sorted(good(found)) == ["a.png", "inside.png"]
-    assert [line.removeprefix(f"{root}/").partition(":")[0] for line in bad(found)] == [
+    records = read_records(root)
+    assert sorted(good_fields(records)) == ["a.png", "inside.png"]
+    assert [line.removeprefix(f"{root}/").partition(":")[0] for line in bad_messages(records)] == [
         "broken.png",
         "pipe.png",
     ]
     (tmp_path / "link").symlink_to(root)
-    assert sorted(good(read(tmp_path / "link"))) == ["a.png", "inside.png"]
+    assert sorted(good_fields(read_records(tmp_path / "link"))) == ["a.png", "inside.png"]
 
 
-def test_a_table_is_read_once_by_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, *(f"{number}.png" for number in range(30)))
+def test_table_is_read_once_per_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(tmp_path, *(f"{number}.png" for number in range(30)))
     (tmp_path / "metadata.csv").write_text("file_name,text\n" + "".join(f"{number}.png,t\n" for number in range(30)))
     reads: list[Path] = []
     original = metadata._records
     monkeypatch.setattr(metadata, "_records", lambda piece, source: reads.append(piece.file) or original(piece, source))  # type: ignore[func-returns-value]
-    assert len(good(read(tmp_path))) == 30
+    assert len(good_fields(read_records(tmp_path))) == 30
     assert reads == [tmp_path / "metadata.csv"]
 
 
-def test_every_table_that_is_passed_over_as_one_is_read(tmp_path: Path) -> None:
+def test_every_metadata_file_name_is_read(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     row = {"file_name": "1.png", "text": "a, b"}
@@ -267,42 +270,42 @@ def test_every_table_that_is_passed_over_as_one_is_read(tmp_path: Path) -> None:
         "json": json.dumps([row]),
     }
     for name in TABLES:
-        root = put(tmp_path / name, "1.png", "2.png")
+        root = write_files(tmp_path / name, "1.png", "2.png")
         suffix = name.partition(".")[2]
         if suffix == "parquet":
             parquet.write_table(pyarrow.Table.from_pylist([row, {"file_name": "gone.png"}]), root / name)
         else:
             (root / name).write_text(contents[suffix])
-        found = find_files(Source(path=str(root)))
-        assert (found.kind, len(found.paths)) == ("images", 2)
-        records = [record for piece in found.list_pieces(1) for record in found.read(piece)]
-        assert good(records)["1.png"] == {"text": "a, b", "image": root / "1.png"}
-        assert good(records)["2.png"] == {"image": root / "2.png"}
-        before = found.fingerprint
+        source_files = find_files(Source(path=str(root)))
+        assert (source_files.kind, len(source_files.paths)) == ("images", 2)
+        records = [record for piece in source_files.list_pieces(1) for record in source_files.read(piece)]
+        assert good_fields(records)["1.png"] == {"text": "a, b", "image": root / "1.png"}
+        assert good_fields(records)["2.png"] == {"image": root / "2.png"}
+        before = source_files.fingerprint
         (root / name).write_bytes((root / name).read_bytes().replace(b"a, b", b"a, c"))
         assert find_files(Source(path=str(root))).fingerprint != before
-    assert bad(records) == [f"{root / name}, row 2: names the image file 'gone.png', which is missing"]
+    assert bad_messages(records) == [f"{root / name}, row 2: names the image file 'gone.png', which is missing"]
 
 
-def test_a_table_is_read_as_strictly_as_data(tmp_path: Path) -> None:
-    put(tmp_path, "1.png")
+def test_table_is_read_as_strictly_as_data(tmp_path: Path) -> None:
+    write_files(tmp_path, "1.png")
     rows = '{"file_name": "1.png", "x": NaN}\n{"file_name": "1.png", "x": 1, "x": 2}\n{"file_name": "1.png", "x": 3}\n'
     (tmp_path / "metadata.jsonl").write_text(rows)
-    found = read(tmp_path)
-    assert [line.partition("line ")[2] for line in bad(found)] == [
+    records = read_records(tmp_path)
+    assert [line.partition("line ")[2] for line in bad_messages(records)] == [
         "1, column 29: invalid JSON: NaN is not a JSON number",
         "2: key 'x' occurs twice in one object",
     ]
-    assert good(found) == {"1.png": {"x": 3, "image": tmp_path / "1.png"}}
+    assert good_fields(records) == {"1.png": {"x": 3, "image": tmp_path / "1.png"}}
     (tmp_path / "metadata.csv").write_text("file_name,x,x\n1.png,1,2\n")
     with pytest.raises(DataError, match="two columns are named 'x'"):
-        read(tmp_path)
+        read_records(tmp_path)
 
 
-def test_an_object_about_the_whole_is_no_table(tmp_path: Path) -> None:
-    put(tmp_path, "cat/1.png")
+def test_metadata_json_with_one_object_is_ignored(tmp_path: Path) -> None:
+    write_files(tmp_path, "cat/1.png")
     (tmp_path / "metadata.json").write_text('{"about": "my cats"}')
-    assert good(read(tmp_path)) == {"cat/1.png": {"label": "cat", "image": tmp_path / "cat/1.png"}}
+    assert good_fields(read_records(tmp_path)) == {"cat/1.png": {"label": "cat", "image": tmp_path / "cat/1.png"}}
 
 
 names = st.text(
@@ -313,15 +316,17 @@ names = st.text(
 
 
 @given(texts=st.lists(names, min_size=1, max_size=5))
-def test_any_text_survives_each_kind_of_table(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+def test_any_text_round_trips_through_each_table_format(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
+) -> None:
     import csv
     import io
 
-    root = put(tmp_path_factory.mktemp("any"), *(f"{number}.png" for number in range(len(texts))))
+    root = write_files(tmp_path_factory.mktemp("any"), *(f"{number}.png" for number in range(len(texts))))
     out = io.StringIO()
     csv.writer(out).writerows([("file_name", "text"), *((f"{n}.png", text) for n, text in enumerate(texts))])
     rows = (json.dumps({"file_name": f"{n}.png", "text": text}) for n, text in enumerate(texts))
     for name, content in (("metadata.csv", out.getvalue()), ("metadata.jsonl", "\n".join(rows))):
         (root / name).write_text(content, encoding="utf-8", newline="")
-        found = good(read(root, metadata=name))
-        assert [found[f"{n}.png"]["text"] for n in range(len(texts))] == texts
+        fields_by_key = good_fields(read_records(root, metadata=name))
+        assert [fields_by_key[f"{n}.png"]["text"] for n in range(len(texts))] == texts

@@ -1,4 +1,4 @@
-"""Hugging Face datasets come from the hub's name, a folder or a saved copy; nothing of theirs is run or decoded."""
+"""Hugging Face datasets from a hub name, a folder or a saved copy, without running code or decoding media."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = [{"text": f"row {i}", "label": i % 2} for i in range(8)]
 
 @pytest.fixture(scope="module", autouse=True)
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The library keeps what it makes in a folder of ours, and is asked for nothing that is not here."""
+    """Use a temporary cache folder and no network."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -45,66 +45,66 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(path: Path, **options: str) -> list[Record | BadRecord]:
-    found = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
-    assert found.kind == "huggingface"
-    return [record for piece in found.list_pieces(1) for record in found.read(piece)]
+def read_records(path: Path, **options: str) -> list[Record | BadRecord]:
+    source_files = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
+    assert source_files.kind == "huggingface"
+    return [record for piece in source_files.list_pieces(1) for record in source_files.read(piece)]
 
 
-def rows(path: Path, **options: str) -> list[dict[str, Any]]:
-    return [record.fields for record in read(path, **options) if isinstance(record, Record)]
+def read_rows(path: Path, **options: str) -> list[dict[str, Any]]:
+    return [record.fields for record in read_records(path, **options) if isinstance(record, Record)]
 
 
-def test_saved_sets_are_recognised_and_read(saved: Path) -> None:
-    assert rows(saved / "one") == rows(saved / "parts") == ROWS
-    assert [record.key for record in read(saved / "one")] == [f"one:{i}" for i in range(1, 9)]
+def test_saved_datasets_are_recognised_and_read(saved: Path) -> None:
+    assert read_rows(saved / "one") == read_rows(saved / "parts") == ROWS
+    assert [record.key for record in read_records(saved / "one")] == [f"one:{i}" for i in range(1, 9)]
     assert len(find_files(Source(path=str(saved / "one"))).list_pieces(1)) == 2
-    assert rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
+    assert read_rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
     with pytest.raises(DataError, match="has no split 'dev'; set split to one of train, test"):
-        read(saved / "parts", split="dev")
+        read_records(saved / "parts", split="dev")
     with pytest.raises(UsageError, match="a single split without a name; leave split out"):
-        read(saved / "one", split="train")
+        read_records(saved / "one", split="train")
 
 
-def test_the_size_is_that_of_the_files_rows_come_from(saved: Path) -> None:
+def test_total_bytes_is_the_size_of_the_arrow_files(saved: Path) -> None:
     expected = sum(file.stat().st_size for file in (saved / "one").glob("*.arrow"))
     assert find_files(Source(path=str(saved / "one"))).total_bytes == expected > 0
     assert find_files(Source(path=str(saved / "parts"), split="test")).total_bytes > 0
 
 
-def test_a_folder_is_read_as_the_library_reads_it(saved: Path) -> None:
-    assert rows(saved / "files", kind="huggingface") == ROWS
-    # Parts of parts have no files of their own until they are written.
-    assert rows(saved / "files", kind="huggingface", split="train[:25%]") == ROWS[:2]
-    assert rows(saved / "files", kind="huggingface", split="train[6:]+train[:1]") == [*ROWS[6:], ROWS[0]]
+def test_folder_is_read_by_the_library(saved: Path) -> None:
+    assert read_rows(saved / "files", kind="huggingface") == ROWS
+    # Slices of splits have no files until the library writes them.
+    assert read_rows(saved / "files", kind="huggingface", split="train[:25%]") == ROWS[:2]
+    assert read_rows(saved / "files", kind="huggingface", split="train[6:]+train[:1]") == [*ROWS[6:], ROWS[0]]
     with pytest.raises(DataError, match='Unknown split "dev"'):
-        read(saved / "files", kind="huggingface", split="dev")
+        read_records(saved / "files", kind="huggingface", split="dev")
     with pytest.raises(DataError, match="'other' not found"):
-        read(saved / "files", kind="huggingface", subset="other")
+        read_records(saved / "files", kind="huggingface", subset="other")
 
 
 def test_workers_read_without_the_library(saved: Path, tmp_path: Path) -> None:
-    found = find_files(Source(path=str(saved / "one")))
-    (tmp_path / "job").write_bytes(pickle.dumps((found, found.list_pieces(1))))
+    source_files = find_files(Source(path=str(saved / "one")))
+    (tmp_path / "job").write_bytes(pickle.dumps((source_files, source_files.list_pieces(1))))
     script = (
         "import pickle, sys, pathlib; sys.modules['datasets'] = None\n"
-        "found, pieces = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
-        "print([r.fields['label'] for p in pieces for r in found.read(p)])"
+        "source_files, pieces = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "print([r.fields['label'] for p in pieces for r in source_files.read(p)])"
     )
     done = subprocess.run([sys.executable, "-c", script, tmp_path / "job"], capture_output=True, text=True, timeout=200)
     assert done.stdout == f"{[row['label'] for row in ROWS]}\n", done.stderr
 
 
-def test_the_fingerprint_follows_content_and_part(saved: Path, tmp_path: Path) -> None:
-    whole = find_files(Source(path=str(saved / "parts"))).fingerprint
-    assert find_files(Source(path=str(saved / "parts"), split="test")).fingerprint != whole
+def test_fingerprint_depends_on_content_and_split(saved: Path, tmp_path: Path) -> None:
+    expected = find_files(Source(path=str(saved / "parts"))).fingerprint
+    assert find_files(Source(path=str(saved / "parts"), split="test")).fingerprint != expected
     shutil.copytree(saved / "parts", tmp_path / "copy")
-    assert find_files(Source(path=str(tmp_path / "copy"))).fingerprint == whole
+    assert find_files(Source(path=str(tmp_path / "copy"))).fingerprint == expected
     (tmp_path / "copy" / "train" / "more").write_text("x")
-    assert find_files(Source(path=str(tmp_path / "copy"))).fingerprint != whole
+    assert find_files(Source(path=str(tmp_path / "copy"))).fingerprint != expected
 
 
-def test_media_are_bytes_or_files_of_the_set(tmp_path: Path) -> None:
+def test_media_are_bytes_or_files_inside_the_dataset(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     raw = io.BytesIO()
     image.new("RGB", (4, 4)).save(raw, "png")
@@ -116,7 +116,7 @@ def test_media_are_bytes_or_files_of_the_set(tmp_path: Path) -> None:
         {"bytes": None, "path": str(tmp_path / "set" / "own.png")},
         {"bytes": None, "path": str(tmp_path / "foreign.png")},
         {"bytes": None, "path": str(tmp_path / "set" / ".." / "foreign.png")},
-        # Garbage comes through: nothing is decoded here.
+        # Invalid bytes are passed on, since nothing is decoded here.
         {"bytes": b"no picture", "path": None},
     ]
     features = datasets.Features(image=datasets.Image(decode=False))
@@ -124,21 +124,21 @@ def test_media_are_bytes_or_files_of_the_set(tmp_path: Path) -> None:
     path = tmp_path / "set" / "data.arrow"
     with pyarrow.ipc.new_stream(str(path), data._data.table.schema) as writer:
         writer.write_table(data._data.table)
-    datasets.Dataset.from_file(str(path)).save_to_disk(tmp_path / "made")
+    datasets.Dataset.from_file(str(path)).save_to_disk(tmp_path / "saved")
     for name in ("dataset_info.json", "state.json"):
-        shutil.copy(tmp_path / "made" / name, tmp_path / "set" / name)
-    state = (tmp_path / "made" / "state.json").read_text()
+        shutil.copy(tmp_path / "saved" / name, tmp_path / "set" / name)
+    state = (tmp_path / "saved" / "state.json").read_text()
     (tmp_path / "set" / "state.json").write_text(state.replace("data-00000-of-00001.arrow", "data.arrow"))
-    found = [row["image"] for row in rows(tmp_path / "set")]
-    assert found == [raw.getvalue(), tmp_path / "set" / "own.png", None, None, b"no picture"]
+    images = [row["image"] for row in read_rows(tmp_path / "set")]
+    assert images == [raw.getvalue(), tmp_path / "set" / "own.png", None, None, b"no picture"]
 
 
-def test_code_of_a_data_set_is_not_run(tmp_path: Path) -> None:
+def test_dataset_scripts_are_not_run(tmp_path: Path) -> None:
     folder = tmp_path / "evil"
     folder.mkdir()
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(DataError, match="scripts are no longer supported") as caught:
-        read(folder, kind="huggingface")
+        read_records(folder, kind="huggingface")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ran").exists()
 
@@ -154,7 +154,7 @@ def test_code_of_a_data_set_is_not_run(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_the_hub_does_not_give(
+def test_hub_errors_are_translated_without_secrets(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, kind: type[BottegaError], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -163,25 +163,27 @@ def test_what_the_hub_does_not_give(
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    found = find_files(Source(path="owner/name", kind="huggingface"))
-    for ask in (lambda: found.fingerprint, lambda: found.list_pieces(1)):
+    source_files = find_files(Source(path="owner/name", kind="huggingface"))
+    for access in (lambda: source_files.fingerprint, lambda: source_files.list_pieces(1)):
         with pytest.raises(kind, match=message) as caught:
-            ask()
+            access()
         assert "\n" not in str(caught.value)
         assert "secret" not in str(caught.value)
 
 
-def test_a_name_of_the_hub_is_asked_for_as_it_is(monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path) -> None:
+def test_hub_name_and_subset_are_passed_to_the_library(
+    monkeypatch: pytest.MonkeyPatch, saved: Path, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
-    asked = []
+    calls = []
 
-    def load(*given: object, **options: object) -> Any:
-        asked.append((given, options))
+    def load(*arguments: object, **options: object) -> Any:
+        calls.append((arguments, options))
         return datasets.load_from_disk(saved / "one")
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    records = read(Path("owner/other"), kind="huggingface", subset="small")
-    assert asked == [(("owner/other", "small"), {"split": "train"})]
+    records = read_records(Path("owner/other"), kind="huggingface", subset="small")
+    assert calls == [(("owner/other", "small"), {"split": "train"})]
     assert records[7].key == "owner/other:8"
     with pytest.raises(DataError, match="does not exist"):
-        read(tmp_path / "nowhere", kind="huggingface")
+        read_records(tmp_path / "nowhere", kind="huggingface")

@@ -1,4 +1,4 @@
-"""Rows come back as they were written, however the file is cut; a bad one costs its own line and is named by it."""
+"""Rows round-trip for any piece size; a bad line is reported alone, by its line number."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from bottega.data.records.record import BadRecord, Record
 from operations import CountedText
 
 
-def read(path: Path, size: int = 1 << 20, **options: str) -> list[Record | BadRecord]:
-    found = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
-    return [record for piece in found.list_pieces(size) for record in found.read(piece)]
+def read_records(path: Path, size: int = 1 << 20, **options: str) -> list[Record | BadRecord]:
+    source_files = find_files(Source(path=str(path), **options))  # type: ignore[arg-type]
+    return [record for piece in source_files.list_pieces(size) for record in source_files.read(piece)]
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -39,24 +39,24 @@ ROWS = st.lists(st.dictionaries(TEXT, VALUES, max_size=4), max_size=12)
 
 
 @given(ROWS, st.integers(1, 200), st.booleans(), st.sampled_from(["\n", "\r\n", "\n\n", " \n"]), st.booleans())
-def test_rows_come_back_for_every_size_of_piece(
+def test_rows_round_trip_for_any_piece_size(
     tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], size: int, ascii: bool, end: str, ended: bool
 ) -> None:
     file = tmp_path_factory.mktemp("rows") / "a.jsonl"
     lines = end.join(json.dumps(row, ensure_ascii=ascii) for row in rows) + (end if ended else "")
     file.write_bytes(lines.encode())
-    records = read(file, size)
+    records = read_records(file, size)
     assert [record.fields for record in records if isinstance(record, Record)] == rows
     assert [record.key for record in records] == [f"a.jsonl:{1 + i * end.count(chr(10))}" for i in range(len(rows))]
-    packed = file.with_name("a.jsonl.gz")
-    packed.write_bytes(gzip.compress(lines.encode()))
-    assert [record.fields for record in read(packed, size) if isinstance(record, Record)] == rows
+    compressed_file = file.with_name("a.jsonl.gz")
+    compressed_file.write_bytes(gzip.compress(lines.encode()))
+    assert [record.fields for record in read_records(compressed_file, size) if isinstance(record, Record)] == rows
     as_list = file.with_name("a.json")
     as_list.write_text(json.dumps(rows, ensure_ascii=ascii, indent=1))
-    assert [record.fields for record in read(as_list) if isinstance(record, Record)] == rows
+    assert [record.fields for record in read_records(as_list) if isinstance(record, Record)] == rows
 
 
-def test_pieces_are_about_as_large_as_asked_for(tmp_path: Path) -> None:
+def test_pieces_have_about_the_requested_size(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"".join(b'{"n": %d}\n' % i for i in range(10_000)))
     pieces = find_files(Source(path=str(file))).list_pieces(10_000)
@@ -103,40 +103,40 @@ BAD_LINES = [
 
 @pytest.mark.parametrize(("line", "where", "reason"), BAD_LINES)
 @pytest.mark.parametrize("size", [1 << 20, 7])
-def test_a_bad_line_costs_that_line(tmp_path: Path, line: bytes, where: str, reason: str, size: int) -> None:
+def test_bad_line_is_reported_alone(tmp_path: Path, line: bytes, where: str, reason: str, size: int) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(GOOD + line + b"\n" + GOOD)
-    first, bad, last = read(file, size)
+    first, bad, last = read_records(file, size)
     assert bad == BadRecord("a.jsonl:3", f"{file}, {where}", reason)
     assert [record.key for record in (first, last)] == ["a.jsonl:1", "a.jsonl:4"]
     assert all(isinstance(record, Record) and record.fields == {"text": "fine"} for record in (first, last))
     assert "\n" not in str(bad)
 
 
-def test_a_number_without_end_is_bad(tmp_path: Path) -> None:
+def test_overlong_number_is_bad(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": ' + b"9" * 5000 + b"}\n" + GOOD)
-    bad, good = read(tmp_path / "a.jsonl")
+    bad, good = read_records(tmp_path / "a.jsonl")
     assert isinstance(bad, BadRecord)
     assert bad.reason.startswith("invalid JSON: Exceeds the limit")
     assert isinstance(good, Record)
 
 
-def test_a_byte_order_mark_is_named(tmp_path: Path) -> None:
+def test_byte_order_mark_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + GOOD + GOOD)
-    bad, good = read(tmp_path / "a.jsonl")
+    bad, good = read_records(tmp_path / "a.jsonl")
     assert str(bad) == f"{tmp_path}/a.jsonl, line 1: starts with a byte order mark; save the file as UTF-8 without one"
     assert good.key == "a.jsonl:3"
 
 
 @pytest.mark.parametrize("size", [1 << 20, 50])
-def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_overlong_line_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     monkeypatch.setattr(compression, "LINE_LIMIT", 100)
     monkeypatch.setattr(compression, "_CHUNK", 16)
     file = tmp_path / "a.jsonl"
     fits = json.dumps({"text": "x" * 88}).encode()
     assert len(fits) == 100
     file.write_bytes(fits + b"\n" + b" " + fits + b"\n" + b"y" * 5000 + b"\n" + GOOD + b"z" * 101)
-    records = read(file, size)
+    records = read_records(file, size)
     assert [record.key for record in records] == [f"a.jsonl:{line}" for line in (1, 2, 3, 4, 6)]
     assert [type(record) for record in records] == [Record, BadRecord, BadRecord, Record, BadRecord]
     assert str(records[2]) == f"{file}, line 3: longer than 100 bytes; write one JSON object per line"
@@ -144,18 +144,18 @@ def test_a_line_without_end_is_not_held_in_memory(tmp_path: Path, monkeypatch: p
         assert all(len(raw) <= 101 for raw in compression.iter_lines(stream))
 
 
-def test_surrogate_pairs_are_whole_characters(tmp_path: Path) -> None:
+def test_surrogate_pairs_are_decoded(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00 \\u00e9 \\\\ud800"}')
-    (record,) = read(tmp_path / "a.jsonl")
+    (record,) = read_records(tmp_path / "a.jsonl")
     assert isinstance(record, Record)
     assert record.fields == {"text": "😀 é \\ud800"}
 
 
-def test_a_packed_bomb_of_a_line_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compression, "ALWAYS_ALLOWED", 1 << 20)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bytes(16 << 20)))
     with pytest.raises(DataError, match="like a compression bomb"):
-        read(tmp_path / "a.jsonl.gz")
+        read_records(tmp_path / "a.jsonl.gz")
 
 
 LIST = b'[\n {"text": "one"},\n %s,\n {"text": "two"}\n]'
@@ -171,10 +171,10 @@ LIST = b'[\n {"text": "one"},\n %s,\n {"text": "two"}\n]'
     ],
 )
 @pytest.mark.parametrize("around", [b"%s", b'{"version": [1, {"data": 2}], "data": %s, "end": null}'])
-def test_a_bad_element_of_a_list_costs_that_element(tmp_path: Path, element: bytes, reason: str, around: bytes) -> None:
+def test_bad_list_element_is_reported_alone(tmp_path: Path, element: bytes, reason: str, around: bytes) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(around % (LIST % element))
-    first, bad, last = read(file)
+    first, bad, last = read_records(file)
     assert bad == BadRecord("a.json:2", f"{file}, line 3, column 2", reason)
     assert [(record.key, record.fields["text"]) for record in (first, last) if isinstance(record, Record)] == [
         ("a.json:1", "one"),
@@ -200,39 +200,39 @@ def test_a_bad_element_of_a_list_costs_that_element(tmp_path: Path, element: byt
         (b"[" * 200_000, r"line 1, column 2: invalid JSON: nested too deeply"),
     ],
 )
-def test_a_list_that_is_no_json_is_refused_with_line_and_column(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_json_list_is_refused_with_line_and_column(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        read(file)
+        read_records(file)
     assert "\n" not in str(caught.value)
 
 
-def test_a_packed_list_stays_within_a_few_times_its_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_a_compressed_list_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert jsonlist.MAX_BYTES == 256 << 20
     size = 8 << 20
     file = tmp_path / "a.json.gz"
     file.write_bytes(gzip.compress(b'[{"text": "' + b"a" * size + b'"}]', 1))
     tracemalloc.start()
     try:
-        (record,) = read(file)
+        (record,) = read_records(file)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert isinstance(record, Record)
-    # The text and the row; before that the bytes and the text. A copy to check would be a third.
+    # At most two copies at a time: bytes and text, then text and row. A third would exceed the limit.
     assert peak < 2.5 * size
     monkeypatch.setattr(jsonlist, "MAX_BYTES", size)
     with pytest.raises(DataError, match=r"larger than 8 MiB, .* convert it to JSON Lines"):
-        read(file)
+        read_records(file)
 
 
-def test_half_pairs_are_found_in_their_element_alone(tmp_path: Path) -> None:
+def test_unpaired_surrogate_affects_only_its_element(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"a": "\\ud800"}, {"a": "fine"}, {"a": "\\ud83d\\ude00"}, {"a": "\\udc00"}]')
-    assert [isinstance(record, BadRecord) for record in read(tmp_path / "a.json")] == [True, False, False, True]
+    assert [isinstance(record, BadRecord) for record in read_records(tmp_path / "a.json")] == [True, False, False, True]
 
 
-def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_shrinks_while_reading_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "a.jsonl"
     file.write_bytes(b"{}\n" * 1000)
     monkeypatch.setattr(jsonlines.os.path, "getsize", lambda _: 10**6)
@@ -241,10 +241,10 @@ def test_a_file_that_became_shorter_ends(tmp_path: Path, monkeypatch: pytest.Mon
         assert sum(len(list(jsonlines.read(piece, Source()))) for piece in pieces) == 1000
 
 
-def test_each_key_of_a_row_is_compared_with_few_others(tmp_path: Path) -> None:
+def test_duplicate_key_check_is_linear(tmp_path: Path) -> None:
     row = "{" + ", ".join(f'"{i}": 1' for i in range(100_000)) + ', "99999": 2}'
     (tmp_path / "a.jsonl").write_text(row)
-    (bad,) = read(tmp_path / "a.jsonl")
+    (bad,) = read_records(tmp_path / "a.jsonl")
     assert isinstance(bad, BadRecord)
     assert bad.reason == "key '99999' occurs twice in one object"
     keys = [CountedText(i) for i in (*range(1000), 999)]
@@ -254,19 +254,19 @@ def test_each_key_of_a_row_is_compared_with_few_others(tmp_path: Path) -> None:
     assert CountedText.comparisons - before < 10 * len(keys)
 
 
-def test_a_list_too_large_for_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_json_list_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlist, "MAX_BYTES", 10)
     (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 1}]')
     with pytest.raises(DataError, match="the most for a JSON list, which is loaded whole; convert it to JSON Lines"):
-        read(tmp_path / "a.json")
+        read_records(tmp_path / "a.json")
 
 
 def test_empty_lists_and_files_have_no_rows(tmp_path: Path) -> None:
     for name, content in (("a.json", "[ ]"), ("b.json", '{"data": []}'), ("a.jsonl", ""), ("b.jsonl", "\n \r\n\n")):
         (tmp_path / name).write_text(content)
-        assert read(tmp_path / name) == []
+        assert read_records(tmp_path / name) == []
 
 
-def test_the_row_reader_is_what_the_standard_library_reads() -> None:
+def test_parse_row_equals_json_loads() -> None:
     text = '{"a": [1, 2.5, {"b": null}], "c": "\\u00e9\\"\\\\"}'
     assert jsonlines.parse_row(text) == json.loads(text)

@@ -1,4 +1,4 @@
-"""What a folder may hold besides plain files: links that lead elsewhere, and names of any bytes."""
+"""Folders with links that lead outside, and with file names of arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_links_that_leave_a_folder_are_refused_for_every_kind(tmp_path: Path, ki
     )
     (root / f"b.{suffix}").symlink_to(Path("deep") / f"a.{suffix}")
     (tmp_path / "link").symlink_to(root)
-    for path in (root, tmp_path / "link"):  # links that stay inside, and a folder that is one
+    for path in (root, tmp_path / "link"):  # links that stay inside, and a folder that is a link
         assert relative_names(Source(path=str(path), kind=kind)) == [f"b.{suffix}", f"deep/a.{suffix}"]  # type: ignore[arg-type]
     link = root / "deep" / f"c.{suffix}"
     link.symlink_to(tmp_path / f"secret.{suffix}")
@@ -45,11 +45,11 @@ def test_links_that_leave_a_folder_are_refused_for_every_kind(tmp_path: Path, ki
     assert len(relative_names(Source(path=str(root), kind=kind))) == 2  # type: ignore[arg-type]
 
 
-def test_a_link_to_a_medium_may_be_named(tmp_path: Path) -> None:
+def test_path_may_be_a_link_to_a_media_file(tmp_path: Path) -> None:
     write_files(tmp_path, {"far/a.png": PNG, "near/x.txt": b""})
     (tmp_path / "near" / "b.png").symlink_to(tmp_path / "far" / "a.png")
-    found = find_files(Source(path=str(tmp_path / "near" / "b.png")))
-    (record,) = found.read(found.list_pieces(1)[0])
+    source_files = find_files(Source(path=str(tmp_path / "near" / "b.png")))
+    (record,) = source_files.read(source_files.list_pieces(1)[0])
     assert isinstance(record, Record)
 
 
@@ -64,14 +64,14 @@ def test_a_link_to_a_medium_may_be_named(tmp_path: Path) -> None:
         ("json", b'[{"a": 1}]'),
     ],
 )
-def test_names_of_any_bytes_give_keys_that_can_be_printed(tmp_path: Path, suffix: str, content: bytes) -> None:
+def test_arbitrary_file_names_give_printable_keys(tmp_path: Path, suffix: str, content: bytes) -> None:
     folder = os.fsencode(tmp_path) + b"/caf\xe9\n"
     os.mkdir(folder)
     for i in range(2):
         Path(os.fsdecode(folder + b"/%d\xff." % i + suffix.encode())).write_bytes(content)
     for path in (tmp_path, Path(os.fsdecode(folder))):
-        found = find_files(Source(path=str(path)))
-        records = [record for piece in found.list_pieces(1) for record in found.read(piece)]
+        source_files = find_files(Source(path=str(path)))
+        records = [record for piece in source_files.list_pieces(1) for record in source_files.read(piece)]
         assert len({record.key for record in records}) == 2
         for record in records:
             for text in (record.key, record.where, *getattr(record, "fields", {}).values()):
@@ -80,4 +80,4 @@ def test_names_of_any_bytes_give_keys_that_can_be_printed(tmp_path: Path, suffix
                     text.encode()
         prefix = "caf\\udce9\\n/" if path == tmp_path else ""
         assert records[0].key.startswith(f"{prefix}0\\udcff.{suffix}")
-        assert len(found.fingerprint) == 64
+        assert len(source_files.fingerprint) == 64

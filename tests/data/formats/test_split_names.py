@@ -1,4 +1,4 @@
-"""Parts of a data set that are told by the names of files and folders are not poured together."""
+"""Splits named by files and folders of a dataset are not mixed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.data.formats import SourceFiles, find_files
 from bottega.data.formats.split_names import group_by_split
 
 
-def folder(root: Path, *names: str) -> Path:
+def write_folder(root: Path, *names: str) -> Path:
     for name in names:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -20,8 +20,8 @@ def folder(root: Path, *names: str) -> Path:
     return root
 
 
-def files(found: SourceFiles) -> list[str]:
-    return [file.relative_to(found.root).as_posix() for file in found.paths]
+def list_names(source_files: SourceFiles) -> list[str]:
+    return [file.relative_to(source_files.root).as_posix() for file in source_files.paths]
 
 
 @pytest.mark.parametrize(
@@ -34,13 +34,13 @@ def files(found: SourceFiles) -> list[str]:
         (("train/cat/1.jsonl", "train/dog/2.jsonl", "val/cat/3.jsonl"), ["cat/1.jsonl", "dog/2.jsonl"], ["cat/3.jsonl"]),
     ],
 )  # fmt: skip
-def test_train_is_read_and_another_part_by_its_name(
+def test_train_is_the_default_and_other_splits_are_read_by_name(
     tmp_path: Path, names: tuple[str, ...], train: list[str], held_out: list[str]
 ) -> None:
-    root = str(folder(tmp_path / "set", *names))
-    assert files(find_files(Source(path=root))) == train
-    assert sorted(files(find_files(Source(path=root, split="validation")))) == held_out
-    assert sorted(files(find_files(Source(path=root, split="val")))) == held_out
+    root = str(write_folder(tmp_path / "set", *names))
+    assert list_names(find_files(Source(path=root))) == train
+    assert sorted(list_names(find_files(Source(path=root, split="validation")))) == held_out
+    assert sorted(list_names(find_files(Source(path=root, split="val")))) == held_out
     with pytest.raises(DataError, match="has no split 'extra'; it has"):
         find_files(Source(path=root, split="extra"))
 
@@ -56,7 +56,7 @@ def test_train_is_read_and_another_part_by_its_name(
         ("dev.jsonl", "test.jsonl"),
     ],
 )
-def test_other_names_are_no_parts(tmp_path: Path, names: tuple[str, ...]) -> None:
-    root = folder(tmp_path / "set", *names)
+def test_other_names_are_not_splits(tmp_path: Path, names: tuple[str, ...]) -> None:
+    root = write_folder(tmp_path / "set", *names)
     assert group_by_split(sorted(root.rglob("*.jsonl"))) == {}
-    assert len(files(find_files(Source(path=str(root))))) == len(names)
+    assert len(list_names(find_files(Source(path=str(root))))) == len(names)

@@ -1,4 +1,4 @@
-"""TFRecords are read as TensorFlow's own definitions say; protobuf and TensorBoard's reader are the judges."""
+"""TFRecords are read according to TensorFlow's definitions, checked against protobuf and TensorBoard's reader."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ DATA = os.environ.get("BOTTEGA_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="BOTTEGA_DATA is not set")
 
 
-def _messages() -> tuple[Any, Any]:
+def build_message_classes() -> tuple[Any, Any]:
     """tf.train.Example and SequenceExample, from their published definition."""
     field = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="example_for_tests.proto", package="t", syntax="proto3")
 
     def message(name: str, *fields: tuple[str, int, int, str, bool], parent: Any = file.message_type) -> Any:
-        made = parent.add(name=name)
+        descriptor = parent.add(name=name)
         for title, number, kind, type_name, repeated in fields:
             label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
-            made.field.add(name=title, number=number, type=kind, type_name=type_name or None, label=label)  # type: ignore[arg-type]
-        return made
+            descriptor.field.add(name=title, number=number, type=kind, type_name=type_name or None, label=label)  # type: ignore[arg-type]
+        return descriptor
 
     message("BytesList", ("value", 1, field.TYPE_BYTES, "", True))
     message("FloatList", ("value", 1, field.TYPE_FLOAT, "", True))
@@ -58,21 +58,21 @@ def _messages() -> tuple[Any, Any]:
     message("SequenceExample", ("context", 1, field.TYPE_MESSAGE, ".t.Features", False), lists)
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
-    made = (pool.FindMessageTypeByName(f"t.{name}") for name in ("Example", "SequenceExample"))
-    return tuple(message_factory.GetMessageClass(kind) for kind in made)  # type: ignore[return-value]
+    message_types = (pool.FindMessageTypeByName(f"t.{name}") for name in ("Example", "SequenceExample"))
+    return tuple(message_factory.GetMessageClass(kind) for kind in message_types)  # type: ignore[return-value]
 
 
-EXAMPLE, SEQUENCE = _messages()
+EXAMPLE, SEQUENCE = build_message_classes()
 INT64 = st.integers(-(2**63), 2**63 - 1)
 FLOAT = st.floats(width=32, allow_nan=False)
 
 
-def put(feature: Any, value: Any) -> None:
+def set_feature(feature: Any, value: Any) -> None:
     kind = {bytes: "bytes_list", float: "float_list", int: "int64_list"}[type(value[0])]
     getattr(feature, kind).value.extend(value)
 
 
-def expected(value: list[Any]) -> Any:
+def expected_value(value: list[Any]) -> Any:
     if isinstance(value[0], bytes):
         texts = [tfrecord._text(part) for part in value]
         values = texts if all(isinstance(text, str) for text in texts) else value
@@ -82,13 +82,13 @@ def expected(value: list[Any]) -> Any:
     return np.array(value, np.int64 if isinstance(value[0], int) else np.float32)
 
 
-def same(a: Any, b: Any) -> bool:
+def values_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return a.dtype == b.dtype and np.array_equal(a, b)
     return type(a) is type(b) and a == b
 
 
-def framed(*payloads: bytes) -> bytes:
+def encode_records(*payloads: bytes) -> bytes:
     out = b""
     for data in payloads:
         length = struct.pack("<Q", len(data))
@@ -96,12 +96,12 @@ def framed(*payloads: bytes) -> bytes:
     return out
 
 
-def read(file: Path) -> list[Record | BadRecord]:
+def read_records(file: Path) -> list[Record | BadRecord]:
     return list(tfrecord.read(Piece(file, file.name), Source()))
 
 
-def test_published_checksums() -> None:
-    """RFC 3720, B.4, and the check value of every catalogue of CRCs."""
+def test_crc32c_matches_published_values() -> None:
+    """RFC 3720, B.4, and the standard check value of CRC catalogues."""
     assert crc32c.crc32c(bytes(32)) == 0x8A9136AA
     assert crc32c.crc32c(b"\xff" * 32) == 0x62A8AB43
     assert crc32c.crc32c(bytes(range(32))) == 0x46DD794E
@@ -112,13 +112,13 @@ def test_published_checksums() -> None:
 
 
 @given(st.lists(st.integers(0, 3000), max_size=12), st.integers(0, 2**32 - 1))
-def test_checksums_of_many_spans(lengths: list[int], seed: int) -> None:
+def test_crc32c_of_spans_matches_the_reference(lengths: list[int], seed: int) -> None:
     data = np.random.Generator(np.random.Philox(seed)).bytes(sum(lengths) + 7)
     stops = np.cumsum(lengths, dtype=np.int64) + 3
     starts = stops - np.array(lengths, np.int64)
-    found = crc32c.crc32c_of_spans(data, starts, stops)
-    assert found.tolist() == [reference(data[a:b]) for a, b in zip(starts, stops, strict=True)]
-    assert crc32c.mask_crcs(found).tolist() == [crc32c.mask_crc(int(crc)) for crc in found]
+    checksums = crc32c.crc32c_of_spans(data, starts, stops)
+    assert checksums.tolist() == [reference(data[a:b]) for a, b in zip(starts, stops, strict=True)]
+    assert crc32c.mask_crcs(checksums).tolist() == [crc32c.mask_crc(int(crc)) for crc in checksums]
     assert crc32c.crc32c(data) == reference(data)
 
 
@@ -136,22 +136,22 @@ features = st.dictionaries(
 
 
 @given(features)
-def test_examples_as_protobuf_writes_them(values: dict[str, list[Any]]) -> None:
+def test_examples_of_protobuf_are_parsed(values: dict[str, list[Any]]) -> None:
     example = EXAMPLE()
     for name, value in values.items():
-        put(example.features.feature[name], value)
+        set_feature(example.features.feature[name], value)
     data = example.SerializeToString()
-    found = tfrecord.parse_example(data)
-    wanted = {name: expected(value) for name, value in values.items()}
-    assert found.keys() == wanted.keys()
-    assert all(same(found[name], wanted[name]) for name in wanted)
-    # The quick way and the thorough way agree wherever the quick one has an answer.
+    parsed = tfrecord.parse_example(data)
+    expected = {name: expected_value(value) for name, value in values.items()}
+    assert parsed.keys() == expected.keys()
+    assert all(values_equal(parsed[name], expected[name]) for name in expected)
+    # The fast parser agrees with the general one wherever it returns a result.
     for _, start, stop in tfrecord._messages(data, 0, len(data)):
         quick, thorough = tfrecord._parse_usual_layout(data, start, stop), tfrecord._features(data, start, stop)
         assert (
             quick or not values or any(len(v) > 1 and isinstance(v[0], bytes) for v in values.values()) or "" in values
         )
-        assert all(same(quick[name], thorough[name]) for name in quick)
+        assert all(values_equal(quick[name], thorough[name]) for name in quick)
 
 
 @given(
@@ -159,24 +159,24 @@ def test_examples_as_protobuf_writes_them(values: dict[str, list[Any]]) -> None:
         st.text(min_size=1, max_size=5), st.lists(st.lists(INT64, min_size=1, max_size=3), max_size=4), max_size=3
     )
 )
-def test_sequence_examples(values: dict[str, list[list[int]]]) -> None:
+def test_sequence_examples_are_parsed(values: dict[str, list[list[int]]]) -> None:
     example = SEQUENCE()
-    put(example.context.feature["id\0"], [7])
+    set_feature(example.context.feature["id\0"], [7])
     for name, steps in values.items():
         example.feature_lists.feature_list[name].feature.extend([])
         for step in steps:
-            put(example.feature_lists.feature_list[name].feature.add(), step)
-    found = tfrecord.parse_example(example.SerializeToString())
-    assert found.pop("id\0") == 7
+            set_feature(example.feature_lists.feature_list[name].feature.add(), step)
+    parsed = tfrecord.parse_example(example.SerializeToString())
+    assert parsed.pop("id\0") == 7
     for name, steps in values.items():
         widths = {len(step) for step in steps}
         if len(widths) == 1:
-            assert found[name].tolist() == (steps if widths != {1} else [step[0] for step in steps])
+            assert parsed[name].tolist() == (steps if widths != {1} else [step[0] for step in steps])
         else:
-            assert all(same(a, expected(b)) for a, b in zip(found[name], steps, strict=True))
+            assert all(values_equal(a, expected_value(b)) for a, b in zip(parsed[name], steps, strict=True))
 
 
-def test_forms_that_are_rare_but_allowed() -> None:
+def test_rare_valid_encodings_are_parsed() -> None:
     def field(number: int, data: bytes) -> bytes:
         return bytes([number << 3 | 2, len(data)]) + data
 
@@ -184,34 +184,32 @@ def test_forms_that_are_rare_but_allowed() -> None:
         return field(1, field(1, name) + field(2, feature))
 
     minus = b"\xff" * 9 + b"\x01"
-    unpacked = field(3, b"\x08\x05\x08" + minus) + b"\x98\x06\x01"  # and an unknown field of number 99
+    unpacked = field(3, b"\x08\x05\x08" + minus) + b"\x98\x06\x01"  # and an unknown field with number 99
     floats = field(2, b"\x0d" + struct.pack("<f", 0.5) + b"\x0d" + struct.pack("<f", 2.0))
     backwards = field(1, field(2, field(3, field(1, b"\x07"))) + field(1, b"b"))
     data = field(
         1, entry(b"i", unpacked) + entry(b"f", floats) + backwards + entry(b"none", b"") + entry(b"e", field(2, b""))
     )
-    twice = field(
-        1, entry(b"b", field(3, field(1, b"\x09")))
-    )  # messages that come twice are merged, the last value counts
-    found = tfrecord.parse_example(data + b"\x19" + bytes(8) + twice)
+    twice = field(1, entry(b"b", field(3, field(1, b"\x09"))))  # repeated messages are merged; the last value wins
+    parsed = tfrecord.parse_example(data + b"\x19" + bytes(8) + twice)
     joined = field(3, field(1, b"\x01")) + field(3, field(1, b"\x02"))
     assert tfrecord.parse_example(field(1, entry(b"j", joined)))["j"].tolist() == [1, 2]
     assert tfrecord.parse_example(field(1, entry(b"j", joined + field(1, field(1, b"last")))))["j"] == "last"
-    assert found["i"].tolist() == [5, -1]
-    assert found["f"].tolist() == [0.5, 2.0]
-    assert (found["b"], found["none"]) == (9, None)
-    assert (found["e"].dtype, len(found["e"])) == (np.float32, 0)
+    assert parsed["i"].tolist() == [5, -1]
+    assert parsed["f"].tolist() == [0.5, 2.0]
+    assert (parsed["b"], parsed["none"]) == (9, None)
+    assert (parsed["e"].dtype, len(parsed["e"])) == (np.float32, 0)
     assert tfrecord.parse_example(b"") == {}
 
 
-def test_text_and_bytes_are_told_apart() -> None:
+def test_text_and_bytes_are_distinguished() -> None:
     assert tfrecord._text("gr\u00fc\u00df\n\tdich\u2028".encode()) == "gr\u00fc\u00df\n\tdich\u2028"
     for data in (b"\x89PNG\r\n", b"\xff\xd8\xff", b"RIFF\x10\0\0\0WAVE", b"\0"):
         assert tfrecord._text(data) == data
 
 
 @given(st.binary(max_size=200))
-def test_noise_is_no_example(data: bytes) -> None:
+def test_arbitrary_bytes_are_parsed_or_refused(data: bytes) -> None:
     try:
         assert isinstance(tfrecord.parse_example(data), dict)
     except Unreadable:
@@ -229,127 +227,131 @@ def test_noise_is_no_example(data: bytes) -> None:
         ("example.tfrecord", 4, None),
     ],
 )
-def test_real_files(name: str, count: int, num_fields: int | None) -> None:
+def test_real_files_match_protobuf(name: str, count: int, num_fields: int | None) -> None:
     file = Path(DATA or "", "readers-tfrecord", name)
     assert tfrecord.is_tfrecord(file.read_bytes()[:512])
-    records = read(file)
+    records = read_records(file)
     assert Counter(map(type, records)) == {Record: count}
     assert records[-1].key == f"{file.name}:{count}"
     assert num_fields is None or all(len(r.fields) == num_fields for r in records)  # type: ignore[union-attr]
-    # Each record again, by protobuf.
+    # Parse each record with protobuf as well.
     raw = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    at = 0
+    offset = 0
     for record in records[:300]:
-        (length,) = struct.unpack_from("<Q", raw, at)
-        theirs = EXAMPLE.FromString(raw[at + 12 : at + 12 + length]).features.feature
-        at += length + 16
+        (length,) = struct.unpack_from("<Q", raw, offset)
+        features = EXAMPLE.FromString(raw[offset + 12 : offset + 12 + length]).features.feature
+        offset += length + 16
         assert isinstance(record, Record)
         for field, value in record.fields.items():
-            kind = theirs[field].WhichOneof("kind")
-            wanted = expected(list(getattr(theirs[field], kind).value)) if kind else None
-            assert same(value, wanted), field
+            kind = features[field].WhichOneof("kind")
+            expected = expected_value(list(getattr(features[field], kind).value)) if kind else None
+            assert values_equal(value, expected), field
 
 
 @needs_data
-def test_a_real_file_in_pieces() -> None:
+def test_real_file_in_pieces_gives_the_same_records() -> None:
     file = Path(DATA or "", "readers-tfrecord", "mnist.tfrecord")
     pieces = tfrecord.list_pieces(file, file.name, Source(), 100_000)
     assert len(pieces) > 25
     assert pieces[3].line == 3 * pieces[1].line
-    found = [record for piece in pieces for record in tfrecord.read(piece, Source())]
-    whole = read(file)
-    assert [(r.key, r.where) for r in found] == [(r.key, r.where) for r in whole]
-    assert all(same(a.fields["image_floats"], b.fields["image_floats"]) for a, b in zip(found, whole, strict=True))  # type: ignore[union-attr]
+    records = [record for piece in pieces for record in tfrecord.read(piece, Source())]
+    expected = read_records(file)
+    assert [(r.key, r.where) for r in records] == [(r.key, r.where) for r in expected]
+    assert all(
+        values_equal(a.fields["image_floats"], b.fields["image_floats"]) for a, b in zip(records, expected, strict=True)
+    )  # type: ignore[union-attr]
 
 
-def examples(count: int) -> list[bytes]:
+def build_examples(count: int) -> list[bytes]:
     out = []
     for i in range(count):
         example = EXAMPLE()
-        put(example.features.feature["n"], [i])
-        put(example.features.feature["pad"], [b"x" * (i % 50)])
+        set_feature(example.features.feature["n"], [i])
+        set_feature(example.features.feature["pad"], [b"x" * (i % 50)])
         out.append(example.SerializeToString())
     return out
 
 
-def test_damage_names_the_record(tmp_path: Path) -> None:
+def test_damaged_record_is_reported_by_number(tmp_path: Path) -> None:
     file = tmp_path / "a.tfrecord"
-    whole = framed(*examples(20))
-    starts = [len(framed(*examples(i))) for i in range(20)]
-    data = bytearray(whole)
+    intact = encode_records(*build_examples(20))
+    starts = [len(encode_records(*build_examples(i))) for i in range(20)]
+    data = bytearray(intact)
     data[starts[4] + 14] ^= 1
     file.write_bytes(data)
-    found = read(file)
-    assert [type(r) for r in found] == [Record] * 4 + [BadRecord] + [Record] * 15
-    assert found[4] == BadRecord(
+    records = read_records(file)
+    assert [type(r) for r in records] == [Record] * 4 + [BadRecord] + [Record] * 15
+    assert records[4] == BadRecord(
         "a.tfrecord:5", f"{file}, record 5 at byte {starts[4]}", "is damaged: its checksum is wrong"
     )
     data[starts[9] + 1] ^= 1
     file.write_bytes(data)
-    *good, bad = read(file)
+    *good, bad = read_records(file)
     assert len(good) == 9
     assert isinstance(bad, BadRecord)
     assert bad.where == f"{file}, record 10 at byte {starts[9]}"
     assert "cannot be located" in bad.reason
-    # Cut into pieces it ends at the same place.
+    # Split into pieces, reading ends at the same record.
     pieces = tfrecord.list_pieces(file, "a.tfrecord", Source(), 60)
     assert len(pieces) > 3
     assert [r for piece in pieces for r in tfrecord.read(piece, Source())] == [*good, bad]
-    file.write_bytes(whole[:-3])
-    assert [type(r) for r in read(file)] == [Record] * 19 + [BadRecord]
-    file.write_bytes(whole + b"abc")
-    assert "truncated" in str(read(file)[-1])
-    file.write_bytes(gzip.compress(whole)[:-40])
+    file.write_bytes(intact[:-3])
+    assert [type(r) for r in read_records(file)] == [Record] * 19 + [BadRecord]
+    file.write_bytes(intact + b"abc")
+    assert "truncated" in str(read_records(file)[-1])
+    file.write_bytes(gzip.compress(intact)[:-40])
     with pytest.raises(DataError, match="truncated"):
-        read(file)
-    file.write_bytes(framed(b"\x0a\x05abc"))
-    assert "not a tf.train.Example" in str(read(file)[0])
+        read_records(file)
+    file.write_bytes(encode_records(b"\x0a\x05abc"))
+    assert "not a tf.train.Example" in str(read_records(file)[0])
     file.write_bytes(b"")
-    assert read(file) == []
+    assert read_records(file) == []
 
 
-def test_pieces_end_where_lengths_cannot_be_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_end_at_an_invalid_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tfrecord, "HEADERS_PER_BLOCK", 3)
     file = tmp_path / "a.tfrecord"
-    # Records of one size, so that a scan that believed a wrong length would find further ones behind it.
-    data = bytearray(framed(*[b""] * 40))
+    # Records of one size, so that a scan that trusted a wrong length would find further records behind it.
+    data = bytearray(encode_records(*[b""] * 40))
     file.write_bytes(data)
     assert len(tfrecord.list_pieces(file, "a", Source(), 16)) == 40
     data[16 * 10 : 16 * 10 + 1] = b"\x10"
     file.write_bytes(data)
     pieces = tfrecord.list_pieces(file, "a", Source(), 16)
     assert [piece.start for piece in pieces] == [16 * i for i in range(10)]
-    found = [record for piece in pieces for record in tfrecord.read(piece, Source())]
-    assert [type(record) for record in found] == [Record] * 10 + [BadRecord]
+    records = [record for piece in pieces for record in tfrecord.read(piece, Source())]
+    assert [type(record) for record in records] == [Record] * 10 + [BadRecord]
 
 
 @given(st.integers(0, 600), st.binary(min_size=1, max_size=2), st.integers(1, 200))
-def test_damage_anywhere(tmp_path_factory: pytest.TempPathFactory, place: int, noise: bytes, size: int) -> None:
+def test_damage_at_any_offset_is_detected(
+    tmp_path_factory: pytest.TempPathFactory, offset: int, noise: bytes, size: int
+) -> None:
     file = tmp_path_factory.mktemp("damaged") / "a.tfrecord"
-    data = bytearray(framed(*examples(12)))
+    data = bytearray(encode_records(*build_examples(12)))
     before = bytes(data)
-    data[place : place + len(noise)] = noise
+    data[offset : offset + len(noise)] = noise
     file.write_bytes(data)
-    found = read(file)
-    assert (bytes(data) == before) == (not any(isinstance(r, BadRecord) for r in found))
+    records = read_records(file)
+    assert (bytes(data) == before) == (not any(isinstance(r, BadRecord) for r in records))
     pieces = tfrecord.list_pieces(file, file.name, Source(), size)
-    assert [r for piece in pieces for r in tfrecord.read(piece, Source())] == found
+    assert [r for piece in pieces for r in tfrecord.read(piece, Source())] == records
 
 
-def test_records_larger_than_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_larger_than_a_chunk_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tfrecord, "CHUNK", 64)
     file = tmp_path / "a.tfrecord"
     example = EXAMPLE()
-    put(example.features.feature["big"], [b"y" * 5000])
-    file.write_bytes(framed(*examples(9), example.SerializeToString(), *examples(3)))
-    found = read(file)
-    assert [r.fields.get("n") for r in found] == [*range(9), None, 0, 1, 2]  # type: ignore[union-attr]
+    set_feature(example.features.feature["big"], [b"y" * 5000])
+    file.write_bytes(encode_records(*build_examples(9), example.SerializeToString(), *build_examples(3)))
+    records = read_records(file)
+    assert [r.fields.get("n") for r in records] == [*range(9), None, 0, 1, 2]  # type: ignore[union-attr]
     file.write_bytes(gzip.compress(file.read_bytes()))
-    assert [r.fields.keys() for r in read(file)] == [r.fields.keys() for r in found]  # type: ignore[union-attr]
+    assert [r.fields.keys() for r in read_records(file)] == [r.fields.keys() for r in records]  # type: ignore[union-attr]
 
 
-def test_other_files_do_not_look_like_it() -> None:
-    record = framed(b"x")
+def test_other_files_are_not_recognised_as_tfrecord() -> None:
+    record = encode_records(b"x")
     assert tfrecord.is_tfrecord(record)
     assert tfrecord.is_tfrecord(record[:12])
     assert tfrecord.is_tfrecord(gzip.compress(record))

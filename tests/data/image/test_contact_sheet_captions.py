@@ -1,4 +1,4 @@
-"""What stands below a picture can be read, and tells it from its neighbours."""
+"""Contact sheet captions are printable, fit their image and distinguish it from the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from PIL import ImageFont
 from bottega.data.image.caption import fit_captions, to_printable
 
 
-def letters(text: str) -> float:
+def text_width(text: str) -> float:
     return float(len(text))
 
 
@@ -25,33 +25,33 @@ def letters(text: str) -> float:
         ("", ""),
     ],
 )
-def test_letters_that_the_font_lacks_become_those_it_has(text: str, shown: str) -> None:
+def test_unsupported_characters_are_replaced(text: str, shown: str) -> None:
     assert to_printable(text) == shown
 
 
-def test_pillows_font_draws_what_is_left() -> None:
+def test_default_font_draws_every_printable_character() -> None:
     font = ImageFont.load_default(size=11)
     box = bytes(font.getmask("\u0fff"))
-    assert bytes(font.getmask("ü")) == box, "a font with more letters needs no other ones"
+    assert bytes(font.getmask("ü")) == box, "with a font that has this letter, the replacement is unnecessary"
     everything = "".join(chr(code) for code in range(1, 0x20000) if not 0xD800 <= code < 0xE000)
     assert [letter for letter in set(to_printable(everything)) if bytes(font.getmask(letter)) == box] == []
 
 
-def test_long_captions_are_broken_between_words() -> None:
-    assert fit_captions(["digit=3 direction=left", "x"], 14, letters) == [["digit=3", "direction=left"], ["x"]]
-    assert fit_captions(["short", ""], 14, letters) == [["short"], [""]]
+def test_long_captions_wrap_between_words() -> None:
+    assert fit_captions(["digit=3 direction=left", "x"], 14, text_width) == [["digit=3", "direction=left"], ["x"]]
+    assert fit_captions(["short", ""], 14, text_width) == [["short"], [""]]
 
 
-def test_what_all_have_in_common_is_dropped_before_anything_is_cut() -> None:
+def test_common_text_is_dropped_before_captions_are_cut() -> None:
     texts = [f"a small drawing of a {colour} square on the left" for colour in ("red", "dark green")]
-    assert fit_captions(texts, 12, letters) == [["...red..."], ["...dark", "green..."]]
-    assert fit_captions(texts, 60, letters) == [[text] for text in texts], "all of it where there is room"
-    assert fit_captions(["the very same text"] * 2, 8, letters) == [["the very", "same..."]] * 2
+    assert fit_captions(texts, 12, text_width) == [["...red..."], ["...dark", "green..."]]
+    assert fit_captions(texts, 60, text_width) == [[text] for text in texts], "complete if there is space"
+    assert fit_captions(["the very same text"] * 2, 8, text_width) == [["the very", "same..."]] * 2
 
 
-def test_no_line_is_wider_than_its_picture() -> None:
+def test_no_line_is_wider_than_its_image() -> None:
     texts = ["word" * 30, "a b " * 40, "all alike " * 9, "x"]
     for width in (5, 12, 31):
-        for lines in fit_captions(texts, width, letters):
+        for lines in fit_captions(texts, width, text_width):
             assert len(lines) <= 2
             assert max(map(len, lines)) <= width

@@ -1,4 +1,4 @@
-"""Image files to pixels: every mode on purpose, upright, limited before decoding, and never half an image."""
+"""Image files decode to pixels: every colour mode, EXIF orientation, size limits before decoding, no truncated images."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ LOSSLESS = ("PNG", "BMP", "TIFF", "PPM", "WEBP")
 ALL = (*LOSSLESS, "JPEG", "GIF")
 
 
-def saved(image: Image.Image, form: str, **options: object) -> bytes:
+def encode_image(image: Image.Image, form: str, **options: object) -> bytes:
     out = io.BytesIO()
     image.save(out, format=form, **({"lossless": True} if form == "WEBP" else {}), **options)
     return out.getvalue()
 
 
-def photo(height: int = 48, width: int = 64) -> np.ndarray:
-    """Smooth, so that JPEG is close to it, and without any symmetry."""
+def build_photo(height: int = 48, width: int = 64) -> np.ndarray:
+    """Return a smooth image, which JPEG approximates well, without any symmetry."""
     down, right = np.mgrid[0:height, 0:width]
     return np.stack([down * 255 // height, right * 255 // width, (down + 2 * right) % 256], axis=-1).astype(np.uint8)
 
 
-pictures = arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3)))
+images = arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9), st.just(3)))
 
 
-@given(pictures, st.sampled_from(LOSSLESS))
-def test_lossless_formats_give_the_pixels_back(pixels: np.ndarray, form: str) -> None:
-    data = saved(Image.fromarray(pixels), form)
+@given(images, st.sampled_from(LOSSLESS))
+def test_lossless_formats_round_trip(pixels: np.ndarray, form: str) -> None:
+    data = encode_image(Image.fromarray(pixels), form)
     np.testing.assert_array_equal(decode_image(data, channels=3), pixels)
     assert read_image_shape(data) == pixels.shape
     assert detect_image_format(data) == form
@@ -53,61 +53,63 @@ def test_lossless_formats_give_the_pixels_back(pixels: np.ndarray, form: str) ->
     arrays(np.uint8, st.tuples(st.integers(1, 9), st.integers(1, 9))), st.sampled_from(("PNG", "BMP", "TIFF", "PPM"))
 )
 def test_grey_stays_grey_or_becomes_three_equal_channels(pixels: np.ndarray, form: str) -> None:
-    data = saved(Image.fromarray(pixels), form)
+    data = encode_image(Image.fromarray(pixels), form)
     np.testing.assert_array_equal(decode_image(data, channels=None), pixels[..., None])
     np.testing.assert_array_equal(decode_image(data, channels=3), np.repeat(pixels[..., None], 3, axis=2))
     assert read_image_shape(data) == (*pixels.shape, 1)
 
 
 @given(arrays(np.uint8, (4, 5, 4)))
-def test_what_is_transparent_lets_white_through(pixels: np.ndarray) -> None:
+def test_transparency_is_composited_on_white(pixels: np.ndarray) -> None:
     alpha = pixels[..., 3:] / 255
     expected = pixels[..., :3] * alpha + 255 * (1 - alpha)
-    for data in (saved(Image.fromarray(pixels, "RGBA"), "PNG"), pixels):
+    for data in (encode_image(Image.fromarray(pixels, "RGBA"), "PNG"), pixels):
         assert np.abs(decode_image(data, channels=3) - expected).max() <= 1
 
 
-def test_the_other_modes_are_converted_on_purpose() -> None:
-    pixels = photo()
+def test_palette_deep_bilevel_and_cmyk_modes_are_converted() -> None:
+    pixels = build_photo()
     colour = Image.fromarray(pixels)
     palette = colour.quantize(8)
-    np.testing.assert_array_equal(decode_image(saved(palette, "PNG"), channels=3), np.asarray(palette.convert("RGB")))
-    clear = palette.copy()
-    clear.info["transparency"] = 0
-    through = decode_image(saved(clear, "PNG"), channels=3)
-    assert (through[np.asarray(palette) == 0] == 255).all()
-    partly = palette.copy()
-    partly.info["transparency"] = bytes([0, 255])  # an alpha for each colour of the palette
-    assert (decode_image(saved(partly, "PNG"), channels=3)[np.asarray(palette) == 0] == 255).all()
+    np.testing.assert_array_equal(
+        decode_image(encode_image(palette, "PNG"), channels=3), np.asarray(palette.convert("RGB"))
+    )
+    transparent = palette.copy()
+    transparent.info["transparency"] = 0
+    composited = decode_image(encode_image(transparent, "PNG"), channels=3)
+    assert (composited[np.asarray(palette) == 0] == 255).all()
+    partial = palette.copy()
+    partial.info["transparency"] = bytes([0, 255])  # one alpha value per palette colour
+    assert (decode_image(encode_image(partial, "PNG"), channels=3)[np.asarray(palette) == 0] == 255).all()
 
     deep = (pixels[..., 0].astype(np.uint16)) * 257
     for form in ("PNG", "TIFF"):
         np.testing.assert_array_equal(
-            decode_image(saved(Image.fromarray(deep), form), channels=1)[..., 0], pixels[..., 0]
+            decode_image(encode_image(Image.fromarray(deep), form), channels=1)[..., 0], pixels[..., 0]
         )
     np.testing.assert_array_equal(
-        decode_image(saved(Image.fromarray(pixels[..., 0] > 99), "PNG"), channels=1)[..., 0],
+        decode_image(encode_image(Image.fromarray(pixels[..., 0] > 99), "PNG"), channels=1)[..., 0],
         (pixels[..., 0] > 99) * 255,
     )
-    cmyk = decode_image(saved(colour.convert("CMYK"), "JPEG", quality=100), channels=3)
+    cmyk = decode_image(encode_image(colour.convert("CMYK"), "JPEG", quality=100), channels=3)
     assert np.abs(cmyk.astype(int) - pixels).mean() < 3
     grey_alpha = Image.merge("LA", (Image.new("L", (5, 4), 0), Image.new("L", (5, 4), 0)))
-    assert decode_image(saved(grey_alpha, "PNG"), channels=None).shape == (4, 5, 1)
-    assert (decode_image(saved(grey_alpha, "PNG"), channels=1) == 255).all()
+    assert decode_image(encode_image(grey_alpha, "PNG"), channels=None).shape == (4, 5, 1)
+    assert (decode_image(encode_image(grey_alpha, "PNG"), channels=1) == 255).all()
 
 
-def test_pixels_without_a_known_range_are_refused() -> None:
+def test_pixels_of_unspecified_range_are_refused() -> None:
     for array in (np.ones((3, 3), np.float32), np.ones((3, 3), np.int32)):
         with pytest.raises(Unreadable, match="save it with 8 or 16"):
-            decode_image(saved(Image.fromarray(array), "TIFF"), channels=None)
+            decode_image(encode_image(Image.fromarray(array), "TIFF"), channels=None)
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_images_are_turned_as_exif_says(form: str, orientation: int) -> None:
+def test_exif_orientation_is_applied(form: str, orientation: int) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
-    data = saved(Image.fromarray(photo()), form, exif=exif.tobytes() if form != "TIFF" else exif)
+    data = encode_image(Image.fromarray(build_photo()), form, exif=exif.tobytes() if form != "TIFF" else exif)
     with Image.open(io.BytesIO(data)) as image:
         expected = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
     np.testing.assert_array_equal(decode_image(data, channels=3), expected)
@@ -115,29 +117,29 @@ def test_images_are_turned_as_exif_says(form: str, orientation: int) -> None:
 
 
 @given(st.binary(max_size=60))
-def test_damaged_exif_does_no_harm(noise: bytes) -> None:
-    data = saved(Image.fromarray(photo()), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0" + noise)
+def test_damaged_exif_is_ignored(noise: bytes) -> None:
+    data = encode_image(Image.fromarray(build_photo()), "JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0" + noise)
     assert sorted(decode_image(data, channels=3).shape) == [3, 48, 64]
 
 
 @pytest.mark.parametrize("form", ALL)
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.9])
-def test_a_file_cut_short_is_refused(form: str, share: float) -> None:
-    data = saved(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)), form)
+@pytest.mark.parametrize("fraction", [0.0, 0.02, 0.5, 0.9])
+def test_truncated_file_is_refused(form: str, fraction: float) -> None:
+    data = encode_image(Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)), form)
     with pytest.raises(Unreadable) as caught:
-        decode_image(data[: int(len(data) * share)], channels=3)
+        decode_image(data[: int(len(data) * fraction)], channels=3)
     assert "\n" not in str(caught.value)
     assert str(caught.value)
 
 
 @needs_data
-def test_real_photographs_cut_at_half_are_refused(tmp_path: Path) -> None:
+def test_truncated_real_photographs_are_refused(tmp_path: Path) -> None:
     archives = sorted(Path(str(DATA), "readers-webdataset").glob("*cc12m*"))
     assert archives, "the shared data has cc12m archives"
-    seen = 0
+    count = 0
     with tarfile.open(archives[0]) as archive:
         for member in archive:
-            if not member.name.endswith((".jpg", ".jpeg", ".png")) or seen == 12:
+            if not member.name.endswith((".jpg", ".jpeg", ".png")) or count == 12:
                 continue
             data = archive.extractfile(member).read()  # type: ignore[union-attr]
             assert decode_image(data, channels=3).shape == (*read_image_shape(data)[:2], 3)
@@ -145,12 +147,12 @@ def test_real_photographs_cut_at_half_are_refused(tmp_path: Path) -> None:
             path.write_bytes(data[: len(data) // 2])
             with pytest.raises(Unreadable, match=r"truncated|cut|broken"):
                 decode_image(path, channels=3)
-            seen += 1
-    assert seen
+            count += 1
+    assert count
 
 
-def bomb(side: int) -> bytes:
-    """A PNG of side^2 black pixels, one bit each, written by hand: Pillow would need the memory to make it."""
+def encode_bomb(side: int) -> bytes:
+    """Encode a PNG of side^2 black one-bit pixels without Pillow, which would allocate them."""
 
     def chunk(name: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
@@ -163,9 +165,9 @@ def bomb(side: int) -> bytes:
 
 
 @pytest.mark.parametrize("side", [8200, 10_000, 20_000])
-def test_a_bomb_is_refused_from_its_header(side: int) -> None:
-    """8,200^2 is over our limit alone, 10,000^2 is where Pillow warns, 20,000^2 (47 KB) where it refuses."""
-    data = bomb(side)
+def test_decompression_bomb_is_refused_from_its_header(side: int) -> None:
+    """8,200^2 exceeds only our limit; Pillow warns at 10,000^2 and refuses 20,000^2 (47 KB)."""
+    data = encode_bomb(side)
     assert len(data) < 60_000
     tracemalloc.start()
     for read in (lambda: decode_image(data, channels=3), lambda: read_image_shape(data)):
@@ -175,19 +177,19 @@ def test_a_bomb_is_refused_from_its_header(side: int) -> None:
     tracemalloc.stop()
 
 
-def test_the_limit_is_no_lower_than_it_says() -> None:
+def test_image_below_the_pixel_limit_is_decoded() -> None:
     assert MAX_PIXELS == 67_108_864
-    assert decode_image(bomb(4096), channels=1).shape == (4096, 4096, 1)
+    assert decode_image(encode_bomb(4096), channels=1).shape == (4096, 4096, 1)
 
 
 @pytest.mark.parametrize("form", ["EPS", "PDF", "ICO"])
-def test_other_formats_are_not_even_tried(form: str) -> None:
+def test_other_formats_are_refused(form: str) -> None:
     with pytest.raises(Unreadable, match="not an image of a known format"):
-        decode_image(saved(Image.fromarray(photo()), form), channels=3)
+        decode_image(encode_image(Image.fromarray(build_photo()), form), channels=3)
 
 
 @given(st.binary(max_size=200), st.sampled_from([b"", b"\x89PNG\r\n\x1a\n", b"GIF89a", b"\xff\xd8\xff\xe0", b"II*\0"]))
-def test_whatever_the_bytes_are_they_are_an_image_or_unreadable(noise: bytes, magic: bytes) -> None:
+def test_arbitrary_bytes_are_an_image_or_unreadable(noise: bytes, magic: bytes) -> None:
     try:
         channels = decode_image(magic + noise, channels=3).shape[2]
     except Unreadable:
@@ -195,13 +197,13 @@ def test_whatever_the_bytes_are_they_are_an_image_or_unreadable(noise: bytes, ma
     assert channels == 3
 
 
-def test_a_file_that_is_gone_is_unreadable(tmp_path: Path) -> None:
+def test_missing_file_is_unreadable(tmp_path: Path) -> None:
     for read in (lambda: decode_image(tmp_path / "no.png", channels=3), lambda: read_image_shape(tmp_path / "no.png")):
         with pytest.raises(Unreadable, match="cannot be read"):
             read()
 
 
-def test_a_gif_gives_its_first_picture() -> None:
+def test_gif_decodes_to_its_first_frame() -> None:
     first, second = Image.new("L", (6, 4), 10), Image.new("L", (6, 4), 200)
     out = io.BytesIO()
     first.save(out, format="GIF", save_all=True, append_images=[second])
@@ -210,27 +212,27 @@ def test_a_gif_gives_its_first_picture() -> None:
 
 @given(arrays(np.uint16, (3, 4)))
 def test_16_bits_are_rounded_to_the_nearest_of_8(pixels: np.ndarray) -> None:
-    for data in (saved(Image.fromarray(pixels), "PNG"), saved(Image.fromarray(pixels), "TIFF"), pixels):
+    for data in (encode_image(Image.fromarray(pixels), "PNG"), encode_image(Image.fromarray(pixels), "TIFF"), pixels):
         assert np.abs(decode_image(data, channels=1)[..., 0].astype(int) * 257 - pixels).max() <= 128
 
 
 class TestArrays:
-    @given(pictures)
+    @given(images)
     def test_pixels_pass_through(self, pixels: np.ndarray) -> None:
         np.testing.assert_array_equal(decode_image(pixels, channels=3), pixels)
         np.testing.assert_array_equal(decode_image(pixels[..., 0], channels=None), pixels[..., :1])
         np.testing.assert_array_equal(decode_image(pixels.astype(np.int64), channels=3), pixels)
         assert read_image_shape(pixels) == pixels.shape
 
-    @given(pictures)
-    def test_fractions_and_16_bits_come_back_to_8(self, pixels: np.ndarray) -> None:
+    @given(images)
+    def test_float_and_16_bit_pixels_convert_to_8_bits(self, pixels: np.ndarray) -> None:
         np.testing.assert_array_equal(decode_image((pixels / 255).astype(np.float32), channels=3), pixels)
         np.testing.assert_array_equal(decode_image(pixels.astype(np.uint16) * 257, channels=3), pixels)
 
-    def test_channels_may_come_first_where_there_is_no_doubt(self) -> None:
-        np.testing.assert_array_equal(decode_image(photo().transpose(2, 0, 1), channels=3), photo())
+    def test_channels_first_is_accepted_if_unambiguous(self) -> None:
+        np.testing.assert_array_equal(decode_image(build_photo().transpose(2, 0, 1), channels=3), build_photo())
 
-    def test_colour_becomes_grey_by_the_usual_weights(self) -> None:
+    def test_grey_conversion_uses_the_rec_601_weights(self) -> None:
         pure = np.eye(3, dtype=np.uint8)[None] * np.uint8(255)
         np.testing.assert_array_equal(
             decode_image(pure, channels=1)[0, :, 0], [76, 150, 29]
@@ -248,6 +250,6 @@ class TestArrays:
             np.full((4, 4), "a"),
         ],
     )
-    def test_what_is_no_image_is_refused(self, array: np.ndarray) -> None:
+    def test_invalid_arrays_are_refused(self, array: np.ndarray) -> None:
         with pytest.raises(Unreadable):
             decode_image(array, channels=3)

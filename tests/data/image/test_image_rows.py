@@ -1,4 +1,4 @@
-"""From records to batches of images: what is found in a record, how it is stored, and what a batch holds exactly."""
+"""From records to image batches: fields of a record, storage, and the contents of a batch."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from bottega.data.tables.classes import Classes, Conditions, find_classes, find_
 from bottega.data.tables.shards import ShardWriter, Table
 
 
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
+def draw_noise(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def saved(pixels: np.ndarray, form: str = "PNG", **options: Any) -> bytes:
+def encode_image(pixels: np.ndarray, form: str = "PNG", **options: Any) -> bytes:
     out = io.BytesIO()
     Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(out, format=form, **options)
     return out.getvalue()
 
 
-def record(key: str = "a", **fields: Any) -> Record:
+def build_record(key: str = "a", **fields: Any) -> Record:
     return Record(key, f"/data/{key}", fields)
 
 
-def one(encoder: ImageEncoder, **fields: Any) -> dict[str, Any]:
-    (row,) = encoder.rows(record(**fields))
+def encode_row(encoder: ImageEncoder, **fields: Any) -> dict[str, Any]:
+    (row,) = encoder.rows(build_record(**fields))
     assert row.keys() >= encoder.columns.keys()
     return row
 
 
-def table(folder: Path, encoder: ImageEncoder, records: Iterable[Record]) -> Table:
+def write_table(folder: Path, encoder: ImageEncoder, records: Iterable[Record]) -> Table:
     with ShardWriter(folder, encoder.columns) as writer:
         for item in records:
             for row in encoder.rows(item):
@@ -57,23 +57,25 @@ def table(folder: Path, encoder: ImageEncoder, records: Iterable[Record]) -> Tab
 PLAIN = ImageEncoder((8, 8), 3)
 
 
-class TestFinding:
-    def test_the_image_is_found_under_its_usual_names_or_as_the_only_medium(self, tmp_path: Path) -> None:
-        pixels = noise(8, 8, 3)
+class TestFields:
+    def test_image_is_read_from_every_common_field_layout(self, tmp_path: Path) -> None:
+        pixels = draw_noise(8, 8, 3)
         file = tmp_path / "a.png"
-        file.write_bytes(saved(pixels))
+        file.write_bytes(encode_image(pixels))
         for fields in (
             {"image": file},
-            {"jpg": saved(pixels), "json": {"a": 1}},
-            {"png": saved(pixels), "npy": noise(4, 4)},
-            {"image": {"bytes": saved(pixels), "path": "x.png"}, "label": 3},
-            {"left.view": saved(pixels), "caption": "c"},
+            {"jpg": encode_image(pixels), "json": {"a": 1}},
+            {"png": encode_image(pixels), "npy": draw_noise(4, 4)},
+            {"image": {"bytes": encode_image(pixels), "path": "x.png"}, "label": 3},
+            {"left.view": encode_image(pixels), "caption": "c"},
             {"array": pixels, "label": 1},
             {"image": pixels.tolist()},
         ):
-            np.testing.assert_array_equal(one(PLAIN, **fields)["image"], pixels)
+            np.testing.assert_array_equal(encode_row(PLAIN, **fields)["image"], pixels)
         named = ImageEncoder((8, 8), 3, field="right")
-        np.testing.assert_array_equal(one(named, image=noise(8, 8, 3, seed=1), right=pixels)["image"], pixels)
+        np.testing.assert_array_equal(
+            encode_row(named, image=draw_noise(8, 8, 3, seed=1), right=pixels)["image"], pixels
+        )
 
     @pytest.mark.parametrize(
         ("fields", "reason"),
@@ -85,83 +87,88 @@ class TestFinding:
             ({"image": b"no image"}, "not an image of a known format"),
         ],
     )
-    def test_a_record_without_one_is_unreadable(self, fields: dict[str, Any], reason: str) -> None:
+    def test_record_without_an_image_is_unreadable(self, fields: dict[str, Any], reason: str) -> None:
         with pytest.raises(Unreadable, match=reason):
-            one(PLAIN, **fields)
+            encode_row(PLAIN, **fields)
 
     @pytest.mark.parametrize(
         ("value", "text"),
         [("cat", "cat"), (3, "3"), (np.int64(3), "3"), (3.0, "3"), (b"7\n", "7"), (np.array(2), "2")],
     )
-    def test_labels_are_text(self, value: Any, text: str) -> None:
+    def test_labels_become_text(self, value: Any, text: str) -> None:
         for name in ("label", "cls", "class"):
-            assert one(PLAIN, image=noise(8, 8, 3), **{name: value})["label"] == text
-        assert one(ImageEncoder((8, 8), 3, label_field="kind"), image=noise(8, 8, 3), kind=value)["label"] == text
+            assert encode_row(PLAIN, image=draw_noise(8, 8, 3), **{name: value})["label"] == text
+        assert (
+            encode_row(ImageEncoder((8, 8), 3, label_field="kind"), image=draw_noise(8, 8, 3), kind=value)["label"]
+            == text
+        )
 
-    def test_no_label_is_empty_unless_it_is_asked_for(self) -> None:
-        assert one(PLAIN, image=noise(8, 8, 3), label=None)["label"] == ""
+    def test_missing_label_is_empty_unless_its_field_is_set(self) -> None:
+        assert encode_row(PLAIN, image=draw_noise(8, 8, 3), label=None)["label"] == ""
         with pytest.raises(Unreadable, match="'kind' has no value"):
-            one(ImageEncoder((8, 8), 3, label_field="kind"), image=noise(8, 8, 3), kind=None)
+            encode_row(ImageEncoder((8, 8), 3, label_field="kind"), image=draw_noise(8, 8, 3), kind=None)
 
-    def test_captions_are_found_and_never_needed(self) -> None:
+    def test_captions_are_optional(self) -> None:
         for name in ("caption", "text", "txt"):
-            row = one(PLAIN, image=noise(8, 8, 3), **{name: "a grey cat"})
+            row = encode_row(PLAIN, image=draw_noise(8, 8, 3), **{name: "a grey cat"})
             assert (row["caption"], row["label"], row["key"]) == ("a grey cat", "", "a")
-        assert one(PLAIN, image=noise(8, 8, 3))["caption"] == ""
+        assert encode_row(PLAIN, image=draw_noise(8, 8, 3))["caption"] == ""
 
     @pytest.mark.parametrize(
         "value", [[1, 2.5], (1, 2.5), np.array([1, 2.5]), "1 2.5", "1, 2.5", "[1, 2.5]", b"1\t2.5"]
     )
-    def test_a_vector_is_a_list_of_numbers_however_it_is_written(self, value: Any) -> None:
+    def test_condition_vector_is_read_from_every_common_form(self, value: Any) -> None:
         encoder = ImageEncoder((8, 8), 3, condition_field="v", has_condition=True)
-        np.testing.assert_array_equal(one(encoder, image=noise(8, 8, 3), v=value)["condition"], np.float32([1, 2.5]))
+        np.testing.assert_array_equal(
+            encode_row(encoder, image=draw_noise(8, 8, 3), v=value)["condition"], np.float32([1, 2.5])
+        )
 
     @pytest.mark.parametrize("value", ["a b", {"a": 1}, [float("nan")], None])
-    def test_another_vector_is_unreadable(self, value: Any) -> None:
+    def test_invalid_condition_vector_is_unreadable(self, value: Any) -> None:
         with pytest.raises(Unreadable, match="'condition'"):
-            one(ImageEncoder((8, 8), 3, has_condition=True), image=noise(8, 8, 3), condition=value)
+            encode_row(ImageEncoder((8, 8), 3, has_condition=True), image=draw_noise(8, 8, 3), condition=value)
 
 
-class TestStoring:
-    def test_encoded_keeps_the_file_unless_it_can_be_smaller(self) -> None:
+class TestStorage:
+    def test_encoded_store_keeps_the_file_unless_it_can_be_smaller(self) -> None:
         encoder = ImageEncoder((16, 16), 3, store="encoded")
         for form in ("PNG", "JPEG", "WEBP"):
-            small = saved(noise(12, 16, 3), form)
-            assert one(encoder, image=small)["image"] == small
-        large = noise(40, 40, 3)
-        shrunk = one(encoder, image=saved(large))["image"]
+            small = encode_image(draw_noise(12, 16, 3), form)
+            assert encode_row(encoder, image=small)["image"] == small
+        large = draw_noise(40, 40, 3)
+        shrunk = encode_row(encoder, image=encode_image(large))["image"]
         assert Image.open(io.BytesIO(shrunk)).format == "PNG"
-        decoded = one(ImageEncoder((16, 16), 3), image=saved(large))["image"]
+        decoded = encode_row(ImageEncoder((16, 16), 3), image=encode_image(large))["image"]
         np.testing.assert_array_equal(encoder.decode_row(shrunk, 0), decoded)
-        lossy = one(encoder, image=saved(large, "JPEG"))["image"]
-        picture = Image.open(io.BytesIO(lossy))
-        assert (picture.format, picture.size) == ("JPEG", (16, 16))
-        assert len(one(encoder, image=noise(4, 4, 3))["image"]) < 400  # an array becomes a PNG
+        lossy = encode_row(encoder, image=encode_image(large, "JPEG"))["image"]
+        image = Image.open(io.BytesIO(lossy))
+        assert (image.format, image.size) == ("JPEG", (16, 16))
+        assert len(encode_row(encoder, image=draw_noise(4, 4, 3))["image"]) < 400  # an array becomes a PNG
 
-    def test_encoded_is_checked_all_the_same(self) -> None:
-        cut = saved(noise(15, 15, 3), "JPEG")
+    def test_encoded_store_refuses_truncated_files(self) -> None:
+        cut = encode_image(draw_noise(15, 15, 3), "JPEG")
         with pytest.raises(Unreadable, match=r"(?i)truncated"):
-            one(ImageEncoder((16, 16), 3, store="encoded"), image=cut[: len(cut) // 2])
+            encode_row(ImageEncoder((16, 16), 3, store="encoded"), image=cut[: len(cut) // 2])
 
-    def test_decoded_and_encoded_show_the_same_pixels(self, tmp_path: Path) -> None:
-        records = [record(str(n), image=saved(noise(6 + n, 20 - n, 3, seed=n))) for n in range(8)]
+    def test_decoded_and_encoded_stores_give_the_same_pixels(self, tmp_path: Path) -> None:
+        records = [build_record(str(n), image=encode_image(draw_noise(6 + n, 20 - n, 3, seed=n))) for n in range(8)]
         index, epoch = np.array([5, 0, 5, 7]), np.zeros(4, int)
-        seen = []
+        batches = []
         for store in ("decoded", "encoded"):
             encoder = ImageEncoder((8, 8), 3, store=store)  # type: ignore[arg-type]
-            rows = ImageRows(table(tmp_path / store, encoder, records), encoder, content=store)
-            seen.append(rows.rows(index, epoch)["image"])
-        np.testing.assert_array_equal(seen[0], seen[1])
+            rows = ImageRows(write_table(tmp_path / store, encoder, records), encoder, content=store)
+            batches.append(rows.rows(index, epoch)["image"])
+        np.testing.assert_array_equal(batches[0], batches[1])
 
     @pytest.mark.parametrize("store", ["decoded", "encoded"])
-    def test_buckets_serve_each_image_in_its_shape(self, tmp_path: Path, store: Any) -> None:
-        forms = compute_bucket_shapes(3, 16)
-        encoder = ImageEncoder(None, 3, buckets=forms, store=store)
+    def test_images_are_resized_to_their_bucket(self, tmp_path: Path, store: Any) -> None:
+        shapes = compute_bucket_shapes(3, 16)
+        encoder = ImageEncoder(None, 3, buckets=shapes, store=store)
         sizes = [(10, 20), (20, 10), (16, 16), (30, 66), (64, 64)]
-        records = [record(str(n), image=noise(*size, 3, seed=n)) for n, size in enumerate(sizes)]
-        rows = ImageRows(table(tmp_path, encoder, records), encoder, content="x")
+        records = [build_record(str(n), image=draw_noise(*size, 3, seed=n)) for n, size in enumerate(sizes)]
+        rows = ImageRows(write_table(tmp_path, encoder, records), encoder, content="x")
         assert rows.buckets.tolist() == [2, 0, 1, 2, 1]
-        for bucket, shape in enumerate(forms):
+        for bucket, shape in enumerate(shapes):
             index = np.flatnonzero(rows.buckets == bucket)
             assert rows.rows(index, index * 0)["image"].shape == (len(index), *shape, 3)
         with pytest.raises(AssertionError, match="several buckets"):
@@ -171,15 +178,15 @@ class TestStoring:
 @pytest.fixture
 def labelled(tmp_path: Path) -> Table:
     encoder = ImageEncoder((8, 8), 3, has_condition=True)
-    return table(
+    return write_table(
         tmp_path / "labelled",
         encoder,
-        (record(f"r{n}", image=noise(8, 8, 3, seed=n), label=n % 3, condition=[n, -n]) for n in range(12)),
+        (build_record(f"r{n}", image=draw_noise(8, 8, 3, seed=n), label=n % 3, condition=[n, -n]) for n in range(12)),
     )
 
 
 class TestBatches:
-    def test_a_batch_holds_exactly_what_is_promised(self, labelled: Table) -> None:
+    def test_batch_holds_exactly_the_documented_fields(self, labelled: Table) -> None:
         index, epoch = np.array([3, 1, 10]), np.zeros(3, int)
         classes = find_classes(["0", "1", "2"])
         for condition, expected in (
@@ -196,13 +203,13 @@ class TestBatches:
             )
             np.testing.assert_array_equal(rows["condition"], expected)
             assert rows["label"].tolist() == [0, 1, 1]
-            for place, number in enumerate(index):
+            for position, number in enumerate(index):
                 np.testing.assert_array_equal(
-                    denormalise_pixels(rows["image"][place], mode="symmetric"), noise(8, 8, 3, seed=int(number))
+                    denormalise_pixels(rows["image"][position], mode="symmetric"), draw_noise(8, 8, 3, seed=int(number))
                 )
         assert list(ImageRows(labelled, PLAIN, content="x").rows(index, epoch)) == ["image", "condition"]
 
-    def test_augmentation_is_of_sample_and_epoch_and_leaves_the_shards(self, labelled: Table) -> None:
+    def test_augmentation_depends_on_sample_and_epoch_and_leaves_the_shards(self, labelled: Table) -> None:
         options = ImageAugmentation(crop=0.2, flip=True, colour_jitter=0.2)
         rows = ImageRows(labelled, PLAIN, content="x", augmentation=options, seed=3)
         plain = ImageRows(labelled, PLAIN, content="x")
@@ -213,7 +220,7 @@ class TestBatches:
         np.testing.assert_array_equal(rows.rows(index[7:8], np.zeros(1, int))["image"], first[7:8])
         np.testing.assert_array_equal(plain.rows(index, index * 0)["image"], before)
 
-    def test_a_worker_gets_a_small_copy_that_sees_the_same(self, labelled: Table) -> None:
+    def test_pickled_source_is_small_and_gives_the_same_rows(self, labelled: Table) -> None:
         rows = ImageRows(labelled, PLAIN, content="x", classes=find_classes("012"), condition="class")
         rows.rows(np.arange(3), np.zeros(3, int))
         sent = pickle.dumps(rows)
@@ -222,33 +229,33 @@ class TestBatches:
         for name in before:
             np.testing.assert_array_equal(again[name], before[name])
 
-    def test_the_fingerprint_changes_with_what_is_seen(self, labelled: Table) -> None:
-        def of(**options: Any) -> str:
+    def test_fingerprint_changes_with_the_samples(self, labelled: Table) -> None:
+        def fingerprint(**options: Any) -> str:
             return ImageRows(labelled, PLAIN, **{"content": "x", **options}).fingerprint
 
-        seen = [
-            of(),
-            of(content="y"),
-            of(normalise="unit"),
-            of(condition="vector"),
-            of(classes=find_classes("012")),
-            of(augmentation=ImageAugmentation(flip=True)),
-            of(augmentation=ImageAugmentation(flip=True), seed=1),
+        fingerprints = [
+            fingerprint(),
+            fingerprint(content="y"),
+            fingerprint(normalise="unit"),
+            fingerprint(condition="vector"),
+            fingerprint(classes=find_classes("012")),
+            fingerprint(augmentation=ImageAugmentation(flip=True)),
+            fingerprint(augmentation=ImageAugmentation(flip=True), seed=1),
         ]
-        assert len(set(seen)) == len(seen)
-        assert of() == of(seed=1)  # which decides nothing here
+        assert len(set(fingerprints)) == len(fingerprints)
+        assert fingerprint() == fingerprint(seed=1)  # without augmentation the seed has no effect
 
-    def test_a_sample_is_described_for_people(self, labelled: Table) -> None:
+    def test_sample_description(self, labelled: Table) -> None:
         rows = ImageRows(labelled, PLAIN, content="x", classes=Classes(("0", "1", "2")), condition="vector")
         assert rows.describe(4, 0) == "image 4 of 12: r4, 8 x 8 x 3\nclass 1: 1\ncondition: [ 4. -4.]"
 
-    def test_what_a_condition_needs_must_be_there(self, tmp_path: Path) -> None:
+    def test_missing_data_of_a_condition_is_refused(self, tmp_path: Path) -> None:
         encoder = ImageEncoder((8, 8), 3, has_condition=True)
-        records = [record(f"r{n}", image=noise(8, 8, 3), condition=[0] * (1 + n // 2)) for n in range(3)]
-        ragged = table(tmp_path / "ragged", encoder, records)
+        records = [build_record(f"r{n}", image=draw_noise(8, 8, 3), condition=[0] * (1 + n // 2)) for n in range(3)]
+        ragged = write_table(tmp_path / "ragged", encoder, records)
         with pytest.raises(DataError, match="r2: its condition has 2 numbers, that of r0 1"):
             ImageRows(ragged, encoder, content="x", condition="vector")
-        bare = table(tmp_path / "bare", PLAIN, records)
+        bare = write_table(tmp_path / "bare", PLAIN, records)
         with pytest.raises(DataError, match="needs vectors"):
             ImageRows(bare, PLAIN, content="x", condition="vector")
         with pytest.raises(DataError, match="needs labels"):
@@ -257,21 +264,21 @@ class TestBatches:
 
 class TestClasses:
     @given(st.lists(st.text(min_size=1, max_size=4), min_size=1))
-    def test_ids_name_their_labels(self, texts: list[str]) -> None:
+    def test_ids_map_back_to_their_labels(self, texts: list[str]) -> None:
         classes = find_classes(texts)
         assert [classes.names[number] for number in classes.ids(texts)] == texts
         assert set(classes.names) == set(texts)
         assert find_classes(reversed(texts)) == classes
 
     @given(st.lists(st.integers(-50, 50), min_size=1))
-    def test_whole_numbers_are_in_the_order_of_their_values(self, numbers: list[int]) -> None:
+    def test_integer_labels_are_sorted_by_value(self, numbers: list[int]) -> None:
         assert [int(name) for name in find_classes(map(str, numbers)).names] == sorted(set(numbers))
 
-    def test_a_declared_number_of_classes_keeps_the_numbers(self) -> None:
+    def test_declared_number_of_classes_keeps_integer_labels_as_ids(self) -> None:
         assert find_classes(["7", "3"], num_classes=10).ids(["3", "7"]).tolist() == [3, 7]
 
     @pytest.mark.parametrize("value", ["10", "-1", "99"])
-    def test_a_label_out_of_range_is_named_with_its_record(self, labelled: Table, value: str) -> None:
+    def test_label_out_of_range_is_refused_with_its_record(self, labelled: Table, value: str) -> None:
         classes = find_classes(["1", value], num_classes=10)
         with pytest.raises(DataError, match=rf"cats/2\.png: label {value} is out of range: .* 0 to 9") as caught:
             classes.ids(["1", "3", value], keys=["a", "b", "cats/2.png"])
@@ -279,16 +286,18 @@ class TestClasses:
         with pytest.raises(DataError, match="r2: label 2 is out of range"):
             ImageRows(labelled, PLAIN, content="x", classes=find_classes("012", num_classes=2))
 
-    def test_more_names_than_declared_are_refused(self) -> None:
+    def test_more_classes_than_declared_are_refused(self) -> None:
         with pytest.raises(DataError, match="3 classes, more than num_classes=2"):
             find_classes(["cat", "dog", "cow"], num_classes=2)
 
-    def test_half_of_the_labels_are_none_where_no_class_is_asked_for(self, tmp_path: Path) -> None:
+    def test_partial_labels_are_ignored_unless_classes_are_required(self, tmp_path: Path) -> None:
         assert find_classes_if_labelled(["a", "", "b"], required=False).names == ()
         assert find_classes_if_labelled(["a", "b"], required=False).names == ("a", "b")
         assert find_classes_if_labelled(["a", "", "b"], required=True).names == ("a", "b")
-        half = table(
-            tmp_path, PLAIN, (record(f"r{n}", image=noise(8, 8, 3), label="ab"[n] if n < 2 else None) for n in range(3))
+        half = write_table(
+            tmp_path,
+            PLAIN,
+            (build_record(f"r{n}", image=draw_noise(8, 8, 3), label="ab"[n] if n < 2 else None) for n in range(3)),
         )
         conditions = Conditions(half, "none", classes=find_classes("ab"))
         assert list(conditions.rows(np.arange(3))) == ["condition"]
@@ -296,14 +305,14 @@ class TestClasses:
         with pytest.raises(DataError, match="r2: has no label"):
             Conditions(half, "class", classes=find_classes("ab"))
 
-    def test_a_record_without_a_label_among_labelled_ones_is_named(self) -> None:
+    def test_missing_label_among_labelled_records_is_refused_by_name(self) -> None:
         with pytest.raises(DataError, match=r"b\.png: has no label"):
             find_classes(["cat", ""]).ids(["cat", ""], keys=["a.png", "b.png"])
 
 
-def test_a_sheet_shows_every_picture_once(tmp_path: Path) -> None:
-    colours = [np.full((30, 40, 3), 20 * n, np.uint8) for n in range(7)]
-    write_contact_sheet(colours, tmp_path / "plain.png", columns=4)
+def test_contact_sheet_shows_every_image_once(tmp_path: Path) -> None:
+    images = [np.full((30, 40, 3), 20 * n, np.uint8) for n in range(7)]
+    write_contact_sheet(images, tmp_path / "plain.png", columns=4)
     with Image.open(tmp_path / "plain.png") as image:
         page = np.asarray(image)
     assert page.shape == (8 + 2 * (90 + 8), 8 + 4 * (120 + 8), 3)  # each enlarged three times
@@ -312,6 +321,6 @@ def test_a_sheet_shows_every_picture_once(tmp_path: Path) -> None:
         cell = page[8 + row * 98 : 8 + row * 98 + 90, 8 + column * 128 : 8 + column * 128 + 120]
         assert (cell == 20 * n).all()
     captions = [f"sample {n} with a rather long caption that does not fit" for n in range(7)]
-    write_contact_sheet([*colours[:6], noise(200, 50, 1)], tmp_path / "captions.png", captions=captions)
+    write_contact_sheet([*images[:6], draw_noise(200, 50, 1)], tmp_path / "captions.png", captions=captions)
     with Image.open(tmp_path / "captions.png") as image:
         assert image.size[1] > 3 * 200

@@ -1,4 +1,4 @@
-"""The stream loses nothing at the border of epochs and does not depend on ranks, workers or where it is entered."""
+"""The batch stream covers every epoch exactly and does not depend on ranks, workers or its first step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fake_engine import FakeEngine
 from operations import count_operations
 
 
-def numbers(size: int) -> ArraySource:
+def build_source(size: int) -> ArraySource:
     return ArraySource({"x": np.arange(size), "y": np.arange(size * 2).reshape(size, 2)})
 
 
@@ -32,7 +32,7 @@ def numbers(size: int) -> ArraySource:
 @given(size=st.integers(1, 60), batch=st.integers(1, 60))
 def test_every_epoch_is_a_permutation_across_batch_borders(size: int, batch: int) -> None:
     batch = min(size, batch)
-    loader = Loader(numbers(size), batch, seed=4)
+    loader = Loader(build_source(size), batch, seed=4)
     steps = -(-3 * size // batch)
     index, epoch = (np.concatenate(parts) for parts in zip(*map(loader.indices, range(steps)), strict=True))
     assert np.array_equal(epoch, np.arange(steps * batch) // size)
@@ -43,83 +43,83 @@ def test_every_epoch_is_a_permutation_across_batch_borders(size: int, batch: int
 
 @pytest.mark.parametrize(("workers", "prefetch"), [(0, 0), (0, 3), (2, 0), (2, 2)])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_and_workers_share_one_order(world: int, workers: int, prefetch: int) -> None:
+def test_order_does_not_depend_on_ranks_or_workers(world: int, workers: int, prefetch: int) -> None:
     start, steps = 5, 4
-    source = numbers(30)
-    shares = []
+    source = build_source(30)
+    rank_batches = []
     for rank in range(world):
         stream = Loader(source, 8, seed=1, data_rank=rank, data_size=world, workers=workers, prefetch=prefetch)(start)
-        shares.append(list(islice(stream, steps)))
+        rank_batches.append(list(islice(stream, steps)))
         stream.close()
-    plain = Loader(source, 8, seed=1)
+    loader = Loader(source, 8, seed=1)
     for step in range(steps):
-        got = np.concatenate([share[step]["x"] for share in shares])
-        assert np.array_equal(got, plain.indices(start + step)[0])
-        assert np.array_equal(got, plain.batch(start + step)["x"])
+        samples = np.concatenate([batches[step]["x"] for batches in rank_batches])
+        assert np.array_equal(samples, loader.indices(start + step)[0])
+        assert np.array_equal(samples, loader.batch(start + step)["x"])
 
 
-def test_a_stream_entered_late_continues_the_same_order() -> None:
-    loader = Loader(numbers(10_000), 7, seed=2)
-    early = list(islice(loader(0), 2000))  # longer than one block of remembered positions
+def test_stream_from_a_later_step_continues_the_same_order() -> None:
+    loader = Loader(build_source(10_000), 7, seed=2)
+    early = list(islice(loader(0), 2000))  # longer than one block of cached positions
     late = list(islice(loader(1500), 500))
     assert all(np.array_equal(a["y"], b["y"]) for a, b in zip(early[1500:], late, strict=True))
 
 
-def test_too_little_data_is_refused_with_both_numbers() -> None:
+def test_fewer_samples_than_a_batch_are_refused_with_both_numbers() -> None:
     message = "has 3 samples, fewer than one batch of 12; lower training.batch_size or add data"
     with pytest.raises(DataError, match=message):
-        Loader(numbers(3), 12, seed=0)
+        Loader(build_source(3), 12, seed=0)
 
 
-def test_a_batch_that_ranks_cannot_share_is_refused_with_the_sizes_that_fit() -> None:
+def test_indivisible_batch_size_is_refused_with_the_sizes_that_fit() -> None:
     with pytest.raises(
         UsageError, match=r"training.batch_size=8 .* 3 processes; use a multiple of 3, or one of 1, 2, 4, 8 processes"
     ):
-        Loader(numbers(30), 8, seed=0, data_size=3)
+        Loader(build_source(30), 8, seed=0, data_size=3)
 
 
 STAGES = (CurriculumStage(0, 4, 10), CurriculumStage(3, 8, 20), CurriculumStage(5, 6, 30))
 
 
-def staged(**options: Any) -> Loader:
-    return Loader(numbers(30), 8, seed=0, order=CurriculumOrder(np.arange(30)[::-1], STAGES, seed=1), **options)
+def build_staged_loader(**options: Any) -> Loader:
+    return Loader(build_source(30), 8, seed=0, order=CurriculumOrder(np.arange(30)[::-1], STAGES, seed=1), **options)
 
 
-def test_stages_have_batches_of_their_own_sizes() -> None:
+def test_curriculum_stages_have_their_own_batch_sizes() -> None:
     sizes = [4, 4, 4, 8, 8, 6, 6, 6]
-    loader = staged()
+    loader = build_staged_loader()
     assert [loader.batch_size_at(step) for step in range(8)] == sizes
     assert [len(batch["x"]) for batch in islice(loader(0), 8)] == sizes
-    assert [len(batch["x"]) for batch in islice(staged(data_rank=1, data_size=2)(2), 6)] == [
+    assert [len(batch["x"]) for batch in islice(build_staged_loader(data_rank=1, data_size=2)(2), 6)] == [
         size // 2 for size in sizes[2:]
     ]
     assert [loader.samples_before(step) for step in range(9)] == [0, *np.cumsum(sizes)]
     assert [loader.step_at(samples) for samples in (0, 3, 4, 12, 27, 28, 33, 34)] == [0, 0, 1, 3, 4, 5, 5, 6]
     assert loader.steps_per_epoch == 30 / 8
-    seen = np.concatenate([batch["x"] for batch in islice(loader(0), 10)])
-    assert np.array_equal(seen, loader.order.indices(np.arange(len(seen)))[0])  # type: ignore[union-attr]
+    drawn = np.concatenate([batch["x"] for batch in islice(loader(0), 10)])
+    assert np.array_equal(drawn, loader.order.indices(np.arange(len(drawn)))[0])  # type: ignore[union-attr]
 
 
-def test_a_stage_that_ranks_cannot_share_is_named() -> None:
+def test_indivisible_stage_batch_size_is_refused_by_name() -> None:
     with pytest.raises(
         UsageError,
         match=r"curriculum\.stages\[2\]\.batch_size=6 .* 4 processes; use a multiple of 4, or one of 1, 2, 3, 6 processes",
     ):
-        staged(data_size=4)
+        build_staged_loader(data_size=4)
 
 
-def test_an_epoch_of_a_mixture_is_as_many_samples_as_there_are() -> None:
+def test_epoch_of_a_mixture_counts_all_samples() -> None:
     order = Mixture((20, 10), (0.9, 0.1), seed=0)
-    assert Loader(numbers(30), 6, seed=0, order=order).steps_per_epoch == 5
+    assert Loader(build_source(30), 6, seed=0, order=order).steps_per_epoch == 5
 
 
-class Sizes(FakeEngine):
-    """Counts the samples it is given."""
+class CountingEngine(FakeEngine):
+    """Count the samples of all training steps."""
 
-    seen = 0
+    samples = 0
 
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        self.seen += len(batch["x"])
+        self.samples += len(batch["x"])
         return {"loss": 0.0}
 
     def fetch(self, metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -135,8 +135,8 @@ class Sizes(FakeEngine):
         raise NotImplementedError
 
 
-class Told(Callback):
-    name = "told"
+class RecordingCallback(Callback):
+    name = "recording"
 
     def __init__(self) -> None:
         self.samples: list[int] = []
@@ -147,23 +147,27 @@ class Told(Callback):
         self.per_log.append(round(metrics["samples_per_second"] * metrics["step_seconds"] * 3))
 
 
-def test_the_loop_counts_the_samples_of_every_stage() -> None:
-    engine, told = Sizes(), Told()
-    fit = Trainer(
-        engine=engine, batches=staged(), progress=Progress(total=9), cadences=Cadences(log=3), callbacks=[told]
+def test_trainer_counts_the_samples_of_every_stage() -> None:
+    engine, callback = CountingEngine(), RecordingCallback()
+    trainer = Trainer(
+        engine=engine,
+        batches=build_staged_loader(),
+        progress=Progress(total=9),
+        cadences=Cadences(log=3),
+        callbacks=[callback],
     )
-    assert fit.run().samples == engine.seen == 12 + 16 + 24
-    assert told.samples == [12, 34, 52]
-    assert told.per_log == [12, 22, 18]
+    assert trainer.run().samples == engine.samples == 12 + 16 + 24
+    assert callback.samples == [12, 34, 52]
+    assert callback.per_log == [12, 22, 18]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("limit", [None, 1, 5, 22, 100])
-def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
-    source = numbers(22)
+def test_evaluation_yields_every_sample_exactly_once_in_order(world: int, limit: int | None) -> None:
+    source = build_source(22)
     expected = np.arange(22 if limit is None else min(limit, 22))
     ranks = [list(iter_eval_batches(source, 8, data_rank=rank, data_size=world, limit=limit)) for rank in range(world)]
-    seen, total = [], 0.0
+    samples, total = [], 0.0
     for parts in zip(*ranks, strict=True):
         assert len({len(part["x"]) for part in parts}) == 1
         assert len({"weight" in part for part in parts}) == 1
@@ -171,17 +175,17 @@ def test_evaluation_sees_every_sample_exactly_once_in_order(world: int, limit: i
         weight = np.concatenate([part.get("weight", np.ones(len(part["x"]), np.float32)) for part in parts])
         assert weight.dtype == np.float32
         if "weight" in parts[0]:
-            assert 0 in weight  # the key is there only where something was filled up
-        seen.append(x[weight > 0])
+            assert 0 in weight  # the key is present only in padded batches
+        samples.append(x[weight > 0])
         total += weight.sum()
-    assert np.array_equal(np.concatenate(seen), expected)
+    assert np.array_equal(np.concatenate(samples), expected)
     assert total == len(expected)
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_evaluation_tells_the_number_of_each_sample(world: int) -> None:
-    """Noise is drawn for it, so that a sample has the same in every batch size and on every rank."""
-    source = numbers(10)
+def test_evaluation_batches_hold_the_sample_index(world: int) -> None:
+    """Noise is seeded by the index, so that a sample has the same noise for every batch size and rank."""
+    source = build_source(10)
     for rank in range(world):
         for batch in iter_eval_batches(source, 4, data_rank=rank, data_size=world):
             assert batch["index"].dtype == np.int64
@@ -195,17 +199,17 @@ def test_padding_keeps_the_weights_a_source_has() -> None:
 
 
 @pytest.mark.parametrize("samples", [1000, 1_000_000])
-def test_a_step_does_little_more_than_the_gather(samples: int) -> None:
+def test_step_overhead_is_bounded(samples: int) -> None:
     stream = Loader(ArraySource({"x": np.arange(samples)}), 8, seed=0)(0)
     next(stream)
-    steps = 2 * BLOCK // 8  # the order is remembered for a block of positions
+    steps = 2 * BLOCK // 8  # the order is cached for a block of positions
     assert count_operations(lambda: list(islice(stream, steps))) < 20 * steps
 
 
-def test_array_source_tells_its_content() -> None:
-    source = numbers(4)
-    assert source.fingerprint == numbers(4).fingerprint
-    assert source.fingerprint != numbers(5).fingerprint
+def test_array_source_fingerprint_and_description() -> None:
+    source = build_source(4)
+    assert source.fingerprint == build_source(4).fingerprint
+    assert source.fingerprint != build_source(5).fingerprint
     assert ArraySource({"x": np.zeros(4)}).fingerprint != ArraySource({"z": np.zeros(4)}).fingerprint
     assert ArraySource({"x": np.zeros(4)}).fingerprint != ArraySource({"x": np.zeros((4, 1))}).fingerprint
     assert "sample 2 of 4" in source.describe(2, 0)

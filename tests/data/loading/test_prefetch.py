@@ -1,4 +1,4 @@
-"""However a stream is built ahead, it is the same stream; errors come through, and nothing is left running."""
+"""Prefetching by threads or processes yields the same stream, propagates errors and leaves nothing running."""
 
 from __future__ import annotations
 
@@ -30,23 +30,25 @@ from bottega.signals import StopSignals, WaitInterrupted
 SOURCE = ArraySource({"x": np.arange(64), "y": np.ones((64, 50_000), np.float32)})
 
 
-def loader(workers: int = 0, depth: int = 0) -> Loader:
+def build_loader(workers: int = 0, depth: int = 0) -> Loader:
     return Loader(SOURCE, 4, seed=3, workers=workers, prefetch=depth)
 
 
-def children() -> list[psutil.Process]:
-    """The processes that make batches; tests before this one may have left others."""
-    there = psutil.Process().children(recursive=True)
-    return [one for one in there if any("bottega.data.loading.worker" in word for word in one.cmdline())]
+def list_workers() -> list[psutil.Process]:
+    """Return the worker processes of loaders; earlier tests may have left other processes."""
+    processes = psutil.Process().children(recursive=True)
+    return [
+        process for process in processes if any("bottega.data.loading.worker" in word for word in process.cmdline())
+    ]
 
 
 def kill_at_every_step(stream: Iterator[Batch]) -> None:
     for _ in stream:
-        for child in children():
+        for child in list_workers():
             child.kill()
 
 
-def eventually(condition: Callable[[], Any], seconds: float = 100) -> bool:
+def wait_until(condition: Callable[[], Any], seconds: float = 100) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -55,8 +57,8 @@ def eventually(condition: Callable[[], Any], seconds: float = 100) -> bool:
     return bool(condition())
 
 
-class Failing(Source):
-    """Samples of which one cannot be read."""
+class FailingSource(Source):
+    """A source with one unreadable sample."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -75,98 +77,98 @@ class Failing(Source):
         return ""
 
 
-def threads() -> int:
+def count_threads() -> int:
     return sum(thread.name == "bottega-prefetch" for thread in threading.enumerate())
 
 
-def slow(step: int) -> Batch:
+def build_slowly(step: int) -> Batch:
     time.sleep(0.01)
     return {"step": step}
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("depth", [0, 2])
-def test_errors_are_raised_as_themselves_after_the_batches_before_them(workers: int, depth: int) -> None:
-    source = Failing(DataError("row 3 is broken"))
+def test_errors_are_raised_unchanged_after_the_batches_before_them(workers: int, depth: int) -> None:
+    source = FailingSource(DataError("row 3 is broken"))
     good = [step for step in range(10) if 3 not in Loader(source, 1, seed=0).indices(step)[0]]
     expected = next(step for step in range(10) if step not in good)
     stream = Loader(source, 1, seed=0, workers=workers, prefetch=depth)(0)
     assert len(list(islice(stream, expected))) == expected
     with pytest.raises(DataError, match="row 3 is broken"):
         next(stream)
-    assert not children()
-    assert threads() == 0
+    assert not list_workers()
+    assert count_threads() == 0
 
 
 def test_the_thread_runs_ahead_by_no_more_than_its_depth() -> None:
-    made: list[int] = []
-    stream = prefetch(lambda step: made.append(step) or {"step": step}, 7, workers=0, depth=3)
+    steps: list[int] = []
+    stream = prefetch(lambda step: steps.append(step) or {"step": step}, 7, workers=0, depth=3)
     assert next(stream)["step"] == 7
-    assert eventually(lambda: len(made) == 5)  # one given, three ready, one waiting for room
+    assert wait_until(lambda: len(steps) == 5)  # one returned, three ready, one waiting for space
     time.sleep(0.1)
-    assert made == [7, 8, 9, 10, 11]
+    assert steps == [7, 8, 9, 10, 11]
     stream.close()
-    assert threads() == 0
+    assert count_threads() == 0
 
 
-def test_a_forgotten_stream_ends_its_thread() -> None:
-    stream = prefetch(slow, 0, workers=0, depth=2)
+def test_dropped_stream_ends_its_thread() -> None:
+    stream = prefetch(build_slowly, 0, workers=0, depth=2)
     assert [batch["step"] for batch in islice(stream, 5)] == [0, 1, 2, 3, 4]
-    assert threads() == 1
+    assert count_threads() == 1
     del stream
     gc.collect()
-    assert eventually(lambda: threads() == 0)
+    assert wait_until(lambda: count_threads() == 0)
 
 
-def test_a_forgotten_stream_ends_its_processes() -> None:
-    stream = loader(workers=2, depth=2)(0)
+def test_dropped_stream_ends_its_processes() -> None:
+    stream = build_loader(workers=2, depth=2)(0)
     next(stream)
-    assert len(children()) == 2
+    assert len(list_workers()) == 2
     del stream
     gc.collect()
-    assert eventually(lambda: not children())
-    assert threads() == 0
+    assert wait_until(lambda: not list_workers())
+    assert count_threads() == 0
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_killed_worker_is_replaced_and_no_sample_lost_or_repeated(depth: int) -> None:
-    expected = [batch["x"] for batch in islice(loader()(0), 40)]
-    stream = loader(workers=2, depth=depth)(0)
-    got = []
+    expected = [batch["x"] for batch in islice(build_loader()(0), 40)]
+    stream = build_loader(workers=2, depth=depth)(0)
+    samples = []
     for step, batch in enumerate(islice(stream, 40)):
-        got.append(batch["x"])
+        samples.append(batch["x"])
         if step in (4, 11, 25):
-            time.sleep(0.05)  # let it fill the socket, so that it dies in mid-message
-            os.kill(children()[step % 2].pid, signal.SIGKILL)
-    assert len(children()) == 2
+            time.sleep(0.05)  # let it fill the socket, so that it dies in the middle of a message
+            os.kill(list_workers()[step % 2].pid, signal.SIGKILL)
+    assert len(list_workers()) == 2
     stream.close()
-    assert not children()
-    assert np.array_equal(np.stack(got), np.stack(expected))
+    assert not list_workers()
+    assert np.array_equal(np.stack(samples), np.stack(expected))
 
 
-def test_workers_that_keep_dying_are_given_up() -> None:
-    stream = loader(workers=1)(0)
+def test_repeatedly_dying_workers_raise() -> None:
+    stream = build_loader(workers=1)(0)
     with pytest.raises(EnvironmentProblem, match=r"died 6 times .* status -9 .* set data.workers=0"):
         kill_at_every_step(stream)
-    assert not children()
+    assert not list_workers()
 
 
-def test_workers_ignore_ctrl_c_and_obey_terminate() -> None:
-    stream = loader(workers=1)(0)
+def test_workers_ignore_sigint_and_obey_sigterm() -> None:
+    stream = build_loader(workers=1)(0)
     next(stream)
-    (child,) = children()
+    (child,) = list_workers()
     child.send_signal(signal.SIGINT)
     next(stream)
-    assert children() == [child]
+    assert list_workers() == [child]
     child.terminate()
     assert child.wait(100) is not None or not child.is_running()
     stream.close()
 
 
-def test_data_that_cannot_travel_is_refused_with_the_remedy() -> None:
+def test_unpicklable_data_is_refused_with_the_remedy() -> None:
     with pytest.raises(UsageError, match=r"data\.workers=0"):
         next(prefetch(lambda step: {}, 0, workers=1, depth=0))
-    assert not children()
+    assert not list_workers()
 
 
 SCRIPT = """
@@ -184,7 +186,7 @@ SCRIPT = """
         def rows(self, index, epoch):
             assert "torch" not in sys.modules
             if self.patience:
-                os.write(1, b"working\\n")  # whole, where two write at once
+                os.write(1, b"working\\n")  # atomic when two processes write at once
             time.sleep(self.patience)
             return {"x": index}
 """
@@ -202,7 +204,7 @@ def run_script(tmp_path: Any, body: str, *, module: bool) -> subprocess.Popen[st
 
 def test_a_script_without_main_guard_works_and_workers_do_not_import_torch(tmp_path: Any) -> None:
     body = """
-        sys.modules["torch"] = sys  # stands for a trainer that has it
+        sys.modules["torch"] = sys  # stands for a trainer that imported torch
         print("started")
         stream = Loader(Slow(), 4, seed=0, workers=1)(0)
         print(len(next(stream)["x"]))
@@ -212,7 +214,7 @@ def test_a_script_without_main_guard_works_and_workers_do_not_import_torch(tmp_p
     assert out.split() == ["started", "4"], err
 
 
-def test_a_source_of_the_script_itself_is_refused_with_the_remedy(tmp_path: Any) -> None:
+def test_source_defined_in_the_script_is_refused_with_the_remedy(tmp_path: Any) -> None:
     process = run_script(tmp_path, "next(Loader(Slow(), 4, seed=0, workers=1)(0))", module=False)
     _, err = process.communicate(timeout=100)
     assert "UsageError" in err
@@ -246,27 +248,29 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: A
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_stopped_worker_is_replaced_and_named(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGSTOP ends no process, and closes no socket: nobody would ever come back."""
+def test_stopped_worker_is_replaced_and_reported(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP neither ends the process nor closes its socket, so waiting for it would never return."""
     monkeypatch.setattr("bottega.data.loading.prefetch.STOPPED", 0.5)
     warnings: list[str] = []
-    stream = dataclasses.replace(loader(workers=2, depth=depth), warn=warnings.append)(0)
-    expected = loader()(0)
+    stream = dataclasses.replace(build_loader(workers=2, depth=depth), warn=warnings.append)(0)
+    expected = build_loader()(0)
     np.testing.assert_equal(next(stream)["x"], next(expected)["x"])
-    stopped = children()[0]
+    stopped = list_workers()[0]
     stopped.suspend()
     for _ in range(12):
         np.testing.assert_equal(next(stream)["x"], next(expected)["x"])
     assert [str(stopped.pid) in line and "SIGSTOP" in line for line in warnings] == [True]
     stream.close()
-    assert eventually(lambda: not stopped.is_running())
+    assert wait_until(lambda: not stopped.is_running())
 
 
-def test_a_slow_worker_is_said_and_a_signal_does_not_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_worker_is_reported_and_a_signal_interrupts_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bottega.data.loading.prefetch.SLOW", 1.0)
     warnings: list[str] = []
     with StopSignals() as stop:
-        stream = prefetch(asleep, 0, workers=1, depth=1, warn=lambda text: warnings.append(text) or stop_now())
+        stream = prefetch(
+            sleep_forever, 0, workers=1, depth=1, warn=lambda text: warnings.append(text) or send_sigterm()
+        )
         with pytest.raises(WaitInterrupted):
             next(stream)
         assert stop.received == signal.SIGTERM
@@ -274,10 +278,10 @@ def test_a_slow_worker_is_said_and_a_signal_does_not_wait_for_it(monkeypatch: py
     stream.close()
 
 
-def asleep(step: int) -> Batch:
+def sleep_forever(step: int) -> Batch:
     time.sleep(100)
     return {"step": step}
 
 
-def stop_now() -> None:
+def send_sigterm() -> None:
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Large batches come through shared memory unchanged, are the receiver's own, and their memory is used again."""
+"""Large batches pass through shared memory unchanged, belong to the receiver, and their memory is reused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bottega.data.loading.transfer import LARGE, Receiver, Sender
 
 
 @pytest.fixture
-def ends() -> Any:
+def endpoints() -> Any:
     here, there = socket.socketpair()
     sender, receiver = Sender(Connection(there.detach())), Receiver(Connection(here.detach()))
     yield sender, receiver
@@ -22,7 +22,7 @@ def ends() -> Any:
     receiver.connection.close()
 
 
-def batch(number: int, size: int = LARGE) -> dict[str, Any]:
+def build_batch(number: int, size: int = LARGE) -> dict[str, Any]:
     rng = np.random.default_rng(number)
     return {
         "image": rng.normal(size=(2, size // 8)).astype(np.float32),
@@ -31,47 +31,47 @@ def batch(number: int, size: int = LARGE) -> dict[str, Any]:
     }
 
 
-def check(got: dict[str, Any], expected: dict[str, Any]) -> None:
+def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         if isinstance(value, dict):
-            check(got[name], value)
+            check_equal(got[name], value)
         else:
             assert got[name].dtype == value.dtype
             assert np.array_equal(got[name], value)
 
 
 @pytest.mark.parametrize("size", [16, LARGE - 8, LARGE, 3 * LARGE + 8])
-def test_what_is_sent_arrives(ends: Any, size: int) -> None:
-    sender, receiver = ends
-    sender.send(batch(1, size))
-    got, error = receiver.receive()
+def test_batches_arrive_unchanged_and_writable(endpoints: Any, size: int) -> None:
+    sender, receiver = endpoints
+    sender.send(build_batch(1, size))
+    received, error = receiver.receive()
     assert error is None
-    check(got, batch(1, size))
-    got["image"] += 1  # a trainer may write into its batch
+    check_equal(received, build_batch(1, size))
+    received["image"] += 1  # a trainer may write into its batch
 
 
-def test_memory_that_is_held_is_not_written_and_memory_let_go_is_used_again(ends: Any) -> None:
-    sender, receiver = ends
-    sender.send(batch(0))
+def test_held_memory_is_not_overwritten_and_freed_memory_is_reused(endpoints: Any) -> None:
+    sender, receiver = endpoints
+    sender.send(build_batch(0))
     first, _ = receiver.receive()
     held = first["image"][1:]  # a view is enough to hold it
     del first
     for number in range(1, 4):
-        sender.send(batch(number))
-        check(receiver.receive()[0], batch(number))
+        sender.send(build_batch(number))
+        check_equal(receiver.receive()[0], build_batch(number))
         sender.release(receiver.take_freed())
-    assert len(sender.segments) == 2, "one is held, one is written again and again"
-    assert np.array_equal(held, batch(0)["image"][1:])
+    assert len(sender.segments) == 2, "one segment is held, one is reused"
+    assert np.array_equal(held, build_batch(0)["image"][1:])
     del held
     gc.collect()
     assert receiver.take_freed() == [0]
 
 
-def test_a_larger_batch_gets_larger_memory(ends: Any) -> None:
-    sender, receiver = ends
+def test_larger_batch_gets_a_larger_segment(endpoints: Any) -> None:
+    sender, receiver = endpoints
     for size in (LARGE, 2 * LARGE, LARGE):
-        sender.send(batch(size, size))
-        check(receiver.receive()[0], batch(size, size))
+        sender.send(build_batch(size, size))
+        check_equal(receiver.receive()[0], build_batch(size, size))
         sender.release(receiver.take_freed())
     assert [len(view) >= size for view, size in zip(sender.segments, (LARGE, 2 * LARGE), strict=True)] == [True, True]

@@ -1,4 +1,4 @@
-"""Rows of numbers: found in a record, equally wide, and changed as a function of (seed, epoch, index)."""
+"""Rows of numbers: read from records, of equal width, and augmented as a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from bottega.tasks.routing.config import VectorAugmentation
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 
 
-def row(fields: dict[str, Any], **options: Any) -> dict[str, Any]:
+def encode_row(fields: dict[str, Any], **options: Any) -> dict[str, Any]:
     (only,) = VectorEncoder(**options).rows(Record("a:1", "/data/a, line 1", fields))
     return only
 
 
-def table(folder: Path, records: list[dict[str, Any]]) -> Table:
+def write_table(folder: Path, records: list[dict[str, Any]]) -> Table:
     encoder = VectorEncoder()
     with ShardWriter(folder, encoder.columns) as writer:
         for i, fields in enumerate(records):
-            for made in encoder.rows(Record(f"a:{i}", f"a:{i}", fields)):
-                writer.add(made)
+            for row in encoder.rows(Record(f"a:{i}", f"a:{i}", fields)):
+                writer.add(row)
     return Table(folder)
 
 
-def test_a_vector_is_found_in_every_usual_form() -> None:
+def test_vector_is_read_from_every_common_field_layout() -> None:
     forms: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"x": [1, 2, 3]}, {}),
         ({"features": np.array([[1.0], [2.0], [3.0]])}, {}),
@@ -46,19 +46,19 @@ def test_a_vector_is_found_in_every_usual_form() -> None:
         ({"a": 1, "b": 2, "c": 3, "kind": 9}, {"label_field": "kind"}),
     ]
     for fields, options in forms:
-        made = row(fields, **options)
-        np.testing.assert_array_equal(made["x"], [1, 2, 3], err_msg=str(fields))
-        assert made["x"].dtype == np.float32
-    assert row({"x": [1], "label": 3.0})["label"] == "3"
-    assert row({"x": [1], "y": b"cat"})["label"] == "cat"
-    assert row({"x": [1]})["label"] == ""
+        row = encode_row(fields, **options)
+        np.testing.assert_array_equal(row["x"], [1, 2, 3], err_msg=str(fields))
+        assert row["x"].dtype == np.float32
+    assert encode_row({"x": [1], "label": 3.0})["label"] == "3"
+    assert encode_row({"x": [1], "y": b"cat"})["label"] == "cat"
+    assert encode_row({"x": [1]})["label"] == ""
 
 
-def test_columns_are_taken_by_name_so_that_their_order_in_a_row_does_not_matter() -> None:
-    np.testing.assert_array_equal(row({"b": 2, "a": 1})["x"], row({"a": 1, "b": 2})["x"])
+def test_column_order_does_not_matter() -> None:
+    np.testing.assert_array_equal(encode_row({"b": 2, "a": 1})["x"], encode_row({"a": 1, "b": 2})["x"])
 
 
-def test_what_holds_no_numbers_says_why() -> None:
+def test_record_without_valid_numbers_is_refused_with_the_reason() -> None:
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"name": "tit"}, {}, "no field contains numbers"),
         ({"a": 1, "b": None}, {}, "column 'b' has no value"),
@@ -79,33 +79,35 @@ def test_what_holds_no_numbers_says_why() -> None:
     ]
     for fields, options, message in cases:
         with pytest.raises(Unreadable, match=message):
-            row(fields, **options)
+            encode_row(fields, **options)
 
 
 @pytest.mark.parametrize("name", ["rule", "Rule", "EXPERT", " Expert "])
-def test_a_rule_is_found_however_it_is_written_and_is_never_an_input(name: str) -> None:
-    made = row({"a": 1, "b": 2, name: 3, "label": 0})
-    np.testing.assert_array_equal(made["x"], [1, 2])
-    assert made["rule"] == 3
+def test_rule_column_is_case_insensitive_and_never_an_input(name: str) -> None:
+    row = encode_row({"a": 1, "b": 2, name: 3, "label": 0})
+    np.testing.assert_array_equal(row["x"], [1, 2])
+    assert row["rule"] == 3
 
 
-def told(*rows: dict[str, Any]) -> Layout | None:
+def infer_from(*rows: dict[str, Any]) -> Layout | None:
     return infer_layout(Record(f"a:{i}", f"a, line {i}", fields) for i, fields in enumerate(rows))
 
 
-def test_the_first_rows_tell_which_columns_are_inputs() -> None:
+def test_input_columns_are_inferred_from_the_first_rows() -> None:
     good = {"b": "2", "a": "1", "city": "Rome", "label": "x", "Rule": "0"}
-    assert told(good, good) == Layout(("a", "b"), ("city",))
+    assert infer_from(good, good) == Layout(("a", "b"), ("city",))
     slip = {**good, "b": "abc"}
-    assert told(slip, good, good) == Layout(("a", "b"), ("city",)), "one that is no number is a slip"
-    assert told({"x": [1, 2], "label": 0}) is None
-    assert told() is None
+    assert infer_from(slip, good, good) == Layout(("a", "b"), ("city",)), (
+        "a single value that is not a number does not change the layout"
+    )
+    assert infer_from({"x": [1, 2], "label": 0}) is None
+    assert infer_from() is None
 
 
-def test_a_row_has_the_columns_of_the_others() -> None:
+def test_row_with_other_columns_is_refused() -> None:
     layout = Layout(("a", "b"), ("city",))
-    np.testing.assert_array_equal(row({"city": "", "b": "2", "a": "1", "label": 0}, layout=layout)["x"], [1, 2])
-    np.testing.assert_array_equal(row({"b": 2, "a": 1, "remark": "new"}, layout=layout)["x"], [1, 2])
+    np.testing.assert_array_equal(encode_row({"city": "", "b": "2", "a": "1", "label": 0}, layout=layout)["x"], [1, 2])
+    np.testing.assert_array_equal(encode_row({"b": 2, "a": 1, "remark": "new"}, layout=layout)["x"], [1, 2])
     for fields, message in (
         ({"a": 1, "b": "abc"}, "column 'b' is 'abc', which is not a number"),
         ({"a": 1, "b": ""}, "column 'b' has no value"),
@@ -114,11 +116,11 @@ def test_a_row_has_the_columns_of_the_others() -> None:
         ({"a": 1, "c": 3}, "has no column 'b' and has unknown columns 'c'; .*: rename them"),
     ):
         with pytest.raises(Unreadable, match=message):
-            row(fields, layout=layout)
+            encode_row(fields, layout=layout)
 
 
-def test_rows_of_a_table_are_mapped_and_equally_wide(tmp_path: Path) -> None:
-    source = VectorRows(table(tmp_path / "a", [{"x": values, "label": 1} for values in X]), labels=np.arange(20))
+def test_table_rows_are_memory_mapped_and_of_equal_width(tmp_path: Path) -> None:
+    source = VectorRows(write_table(tmp_path / "a", [{"x": values, "label": 1} for values in X]), labels=np.arange(20))
     rows = source.rows(np.array([4, 0]), np.zeros(2, int))
     np.testing.assert_array_equal(rows["x"], X[[4, 0]])
     assert (rows["label"].tolist(), rows["label"].dtype, source.num_inputs) == ([4, 0], np.int32, 3)
@@ -126,12 +128,12 @@ def test_rows_of_a_table_are_mapped_and_equally_wide(tmp_path: Path) -> None:
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(source)).rows(np.array([4]), np.zeros(1, int))["x"], X[[4]])
     assert source.describe(4, 0) == "row 4 of 20: a:4\nx: [12. 13. 14.]\nclass 4"
     with pytest.raises(DataError, match="a:1: has 3 numbers, but a:0 has 2"):
-        VectorRows(table(tmp_path / "b", [{"x": [1, 2]}, {"x": [1, 2, 3]}]))
+        VectorRows(write_table(tmp_path / "b", [{"x": [1, 2]}, {"x": [1, 2, 3]}]))
 
 
-def test_wrong_data_is_refused_at_once(tmp_path: Path) -> None:
+def test_invalid_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no rows"):
-        VectorRows(table(tmp_path, []))
+        VectorRows(write_table(tmp_path, []))
     with pytest.raises(DataError, match=r"must have shape \(samples, d\), got \(3,\)"):
         VectorRows(np.zeros(3))
     with pytest.raises(DataError, match="20 rows and 3 labels"):
@@ -139,30 +141,30 @@ def test_wrong_data_is_refused_at_once(tmp_path: Path) -> None:
 
 
 @given(st.floats(0.01, 5), st.floats(0, 1))
-def test_noise_and_holes_are_as_strong_as_asked(level: float, share: float) -> None:
+def test_noise_and_masking_have_the_configured_strength(level: float, probability: float) -> None:
     x = np.full((100, 200), 100, np.float32)
     index, epoch = np.arange(100), np.zeros(100, int)
     noise = augment_vectors(x, VectorAugmentation(noise_level=level), seed=0, epoch=epoch, index=index) - x
     assert noise.std() == pytest.approx(level, rel=0.03)
     assert abs(noise.mean()) < 0.05 * level
-    holes = augment_vectors(x, VectorAugmentation(mask_probability=share), seed=0, epoch=epoch, index=index) == 0
-    assert holes.mean() == pytest.approx(share, abs=0.015)
-    # Everywhere alike, over rows and over inputs.
-    assert np.abs(holes.mean(0) - share).max() < 0.25
-    assert np.abs(holes.mean(1) - share).max() < 0.2
+    masked = augment_vectors(x, VectorAugmentation(mask_probability=probability), seed=0, epoch=epoch, index=index) == 0
+    assert masked.mean() == pytest.approx(probability, abs=0.015)
+    # Uniform over rows and over inputs.
+    assert np.abs(masked.mean(0) - probability).max() < 0.25
+    assert np.abs(masked.mean(1) - probability).max() < 0.2
 
 
 @given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 3)), min_size=1, max_size=12))
-def test_a_row_does_not_depend_on_its_batch(places: list[tuple[int, int]]) -> None:
+def test_a_row_does_not_depend_on_its_batch(samples: list[tuple[int, int]]) -> None:
     source = VectorRows(X, augmentation=VectorAugmentation(noise_level=1.0, mask_probability=0.3), seed=7)
-    index, epoch = (np.array(part) for part in zip(*places, strict=True))
+    index, epoch = (np.array(part) for part in zip(*samples, strict=True))
     rows = source.rows(index, epoch)["x"]
-    for place in range(len(places)):
-        alone = source.rows(index[place : place + 1], epoch[place : place + 1])["x"][0]
-        np.testing.assert_array_equal(rows[place], alone)
+    for position in range(len(samples)):
+        alone = source.rows(index[position : position + 1], epoch[position : position + 1])["x"][0]
+        np.testing.assert_array_equal(rows[position], alone)
 
 
-def test_a_change_is_a_function_of_seed_epoch_and_index() -> None:
+def test_augmentation_is_a_function_of_seed_epoch_and_index() -> None:
     options = VectorAugmentation(noise_level=1.0)
     x = np.zeros((1, 8), np.float32)
 
@@ -175,7 +177,7 @@ def test_a_change_is_a_function_of_seed_epoch_and_index() -> None:
     np.testing.assert_array_equal(x, 0)
 
 
-def test_nothing_asked_for_changes_nothing_and_the_loader_takes_it() -> None:
+def test_no_augmentation_changes_nothing() -> None:
     for options in (None, VectorAugmentation(), VectorAugmentation(enabled=False, noise_level=1.0)):
         source = VectorRows(X, augmentation=options)
         rows = source.rows(np.arange(20), np.zeros(20, int))
@@ -184,7 +186,7 @@ def test_nothing_asked_for_changes_nothing_and_the_loader_takes_it() -> None:
     assert Loader(VectorRows(X), batch_size=8, seed=0).batch(3)["x"].shape == (8, 3)
 
 
-def test_a_fingerprint_changes_with_what_is_seen() -> None:
+def test_fingerprint_changes_with_the_samples() -> None:
     noisy = VectorAugmentation(noise_level=1.0)
     sources = [
         VectorRows(X),

@@ -1,4 +1,4 @@
-"""Video files to frames: all of them, at the right times, within limits, and nothing that was cut short."""
+"""Video files decode to all their frames, at the right times, within limits, and never from truncated files."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ DATA = os.environ.get("BOTTEGA_DATA")
 CLIPS = sorted(path for path in Path(DATA, "video-clips").iterdir() if path.suffix != ".txt") if DATA else []
 needs_data = pytest.mark.skipif(not CLIPS, reason="BOTTEGA_DATA is not set")
 LEVEL = 5
-"""Frame n of a made video is grey of LEVEL * n, so that a frame says which it is."""
+"""Frame n of a test video is grey of value LEVEL * n, which identifies it."""
 
 
-def made(
+def encode_video(
     count: int, *, times: list[int] | None = None, form: str = "matroska", size: tuple[int, int] = (16, 24)
 ) -> bytes:
-    """Frames at `times` (in tenths of a second; 0, 1, 2, ... by default), without loss."""
+    """Encode frames at `times` (in tenths of a second; 0, 1, 2, ... by default) without loss."""
     out = io.BytesIO()
     with av.open(out, "w", format=form) as container:
         stream = container.add_stream("ffv1", rate=10)
@@ -47,62 +47,62 @@ def made(
     return out.getvalue()
 
 
-def numbers(data: bytes, **options: object) -> list[int]:
+def decode_numbers(data: bytes, **options: object) -> list[int]:
     return [int(frame[0, 0, 0]) // LEVEL for frame in decode_frames(data, **options).frames]  # type: ignore[arg-type]
 
 
-def listed() -> dict[str, tuple[int, int, int, float]]:
-    """name: height, width, frames, rate; from SOURCE.txt."""
+def read_clip_index() -> dict[str, tuple[int, int, int, float]]:
+    """Return name -> (height, width, frames, rate) from SOURCE.txt."""
     text = Path(str(DATA), "video-clips", "SOURCE.txt").read_text()
-    found = {}
+    clips = {}
     for name, width, height, count, rate in re.findall(r"^(\S+\.\w+) \w+\S* (\d+)x(\d+) (\d+) ([\d.]+)$", text, re.M):
-        found[name] = (int(height), int(width), int(count), float(rate))
-    found["nasa_13013.mp4"] = (180, 320, 325, 25.0)  # two streams: the first is meant
-    return found
+        clips[name] = (int(height), int(width), int(count), float(rate))
+    clips["nasa_13013.mp4"] = (180, 320, 325, 25.0)  # two streams; the first is decoded
+    return clips
 
 
 @needs_data
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda path: path.name)
-def test_real_clips_have_the_frames_that_are_known(clip: Path) -> None:
-    height, width, count, rate = listed()[clip.name]
-    given_rate, pictures = decode_frames(clip)
-    seen = [picture.shape for picture in pictures]
-    assert set(seen) == {(height, width, 3)}
-    assert len(seen) == count
-    assert given_rate == pytest.approx(rate, abs=0.001)
+def test_real_clips_have_the_listed_frames(clip: Path) -> None:
+    height, width, count, rate = read_clip_index()[clip.name]
+    decoded_rate, frames = decode_frames(clip)
+    shapes = [frame.shape for frame in frames]
+    assert set(shapes) == {(height, width, 3)}
+    assert len(shapes) == count
+    assert decoded_rate == pytest.approx(rate, abs=0.001)
 
 
 @needs_data
-def test_all_twelve_are_there() -> None:
-    assert {path.name for path in CLIPS} == set(listed())
+def test_all_listed_clips_exist() -> None:
+    assert {path.name for path in CLIPS} == set(read_clip_index())
 
 
 @needs_data
 @pytest.mark.parametrize("clip", CLIPS, ids=lambda path: path.name)
 @pytest.mark.parametrize("stated", [True, False])
-def test_a_clip_cut_short_is_noticed(clip: Path, stated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its stated length; and, where there is none to go by, by what is decoded."""
+def test_truncated_clip_is_refused(clip: Path, stated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Truncation is detected from the stated length, and without one from the decoded frames."""
     if not stated:
         monkeypatch.setattr(decoding, "count_missing_bytes", lambda stream: 0)
     data = clip.read_bytes()
-    for share in (0.0, 0.01, 0.5, 0.9, *([0.98] if stated else [])):
+    for fraction in (0.0, 0.01, 0.5, 0.9, *([0.98] if stated else [])):
         path = tmp_path / f"cut{clip.suffix}"
-        path.write_bytes(data[: int(len(data) * share)])
+        path.write_bytes(data[: int(len(data) * fraction)])
         for cut in (path, path.read_bytes()):
-            with pytest.raises(Unreadable, match="bytes are missing" if stated and share else r".") as caught:
+            with pytest.raises(Unreadable, match="bytes are missing" if stated and fraction else r".") as caught:
                 list(decode_frames(cut).frames)
             assert "\n" not in str(caught.value)
 
 
 @needs_data
-def test_bytes_and_files_give_the_same_frames() -> None:
+def test_bytes_and_files_decode_to_the_same_frames() -> None:
     clip = next(path for path in CLIPS if path.name == "h265_video.mp4")
-    for one, other in zip(decode_frames(clip).frames, decode_frames(clip.read_bytes()).frames, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for from_file, from_bytes in zip(decode_frames(clip).frames, decode_frames(clip.read_bytes()).frames, strict=True):
+        np.testing.assert_array_equal(from_file, from_bytes)
 
 
 @pytest.mark.parametrize("name", ["photo.mp4", "photo.avi"])
-def test_a_picture_is_no_video_whatever_its_name(tmp_path: Path, name: str) -> None:
+def test_image_with_a_video_suffix_is_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     Image.new("RGB", (64, 64)).save(path, format="PNG")
     with pytest.raises(Unreadable, match="not a video of a known format"):
@@ -112,14 +112,14 @@ def test_a_picture_is_no_video_whatever_its_name(tmp_path: Path, name: str) -> N
 @pytest.mark.parametrize(
     "text", ["#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "ffconcat version 1.0\nfile x.mp4\n", "hello"]
 )
-def test_a_playlist_opens_nothing(tmp_path: Path, text: str) -> None:
+def test_playlist_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "list.mp4"
     path.write_text(text)
     with pytest.raises(Unreadable, match="not a video of a known format"):
         decode_frames(path)
 
 
-def test_sound_alone_is_no_video(tmp_path: Path) -> None:
+def test_audio_without_video_is_refused(tmp_path: Path) -> None:
     out = io.BytesIO()
     with av.open(out, "w", format="matroska") as container:
         stream = container.add_stream("pcm_s16le", rate=8000)
@@ -135,73 +135,73 @@ def test_a_missing_file_is_unreadable(tmp_path: Path) -> None:
         decode_frames(tmp_path / "no.mp4")
 
 
-def test_noise_in_the_middle_is_unreadable_or_complete() -> None:
-    data = bytearray(made(20))
+def test_damage_in_the_middle_is_refused() -> None:
+    data = bytearray(encode_video(20))
     data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
     with pytest.raises(Unreadable):
         list(decode_frames(bytes(data)).frames)
 
 
 class TestTimes:
-    def test_as_it_comes(self) -> None:
-        assert numbers(made(7)) == list(range(7))
-        assert decode_frames(made(7)).rate == 10
+    def test_frames_keep_the_native_rate(self) -> None:
+        assert decode_numbers(encode_video(7)) == list(range(7))
+        assert decode_frames(encode_video(7)).rate == 10
 
-    def test_half_and_double_the_rate(self) -> None:
-        # Times 0, 0.2, 0.4, ... and 0, 0.05, 0.1, ...; one that is halfway between two frames is the later one's.
-        assert numbers(made(7), fps=5) == [0, 2, 4, 6]
-        assert numbers(made(4), fps=20) == [0, 1, 1, 2, 2, 3, 3, 3]
+    def test_resampling_to_half_and_double_the_rate(self) -> None:
+        # Times 0, 0.2, 0.4, ... and 0, 0.05, 0.1, ...; a time halfway between two frames takes the later one.
+        assert decode_numbers(encode_video(7), fps=5) == [0, 2, 4, 6]
+        assert decode_numbers(encode_video(4), fps=20) == [0, 1, 1, 2, 2, 3, 3, 3]
 
-    def test_the_stride_comes_after_the_rate(self) -> None:
-        assert numbers(made(8), stride=3) == [0, 3, 6]
-        assert numbers(made(9), fps=5, stride=2) == [0, 4, 8]
-        assert decode_frames(made(9), fps=5, stride=2).rate == 2.5
+    def test_stride_is_applied_after_resampling(self) -> None:
+        assert decode_numbers(encode_video(8), stride=3) == [0, 3, 6]
+        assert decode_numbers(encode_video(9), fps=5, stride=2) == [0, 4, 8]
+        assert decode_frames(encode_video(9), fps=5, stride=2).rate == 2.5
 
     @given(
         st.lists(st.integers(1, 6), min_size=1, max_size=12),
         st.sampled_from([1, 2, 3, 5, 7.5, 10, 24, 29.97]),
     )
-    def test_frames_that_come_when_they_like_are_taken_by_their_times(self, gaps: list[int], fps: float) -> None:
+    def test_variable_frame_rate_is_resampled_by_timestamps(self, gaps: list[int], fps: float) -> None:
         times = [0, *np.cumsum(gaps).tolist()]
-        seen = numbers(made(len(times), times=times), fps=fps)
-        for place, number in enumerate(seen):
-            distance = [abs(time / 10 - place / fps) for time in times]
+        frame_numbers = decode_numbers(encode_video(len(times), times=times), fps=fps)
+        for position, number in enumerate(frame_numbers):
+            distance = [abs(time / 10 - position / fps) for time in times]
             assert distance[number] <= min(distance) + 1e-6
-        # What is left of the end is one frame at the stated rate, which the container derives from the times.
-        assert (len(seen) - 1) / fps <= times[-1] / 10 + 6.1 / 10
-        assert len(seen) / fps >= times[-1] / 10
+        # The last frame lasts one period of the stated rate, which the container derives from the times.
+        assert (len(frame_numbers) - 1) / fps <= times[-1] / 10 + 6.1 / 10
+        assert len(frame_numbers) / fps >= times[-1] / 10
 
     @given(st.sampled_from([1, 2, 4, 12.5, 25, 60]))
-    def test_a_rate_keeps_the_duration(self, fps: float) -> None:
-        assert abs(len(numbers(made(30), fps=fps)) - 3 * fps) < 1
+    def test_resampling_preserves_the_duration(self, fps: float) -> None:
+        assert abs(len(decode_numbers(encode_video(30), fps=fps)) - 3 * fps) < 1
 
 
 class TestLimits:
-    def test_too_many_frames_are_noticed_while_decoding(self) -> None:
-        assert len(numbers(made(20), limit=Limits(frames=20))) == 20
+    def test_too_many_frames_are_refused_while_decoding(self) -> None:
+        assert len(decode_numbers(encode_video(20), limit=Limits(frames=20))) == 20
         with pytest.raises(Unreadable, match="longer than 19 frames"):
-            numbers(made(20), limit=Limits(frames=19))
+            decode_numbers(encode_video(20), limit=Limits(frames=19))
 
-    def test_too_long_or_too_large_is_refused_before(self) -> None:
+    def test_too_long_or_too_large_is_refused_before_decoding(self) -> None:
         with pytest.raises(Unreadable, match="lasts 2 s"):
-            decode_frames(made(20), limit=Limits(seconds=1.5))
+            decode_frames(encode_video(20), limit=Limits(seconds=1.5))
         with pytest.raises(Unreadable, match="has more than"):
-            decode_frames(made(2), limit=Limits(pixels=100))
+            decode_frames(encode_video(2), limit=Limits(pixels=100))
 
-    def test_frames_are_made_one_at_a_time(self) -> None:
-        pictures = decode_frames(made(20), limit=Limits(frames=3)).frames
-        assert [int(next(pictures)[0, 0, 0]) // LEVEL for _ in range(3)] == [0, 1, 2]
+    def test_frames_are_decoded_lazily(self) -> None:
+        frames = decode_frames(encode_video(20), limit=Limits(frames=3)).frames
+        assert [int(next(frames)[0, 0, 0]) // LEVEL for _ in range(3)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    ("matrix", "turned"),
+    ("matrix", "rotate"),
     [
-        ((0, 1, -1, 0), lambda pixels: np.rot90(pixels, -1)),  # as phones held upright write it: a quarter clockwise
+        ((0, 1, -1, 0), lambda pixels: np.rot90(pixels, -1)),  # as phones held upright write it: 90 degrees clockwise
         ((-1, 0, 0, -1), lambda pixels: np.rot90(pixels, 2)),
         ((0, -1, 1, 0), lambda pixels: np.rot90(pixels, 1)),
     ],
 )
-def test_a_video_is_turned_as_its_header_says(matrix: tuple[int, ...], turned: object) -> None:
+def test_video_is_rotated_as_its_header_states(matrix: tuple[int, ...], rotate: object) -> None:
     pixels = np.zeros((32, 48, 3), np.uint8)
     pixels[:16, :24] = 255
     out = io.BytesIO()
@@ -212,21 +212,21 @@ def test_a_video_is_turned_as_its_header_says(matrix: tuple[int, ...], turned: o
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
     data = bytearray(out.getvalue())
-    at = data.index(b"tkhd") + 4 + 40
+    offset = data.index(b"tkhd") + 4 + 40
     a, b, c, d = (value * 65536 for value in matrix)
-    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
-    seen = next(decode_frames(bytes(data)).frames)
-    expected = turned(pixels)  # type: ignore[operator]
-    assert seen.shape == expected.shape
-    assert np.abs(seen.astype(int) - expected).mean() < 12
+    data[offset : offset + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    frame = next(decode_frames(bytes(data)).frames)
+    expected = rotate(pixels)  # type: ignore[operator]
+    assert frame.shape == expected.shape
+    assert np.abs(frame.astype(int) - expected).mean() < 12
 
 
 @pytest.mark.parametrize("form", ["mp4", "matroska", "avi", "webm", "mov"])
 def test_containers_state_their_length(form: str) -> None:
-    codec = {"webm": "libvpx", "mp4": "mpeg4", "mov": "mpeg4"}.get(form, "mpeg4")
+    encoder = {"webm": "libvpx", "mp4": "mpeg4", "mov": "mpeg4"}.get(form, "mpeg4")
     out = io.BytesIO()
     with av.open(out, "w", format=form) as container:
-        stream = container.add_stream(codec, rate=10)
+        stream = container.add_stream(encoder, rate=10)
         stream.height, stream.width, stream.pix_fmt = 32, 32, "yuv420p"
         for level in range(5):
             frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 40 * level, np.uint8), format="rgb24")
@@ -242,5 +242,5 @@ def test_containers_state_their_length(form: str) -> None:
 @given(
     st.binary(max_size=80), st.sampled_from([b"", b"RIFF", b"\x1a\x45\xdf\xa3", b"\0\0\0\x10ftyp", b"\0\0\0\x01mdat"])
 )
-def test_any_bytes_have_a_length_to_state_or_none(noise: bytes, magic: bytes) -> None:
+def test_missing_bytes_of_arbitrary_data_are_never_negative(noise: bytes, magic: bytes) -> None:
     assert count_missing_bytes(io.BytesIO(magic + noise)) >= 0
