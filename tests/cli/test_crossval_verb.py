@@ -120,7 +120,7 @@ def read_files(run: Path) -> dict[str, tuple[int, bytes]]:
 
 @pytest.mark.slow
 def test_killed_command_resumes(tmp_path: Path) -> None:
-    """Killed while the second of two folds is trained; its subprocess may live on, and the next command waits for it."""
+    """Killed during the second of two folds, whose subprocess may live on; the next command waits for it."""
     words = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "1"]
     root = tmp_path / "t-crossval"
     process = start_command(words)

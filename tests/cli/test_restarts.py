@@ -96,7 +96,7 @@ def test_a_damaged_processor_is_named(tmp_path: Path, finished_run: Path) -> Non
 
 
 def test_repeated_signal_is_one_request_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler signals all processes and the launcher repeats it; in a single process the second signal exits at once."""
+    """A scheduler signals all processes and the launcher repeats it; a single process exits at the second signal."""
     exit_codes: list[int] = []
     monkeypatch.setattr("bottega.signals.os._exit", exit_codes.append)
     for world, expected in (("2", 0), ("1", 1)):

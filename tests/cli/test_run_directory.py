@@ -171,7 +171,7 @@ def test_the_log_has_levels_and_the_error_that_ended_the_run(
 
 
 def test_fresh_during_a_concurrent_start_leaves_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first start has opened the lock file when --fresh moves the folder; its lock then belongs to the old folder."""
+    """The first start has opened the lock file when --fresh moves the folder, so its lock is of the old folder."""
     from bottega.run.train import set_aside
 
     path = tmp_path / "run"
