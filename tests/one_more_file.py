@@ -1,4 +1,4 @@
-"""The package with one file more, as a person would have it who adds an objective: links to all other files."""
+"""A copy of the package, by symbolic links, with an additional file, as for a user who adds an objective."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ PACKAGE = Path(bottega.__file__).parent
 
 
 def run_with_file(name: str, text: str, script: str, folder: Path) -> str:
-    """Run a script whose first argument is `folder`, in a process of its own. Gives the last line that it prints."""
-    ours = shutil.ignore_patterns("__pycache__")
-    copied = shutil.copytree(PACKAGE, folder / "src" / "bottega", copy_function=os.symlink, ignore=ours)
-    assert not (copied / name).exists()
-    (copied / name).write_text(text)
-    paths = [str(copied.parent), str(Path(__file__).parent), *sys.path]
-    done = subprocess.run(
+    """Run `script` with the extended package and `folder` as argument in a subprocess; return its last output line."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    package = shutil.copytree(PACKAGE, folder / "src" / "bottega", copy_function=os.symlink, ignore=ignore)
+    assert not (package / name).exists()
+    (package / name).write_text(text)
+    paths = [str(package.parent), str(Path(__file__).parent), *sys.path]
+    process = subprocess.run(
         [sys.executable, "-c", script, folder],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1]
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()[-1]

@@ -31,7 +31,7 @@ FOLDS = 3
 
 
 def write_rows(folder: Path, *, count: int = 62) -> Path:
-    """Write texts with a unique word each, repeated so that a vocabulary could include it, and several texts per user."""
+    """Write texts with a unique word each, twice, so that a vocabulary could include it, and several texts per user."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "own.jsonl"
     lines = []
@@ -174,9 +174,8 @@ def test_interval_has_the_nadeau_bengio_correction() -> None:
     assert summary["interval"]["low"] == pytest.approx(0.81 - 2.776445 * 0.015, abs=1e-7)
     assert summary["interval"]["high"] == pytest.approx(0.81 + 2.776445 * 0.015, abs=1e-7)
     assert summary["uncorrected"]["high"] == pytest.approx(0.81 + 2.776445 * 0.01, abs=1e-7)
-    again = summarise_folds(
-        [0.80, 0.82, 0.78, 0.84, 0.81] * 2, folds=5
-    )  # two repeats: n grows, the held-out fraction does not
+    # Two repeats: n grows, the held-out fraction does not.
+    again = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81] * 2, folds=5)
     half = scipy.stats.t.ppf(0.975, 9) * again["deviation"] * np.sqrt(1 / 10 + 1 / 4)
     assert again["interval"]["high"] == pytest.approx(0.81 + half)
 
@@ -221,9 +220,8 @@ def test_failed_plot_keeps_the_metrics(
     assert result["notes"][-2:] == [f"no confusion.png: {error}", f"no crossval.png: {error}"]
     assert json.loads((Path(report["folder"]) / "crossval.json").read_text()) == result
     monkeypatch.undo()
-    assert (
-        bottega.crossval("classify", tiny_settings(folder), folds=FOLDS) == report
-    )  # restore the report for other tests
+    # Restores the report for other tests.
+    assert bottega.crossval("classify", tiny_settings(folder), folds=FOLDS) == report
 
 
 def test_failed_plot_of_a_fold_is_a_note(report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +240,8 @@ def test_failed_plot_of_a_fold_is_a_note(report: dict[str, Any], folder: Path, m
     monkeypatch.undo()
     shutil.rmtree(results)
     shutil.copytree(folder / "before", results)
-    assert (
-        bottega.crossval("classify", tiny_settings(folder), folds=FOLDS) == report
-    )  # restore the report for other tests
+    # Restores the report for other tests.
+    assert bottega.crossval("classify", tiny_settings(folder), folds=FOLDS) == report
 
 
 def test_interval_is_clipped_to_the_range_of_the_metric(report: dict[str, Any]) -> None:
@@ -437,8 +434,8 @@ def test_crossval_of_language_and_images(tmp_path: Path) -> None:
     assert {"loss", "bits_per_byte"} <= text["metrics"].keys()
     assert set(text["test"]["loss"]) == {"mean", "deviation"}
     assert "test, the same samples for all folds" in format_report(text)
-    settings_of_images = {**image(tmp_path), "training.max_steps": 2, "name": "drawn"}
-    result = bottega.crossval("image", settings_of_images, folds=2, jobs=2)
+    image_settings = {**image(tmp_path), "training.max_steps": 2, "name": "drawn"}
+    result = bottega.crossval("image", image_settings, folds=2, jobs=2)
     assert [run["held_out"] for run in result["runs"]] == [18, 18]
     assert result["metric"] in result["metrics"]
     assert "pooled" not in result

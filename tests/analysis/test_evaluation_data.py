@@ -1,4 +1,4 @@
-"""Data of an evaluation: never training samples unless requested, other data by its path, from any working directory."""
+"""Data of an evaluation: training samples only on request, other data by its path, from any working directory."""
 
 from __future__ import annotations
 

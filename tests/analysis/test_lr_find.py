@@ -1,4 +1,4 @@
-"""The learning rate range test: its suggestion trains, it has no side effects, and it resolves `learning_rate: auto` once."""
+"""The learning rate range test: a suggestion that trains, no side effects, and `learning_rate: auto` resolved once."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def ewc_settings(folder: Path) -> tuple[str, dict[str, Any]]:
 
 
 def test_range_test_releases_its_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A technique with a callback before each step refers to the engine; a leak would keep the model in memory twice."""
+    """A technique with a callback before each step refers to the engine; a leak would keep two models in memory."""
     engines: list[weakref.ref[Any]] = []
 
     def build(*args: Any) -> Any:
@@ -318,9 +318,8 @@ def test_resumed_checkpoint_is_verified_before_the_range_test(
     assert not (tmp_path / "auto" / "lr-find.json").exists()
     file.write_bytes(content)
     assert cli.main([*words, "name=auto"]) == 0
-    assert (
-        json.loads((tmp_path / "auto" / "lr-find.json").read_text())["from_step"] == 4
-    )  # 8 steps of half the batch size
+    # 8 steps of half the batch size.
+    assert json.loads((tmp_path / "auto" / "lr-find.json").read_text())["from_step"] == 4
 
 
 def test_adapter_is_not_swept_on_another_base_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
