@@ -14,7 +14,7 @@ import pytest
 from small_run import bottega, environment, settings, words, write_text
 
 pytest.importorskip("fsspec")
-FOLDER, SECRETS = "BOTTEGA_TEST_FAR", "BOTTEGA_TEST_SECRETS"  # as far_store.py reads them
+FOLDER, SECRETS = "BOTTEGA_TEST_REMOTE", "BOTTEGA_TEST_SECRETS"  # as remote_store.py reads them
 CANARY, RENEWED, WRONG = "canary-51b7e2", "canary-renewed-9f", "canary-wrong-c3"
 ALL = tuple(word.encode() for word in (CANARY, RENEWED, WRONG, "canary-user"))
 SIGNED = f"https://far.example/texts/far.txt?se=2030&sig={CANARY}"
@@ -28,7 +28,7 @@ class RemoteStoreCommands:
         self.folder = folder
         write_text(folder / "store" / "far.txt")
         # Loaded at every Python start, so that subprocesses of a command register the store too.
-        (folder / "site" / "sitecustomize.py").write_text("import far_store; far_store.register()\n")
+        (folder / "site" / "sitecustomize.py").write_text("import remote_store; remote_store.register()\n")
         self.output = b""
 
     def __call__(self, *arguments: str, code: int = 0, first: str = "") -> subprocess.CompletedProcess[str]:

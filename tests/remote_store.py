@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, urlsplit
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-FOLDER = "BOTTEGA_TEST_FAR"
+FOLDER = "BOTTEGA_TEST_REMOTE"
 """Environment variable with the folder of the remote files."""
 SECRETS = "BOTTEGA_TEST_SECRETS"
 """Environment variable with the valid signatures and passwords, separated by spaces."""
