@@ -60,7 +60,7 @@ def remote(tmp_path: Path) -> RemoteStoreCommands:
     return RemoteStoreCommands(tmp_path)
 
 
-def train_arguments(remote: RemoteStoreCommands, address: str, **changes: Any) -> list[str]:
+def remote_train_arguments(remote: RemoteStoreCommands, address: str, **changes: Any) -> list[str]:
     return words(remote.folder / "runs", Path("x"), **{"name": "r", "data.train.path": address, **changes})
 
 
@@ -69,11 +69,11 @@ def test_run_resume_and_export_do_not_leak_credentials(remote: RemoteStoreComman
     trackers = {"logging.tensorboard": True, "logging.wandb.enabled": True, "logging.wandb.offline": True}
     if address == BY_PASSWORD:
         trackers = {"logging.tensorboard": True}
-    remote(*train_arguments(remote, address, **trackers, **{"training.max_steps": 4}))
+    remote(*remote_train_arguments(remote, address, **trackers, **{"training.max_steps": 4}))
     run = remote.folder / "runs" / "r"
     assert "https://far.example/texts/far.txt" in (run / "recipe.yaml").read_text()
     assert "far.example" in json.dumps(json.loads((run / "environment.json").read_text())["command"])
-    remote(*train_arguments(remote, address.replace(CANARY, RENEWED), **trackers, **{"training.max_steps": 8}))
+    remote(*remote_train_arguments(remote, address.replace(CANARY, RENEWED), **trackers, **{"training.max_steps": 8}))
     assert "resumed" in (run / "log.txt").read_text()
     assert ("logging.wandb.enabled" in trackers) == any(run.glob("wandb/offline-run-*/*.wandb"))
     remote.run_each(
@@ -81,8 +81,8 @@ def test_run_resume_and_export_do_not_leak_credentials(remote: RemoteStoreComman
         (["evaluate", "runs/r", "--data", address, "--json", "--out", "evaluated"], 0),
         (["data", "language", "--data", address, "--json"], 0),
         (["prepare", "language", "--data", address, "--out", "prepared", "--json"], 0),
-        (["plan", "--check", *train_arguments(remote, address)[1:], "--json"], 0),
-        (["plan", "--check", *train_arguments(remote, address)[1:]], 0),
+        (["plan", "--check", *remote_train_arguments(remote, address)[1:], "--json"], 0),
+        (["plan", "--check", *remote_train_arguments(remote, address)[1:]], 0),
     )
     assert "https://far.example/texts/far.txt" in (run / "final" / "README.md").read_text()
     remote.check_clean()
@@ -93,12 +93,12 @@ def test_errors_and_crashes_do_not_leak_credentials(remote: RemoteStoreCommands)
     recipe = remote.folder / "mine.yaml"
     recipe.write_text(json.dumps(settings(remote.folder / "runs", Path("x"), **{"data.train.path": SIGNED})) + "\n: [")
     refused, bare, traced, *_ = remote.run_each(
-        (train_arguments(remote, wrong), 5),
-        (train_arguments(remote, "https://far.example/texts/far.txt"), 5),
-        ([*train_arguments(remote, wrong), "--debug"], 5),
-        (train_arguments(remote, SIGNED, **{"training.max_steps": f"'{SIGNED}'"}), 2),
-        (train_arguments(remote, SIGNED, **{"data.train.kind": "shards"}), 3),
-        (train_arguments(remote, SIGNED, **{"data.train.kind": "parquet"}), 3),
+        (remote_train_arguments(remote, wrong), 5),
+        (remote_train_arguments(remote, "https://far.example/texts/far.txt"), 5),
+        ([*remote_train_arguments(remote, wrong), "--debug"], 5),
+        (remote_train_arguments(remote, SIGNED, **{"training.max_steps": f"'{SIGNED}'"}), 2),
+        (remote_train_arguments(remote, SIGNED, **{"data.train.kind": "shards"}), 3),
+        (remote_train_arguments(remote, SIGNED, **{"data.train.kind": "parquet"}), 3),
         (["data", SIGNED, "--data", SIGNED], 2),
         (["evaluate", SIGNED], 2),
         (["train", SIGNED], 2),
@@ -118,7 +118,7 @@ def test_killed_run_does_not_leak_credentials(remote: RemoteStoreCommands) -> No
     code = "import os; from bottega.core import saver; original = saver.Saver.save\n"
     code += "def save(self, *args, **options):\n    original(self, *args, **options); os._exit(77)\n"
     code += "saver.Saver.save = save"
-    remote(*train_arguments(remote, SIGNED), first=code, code=77)
+    remote(*remote_train_arguments(remote, SIGNED), first=code, code=77)
     remote.check_clean()
 
 
