@@ -459,7 +459,7 @@ def test_predictions_without_common_samples_are_refused(make_run: Make) -> None:
 
 def test_single_run_against_a_group_is_refused(make_run: Make, make_group: Callable[..., str]) -> None:
     make_run("one", 0.9)
-    assert "runs/one is a single run: at least 2" in error_of(make_group("a", GOOD), "runs/one")
+    assert "runs/one is a single run: a group needs at least 2" in error_of(make_group("a", GOOD), "runs/one")
 
 
 def test_single_pair_is_refused(make_group: Callable[..., str]) -> None:

@@ -295,7 +295,7 @@ def test_changed_recipe_is_refused_without_fresh(report: dict[str, Any], folder:
 
 
 def test_python_errors_name_arguments_without_dashes(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or say by fraction"):
+    with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or use by fraction"):
         bottega.crossval("classify", tiny_settings(folder), folds=40, out=tmp_path / "many")
 
 
