@@ -1,4 +1,4 @@
-"""What all tests share: a cache of their own, one thread, and one finished run for those that only read it."""
+"""Shared fixtures: a cache for the session, one thread, and one finished run for tests that only read it."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# No deadline, because the machine may be busy; no memory of earlier runs, so that a run is a function of the code.
+# No deadline, because the machine may be busy; no database of earlier examples, so that tests are deterministic.
 settings.register_profile("tests", deadline=None, max_examples=50, database=None, derandomize=True)
 settings.load_profile("tests")
 
-# Before torch is imported anywhere: the models are tiny, and two threads only wait for each other.
+# Before torch is imported: the models are tiny, and two threads only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Tests compute on the CPU, whatever the machine has: both ranks of a two-rank test would land on one GPU, and its numbers
-# are others. `make test-gpu` runs those that are marked `gpu`.
+# Tests run on the CPU on every machine: both ranks of a two-rank test would share one GPU, whose numbers differ.
+# `make test-gpu` runs the tests marked `gpu`.
 ON_GPU = os.environ.get("BOTTEGA_TEST_GPU") == "1"
 if ON_GPU:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch reads it once, before the first matrix product
 else:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-# Nothing is fetched; the library reads this when it is imported.
+# No downloads; read when huggingface_hub is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 for inherited in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
     os.environ.pop(inherited, None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped with a reason unless `make test-gpu` runs them, which has to find a GPU."""
+    """Skip tests marked `gpu` with a reason unless `make test-gpu` runs them, which requires a GPU."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
@@ -46,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     if not torch.cuda.is_available():
         pytest.exit("BOTTEGA_TEST_GPU=1, and torch sees no GPU", returncode=5)
-    for item in marked:  # torch's compiler and the libraries of a GPU warn of things that are theirs
+    for item in marked:  # the compiler of torch and the CUDA libraries emit warnings of their own
         item.add_marker(pytest.mark.filterwarnings("ignore"))
 
 
@@ -54,17 +54,17 @@ EXTRAS = (
     *("PIL", "av", "datasets", "diffusers", "fsspec", "gigatoken", "peft", "pyarrow", "sklearn", "soundfile", "soxr"),
     *("transformers", "wandb", "webdataset", "zstandard"),
 )
-"""What a test may need and a machine may lack; a plain `make setup` installs all of it."""
-# Looked for once and now: a test may pretend that one is absent, and has to fail if that is not answered well.
+"""Optional packages that tests use; `make setup` installs all of them."""
+# Determined once, here: a test may simulate a missing package, and then must not be skipped.
 ABSENT = {package for package in EXTRAS if importlib.util.find_spec(package) is None}
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """A test that fails because an optional package is absent is skipped, and says which one."""
+    """Report a test as skipped if it failed because an optional package is absent, and name the package."""
     report = yield
     if report.outcome == "failed" and call.excinfo is not None:
-        package = missing_extra(call.excinfo.value)
+        package = find_missing_extra(call.excinfo.value)
         if package is not None:
             path, line, _ = item.location
             report.outcome = "skipped"
@@ -72,11 +72,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
-def missing_extra(error: BaseException | None) -> str | None:
-    """The optional package that an error, or what led to it, did not find."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
+def find_missing_extra(error: BaseException | None) -> str | None:
+    """Return the optional package that an error or one of its causes did not find."""
+    visited: set[int] = set()
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         if isinstance(error, ModuleNotFoundError):
             package = str(error.name).partition(".")[0]
             if package in ABSENT:
@@ -87,7 +87,7 @@ def missing_extra(error: BaseException | None) -> str | None:
 
 @pytest.fixture
 def gpu() -> Iterator[None]:
-    """A compiler without memory, and no flag of `deterministic` or of a precision left for the next test."""
+    """Reset the compiler before and after a test, and deterministic and precision flags after it."""
     import torch
 
     torch.compiler.reset()
@@ -101,7 +101,7 @@ def gpu() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Prepared data goes to a folder that ends with the session, never to the user's."""
+    """Put prepared data into a temporary folder, never into the cache of the user."""
     folder = tmp_path_factory.mktemp("cache")
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder)
@@ -121,7 +121,7 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished_run(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
-    """The directory of a small language run of 8 steps. Tests that change something copy it first."""
+    """The directory of a small language run of 8 steps; tests that change it make a copy."""
     from small_run import train
 
     return train(tmp_path_factory.mktemp("finished"), text_file, name="finished").path
@@ -129,7 +129,7 @@ def finished_run(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> P
 
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path:
-    """What two processes left, started by torchrun on gloo; see two_ranks.py."""
+    """The output folder of two processes under torchrun with gloo; see two_ranks.py."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent  # of all workers
@@ -146,10 +146,10 @@ def _run_two_ranks(out: Path, text_file: Path) -> None:
     from small_run import environment
 
     out.mkdir()
-    pictures(out)  # before both processes would write them at once
+    pictures(out)  # written here, so that the two processes do not write them concurrently
     launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = Path(__file__).parent / "two_ranks.py"
-    done = subprocess.run(
+    process = subprocess.run(
         [*launch, str(script), str(out), str(text_file)],
         env=environment(),
         capture_output=True,
@@ -157,6 +157,6 @@ def _run_two_ranks(out: Path, text_file: Path) -> None:
         timeout=200,
         check=False,
     )
-    if done.returncode != 0:
+    if process.returncode != 0:
         shutil.rmtree(out)
-        raise AssertionError(done.stderr[-4000:])
+        raise AssertionError(process.stderr[-4000:])

@@ -1,4 +1,4 @@
-"""What tests of decoders have in common: the tokens they write, the same without a cache, and who counts compilations."""
+"""Helpers for tests of decoders: generation with and without a cache, and a count of compilations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list
 
 
 def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -> list[int]:
-    """What `generate` documents, without a cache: with attention the last half of the context once it is full, and
-    everything without."""
+    """Generate greedily without a cache. With attention, a full context is truncated to its last half."""
     model.eval()
     window, new, context = list(prompt), [], model.shape.context
     with torch.no_grad():
@@ -31,7 +30,7 @@ def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -
 
 
 def compile_and_count(model: Transformer) -> list[Any]:
-    """Its blocks by a compiler that does nothing; the list grows with each graph."""
+    """Compile the blocks with a no-op backend; return a list that grows with each compiled graph."""
     compilations: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""An engine for tests of what stands around one: whatever a test does not override is not to be asked of it."""
+"""A fake engine: every method that a test does not override raises NotImplementedError."""
 
 from __future__ import annotations
 

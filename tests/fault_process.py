@@ -1,7 +1,7 @@
-"""A process whose file operations can be made to fail, one at a time: `python fault_process.py FOLDER TEXT FIRST STRIDE`.
+"""A process with injected file faults, one at a time: `python fault_process.py FOLDER TEXT FIRST STRIDE`.
 
-It is started with file_faults.c preloaded. With everything imported it forks a child for each fault, so that a fault costs
-a small training and not a start of Python. What differs from an undisturbed run is printed, one JSON line each.
+It is started with file_faults.c preloaded, imports everything, and forks a child for each fault, so that a fault costs
+a small training run and not a start of Python. It prints the differences from an undisturbed run, one JSON line each.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ RECIPE: dict[str, Any] = {
     "samples.count": 1,
     "samples.max_new_tokens": 4,
 }
-"""The rate rises until it is far too high, so that the best checkpoint is neither the first nor the last."""
+"""The learning rate rises until it is far too high, so that the best checkpoint is neither the first nor the last."""
 TIMES = ("seconds", "per_second", "wait", "gib")
 KILL = 0
 
 
 def build_library(folder: Path) -> Path:
-    """Compile file_faults.c; skip the test where that cannot be done."""
+    """Compile file_faults.c; skip the test without a C compiler."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs Linux and a C compiler (cc) to make file operations fail")
@@ -54,11 +54,11 @@ def build_library(folder: Path) -> Path:
     return library
 
 
-def run_process(library: Path, *words: Any) -> list[dict[str, Any]]:
-    """What this script prints for these words."""
+def run_process(library: Path, *arguments: Any) -> list[dict[str, Any]]:
+    """Run this script and return the JSON lines that it prints."""
     from small_run import environment
 
-    command = [sys.executable, str(Path(__file__)), *map(str, words)]
+    command = [sys.executable, str(Path(__file__)), *map(str, arguments)]
     preloaded = environment(LD_PRELOAD=str(library))
     done = subprocess.run(command, env=preloaded, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -66,7 +66,7 @@ def run_process(library: Path, *words: Any) -> list[dict[str, Any]]:
 
 
 class Faults:
-    """The preloaded library."""
+    """Interface to the preloaded library."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(None)
@@ -80,7 +80,7 @@ class Faults:
 
 
 def run_child(work: Callable[[], Any], log: Path) -> int:
-    """The exit code of a fork that does the work, as a shell counts; what it says goes to `log`."""
+    """Run `work` in a fork with its output in `log`; return the exit code as a shell reports it."""
     from bottega import cli
 
     child = os.fork()
@@ -104,13 +104,13 @@ def run_child(work: Callable[[], Any], log: Path) -> int:
 
 
 def hash_files(folder: Path) -> dict[str, str]:
-    """Every file below a folder by the SHA-256 of its content."""
+    """Return relative path -> SHA-256 for every file below a folder."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def describe_run(run: Path) -> dict[str, Any]:
-    """All that must not depend on what happened on the way."""
+    """Return everything in a run directory that must not depend on faults."""
     from bottega.core import checkpoint
     from bottega.core.rundir import read_metrics
 
@@ -130,28 +130,30 @@ def describe_run(run: Path) -> dict[str, Any]:
     return json.loads(json.dumps(result))
 
 
-def find_differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    return [f"{key}: {found[key]} instead of {expected[key]}"[:600] for key in expected if found[key] != expected[key]]
+def find_differences(actual: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    return [
+        f"{key}: {actual[key]} instead of {expected[key]}"[:600] for key in expected if actual[key] != expected[key]
+    ]
 
 
 def select_operations(operations: list[str]) -> list[int]:
-    """The numbers of all but those writes that come between two others to the same file."""
+    """Return the numbers of all operations except writes between two others to the same file."""
     words = [line.split(" ", 2)[1:] for line in operations]
     is_inner = [
-        0 < at < len(words) - 1 and word[0] == "write" and words[at - 1] == word == words[at + 1]
-        for at, word in enumerate(words)
+        0 < index < len(words) - 1 and word[0] == "write" and words[index - 1] == word == words[index + 1]
+        for index, word in enumerate(words)
     ]
     return [number for number, inner in enumerate(is_inner, 1) if not inner]
 
 
-class Campaign:
-    """The same command with one fault, then again until it has finished."""
+class FaultTest:
+    """Runs a command with one fault, then again until it finishes."""
 
     def __init__(self, folder: Path, text: Path) -> None:
         self.folder, self.text, self.faults = folder, text, Faults()
         self.run = folder / "run"
         self.log = folder / "log"
-        self.train()  # in this process, so that every fork has all modules
+        self.train()  # in this process, so that every fork has imported all modules
         self.export()
         self.expected = describe_run(self.run)
         best, last = self.expected["best"][0], self.expected["last"][0]
@@ -168,7 +170,7 @@ class Campaign:
         bottega.load(self.run).export()
 
     def count(self, work: Callable[[], Any]) -> list[str]:
-        """The operations of an undisturbed run, in words."""
+        """Return descriptions of the file operations of an undisturbed run."""
         names = self.folder / "operations"
         journal = os.open(names, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
@@ -181,7 +183,7 @@ class Campaign:
         return names.read_text().splitlines()
 
     def fail(self, work: Callable[[], Any], number: int, error: int) -> int:
-        """The exit code with this operation failed."""
+        """Return the exit code when this operation fails."""
 
         def faulty() -> Any:
             self.faults.arm(self.run, number=number, error=error)
@@ -218,7 +220,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    for problem in Campaign(folder, text).train_through_faults(first, stride):
+    for problem in FaultTest(folder, text).train_through_faults(first, stride):
         sys.stdout.write(json.dumps(problem) + "\n")
         sys.stdout.flush()
 

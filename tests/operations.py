@@ -1,4 +1,4 @@
-"""Counts what Python does, for tests of how work grows: a count is the same on every machine, seconds are not."""
+"""Operation counts for tests of complexity; unlike seconds, they are the same on every machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def count_operations(work: Callable[[], object]) -> int:
-    """Return how many lines of Python `work` executes, and how many C functions it calls, on this thread.
+    """Return the number of Python lines that `work` executes plus the C functions it calls, on this thread.
 
-    A vectorised call counts once, however many elements it has: a count that does not grow with the data says that no
-    element is visited by Python itself.
+    A vectorised call counts once for any number of elements: a count that does not grow with the data means that there
+    is no Python loop over it.
     """
     count = 0
 
@@ -37,7 +37,7 @@ def count_operations(work: Callable[[], object]) -> int:
 
 
 class CountedText(str):
-    """A text that counts how often it is compared with another: a look-up in a set asks few, a list all of them."""
+    """A string that counts comparisons: a set lookup needs few, a search in a list one per element."""
 
     __slots__ = ()
     comparisons = 0

@@ -1,6 +1,6 @@
-"""`bottega train` under torchrun with a rank that pauses for longer than a silent one may, in the ways real work does.
+"""`bottega train` under torchrun with a rank that pauses for longer than the heartbeat timeout, as real work does.
 
-The limits of the heartbeat are made short, so that a pause of seconds is as long as one of minutes.
+The timeouts of the heartbeat are shortened to seconds.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ PAUSE = 3.0
 
 
 def compute(seconds: float) -> None:
-    """As a compiler does that is written in Python."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+    """Busy Python code, such as a compiler."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
         sum(range(1000))
 
 
-def keep_the_interpreter(seconds: float) -> None:
-    """As a library does that reads a large file without letting other threads run."""
+def hold_gil(seconds: float) -> None:
+    """A C call that holds the GIL, such as a library that reads a large file."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
-KINDS = (time.sleep, compute, keep_the_interpreter)
+KINDS = (time.sleep, compute, hold_gil)
 
 
 def main() -> int:
@@ -36,16 +36,16 @@ def main() -> int:
     pauses, rank = int(os.environ.get("PAUSES", 0)), int(os.environ["RANK"])
     step = torch.TorchEngine.train_step
 
-    def paused(self, number, batch):  # type: ignore[no-untyped-def]
+    def pause_and_step(self, number, batch):  # type: ignore[no-untyped-def]
         if number < pauses and number % 2 == rank:
             KINDS[number // 2 % len(KINDS)](PAUSE)
         return step(self, number, batch)
 
-    torch.TorchEngine.train_step = paused  # type: ignore[method-assign]
+    torch.TorchEngine.train_step = pause_and_step  # type: ignore[method-assign]
     from bottega.cli import main as run_command
 
-    words = sys.argv[1:]
-    return run_command(words[2:] if words[:2] == ["-m", "bottega"] else words)
+    arguments = sys.argv[1:]
+    return run_command(arguments[2:] if arguments[:2] == ["-m", "bottega"] else arguments)
 
 
 if __name__ == "__main__":

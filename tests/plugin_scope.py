@@ -1,4 +1,4 @@
-"""Plugins that a test loads are gone after it: tasks, modules and search path."""
+"""A scope for plugins: restores tasks, modules and the search path afterwards."""
 
 from __future__ import annotations
 

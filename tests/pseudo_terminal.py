@@ -1,4 +1,4 @@
-"""A command on a pseudo-terminal: all that it sends there, and what a person then sees."""
+"""Run a command on a pseudo-terminal: its raw output and the resulting screen."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pathlib import Path
 from small_run import environment
 from warm_process import WarmCommand
 
-# What rich draws with: colours, the cursor shown or hidden, moved up or to the left, lines erased.
+# Control sequences of rich: colours, cursor visibility and movement, erased lines.
 DRAWING = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh]|\d*[AKG]|2?J)")
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What came of a command: its exit code, and everything it sent to the terminal."""
+class TerminalOutput:
+    """Exit code and raw terminal output of a command."""
 
     code: int
     raw: str
 
     @property
     def screen(self) -> str:
-        """What is left on the screen at the end."""
+        """Return the text on the screen at the end."""
         lines, row, column = [""], 0, 0
         for part in re.split(r"(\x1b\[[0-9;?]*[a-zA-Z]|\r|\n)", self.raw):
             if part == "\r":
@@ -46,27 +46,27 @@ class Shown:
 
     @property
     def commands(self) -> list[str]:
-        """What a terminal would obey, other than the drawing of bars and colours."""
+        """Return control characters other than those that draw bars and colours."""
         return CONTROLS.findall(DRAWING.sub("", self.raw))
 
 
 def run_on_terminal(
     arguments: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None
-) -> Shown:
-    """The real command with a terminal as its standard input, output and error."""
-    ours, theirs = pty.openpty()
-    with os.fdopen(ours, "rb", buffering=0) as terminal:
-        more = {"TERM": "xterm-256color", "COLUMNS": "200", "LINES": "50", **(env or {})}
+) -> TerminalOutput:
+    """Run the command with a terminal as its standard input, output and error."""
+    controller, device = pty.openpty()
+    with os.fdopen(controller, "rb", buffering=0) as terminal:
+        variables = {"TERM": "xterm-256color", "COLUMNS": "200", "LINES": "50", **(env or {})}
         process = WarmCommand(
             arguments,
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
+            stdin=device,
+            stdout=device,
+            stderr=device,
             cwd=cwd,
-            env=environment(**more),
+            env=environment(**variables),
             start_new_session=True,
         )
-        os.close(theirs)
+        os.close(device)
         received = b""
         while True:
             try:
@@ -76,4 +76,4 @@ def run_on_terminal(
             if not data:
                 break
             received += data
-        return Shown(process.wait(), received.decode("utf-8", "replace"))
+        return TerminalOutput(process.wait(), received.decode("utf-8", "replace"))

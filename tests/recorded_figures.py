@@ -1,4 +1,4 @@
-"""Keep the matplotlib figures that a test draws, to look at their lines and texts rather than at pixels."""
+"""Record the matplotlib figures that a test draws, to check lines and texts rather than pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tasks of all kinds and small bases of three media, and runs that put something into them."""
+"""Small tasks of all kinds, small base models of three media, and fine-tuning runs on them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ TASKS = [language_task, untied_task, encoder_task, kim_task, pictures_task, film
 
 
 def write_bases(folder: Path) -> Path:
-    """language/, image/: runs that were exported; encoder/: a BERT of transformers."""
+    """Write language/ and image/, exported runs, and encoder/, a BERT of transformers."""
     text = small_run.write_text(folder / "text.txt")
     small_run.train(folder, text, name="language", **{"model.num_layers": 2, "training.max_steps": 4})
     bottega.train("image", {**small_media.image(folder), "name": "image", "training.max_steps": 4})

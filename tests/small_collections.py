@@ -1,5 +1,4 @@
-"""People and what they like, small enough for a test: records of our own, and collections in the layouts they are
-published in."""
+"""Small data sets of user preferences: record files, and collections in their published layouts."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ SIDE = 12
 
 
 def picture(path: Path, number: int) -> Path:
-    """A picture that is like no other of another number."""
+    """Write a random image that is different for each number."""
     from PIL import Image
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +40,7 @@ def records(users: int = 10, each: int = 2, liked: int = 4, items: int = 24) -> 
 
 
 def people(folder: Path, rows: list[dict[str, Any]] | None = None, name: str = "people.jsonl") -> Path:
-    """A record file and its pictures."""
+    """Write a record file and its images."""
     rows = records() if rows is None else rows
     for number in range(24):
         if not (folder / f"pictures/{number}.png").exists():
@@ -52,7 +51,7 @@ def people(folder: Path, rows: list[dict[str, Any]] | None = None, name: str = "
 
 
 def flickr(folder: Path, *, seed: int = 0, workers: int = 6, pictures: int = 20, order: int | None = None) -> Path:
-    """FLICKR-AES: a header with spaces in it, and a score of 1 to 5 from each worker for most pictures."""
+    """Write FLICKR-AES: a header with spaces, and a score of 1 to 5 from each worker for most images."""
     draw = np.random.default_rng(seed)
     rows = [
         f"A{worker}, farm{number}.jpg, {int(draw.integers(1, 6))}"
@@ -74,7 +73,7 @@ def flickr(folder: Path, *, seed: int = 0, workers: int = 6, pictures: int = 20,
 
 
 def pog(folder: Path, *, seed: int = 0, users: int = 12) -> Path:
-    """POG: three texts, and pictures of some of the items."""
+    """Write POG: three text files, and images of some items."""
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
     outfits = {f"o{number}": draw.permutation(30)[:4].tolist() for number in range(9)}
@@ -94,7 +93,7 @@ def pog(folder: Path, *, seed: int = 0, users: int = 12) -> Path:
 
 
 def ser(folder: Path, *, topics: int = 6) -> Path:
-    """SER30K: packs of stickers with a number each, some with an emotion."""
+    """Write SER30K: numbered packs of stickers, some with an emotion."""
     rows = []
     for topic in range(topics):
         for number in range(2 + topic):
@@ -112,7 +111,7 @@ def ser(folder: Path, *, topics: int = 6) -> Path:
 
 
 def captioning_model(folder: Path, *, seed: int = 0) -> Path:
-    """A BLIP of transformers with random weights and a few words."""
+    """Write a BLIP model of transformers with random weights and a small vocabulary."""
     import torch
     from transformers import BertTokenizerFast, BlipConfig, BlipForConditionalGeneration
     from transformers.utils import logging
@@ -146,7 +145,7 @@ def captioning_model(folder: Path, *, seed: int = 0) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.copy_(0.5 * torch.randn(parameter.shape, generator=draw))
-            if name.endswith("predictions.bias"):  # so that something is said of every picture
+            if name.endswith("predictions.bias"):  # so that every caption has words
                 parameter[words.index("[SEP]")] = -4.0
     logging.disable_progress_bar()
     try:

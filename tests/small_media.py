@@ -1,4 +1,4 @@
-"""Runs that generate, small enough to be trained many times in a test: a few pictures, sounds or clips of three classes."""
+"""Small generator runs: a few images, audio clips or videos of three classes."""
 
 from __future__ import annotations
 
@@ -31,67 +31,67 @@ NAMES = ("dark", "grey", "bright")
 
 
 def pictures(folder: Path) -> Path:
-    """36 of 8 x 8 pixels around one brightness for each class."""
+    """Write 36 images of 8 x 8 pixels, with one mean brightness for each class."""
     draw, label = np.random.default_rng(0), np.arange(36) % 3
     image = draw.normal(30 + 100 * label[:, None, None], 10, (36, 8, 8)).clip(0, 255).astype(np.uint8)
-    return _saved(folder / "pictures.npz", image=image, label=np.array(NAMES)[label])
+    return _save_arrays(folder / "pictures.npz", image=image, label=np.array(NAMES)[label])
 
 
 def sounds(folder: Path) -> Path:
-    """36 of a tenth of a second, with one pitch for each class."""
+    """Write 36 audio clips of 0.1 s, with one pitch for each class."""
     draw, label = np.random.default_rng(0), np.arange(36) % 3
     turns = (200 * 2.0**label)[:, None] * np.arange(800) / 8000 + draw.random((36, 1))
     audio = np.rint(10_000 * np.sin(2 * np.pi * turns)).astype(np.int16)
-    return _saved(
+    return _save_arrays(
         folder / "sounds.npz", audio=audio, label=np.array(NAMES)[label], sample_rate=np.full(36, 8000, np.int32)
     )
 
 
 def clips(folder: Path) -> Path:
-    """36 of 4 frames of 8 x 8 pixels; a class is where the light goes."""
+    """Write 36 videos of 4 frames of 8 x 8 pixels; the class is the change of brightness over time."""
     draw, label = np.random.default_rng(0), np.arange(36) % 3
     level = 128 + (label - 1)[:, None] * 75 * np.arange(-1.5, 2)
     video = draw.normal(level[:, :, None, None], 10, (36, 4, 8, 8)).clip(0, 255).astype(np.uint8)
-    return _saved(folder / "clips.npz", video=video, label=np.array(NAMES)[label], fps=np.full(36, 8, np.uint8))
+    return _save_arrays(folder / "clips.npz", video=video, label=np.array(NAMES)[label], fps=np.full(36, 8, np.uint8))
 
 
 def image(folder: Path) -> dict[str, Any]:
-    return {**COMMON, "output_dir": str(folder), **_from(pictures(folder))}
+    return {**COMMON, "output_dir": str(folder), **_data_settings(pictures(folder))}
 
 
 def audio(folder: Path) -> dict[str, Any]:
     spectrum = {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64}
-    return {**COMMON, "output_dir": str(folder), **_from(sounds(folder)), **spectrum}
+    return {**COMMON, "output_dir": str(folder), **_data_settings(sounds(folder)), **spectrum}
 
 
 def video(folder: Path) -> dict[str, Any]:
     return {
         **COMMON,
         "output_dir": str(folder),
-        **_from(clips(folder)),
+        **_data_settings(clips(folder)),
         "data.num_frames": 4,
         "model.temporal_patch_size": 1,
     }
 
 
 def train(output: Path, **changes: Any) -> Any:
-    """`bottega.train` of the pictures in this process."""
+    """Run `bottega.train` on the images, in this process."""
     import bottega
 
     return bottega.train("image", {**image(output), **changes})
 
 
 def words(output: Path, *more: str, **changes: Any) -> list[str]:
-    """The same as a command line."""
+    """Return the command line of the same run."""
     values = {**image(output), **changes}.items()
     return ["train", "image", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values), *more]
 
 
-def _from(path: Path) -> dict[str, Any]:
+def _data_settings(path: Path) -> dict[str, Any]:
     return {"data.train.kind": "auto", "data.train.path": str(path)}
 
 
-def _saved(path: Path, **fields: np.ndarray) -> Path:
+def _save_arrays(path: Path, **fields: np.ndarray) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         np.savez(path, **fields)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Routing, text and memory over one small state-space trunk, as a recipe that trains in a moment."""
+"""A small recipe of routing/mind: routing, language and memory tasks over one state-space trunk."""
 
 from __future__ import annotations
 

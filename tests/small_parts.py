@@ -1,4 +1,4 @@
-"""A language model and a classifier over one small trunk, as a recipe that trains in a moment."""
+"""A small multitask recipe: a language model and a classifier over one trunk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
 
 
 def parts(folder: Path) -> dict[str, Any]:
-    """62 windows of text and 72 labelled ones: the longer part is the second."""
+    """Return a task with 62 windows of text and a longer one with 72 labelled texts."""
     folder.mkdir(parents=True, exist_ok=True)
     text = {"data.train.path": str(write_text(folder / "text.txt", words=200)), "data.sequence_length": 16}
     labelled = {

@@ -1,4 +1,4 @@
-"""Personalised runs small enough to be trained many times in a test: two dozen people, and frozen models with random weights."""
+"""Small personalize runs: 24 users, and frozen models with random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIDE = 32
 
 @cache
 def models() -> dict[str, Path]:
-    """The folders of a LLaMA, a Stable Diffusion and a CLIP, written once in a process."""
+    """Return the folders of a LLaMA, a Stable Diffusion and a CLIP, written once per process."""
     folder = Path(tempfile.mkdtemp(prefix="bottega-personal-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return {
@@ -33,34 +33,34 @@ def models() -> dict[str, Path]:
 
 
 def people(folder: Path) -> Path:
-    """train.jsonl of 24 people and validation.jsonl of 8: everybody likes one colour, and wishes for one shape."""
-    place = folder / "people"
-    if place.exists():
-        return place
-    making = folder / ".people"
-    (making / "pictures").mkdir(parents=True)
+    """Write train.jsonl with 24 users and validation.jsonl with 8: each prefers one colour and wishes for one shape."""
+    target = folder / "people"
+    if target.exists():
+        return target
+    temporary = folder / ".people"
+    (temporary / "pictures").mkdir(parents=True)
     for colour, rgb in COLOURS.items():
         for shape in SHAPES:
             pixels = np.full((SIDE, SIDE, 3), 250, np.uint8)
             inner = slice(8, 24) if shape == "star" else slice(4, 16)
             pixels[inner, inner] = rgb
-            Image.fromarray(pixels).save(making / "pictures" / f"{colour}-{shape}.png")
+            Image.fromarray(pixels).save(temporary / "pictures" / f"{colour}-{shape}.png")
     for table, count in (("train", 24), ("validation", 8)):
         rows = [json.dumps(record(number, table)) for number in range(count)]
-        (making / f"{table}.jsonl").write_text("\n".join(rows) + "\n")
-    making.rename(place)
-    return place
+        (temporary / f"{table}.jsonl").write_text("\n".join(rows) + "\n")
+    temporary.rename(target)
+    return target
 
 
 def record(number: int, table: str) -> dict[str, Any]:
-    colour, wished = list(COLOURS)[number % 2], SHAPES[number // 2 % 2]
-    other = SHAPES[1 - SHAPES.index(wished)]
-    liked = [item(colour, other, f"{number}-{one}") for one in range(2 + number % 3)]
+    colour, shape = list(COLOURS)[number % 2], SHAPES[number // 2 % 2]
+    other = SHAPES[1 - SHAPES.index(shape)]
+    liked = [item(colour, other, f"{number}-{index}") for index in range(2 + number % 3)]
     return {
         "user": f"{table[0]}{number}",
         "history": liked,
-        "target": item(colour, wished, f"{number}-target"),
-        "wish": f"a {wished}",
+        "target": item(colour, shape, f"{number}-target"),
+        "wish": f"a {shape}",
         "truth": {"colour": colour},
     }
 
@@ -70,8 +70,8 @@ def item(colour: str, shape: str, name: str) -> dict[str, str]:
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """For the recipe `personalize`."""
-    frozen = {f"model.{name}": str(place) for name, place in models().items()}
+    """Return settings for the recipe `personalize`."""
+    frozen = {f"model.{name}": str(path) for name, path in models().items()}
     return {
         **frozen,
         "needs": {},
@@ -104,20 +104,20 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def learning(folder: Path) -> dict[str, Any]:
-    """All that is drawn for a row, in a training that can be seen to learn."""
-    # Models with random weights hardly listen to two tokens among many; and to loud ones they answer chaotically.
-    heard = {"model.num_image_tokens": 16, "model.weights": {"keywords": 0.3, "target": 0.3}}
-    return settings(folder, **heard, **{"model.keyword_dropout": 0.5, "training.scheduler.name": "constant"})
+    """Return settings with every kind of random draw, for a run whose loss falls measurably."""
+    # Random models hardly react to two tokens among many, and chaotically to tokens of large norm.
+    conditions = {"model.num_image_tokens": 16, "model.weights": {"keywords": 0.3, "target": 0.3}}
+    return settings(folder, **conditions, **{"model.keyword_dropout": 0.5, "training.scheduler.name": "constant"})
 
 
 def train(output: Path, **changes: Any) -> Any:
-    """`bottega.train` in this process."""
+    """Run `bottega.train` in this process."""
     import bottega
 
     return bottega.train("personalize", settings(output, **changes))
 
 
 def words(output: Path, *more: str, **changes: Any) -> list[str]:
-    """The same as a command line."""
+    """Return the command line of the same run."""
     values = settings(output, **changes).items()
     return ["train", "personalize", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values), *more]

@@ -1,4 +1,4 @@
-"""Recall small enough to be trained many times in a test: within a stream, and across steps."""
+"""Small recall runs: within a stream, and across training steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SMALL: dict[str, Any] = {
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Two segments after the one with facts, and fewer slots than tokens, so that some leave."""
+    """Return settings with two segments after the facts, and fewer slots than tokens, so that some are evicted."""
     own = {
         "data.segment_length": 4,
         "data.num_questions": 2,
@@ -40,7 +40,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def lasting(folder: Path, **changes: Any) -> dict[str, Any]:
-    """Keys that are stated every other step, and a memory in which something becomes a prototype within four."""
+    """Return settings with keys stated every other step, and a memory that forms a prototype within four steps."""
     own = {
         "data.segment_length": 8,
         "data.num_questions": 1,

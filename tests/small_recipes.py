@@ -1,4 +1,4 @@
-"""Every bundled recipe in a form that trains in a moment: the settings it needs, and data for those that ask for some."""
+"""Settings and data with which every bundled recipe trains in seconds."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ SMALL: dict[str, Any] = {
     "recall": {**TRAINING, "model.hidden_size": 16, "data.num_samples": 64},
     "multitask": {**TRAINING, "model.hidden_size": 16, "model.num_heads": 2},
 }
-"""The settings that make any recipe of a task fit into a test; everything else stays as the recipe says."""
+"""Task -> settings that make its recipes small enough for a test; all other settings are those of the recipe."""
 
 OWN: dict[str, dict[str, Any]] = {
-    # What is asked for was said that long ago, so the first steps ask nothing.
+    # Questions refer to facts `distance` steps back, so the first steps have none.
     "recall/lasting": {"data.distance": 4},
-    # The file of clothes says itself which part is for the test; what a test makes does not.
+    # Fashion-MNIST comes with a test split; the data of this module does not.
     "image/fashion": {"data.test": None},
     "image/photos": {
         "data.image_size": 16,
@@ -102,15 +102,15 @@ OWN: dict[str, dict[str, Any]] = {
     "align": {"data.limit": 64},
     "classify/sst2": {"data.train.columns": None},
     "image/text": {"model.text.hidden_size": 16, "model.text.num_layers": 1},
-    # It has no attention and no feed-forward.
+    # Without attention and feed-forward layers.
     "language/shakespeare-ssm": dict.fromkeys(
         ("model.num_heads", "model.num_kv_heads", "model.head_size", "model.intermediate_size"), None
     ),
 }
-"""What the data of a test ask of one recipe, or what it alone has."""
+"""Recipe -> settings of its own."""
 
 TASKS = {"routing/mind": "multitask"}
-"""Of recipes that are not named after their task."""
+"""Tasks of recipes that are not named after their task."""
 TEXT_CLASSIFIERS = tuple(f"classify{name}" for name in ("", "/cnn", "/pretrained", "/sst2", "/sst2-transformer"))
 OTHERS_DATA = (
     *("audio/speech", "audio/spoken-digits", "classify/pretrained", "classify/sst2", "classify/sst2-transformer"),
@@ -119,7 +119,7 @@ OTHERS_DATA = (
     *("language/stanza", "language/verse", "video/clips"),
     *(f"personalize{name}" for name in ("", "/flickr", "/pog", "/ser")),
 )
-"""Recipes that read a path of the user's, or here do so because less is enough."""
+"""Recipes that read a path of the user, or read one here because it is smaller."""
 
 
 def task_of(name: str) -> str:
@@ -127,7 +127,7 @@ def task_of(name: str) -> str:
 
 
 def write_data(folder: Path) -> dict[str, Path]:
-    """What a reader has at hand, by task or recipe: a text, pictures with captions, recordings."""
+    """Write a text, captioned images, recordings and so on; return task or recipe -> path."""
     from PIL import Image
 
     text = folder / "my.txt"
@@ -145,15 +145,15 @@ def write_data(folder: Path) -> dict[str, Path]:
         with wave.open(str(folder / "recordings" / f"{number % 3}_anna_{number}.wav"), "wb") as file:
             file.setparams((1, 2, 8000, 0, "NONE", ""))
             file.writeframes(draw.integers(-9000, 9000, 3000).astype("<i2").tobytes())
-    films = draw.integers(0, 256, (20, 4, 12, 12, 3), np.uint8)
-    np.savez(folder / "films.npz", video=films, fps=np.full(20, 8))
-    photos, sounds = folder / "photos", folder / "recordings"
+    videos = draw.integers(0, 256, (20, 4, 12, 12, 3), np.uint8)
+    np.savez(folder / "films.npz", video=videos, fps=np.full(20, 8))
+    photos, recordings = folder / "photos", folder / "recordings"
     return {
         "language": text,
         "classify": small_texts.texts(folder),
         "image": photos,
         "image_vae": photos,
-        "audio": sounds,
+        "audio": recordings,
         "video": folder / "films.npz",
         "personalize": small_personal.people(folder),
         "personalize/flickr": small_collections.flickr(folder / "flickr"),
@@ -163,7 +163,7 @@ def write_data(folder: Path) -> dict[str, Path]:
 
 
 def settings(name: str, data: dict[str, Path], output: Path) -> dict[str, Any]:
-    """What to give `bottega.train` with a recipe of this name. `data` is what `write_data` wrote."""
+    """Return the settings for `bottega.train` with this recipe; `data` is the result of `write_data`."""
     task = task_of(name)
     values = {**SMALL[task], **OWN.get(name, {}), "output_dir": str(output)}
     if name in TEXT_CLASSIFIERS:
@@ -174,7 +174,7 @@ def settings(name: str, data: dict[str, Path], output: Path) -> dict[str, Any]:
         values["data.train.path"] = str(data.get(name, data[task]))
     if task == "personalize":
         values |= {f"model.{part}": str(folder) for part, folder in small_personal.models().items()}
-        if name == "personalize":  # fewer people than are embedded have the same to say here
+        if name == "personalize":  # fewer users than the embedded data has
             values["data.train.kind"] = "auto"
         captions = data[name] / "captions.json"
         values |= {"data.captions": str(captions)} if captions.is_file() else {}

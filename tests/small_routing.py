@@ -1,4 +1,4 @@
-"""Rows of numbers under three rules, and settings under which a model that routes them trains in a moment."""
+"""Rows of numbers under three rules, and settings of small routing runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SPIKING: dict[str, Any] = {
 
 
 def rows(count: int = 96, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """The first three inputs tell the rule; by rule r, the label says whether input 3 + r is above 0."""
+    """Return rows whose first three inputs encode the rule r; the label is whether input 3 + r is positive."""
     draw = np.random.default_rng(seed)
     rule = np.arange(count) % RULES
     x = draw.normal(size=(count, INPUTS))
@@ -66,7 +66,7 @@ def spiking(folder: Path) -> dict[str, Any]:
 
 
 def train(folder: Path, **changes: Any) -> Any:
-    """`bottega.train` in this process."""
+    """Run `bottega.train` in this process."""
     import bottega
 
     return bottega.train("routing", settings(folder, **changes))

@@ -1,4 +1,4 @@
-"""A language run small enough to be trained, killed and resumed in a test, in this process or through the command line."""
+"""A small language run to train, kill and resume in a test, in this process or through the command line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
 
 
 def write_text(path: Path, *, seed: int = 0, words: int = 600) -> Path:
-    """Lines of five invented words each: seventeen characters in all, the line break among them."""
+    """Write lines of five random words each; the text has 17 distinct characters, including the line break."""
     rng = random.Random(seed)
     chosen = [rng.choice(("alpha", "beta", "gamma", "delta", "zeta", "theta")) for _ in range(words)]
     lines = (" ".join(chosen[i : i + 5]) for i in range(0, words, 5))
@@ -53,14 +53,14 @@ def settings(output: Path, text: Path, **changes: Any) -> dict[str, Any]:
 
 
 def train(output: Path, text: Path, **changes: Any) -> Any:
-    """`bottega.train` in this process. Keys with dots go in as `**{"training.max_steps": 4}`."""
+    """Run `bottega.train` in this process. Pass keys with dots as `**{"training.max_steps": 4}`."""
     import bottega
 
     return bottega.train("language/shakespeare", settings(output, text, **changes))
 
 
 def words(output: Path, text: Path, *more: str, **changes: Any) -> list[str]:
-    """The same as a command line."""
+    """Return the command line of the same run."""
     keys = [
         f"{k}={'null' if v is None else json.dumps(v) if isinstance(v, bool) else v}"
         for k, v in settings(output, text, **changes).items()
@@ -80,7 +80,7 @@ def environment(**more: str) -> dict[str, str]:
 def bottega(
     arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cold: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """The real command in a process of its own: a fork of one that is warm, or with `cold` a new Python."""
+    """Run the command in a subprocess: a fork of a warm process, or with `cold` a new Python."""
     variables = environment(**(env or {}))
     if cold:
         return subprocess.run(
@@ -96,7 +96,7 @@ def bottega(
 
 
 def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
-    """Every tensor of a checkpoint, verified, as `file/name`."""
+    """Verify a checkpoint and return its tensors as `file/name` -> array."""
     folder = checkpoint.read_link(run / "checkpoints", which)
     assert folder is not None, f"{run} has no {which} checkpoint"
     manifest = checkpoint.verify(folder)
@@ -105,9 +105,9 @@ def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
 
 
 def different(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> list[str]:
-    """Names that only one has, or whose bytes differ."""
-    only = sorted(set(a) ^ set(b))
-    return only + [
+    """Return the names that only one of them has or whose bytes differ."""
+    unmatched = sorted(set(a) ^ set(b))
+    return unmatched + [
         name for name in a if name in b and (a[name].dtype, a[name].tobytes()) != (b[name].dtype, b[name].tobytes())
     ]
 
@@ -118,7 +118,7 @@ def steps_logged(run: Path, kind: str = "train") -> list[int]:
 
 
 class Running:
-    """A command in the background; `until` waits for it to have logged some steps. `cold` and a launcher start Python."""
+    """A command in the background; `until` waits for logged steps. `cold` or a launcher starts a new Python."""
 
     def __init__(
         self, run: Path, arguments: Sequence[str], *, launcher: Sequence[str] = (), cold: bool = False
@@ -126,8 +126,8 @@ class Running:
         self.metrics = run / "metrics.jsonl"
         self.process: subprocess.Popen[str] | WarmCommand
         if launcher or cold:
-            whole = [sys.executable, *launcher, "-m", "bottega", *arguments]
-            self.process = subprocess.Popen(whole, env=environment(), stderr=subprocess.PIPE, text=True)
+            command_line = [sys.executable, *launcher, "-m", "bottega", *arguments]
+            self.process = subprocess.Popen(command_line, env=environment(), stderr=subprocess.PIPE, text=True)
         else:
             self.process = WarmCommand(arguments, env=environment())
 
@@ -138,7 +138,7 @@ class Running:
     def until(self, steps: int) -> None:
         deadline = time.monotonic() + 200
         while not self.has(steps):
-            assert time.monotonic() < deadline, "it does not begin"
+            assert time.monotonic() < deadline, "training did not start"
             time.sleep(0.02)
 
     def end(self) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Texts of three classes, each with words of its own, and settings under which a classifier of them trains in a moment."""
+"""Texts of three classes, each with its own words, and settings of small classifiers."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def rows(count: int = 96, *, seed: int = 0) -> list[dict[str, Any]]:
-    """Of 4 to 12 words, half of them told by the class."""
+    """Return texts of 4 to 12 words, half of them specific to the class."""
     draw = np.random.default_rng(seed)
-    found = []
+    result = []
     for number in range(count):
         label = list(WORDS)[number % 3]
         length = int(draw.integers(4, 13))
-        words = [str(draw.choice(WORDS[label] if place % 2 else COMMON)) for place in range(length)]
-        found.append({"text": " ".join(words) + ".", "label": label})
-    return found
+        words = [str(draw.choice(WORDS[label] if index % 2 else COMMON)) for index in range(length)]
+        result.append({"text": " ".join(words) + ".", "label": label})
+    return result
 
 
 def texts(folder: Path, name: str = "texts.jsonl", **options: Any) -> Path:
@@ -58,7 +58,7 @@ def settings(folder: Path, kind: str = "transformer", **changes: Any) -> dict[st
 
 
 def encoder(folder: Path) -> Path:
-    """A BERT of two layers that has learnt nothing, as transformers saves it, with a tokenizer that knows these words."""
+    """Write an untrained BERT with two layers, as transformers saves it, and a tokenizer with these words."""
     import tokenizers
     import torch
     import transformers
@@ -84,6 +84,6 @@ def encoder(folder: Path) -> Path:
         transformers.BertModel(config).save_pretrained(folder)
     core.save(str(folder / "tokenizer.json"))
     special = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 128, **special}
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    tokenizer_config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 128, **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
     return folder

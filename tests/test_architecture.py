@@ -1,4 +1,4 @@
-"""The tree keeps its shape: imports point down, the light parts stay light, and files stay readable."""
+"""The structure of the package: import contracts, framework-free modules, file sizes, private names."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ROOT = PACKAGE.parents[1]
 FILES = sorted(PACKAGE.rglob("*.py"))
 FRAMEWORK_FREE = ("storage", "core", "config", "data")
 REFERENCE = re.compile(r'"(bottega(?:\.\w+)+):([\w.]+)"')
-"""A function or class by name, as `ModelSpec` and the table of engines have it."""
-LONGEST_FILE = 400
-LARGEST_CORE = 1800
+"""A function or class by name, as in `ModelSpec` and the table of engines."""
+MAX_FILE_LINES = 400
+MAX_CORE_LINES = 1800
 
 
-def names_of(*packages: str) -> list[str]:
-    """Every module of these packages, found on disk and not by importing them."""
-    found = []
+def list_modules(*packages: str) -> list[str]:
+    """Return every module of these packages, listed from disk without importing them."""
+    names = []
     for package in packages:
-        found.append(f"bottega.{package}")
+        names.append(f"bottega.{package}")
         folder = [str(PACKAGE / package)]
-        found += [module.name for module in pkgutil.walk_packages(folder, f"bottega.{package}.")]
-    return found
+        names += [module.name for module in pkgutil.walk_packages(folder, f"bottega.{package}.")]
+    return names
 
 
-def lines_of(path: Path) -> int:
+def count_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
@@ -53,8 +53,8 @@ def test_the_import_contracts_hold() -> None:
 
 
 def test_light_modules_load_no_framework() -> None:
-    """The contracts see our own imports; this sees also what a third-party package would drag in."""
-    modules = ["bottega", "bottega.cli", *names_of(*FRAMEWORK_FREE)]
+    """Import contracts cover our own imports; this also covers what third-party packages import."""
+    modules = ["bottega", "bottega.cli", *list_modules(*FRAMEWORK_FREE)]
     code = (
         f"import importlib, sys\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
         "print(sorted({'torch', 'jax', 'flax', 'transformers', 'tensorflow'} & set(sys.modules)))"
@@ -65,28 +65,28 @@ def test_light_modules_load_no_framework() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_a_file_says_its_idea_in_its_first_line(path: Path) -> None:
+def test_file_starts_with_a_docstring(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert ast.get_docstring(ast.parse(text)), "the module has no docstring"
     assert text.startswith('"""'), "the docstring is not the first line"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_a_file_can_be_read_in_one_sitting(path: Path) -> None:
-    assert lines_of(path) <= LONGEST_FILE, "look for the second idea in it"
+def test_file_is_not_too_long(path: Path) -> None:
+    assert count_lines(path) <= MAX_FILE_LINES, "split it into two files"
 
 
 def test_core_stays_small() -> None:
-    assert sum(lines_of(path) for path in (PACKAGE / "core").glob("*.py")) < LARGEST_CORE
+    assert sum(count_lines(path) for path in (PACKAGE / "core").glob("*.py")) < MAX_CORE_LINES
 
 
-def test_there_is_no_drawer_for_odds_and_ends() -> None:
-    drawers = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
-    assert not [relative(path) for path in FILES if path.name in drawers]
+def test_there_are_no_utils_modules() -> None:
+    forbidden = {"utils.py", "util.py", "helpers.py", "misc.py", "common.py"}
+    assert not [relative(path) for path in FILES if path.name in forbidden]
 
 
 def test_only_one_module_writes_to_the_terminal() -> None:
-    """It escapes what comes from outside, and outlives a console that is gone; a rich console of one's own does neither."""
+    """`bottega.terminal` escapes control characters and survives a closed console."""
     writers = []
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -97,14 +97,14 @@ def test_only_one_module_writes_to_the_terminal() -> None:
     assert set(writers) <= {"terminal.py"}, "use bottega.terminal"
 
 
-# Nothing reaches through
+# Private names
 
-OTHERS_PRIVATE = {"_actions", "_fingerprint", "_indices", "_parameters", "_modules", "_from_config"}
-"""Of argparse, datasets, torch and transformers, which have no public name for it."""
-OF_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
+FOREIGN_PRIVATE = {"_actions", "_fingerprint", "_indices", "_parameters", "_modules", "_from_config"}
+"""Private names of argparse, datasets, torch and transformers without a public alternative."""
+NAMEDTUPLE_METHODS = {"_replace", "_asdict", "_fields", "_make"}
 
 
-def tree_of(path: Path) -> ast.Module:
+def parse_file(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
@@ -116,8 +116,8 @@ def _is_self(node: ast.expr) -> bool:
     return isinstance(node, ast.Name) and node.id in ("self", "cls")
 
 
-def private_names(tree: ast.AST) -> set[str]:
-    """What a file calls by a name with an underscore because it is its own: functions, methods and attributes."""
+def list_private_names(tree: ast.AST) -> set[str]:
+    """Return the private functions, classes and attributes that a file defines."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -129,8 +129,8 @@ def private_names(tree: ast.AST) -> set[str]:
     return set(filter(is_private, names))
 
 
-def foreign_modules(tree: ast.AST) -> set[str]:
-    """The names under which a file has packages of others."""
+def list_foreign_modules(tree: ast.AST) -> set[str]:
+    """Return the names under which a file imports third-party packages."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -138,52 +138,52 @@ def foreign_modules(tree: ast.AST) -> set[str]:
     return names - {"bottega"}
 
 
-def reached_through(path: Path) -> list[str]:
-    """Private attributes of objects that a file has from elsewhere, and private names that it imports."""
-    tree = tree_of(path)
-    own, foreign = private_names(tree), foreign_modules(tree)
-    found = []
+def find_private_uses(path: Path) -> list[str]:
+    """Return private attributes of foreign objects that a file uses, and private names that it imports."""
+    tree = parse_file(path)
+    own, foreign = list_private_names(tree), list_foreign_modules(tree)
+    names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bottega"):
-            found += [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
+            names += [f"{node.module}.{alias.name}" for alias in node.names if is_private(alias.name)]
         if not isinstance(node, ast.Attribute) or not is_private(node.attr):
             continue
-        of = ast.unparse(node.value)
-        is_engine = of.rpartition(".")[2].endswith("engine") and "engines" not in path.parts
-        is_theirs = of.partition(".")[0] in foreign or node.attr in OTHERS_PRIVATE | OF_TUPLES
-        if is_engine or not (of in ("self", "cls", "super()") or node.attr in own or is_theirs):
-            found.append(f"{of}.{node.attr}")
-    return found
+        owner = ast.unparse(node.value)
+        is_engine = owner.rpartition(".")[2].endswith("engine") and "engines" not in path.parts
+        is_foreign = owner.partition(".")[0] in foreign or node.attr in FOREIGN_PRIVATE | NAMEDTUPLE_METHODS
+        if is_engine or not (owner in ("self", "cls", "super()") or node.attr in own or is_foreign):
+            names.append(f"{owner}.{node.attr}")
+    return names
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_nobody_touches_what_is_private_to_another(path: Path) -> None:
-    assert reached_through(path) == [], "give it a public name, or ask for what you need of it"
+def test_private_names_are_not_used_by_other_files(path: Path) -> None:
+    assert find_private_uses(path) == [], "give it a public name, or use the public interface"
 
 
 OUTSIDE_ENGINES = [path for path in FILES if "engines" not in path.relative_to(PACKAGE).parts]
 
 
 @pytest.mark.parametrize("path", OUTSIDE_ENGINES, ids=relative)
-def test_an_engine_is_known_by_its_interface_alone(path: Path) -> None:
-    """Lazily or not, for types or not, by an import or by a string."""
+def test_engines_are_used_through_their_interface(path: Path) -> None:
+    """Neither by a lazy import, for types, nor by a string."""
     text = path.read_text(encoding="utf-8")
     assert "TorchEngine" not in text, "use bottega.core.engine.Engine"
     assert "engines.torch" not in text, "open it by bottega.engines.backend"
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse_file(path)):
         if isinstance(node, ast.ImportFrom) and node.module == "bottega.engines":
             assert "torch" not in {alias.name for alias in node.names}, "open it by bottega.engines.backend"
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
-def test_what_a_spec_names_is_there(path: Path) -> None:
+def test_references_in_strings_resolve(path: Path) -> None:
     for module, name in REFERENCE.findall(path.read_text(encoding="utf-8")):
         operator.attrgetter(name)(importlib.import_module(module))
 
 
-def test_only_one_module_renames_and_flushes() -> None:
-    """A temporary name, a flush and a rename is what makes a file whole or not there; storage/ does that for everybody."""
-    alone = {
+def test_only_storage_renames_and_syncs_files() -> None:
+    """Atomic writes (temporary name, fsync, rename) are implemented once, in storage/."""
+    reserved = {
         "os.rename",
         "os.replace",
         "os.fsync",
@@ -196,38 +196,38 @@ def test_only_one_module_renames_and_flushes() -> None:
     for path in FILES:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-            # Of a path, .rename(x) and .replace(x) take one argument; of a text, replace takes two.
+            # Path.rename and Path.replace take one argument, str.replace takes two.
             moves = called.endswith((".rename", ".replace")) and len(node.args) == 1 and not node.keywords
-            if called in alone or moves or (isinstance(node, ast.Constant) and str(node.value).startswith(".tmp")):
+            if called in reserved or moves or (isinstance(node, ast.Constant) and str(node.value).startswith(".tmp")):
                 callers.append(relative(path))
     assert {path for path in callers if not path.startswith("storage/")} == set(), "use bottega.storage.durable"
 
 
-def imported_modules(path: Path, modules: set[str]) -> set[str]:
-    """Which of the modules importing a file imports: not what its functions import, nor what only types need."""
+def list_imports(path: Path, modules: set[str]) -> set[str]:
+    """Return the modules that a file imports at import time, without those for types only."""
 
     def walk(node: ast.AST) -> set[str]:
-        found: set[str] = set()
+        names: set[str] = set()
         for child in ast.iter_child_nodes(node):
             is_for_types = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
             if is_for_types or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
                 continue
             if isinstance(child, ast.ImportFrom) and (child.module or "").startswith("bottega"):
-                named = [f"{child.module}.{alias.name}" for alias in child.names]
-                found |= {name if name in modules else str(child.module) for name in named}
-            found |= walk(child)
-        return found
+                full_names = [f"{child.module}.{alias.name}" for alias in child.names]
+                names |= {name if name in modules else str(child.module) for name in full_names}
+            names |= walk(child)
+        return names
 
-    return walk(tree_of(path))
+    return walk(parse_file(path))
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     names = {relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in FILES}
     modules = {f"bottega.{name}": path for name, path in names.items() if name != "__init__"}
-    left = {name: (imported_modules(path, {*modules}) & {*modules}) - {name} for name, path in modules.items()}
+    remaining = {name: (list_imports(path, {*modules}) & {*modules}) - {name} for name, path in modules.items()}
     while True:
-        leaves = {name for name, needs in left.items() if not needs & {*left}}
+        leaves = {name for name, needs in remaining.items() if not needs & {*remaining}}
         if not leaves:
             break
-        left = {name: needs for name, needs in left.items() if name not in leaves}
-    assert not left, "these import each other"
+        remaining = {name: needs for name, needs in remaining.items() if name not in leaves}
+    assert not remaining, "import cycle"

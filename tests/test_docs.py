@@ -1,21 +1,21 @@
 """Every command and snippet of the documentation runs.
 
-Each page of README.md, CONTRIBUTING.md and docs/ is walked from top to bottom in a folder of its own that holds a small
-text, `my.txt`, and what docs/images/samples.py makes. Blocks are told by their fence:
+Each page of README.md, CONTRIBUTING.md and docs/ is run from top to bottom in a temporary folder with a small text,
+`my.txt`, and the output of docs/images/samples.py. The language of a fence decides how its block is run:
 
 - `bash`: each line is a command. `bottega ...` runs in this process through `bottega.cli.main` and must give exit code
-  0, or the one that a trailing `# exit 2` names. `torchrun` on one machine runs for real. `ls`, `tail` and the like go
-  to a shell. What cannot run here (`make`, `tensorboard`, several machines, GPUs) is checked as far as it can be: the
-  make target exists, the recipe and settings behind `-m bottega train` resolve.
-- `python` is executed, with one namespace for a page; if its first line is a comment such as `# mine.py`, it is saved there
-  instead (`# mine.py, continued` adds to it), and is a plugin for what follows.
-- `yaml` must be a recipe or a part of one; if its first line is a comment such as `# mine.yaml`, it is also saved there
-  for the commands below it.
+  0, or the code of a trailing comment such as `# exit 2`. `torchrun` on one machine is run in full. `ls`, `tail` and
+  similar commands are run by a shell. Commands that cannot run here (`make`, `tensorboard`, several machines, GPUs)
+  are checked instead: the make target exists, the recipe and settings after `-m bottega train` resolve.
+- `python` is executed, with one namespace per page; if its first line is a comment such as `# mine.py`, it is saved
+  under that name instead (`# mine.py, continued` appends to it) and becomes a plugin for later blocks.
+- `yaml` must be a recipe or a part of one; if its first line is a comment such as `# mine.yaml`, it is also saved under
+  that name for later commands.
 
-To be fast, and changing nothing else, a command that trains is made small: one narrow layer, one batch of validation,
-few or short samples, and 4 steps where its line does not say how many (SMALLER, below; a key that the line sets itself is
-left alone); so are the parts it needs. `evaluate` draws 24 samples. A recipe made for GPUs is not trained but held
-against its schema; tests/test_recipes.py trains its small form. Preparing data takes seconds, so pages share one cache.
+To be fast, a command that trains is made small and otherwise unchanged: one narrow layer, one batch of validation, few
+or short samples, and 4 steps unless its line sets the number (SMALLER, below; keys set by the line take precedence);
+so are its dependencies. `evaluate` draws 24 samples. A recipe for GPUs is only validated against its schema;
+tests/test_recipes.py trains its small form. Preparing data takes seconds, so pages share one cache.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Block:
 
 @dataclass
 class Page:
-    """What the blocks of one page share."""
+    """State shared by the blocks of one page."""
 
     folder: Path
     names: dict[str, Any] = field(default_factory=lambda: {"__name__": "docs"})
@@ -112,8 +112,8 @@ def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-def blocks_of(path: Path) -> list[Block]:
-    found: list[Block] = []
+def read_blocks(path: Path) -> list[Block]:
+    blocks: list[Block] = []
     inside: tuple[int, str, list[str]] | None = None
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         fence = re.fullmatch(r"\s*```(\w*)\s*", line)
@@ -121,12 +121,12 @@ def blocks_of(path: Path) -> list[Block]:
             inside = (number, fence[1], [])
         elif fence and inside is not None:
             start, kind, lines = inside
-            found.append(Block(start, kind, textwrap.dedent("\n".join(lines)) + "\n"))
+            blocks.append(Block(start, kind, textwrap.dedent("\n".join(lines)) + "\n"))
             inside = None
         elif inside is not None:
             inside[2].append(line)
     assert inside is None, f"{path.name}: the fence of line {inside and inside[0]} is not closed"
-    return found
+    return blocks
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +159,11 @@ def page(tmp_path: Path, shared_cache: Path, samples: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=() if relative(p) in SHORT_PAGES else pytest.mark.slow) for p in PAGES if blocks_of(p)],
+    [pytest.param(p, marks=() if relative(p) in SHORT_PAGES else pytest.mark.slow) for p in PAGES if read_blocks(p)],
     ids=relative,
 )
-def test_what_a_page_shows_runs(path: Path, page: Page) -> None:
-    for block in blocks_of(path):
+def test_commands_and_snippets_of_a_page_run(path: Path, page: Page) -> None:
+    for block in read_blocks(path):
         where = f"{relative(path)}:{block.line}"
         if block.kind == "bash":
             for line in block.text.replace("\\\n", " ").splitlines():
@@ -174,18 +174,18 @@ def test_what_a_page_shows_runs(path: Path, page: Page) -> None:
         elif block.kind == "yaml":
             read_yaml(block, where, page)
         else:
-            assert block.kind in ("text", "json"), f"{where}: a block of kind {block.kind!r}; say bash, python or text"
+            assert block.kind in ("text", "json"), f"{where}: a block of kind {block.kind!r}; use bash, python or text"
 
 
 def run_line(line: str, where: str) -> None:
-    said = re.search(r"#\s*exit (\d+)\s*$", line)
-    expected = int(said[1]) if said else 0
+    comment = re.search(r"#\s*exit (\d+)\s*$", line)
+    expected = int(comment[1]) if comment else 0
     words = shlex.split(line, comments=True)
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-        words.pop(0)  # such as OMP_NUM_THREADS=1, which is set for all of them
+        words.pop(0)  # such as OMP_NUM_THREADS=1, which the fixture sets
     program, rest = words[0], words[1:]
     if program == "bottega":
-        code, output = call(rest)
+        code, output = run_bottega(rest)
         assert code == expected, f"{where}: {line}\nexit code {code}, expected {expected}\n{output}"
     elif program == "make":
         assert re.search(rf"^{rest[0]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), (
@@ -194,27 +194,27 @@ def run_line(line: str, where: str) -> None:
     elif program in SHELL:
         subprocess.run(["bash", "-c", line], check=True, capture_output=True)
     elif program in ("torchrun", "accelerate"):
-        launch(program, rest, line, where)
+        check_launcher(program, rest, line, where)
     elif program == "python" and rest[0].endswith(".py"):
         assert (ROOT / rest[0]).is_file(), f"{where}: no file {rest[0]}"
     else:
-        assert program in NOT_RUN, f"{where}: {program} is neither run nor known to need something that is not here"
+        assert program in NOT_RUN, f"{where}: {program} is neither run nor listed in NOT_RUN"
 
 
-def call(words: list[str]) -> tuple[int, str]:
-    """A `bottega` line, made small; `> file` is understood."""
+def run_bottega(words: list[str]) -> tuple[int, str]:
+    """Run a `bottega` line in its small form, with support for `> file`."""
     target = None
     if ">" in words:
-        at = words.index(">")
-        words, target = words[:at], words[at + 1]
+        index = words.index(">")
+        words, target = words[:index], words[index + 1]
     verb, rest = words[0], words[1:]
     if verb == "train" and set(rest) & set(FOR_GPUS):
-        what_is_trained(rest)  # held against the schema; to train it takes what is not here
+        resolve_recipe(rest)  # validated only; training needs a GPU
         return 0, ""
     if verb == "train" or (verb == "inspect" and not Path(rest[0]).is_dir()):
-        rest = [*rest, *smaller(rest)]
+        rest = [*rest, *small_overrides(rest)]
     elif verb == "verify-resume":
-        rest = [*rest, *(s for s in smaller(rest) if not s.startswith("training."))]
+        rest = [*rest, *(s for s in small_overrides(rest) if not s.startswith("training."))]
     elif verb == "evaluate" and "--count" not in rest and _generates(rest):
         rest = [*rest, "--count", "24"]
     out, err = io.StringIO(), io.StringIO()
@@ -229,51 +229,51 @@ def call(words: list[str]) -> tuple[int, str]:
 
 
 def _generates(rest: list[str]) -> bool:
-    """Whether one of these words is a run that draws samples."""
+    """Return whether one of the arguments is a run that generates samples."""
     files = [Path(word) / "recipe.yaml" for word in rest]
     tasks = [check_recipe([file]).recipe.task for file in files if file.is_file()]
     return any(task in ("image", "audio", "video") for task in tasks)
 
 
-def smaller(words: list[str]) -> list[str]:
-    said = " ".join(words)
-    recipe = what_is_trained(words)
+def small_overrides(words: list[str]) -> list[str]:
+    text = " ".join(words)
+    recipe = resolve_recipe(words)
     settings = {**SMALLER, **SMALLER_BY_TASK.get(recipe.task, {})}
-    settings |= {key: json.dumps(value) for key, value in smaller_parts(recipe).items()}
+    settings |= {key: json.dumps(value) for key, value in small_dependency_settings(recipe).items()}
     if recipe.task in ("image", "audio", "video") and recipe.data.train.kind == "embedded":
-        settings["data.validation.split"] = "0.02"  # all that is held out is measured, and Griffin-Lim takes its time
+        settings["data.validation.split"] = "0.02"  # the held-out data is evaluated in full, and Griffin-Lim is slow
     return [
         f"{key}={value}"
         for key, value in settings.items()
-        if key not in said and f"--{key.rpartition('.')[2]}" not in said
+        if key not in text and f"--{key.rpartition('.')[2]}" not in text
     ]
 
 
-def smaller_parts(recipe: Recipe) -> dict[str, Any]:
-    """Settings of the parts a recipe needs, and of those that these need."""
-    found = {}
+def small_dependency_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return small settings for the dependencies of a recipe, recursively."""
+    result = {}
     for name, need in recipe.needs.items():
         if need.recipe is not None:
-            inner = smaller_parts(check_recipe([need.recipe]).recipe)
-            found[f"needs.{name}.settings"] = {**SMALLER_PART, **inner}
-    return found
+            inner = small_dependency_settings(check_recipe([need.recipe]).recipe)
+            result[f"needs.{name}.settings"] = {**SMALLER_PART, **inner}
+    return result
 
 
-def what_is_trained(words: list[str]) -> Recipe:
-    """The verb's own options say nothing of it."""
+def resolve_recipe(words: list[str]) -> Recipe:
+    """Resolve the recipe of a command line, without the options of the verb."""
     own = (*OPTIONS, *WITH_VALUE)
     settings = [word for i, word in enumerate(words) if word not in own and words[max(0, i - 1)] not in WITH_VALUE]
     return check_recipe(*parse_overrides(settings)).recipe
 
 
-def launch(program: str, words: list[str], line: str, where: str) -> None:
-    at = words.index("bottega")
-    assert words[at - 1] == "-m", f"{where}: a rank is started with -m bottega"
-    verb, *rest = words[at + 1 :]
+def check_launcher(program: str, words: list[str], line: str, where: str) -> None:
+    index = words.index("bottega")
+    assert words[index - 1] == "-m", f"{where}: a rank is started with -m bottega"
+    verb, *rest = words[index + 1 :]
     if program == "accelerate" or "--nnodes" in words:
-        what_is_trained(rest)
+        resolve_recipe(rest)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", *words[: at + 1], verb, *rest, *smaller(rest)]
+    command = [sys.executable, "-m", "torch.distributed.run", *words[: index + 1], verb, *rest, *small_overrides(rest)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
     assert done.returncode == 0, f"{where}: {line}\n{done.stdout}{done.stderr}"
 
@@ -284,7 +284,7 @@ def run_python(block: Block, path: Path, page: Page) -> None:
         before = file.read_text(encoding="utf-8") if named[2] else ""
         file.write_text(before + block.text, encoding="utf-8")
         return
-    # Empty lines in front, so that a traceback names the line of the page.
+    # Leading empty lines, so that a traceback has the line number of the page.
     code = compile("\n" * block.line + block.text, str(path), "exec")
     with contextlib.redirect_stdout(io.StringIO()):
         exec(code, page.names)
@@ -302,30 +302,30 @@ def read_yaml(block: Block, where: str, page: Page) -> None:
         raise AssertionError(f"{where}: {error}") from None
 
 
-# What the pages say about the code is what the code says.
+# Statements about the code.
 
 
 @pytest.mark.parametrize("path", PAGES, ids=relative)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_resolve(path: Path) -> None:
     text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"\w+:", target):
             continue
         file, _, anchor = target.partition("#")
-        there = (path.parent / file).resolve() if file else path
-        assert there.exists(), f"{relative(path)} links to {target}"
+        linked = (path.parent / file).resolve() if file else path
+        assert linked.exists(), f"{relative(path)} links to {target}"
         if anchor:
-            assert anchor in anchors_of(there), f"{relative(path)} links to {target}; {file} has no such heading"
+            assert anchor in list_anchors(linked), f"{relative(path)} links to {target}; {file} has no such heading"
 
 
-def anchors_of(path: Path) -> set[str]:
-    """The anchors that a reader such as GitHub gives to headings."""
+def list_anchors(path: Path) -> set[str]:
+    """Return the anchors of headings, as GitHub generates them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("name", cli.VERBS)
-def test_a_verb_has_a_page_with_all_its_options(name: str) -> None:
+def test_verb_page_lists_all_options(name: str) -> None:
     text = (ROOT / "docs" / "verbs" / f"{name}.md").read_text(encoding="utf-8")
     parser = argparse.ArgumentParser()
     cli.VERBS[name].add_arguments(parser)
@@ -335,7 +335,7 @@ def test_a_verb_has_a_page_with_all_its_options(name: str) -> None:
     assert f"verbs/{name}.md" in (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 
 
-def test_every_exit_code_is_in_the_table() -> None:
+def test_every_exit_code_is_documented() -> None:
     text = (ROOT / "docs" / "resume.md").read_text(encoding="utf-8")
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BottegaError)]
     for code in {0, 85, 130, 143, *(kind.code for kind in kinds)}:
@@ -343,7 +343,7 @@ def test_every_exit_code_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("size", DOCUMENTED_PARAMETERS)
-def test_the_table_of_sizes_is_counted(size: str) -> None:
+def test_table_of_sizes_matches_the_models(size: str) -> None:
     shape = shape_for_size(size, vocab_size=DOCUMENTED_PARAMETERS[size][0])
     numbers = (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_size)
     numbers += (shape.intermediate_size, shape.context, shape.vocab_size, shape.num_parameters())

@@ -1,4 +1,4 @@
-"""The library's calls: listed, fetched on first use, and the same answers as the verbs give."""
+"""The Python API: listed, loaded on first use, and with the results of the command line."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_every_call_is_listed_and_documented() -> None:
         bottega.trian  # noqa: B018
 
 
-def test_listing_them_loads_nothing() -> None:
+def test_listing_the_api_imports_no_framework() -> None:
     code = "import sys, bottega; dir(bottega); bottega.runs; bottega.augment; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, env=small_run.environment())
 
 
-def test_plan_and_lr_find_answer_as_the_verbs_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_and_lr_find_match_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = small_run.write_text(tmp_path / "t.txt")
     settings = small_run.settings(tmp_path, text)
     words = small_run.words(tmp_path, text)[1:]
@@ -51,10 +51,10 @@ def test_plan_and_lr_find_answer_as_the_verbs_do(tmp_path: Path, capsys: pytest.
         bottega.plan("language", {"training.max_steps": -1})
     options = ["--steps", "10", "--min", "1e-4", "--max", "1e-1", "--out", str(tmp_path / "found"), "--json"]
     assert main(["lr-find", *words, *options]) == 0
-    told = json.loads(capsys.readouterr().out)
+    command_report = json.loads(capsys.readouterr().out)
     report = bottega.lr_find("language/shakespeare", settings, low=1e-4, high=1e-1, steps=10)
-    assert report == {name: told[name] for name in report}
-    assert not {"picture", "json"} & report.keys(), "nothing is written unasked"
+    assert report == {name: command_report[name] for name in report}
+    assert not {"picture", "json"} & report.keys(), "nothing is written without `out`"
     bottega.lr_find(["language/shakespeare", settings], low=1e-4, high=1e-1, steps=10, out=tmp_path / "again")
     assert (tmp_path / "again" / "lr-find.json").is_file()
     with pytest.raises(UsageError) as caught:
@@ -62,13 +62,13 @@ def test_plan_and_lr_find_answer_as_the_verbs_do(tmp_path: Path, capsys: pytest.
     assert "--" not in str(caught.value)
 
 
-def test_compare_names_no_flags() -> None:
+def test_compare_errors_name_arguments_without_dashes() -> None:
     with pytest.raises(UsageError, match="alpha 2: expected a number between 0 and 1") as caught:
         bottega.compare("a", "b", alpha=2)
     assert "--" not in str(caught.value)
 
 
-def test_augment_is_a_function_of_the_sample_and_its_place() -> None:
+def test_augment_is_deterministic_for_a_sample_and_its_index() -> None:
     text = "a really fine film about dogs and their people"
     copies = bottega.augment(text, probability=0.3, augmentation_factor=3)
     assert len(copies) == 3
@@ -78,32 +78,34 @@ def test_augment_is_a_function_of_the_sample_and_its_place() -> None:
     pixels = np.arange(8 * 6 * 3, dtype=np.uint8).reshape(8, 6, 3)
     before = pixels.copy()
     flips = [bottega.augment(pixels, flip=True, index=index) for index in range(16)]
-    assert {(one == pixels).all() for one in flips} == {True, False}
-    assert all((one == pixels).all() or (one == pixels[:, ::-1]).all() for one in flips)
-    assert (pixels == before).all(), "the sample itself stays as it is"
+    assert {(image == pixels).all() for image in flips} == {True, False}
+    assert all((image == pixels).all() or (image == pixels[:, ::-1]).all() for image in flips)
+    assert (pixels == before).all(), "the sample itself is not changed"
     frames = np.stack([pixels] * 3)
-    assert (bottega.augment(frames, flip=True, index=3) == np.stack([flips[3]] * 3)).all(), "frames are changed alike"
-    sound = np.sin(np.arange(800, dtype=np.float32))
-    assert not np.array_equal(bottega.augment(sound, rate=8000, noise=0.1), sound)
+    assert (bottega.augment(frames, flip=True, index=3) == np.stack([flips[3]] * 3)).all(), (
+        "all frames have the same augmentation"
+    )
+    waveform = np.sin(np.arange(800, dtype=np.float32))
+    assert not np.array_equal(bottega.augment(waveform, rate=8000, noise=0.1), waveform)
     for wrong in ({"crop": 2.0}, {"noise": 0.1}):
         with pytest.raises(UsageError, match="options of this medium are enabled, crop, flip, colour_jitter"):
             bottega.augment(pixels, **wrong)
     with pytest.raises(UsageError, match="rate: missing"):
-        bottega.augment(sound, frequency_mask=0.1)
+        bottega.augment(waveform, frequency_mask=0.1)
     with pytest.raises(UsageError, match=r"int64 \(3,\) cannot be augmented"):
         bottega.augment(np.arange(3))
 
 
-def test_the_help_of_train_names_the_keys_that_are_set_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_train_lists_common_keys(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     plain = load_recipe(["language", {"data.train.path": "x"}]).recipe
     for key, short in KEYS.items():
-        assert key in shown
-        assert short in shown
+        assert key in output
+        assert short in output
         if short:
             assert set(resolve_alias(short.removeprefix("--"), 1)) == {key}
-    assert describe_keys().splitlines()[0] in shown
-    (line,) = (line for line in shown.splitlines() if "training.batch_size" in line)
+    assert describe_keys().splitlines()[0] in output
+    (line,) = (line for line in output.splitlines() if "training.batch_size" in line)
     assert line.endswith(f"[{type(plain.training).model_fields['batch_size'].default}]")

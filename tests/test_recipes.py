@@ -1,4 +1,4 @@
-"""Every recipe that comes with the program is sound, says how to run it, and trains in a small form."""
+"""Every bundled recipe resolves, documents its command, and trains in a small form."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_data(tmp_path_factory.mktemp("data"))
 
 
-def header_of(name: str) -> str:
-    """The comment lines a recipe file begins with."""
+def read_header(name: str) -> str:
+    """Return the comment lines at the start of a recipe file."""
     lines = (bundled_recipes.RECIPE_FOLDER / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     end = next(i for i, line in enumerate(lines) if not line.startswith("#"))
     return "\n".join(line.lstrip("#").strip() for line in lines[:end])
 
 
-def test_there_are_recipes() -> None:
+def test_main_recipes_are_bundled() -> None:
     assert {"language", "language/verse", "language/stanza", "language/epic", *GENERATED} <= set(NAMES)
 
 
@@ -55,21 +55,21 @@ def test_a_recipe_resolves_and_round_trips(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_header_has_the_command_and_says_what_it_trains(name: str, text: Path) -> None:
-    header = header_of(name)
+def test_header_documents_command_and_model(name: str, text: Path) -> None:
+    header = read_header(name)
     assert header.splitlines()[0].endswith("."), "the first line is a sentence: `bottega recipes` prints it"
     assert "Trains:" in header
     command = re.search(r"^bottega train (.*)$", header, re.MULTILINE)
     assert command, "no line `bottega train ...`"
     sources, overrides = parse_overrides(shlex.split(command[1]))
     assert sources == [name]
-    # The file of the example stands for the reader's own, which is the one thing that cannot come with the program.
-    given = [(key, str(text) if key == "data" else value, origin) for key, value, origin in overrides]
-    load_recipe(sources, given)
+    # The data path of the example is a placeholder for the user's own file.
+    existing = [(key, str(text) if key == "data" else value, origin) for key, value, origin in overrides]
+    load_recipe(sources, existing)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "/" in n else ()) for n in NAMES])
-def test_the_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp_path: Path) -> None:
+def test_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp_path: Path) -> None:
     run = bottega.train(name, settings(name, data, tmp_path))
     rows = [row for row in run.history() if row["kind"] == "train"]
     assert [row["step"] for row in rows] == [1, 2, 3]
@@ -77,11 +77,11 @@ def test_the_small_form_trains_three_steps(name: str, data: dict[str, Path], tmp
     assert rows[-1]["loss"] > 0
     assert (run.path / "checkpoints" / "last" / "model.safetensors").is_file()
     if task_of(name) in GENERATED:
-        assert len(list((run.path / "samples" / "step-00000003").iterdir())) >= 2, "and draws"
+        assert len(list((run.path / "samples" / "step-00000003").iterdir())) >= 2, "samples are written"
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_every_function_that_a_task_names_is_there(task: str) -> None:
+def test_functions_named_by_a_task_exist(task: str) -> None:
     spec = TASKS[task]
     functions = [spec.open, spec.reopen, spec.preview, *([spec.prepare] if spec.prepare is not None else [])]
     assert all(callable(resolve_reference(function)) for function in functions)

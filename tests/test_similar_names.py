@@ -1,4 +1,4 @@
-"""Suggestions are for slips of the hand: a name that is really near, or none."""
+"""Suggestions correct typing errors: a similar name, or none."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ KEYS = sorted(key for key in collect_schema_keys(LanguageRecipe) if "*" not in k
 
 
 @given(st.sampled_from(KEYS), st.integers(0, 60), st.sampled_from(string.ascii_lowercase), st.integers(0, 2))
-def test_one_slip_is_found_again(key: str, place: int, letter: str, kind: int) -> None:
-    """A letter too many, one missing, or two swapped: the key itself is among the nearest."""
-    at = place % len(key)
+def test_single_typing_error_suggests_the_key(key: str, position: int, letter: str, kind: int) -> None:
+    """One letter inserted, deleted or transposed: the key is among the suggestions."""
+    at = position % len(key)
     typed = {
         0: key[:at] + letter + key[at:],
         1: key[:at] + key[at + 1 :],
@@ -39,7 +39,7 @@ def test_one_slip_is_found_again(key: str, place: int, letter: str, kind: int) -
         ("sgd", ["adam", "lion"]),
     ],
 )
-def test_another_word_is_no_slip(word: str, names: list[str]) -> None:
+def test_other_words_get_no_suggestion(word: str, names: list[str]) -> None:
     assert find_similar_names(word, names) == []
 
 

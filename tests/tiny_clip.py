@@ -1,4 +1,4 @@
-"""A text encoder and its tokenizer as transformers saves them, small enough for a test."""
+"""A tiny CLIP text encoder and tokenizer, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WORDS = ("bright", "dark", "square", "red")
 
 
 def tokenizer() -> Any:
-    """Every byte, within a word and at its end, and a few whole words."""
+    """Return a tokenizer with all bytes, inside words and at their end, and a few complete words."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 
@@ -28,7 +28,7 @@ def tokenizer() -> Any:
 
 
 def save(folder: Path, *, seed: int = 0) -> Path:
-    """Encoder and tokenizer in one folder. Other seeds are other weights."""
+    """Write encoder and tokenizer to one folder; the seed determines the weights."""
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel
     from transformers.utils import logging

@@ -1,5 +1,7 @@
-"""Frozen models as their libraries save them, random and small enough for a test: a LLaMA, a CLIP, and pipelines of
-diffusers. Nothing is fetched; other seeds are other weights."""
+"""Tiny random models as their libraries save them: a LLaMA, a CLIP, and pipelines of diffusers.
+
+Nothing is downloaded; the seed determines the weights.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from typing import Any
 from tiny_clip import tokenizer as clip_tokenizer
 
 LENGTH = 16
-"""Tokens that the text encoders read."""
+"""Context length of the text encoders, in tokens."""
 T5_LENGTH = 24
 WORDS = ("star", "moon", "red", "blue", "striped", "plain", "a", "an", "of", "person", "likes", "keywords")
 
 
 def llama(folder: Path, *, seed: int = 0, words: tuple[str, ...] = WORDS, **sizes: Any) -> Path:
-    """LlamaForCausalLM with two heads of keys for four of queries, and a tokenizer that puts <s> first as LLaMA-2 does."""
+    """Write a LlamaForCausalLM with 4 query and 2 key heads, and a tokenizer that prepends <s> like LLaMA-2."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokens = llama_tokenizer(words)
@@ -39,12 +41,12 @@ def llama(folder: Path, *, seed: int = 0, words: tuple[str, ...] = WORDS, **size
     )
     with _quiet():
         tokens.save_pretrained(folder)
-        _drawn(LlamaForCausalLM(config), seed).save_pretrained(folder)
+        _initialise(LlamaForCausalLM(config), seed).save_pretrained(folder)
     return folder
 
 
 def llama_tokenizer(words: tuple[str, ...] = WORDS) -> Any:
-    """Every byte, and each of the words in one token after a space."""
+    """Return a tokenizer with all bytes, and a token for each of the words with its leading space."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -67,19 +69,19 @@ def llama_tokenizer(words: tuple[str, ...] = WORDS) -> Any:
 
 
 def clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: Any) -> Path:
-    """CLIPModel for small pictures, with its tokenizer and the file that says how pictures are resized and normalised."""
+    """Write a CLIPModel for small images, with its tokenizer and image processor configuration."""
     from transformers import CLIPConfig, CLIPModel
 
     words = clip_tokenizer()
     words.model_max_length = LENGTH
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **sizes}
-    text = {**tower, "max_position_embeddings": LENGTH, **_words_of(words)}
+    text = {**tower, "max_position_embeddings": LENGTH, **_vocabulary_config(words)}
     vision = {**tower, "image_size": image_size, "patch_size": 8}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
     with _quiet():
         words.save_pretrained(folder)
-        _drawn(CLIPModel(config), seed).save_pretrained(folder)
-    seen = {
+        _initialise(CLIPModel(config), seed).save_pretrained(folder)
+    processor_config = {
         "image_processor_type": "CLIPImageProcessor",
         "size": {"shortest_edge": image_size},
         "crop_size": {"height": image_size, "width": image_size},
@@ -89,13 +91,15 @@ def clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: Any) -> 
         "image_std": [0.26862954, 0.26130258, 0.27577711],
         **dict.fromkeys(("do_resize", "do_center_crop", "do_rescale", "do_normalize", "do_convert_rgb"), True),
     }
-    (folder / "preprocessor_config.json").write_text(json.dumps(seen))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor_config))
     return folder
 
 
 def stable_diffusion(folder: Path, *, seed: int = 0, second: bool = False, **scheduler: Any) -> Path:
-    """StableDiffusionPipeline as version 1.5 is built, or as version 2 with `second`: v, and heads of one size.
-    `scheduler` changes its configuration. Pictures are 32 x 32, latents 4 x 4 of them."""
+    """Write a StableDiffusionPipeline like version 1.5, or with `second` version 2: v-prediction, heads of one size.
+
+    `scheduler` changes its configuration. Images are 32 x 32, latents 4 x 4.
+    """
     from diffusers import DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextModel
 
@@ -103,26 +107,26 @@ def stable_diffusion(folder: Path, *, seed: int = 0, second: bool = False, **sch
     unet = UNet2DConditionModel(**_unet(cross_attention_dim=16, **{"attention_head_dim": 2, **more}))
     words, encoder = _text_encoder(CLIPTextModel, 16, "gelu" if second else "quick_gelu")
     pipe = StableDiffusionPipeline(
-        vae=_drawn(_vae(), seed),
-        text_encoder=_drawn(encoder, seed + 1),
+        vae=_initialise(_vae(), seed),
+        text_encoder=_initialise(encoder, seed + 1),
         tokenizer=words,
-        unet=_drawn(unet, seed + 2),
+        unet=_initialise(unet, seed + 2),
         scheduler=DDIMScheduler(**_betas("v_prediction" if second else "epsilon", scheduler)),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
     )
-    return _saved(pipe, folder)
+    return _save_pipeline(pipe, folder)
 
 
 def stable_diffusion_xl(folder: Path, *, seed: int = 0, **scheduler: Any) -> Path:
-    """StableDiffusionXLPipeline: two text encoders of different widths, and sizes of pictures among the conditions."""
+    """Write a StableDiffusionXLPipeline: two text encoders of different widths, and image sizes as conditions."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
-    first, one = _text_encoder(CLIPTextModel, 16, "quick_gelu")
-    other, two = _text_encoder(CLIPTextModelWithProjection, 24, "gelu", projection_dim=20)
-    other.pad_token = "!"  # as the second tokenizer of SDXL fills up
+    first_tokenizer, first_encoder = _text_encoder(CLIPTextModel, 16, "quick_gelu")
+    second_tokenizer, second_encoder = _text_encoder(CLIPTextModelWithProjection, 24, "gelu", projection_dim=20)
+    second_tokenizer.pad_token = "!"  # the padding of SDXL's second tokenizer
     unet = UNet2DConditionModel(
         **_unet(
             cross_attention_dim=16 + 24,
@@ -133,33 +137,33 @@ def stable_diffusion_xl(folder: Path, *, seed: int = 0, **scheduler: Any) -> Pat
             projection_class_embeddings_input_dim=20 + 6 * 8,
         )
     )
-    said = {**_betas("epsilon", scheduler), "timestep_spacing": "leading", "interpolation_type": "linear"}
+    scheduler_config = {**_betas("epsilon", scheduler), "timestep_spacing": "leading", "interpolation_type": "linear"}
     pipe = StableDiffusionXLPipeline(
-        vae=_drawn(_vae(scaling_factor=0.13025), seed),
-        text_encoder=_drawn(one, seed + 1),
-        text_encoder_2=_drawn(two, seed + 2),
-        tokenizer=first,
-        tokenizer_2=other,
-        unet=_drawn(unet, seed + 3),
+        vae=_initialise(_vae(scaling_factor=0.13025), seed),
+        text_encoder=_initialise(first_encoder, seed + 1),
+        text_encoder_2=_initialise(second_encoder, seed + 2),
+        tokenizer=first_tokenizer,
+        tokenizer_2=second_tokenizer,
+        unet=_initialise(unet, seed + 3),
         scheduler=EulerDiscreteScheduler(
-            **{k: v for k, v in said.items() if k not in ("clip_sample", "set_alpha_to_one")}
+            **{k: v for k, v in scheduler_config.items() if k not in ("clip_sample", "set_alpha_to_one")}
         ),
         add_watermarker=False,
     )
-    return _saved(pipe, folder)
+    return _save_pipeline(pipe, folder)
 
 
 def flow(folder: Path, *, seed: int = 0, with_t5: bool = True, **scheduler: Any) -> Path:
-    """StableDiffusion3Pipeline: a transformer that predicts velocity, two CLIPs beside each other and a T5 after them."""
+    """Write a StableDiffusion3Pipeline: a transformer that predicts velocity, two CLIP encoders and a T5."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
-    first, one = _text_encoder(CLIPTextModelWithProjection, 16, "quick_gelu", projection_dim=12)
-    other, two = _text_encoder(CLIPTextModelWithProjection, 24, "gelu", projection_dim=20)
-    other.pad_token = "!"
-    third = t5_tokenizer()
+    first_tokenizer, first_encoder = _text_encoder(CLIPTextModelWithProjection, 16, "quick_gelu", projection_dim=12)
+    second_tokenizer, second_encoder = _text_encoder(CLIPTextModelWithProjection, 24, "gelu", projection_dim=20)
+    second_tokenizer.pad_token = "!"
+    t5_tokens = t5_tokenizer()
     t5 = T5EncoderModel(
-        T5Config(vocab_size=len(third), d_model=48, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
+        T5Config(vocab_size=len(t5_tokens), d_model=48, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0)
     )
     transformer = SD3Transformer2DModel(
         sample_size=4,
@@ -176,21 +180,21 @@ def flow(folder: Path, *, seed: int = 0, with_t5: bool = True, **scheduler: Any)
     )
     vae = _vae(scaling_factor=1.5, shift_factor=0.06, use_quant_conv=False, use_post_quant_conv=False)
     pipe = StableDiffusion3Pipeline(
-        vae=_drawn(vae, seed),
-        text_encoder=_drawn(one, seed + 1),
-        text_encoder_2=_drawn(two, seed + 2),
-        text_encoder_3=_drawn(t5, seed + 3) if with_t5 else None,
-        tokenizer=first,
-        tokenizer_2=other,
-        tokenizer_3=third if with_t5 else None,
-        transformer=_drawn(transformer, seed + 4),
+        vae=_initialise(vae, seed),
+        text_encoder=_initialise(first_encoder, seed + 1),
+        text_encoder_2=_initialise(second_encoder, seed + 2),
+        text_encoder_3=_initialise(t5, seed + 3) if with_t5 else None,
+        tokenizer=first_tokenizer,
+        tokenizer_2=second_tokenizer,
+        tokenizer_3=t5_tokens if with_t5 else None,
+        transformer=_initialise(transformer, seed + 4),
         scheduler=FlowMatchEulerDiscreteScheduler(**{"shift": 3.0, **scheduler}),
     )
-    return _saved(pipe, folder)
+    return _save_pipeline(pipe, folder)
 
 
 def t5_tokenizer() -> Any:
-    """Letters and a few words; it ends a text and puts nothing before it."""
+    """Return a tokenizer of letters and a few words that appends </s> and prepends nothing."""
     from transformers import T5Tokenizer
 
     letters = "abcdefghijklmnopqrstuvwxyz,."
@@ -214,7 +218,7 @@ def _unet(**more: Any) -> dict[str, Any]:
 
 
 def _vae(**more: Any) -> Any:
-    """Of four stages, so that it is 8 times smaller along each side, as they all are."""
+    """Return a VAE with four stages, so that latents are 8 times smaller along each side."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
@@ -241,37 +245,37 @@ def _text_encoder(kind: Any, width: int, activation: str, **more: Any) -> tuple[
         num_attention_heads=2,
         max_position_embeddings=LENGTH,
         hidden_act=activation,
-        **_words_of(words),
+        **_vocabulary_config(words),
         **more,
     )
     return words, kind(config)
 
 
-def _words_of(words: Any) -> dict[str, int]:
+def _vocabulary_config(words: Any) -> dict[str, int]:
     named = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
     return {"vocab_size": len(words), **named}
 
 
 def _betas(prediction: str, changes: dict[str, Any]) -> dict[str, Any]:
-    said = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
-    return {**said, "prediction_type": prediction, "clip_sample": False, "set_alpha_to_one": False, **changes}
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+    return {**betas, "prediction_type": prediction, "clip_sample": False, "set_alpha_to_one": False, **changes}
 
 
-def _drawn(model: Any, seed: int) -> Any:
-    """Weights large enough that every part of the input shows in the answer."""
+def _initialise(model: Any, seed: int) -> Any:
+    """Initialise weights large enough that every part of the input affects the output."""
     import torch
 
-    draw, others = (torch.Generator().manual_seed(one) for one in (seed, seed + 1000))
+    draw, others = (torch.Generator().manual_seed(number) for number in (seed, seed + 1000))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.copy_(parameter[0].numel() ** -0.5 * torch.randn(parameter.shape, generator=draw))
-            elif parameter.numel() > 1 and parameter.std() > 0:  # which the libraries draw otherwise in every process
+            elif parameter.numel() > 1 and parameter.std() > 0:  # initialised at random by the library
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=others))
     return model.eval()
 
 
-def _saved(pipe: Any, folder: Path) -> Path:
+def _save_pipeline(pipe: Any, folder: Path) -> Path:
     with _quiet():
         pipe.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""The toy task with state: a buffer that a forward reads, a trace beside the weights, and the last examples in order."""
+"""The toy task with state: a buffer read by the forward pass, a running trace, and the last examples in order."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Remembering(Toy):
         return {"trace": torch.zeros(F), "last": torch.zeros(LAST, F)}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        found = super().loss(models, batch, rng)
+        loss = super().loss(models, batch, rng)
         mean = batch["x"].mean(dim=1)
         stats = {"x": mean.sum(0), "n": torch.tensor(float(len(mean)))}
-        return found._replace(stats=stats, rows={"mean": mean})
+        return loss._replace(stats=stats, rows={"mean": mean})
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        trace = 0.9 * tensors["trace"] + seen["x"] / seen["n"]
-        last = torch.cat((tensors["last"], seen["mean"]))[-LAST:]
+    def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        trace = 0.9 * tensors["trace"] + batch_stats["x"] / batch_stats["n"]
+        last = torch.cat((tensors["last"], batch_stats["mean"]))[-LAST:]
         return {"trace": trace, "shift": 0.1 * trace, "last": last, "head.bias": tensors["head.bias"] * 0.99}

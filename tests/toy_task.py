@@ -1,6 +1,6 @@
-"""A task of two terms with ragged masks, noise and dropout: everything the engine promises about, in a few hundred weights.
+"""A toy task with two loss terms, ragged masks, noise and dropout: everything the engine supports, in a tiny model.
 
-b: examples   T: places of an example, of which `mask` counts some   F: features
+b: examples   T: positions of an example, of which `mask` selects some   F: features
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 class Toy(Task):
-    """Squared error over the places that count, and a term over whole examples."""
+    """Squared error over the masked positions, and a term over examples."""
 
     dropout: float = 0.0
     noise: float = 0.1
@@ -70,7 +70,7 @@ class Toy(Task):
 
 
 def source(*, samples: int = 40, bad: int | None = None) -> ArraySource:
-    """`bad` is the number of a sample with an infinity in it."""
+    """Return random samples; sample number `bad` contains an infinity."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((samples, T, F), dtype=np.float32)
     lengths = rng.integers(1, T + 1, samples)
@@ -81,8 +81,8 @@ def source(*, samples: int = 40, bad: int | None = None) -> ArraySource:
 
 
 def training(**changes: Any) -> Training:
-    usual = {"max_steps": 8, "batch_size": 8, "learning_rate": 1e-2, "mixed_precision": "fp32"}
-    return Training.model_validate({**usual, **changes})
+    defaults = {"max_steps": 8, "batch_size": 8, "learning_rate": 1e-2, "mixed_precision": "fp32"}
+    return Training.model_validate({**defaults, **changes})
 
 
 def engine(
@@ -109,7 +109,7 @@ def loader(data: ArraySource | None = None, *, of: TorchEngine, batch_size: int 
 
 
 def advance(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dict[str, float]]:
-    """The steps from `start` up to `stop`; what each of them reported."""
+    """Train from step `start` up to `stop`; return the report of each step."""
     stream = batches(start)
     reports = [of.fetch(of.train_step(step, next(stream))) for step in range(start, stop)]
     stream.close()
@@ -117,7 +117,7 @@ def advance(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dic
 
 
 def state(of: TorchEngine) -> dict[str, np.ndarray]:
-    """A copy of everything a checkpoint keeps, as `file/name`."""
+    """Return a copy of everything in a checkpoint, as `file/name` -> array."""
     return {f"{file}/{name}": t.detach().numpy().copy() for file, ts in of.state().items() for name, t in ts.items()}
 
 

@@ -1,6 +1,6 @@
-"""What the tests want to see of two processes, in one launch: `torchrun --nproc_per_node 2 two_ranks.py FOLDER TEXT`.
+"""All two-process experiments of the tests in one launch: `torchrun --nproc_per_node 2 two_ranks.py FOLDER TEXT`.
 
-Rank 0 leaves files in FOLDER; test_two_ranks.py and the contract compare them with one process.
+The ranks write files to FOLDER; test_two_ranks.py and the contract compare them with one process.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ BAD = 11
 IMAGE = {"training.max_steps": 4, "training.ema": 0.9, "evaluation.every": 2, "samples.every": 4, "samples.count": 2}
 
 
-def keep(folder: Path, name: str, tensors: dict[str, np.ndarray]) -> None:
+def save_tensors(folder: Path, name: str, tensors: dict[str, np.ndarray]) -> None:
     save_file({key.replace("/", "|"): array for key, array in tensors.items()}, folder / f"{name}.{RANK}.safetensors")
 
 
 def splits(folder: Path) -> None:
     """The same three steps, with and without micro-batches."""
     for micro in (None, 1, 3):
-        one = engine(training(optimizer={"name": "sgd"}), micro=micro)
-        assert (one.rank, one.world) == (RANK, 2)
-        reports = advance(one, loader(of=one), 0, 3)
-        keep(folder, f"split-{micro}", state(one))
+        toy_engine = engine(training(optimizer={"name": "sgd"}), micro=micro)
+        assert (toy_engine.rank, toy_engine.world) == (RANK, 2)
+        reports = advance(toy_engine, loader(of=toy_engine), 0, 3)
+        save_tensors(folder, f"split-{micro}", state(toy_engine))
         if RANK == 0:
             (folder / f"split-{micro}.json").write_text(json.dumps([r["loss"] for r in reports]))
 
 
 def tensor(folder: Path) -> None:
-    """Both ranks share the work on the same samples, so each is what one process is."""
+    """Tensor ranks process the same samples, so each equals a single process."""
     for name, task in {"tensor": Dropped(), "tensor-bare": Whole(), "tensor-state": Remembering()}.items():
-        one = engine(
+        toy_engine = engine(
             training(optimizer={"name": "sgd"}), task=task, micro=3, world=World.from_environment({"tensor": 2})
         )
-        assert (one.rank, one.world, one.data_rank, one.data_size) == (RANK, 2, 0, 1)
-        reports = advance(one, loader(of=one), 0, 3)
-        keep(folder, name, state(one))
+        assert (toy_engine.rank, toy_engine.world, toy_engine.data_rank, toy_engine.data_size) == (RANK, 2, 0, 1)
+        reports = advance(toy_engine, loader(of=toy_engine), 0, 3)
+        save_tensors(folder, name, state(toy_engine))
         (folder / f"{name}.{RANK}.json").write_text(json.dumps([r["loss"] for r in reports]))
-    assert one.any_rank(RANK == 1), "what one rank asks for, all do, whatever samples they see"
-    batches = iter_eval_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size)
-    _, found = evaluate_with_rows(engine(task=Named(), world=World.from_environment({"tensor": 2})), batches)
-    keep(folder, "tensor-rows", found)
+    assert toy_engine.any_rank(RANK == 1), "a request of one rank reaches all ranks"
+    batches = iter_eval_batches(source(samples=37), 8, data_rank=toy_engine.data_rank, data_size=toy_engine.data_size)
+    _, arrays = evaluate_with_rows(engine(task=Named(), world=World.from_environment({"tensor": 2})), batches)
+    save_tensors(folder, "tensor-rows", arrays)
 
 
 class Dropped(Toy):
@@ -80,37 +80,37 @@ THAWING = [{"pattern": "(second|head).*"}, {"pattern": ".*", "starts": 2}]
 
 
 def thawing(folder: Path) -> None:
-    """Some parameters join in at the third step, when their gradients have to be waited for."""
-    one = engine(training(optimizer={"name": "sgd"}, groups=THAWING))
-    one.set_schedule(one.rate, total=8, steps_per_epoch=5)
-    advance(one, loader(of=one), 0, 4)
-    keep(folder, "thawing", state(one))
+    """Some parameters become trainable at the third step, and their gradients are then reduced too."""
+    toy_engine = engine(training(optimizer={"name": "sgd"}, groups=THAWING))
+    toy_engine.set_schedule(toy_engine.rate, total=8, steps_per_epoch=5)
+    advance(toy_engine, loader(of=toy_engine), 0, 4)
+    save_tensors(folder, "thawing", state(toy_engine))
 
 
 def remembering(folder: Path) -> None:
-    """State that follows from what both ranks have seen."""
-    one = engine(training(optimizer={"name": "sgd"}), task=Remembering(), micro=3)
-    advance(one, loader(of=one), 0, 3)
-    keep(folder, "remembering", state(one))
+    """State that is computed from the samples of both ranks."""
+    toy_engine = engine(training(optimizer={"name": "sgd"}), task=Remembering(), micro=3)
+    advance(toy_engine, loader(of=toy_engine), 0, 3)
+    save_tensors(folder, "remembering", state(toy_engine))
 
 
 class Named(Toy):
-    """Says of each example who it is."""
+    """Returns an identifier of each example as a row."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
         return super().loss(models, batch, rng)._replace(rows={"first": batch["x"][:, 0]})
 
 
 def rows(folder: Path) -> None:
-    """37 samples in batches of 8, the last of which the ranks cannot share equally."""
-    _, found = evaluate_with_rows(
+    """37 samples in batches of 8; the last batch cannot be split evenly."""
+    _, arrays = evaluate_with_rows(
         engine(task=Named()), iter_eval_batches(source(samples=37), 8, data_rank=RANK, data_size=2)
     )
-    keep(folder, "rows", found)
+    save_tensors(folder, "rows", arrays)
 
 
 class Cramped(Toy):
-    """Only the second rank has little memory."""
+    """Only the second rank runs out of memory."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
         if RANK == 1 and len(batch["x"]) > 2:
@@ -130,31 +130,34 @@ CRAMPED = {"memory": Cramped, "memory-bare": Bare, "memory-apart": Apart}
 
 
 def memory(folder: Path) -> None:
-    """What fits one rank alone is not tried by the other, and nobody waits for the gradients of one that had no room."""
+    """Both ranks use the micro-batch that fits both, and no rank waits for gradients of one that ran out of memory."""
     for name, task in CRAMPED.items():
-        one = engine(training(micro_batch_size="auto", optimizer={"name": "sgd"}), task=task())
-        advance(one, loader(of=one), 0, 3)
-        assert one.micro_batch_size == 2
-        keep(folder, name, state(one))
+        toy_engine = engine(training(micro_batch_size="auto", optimizer={"name": "sgd"}), task=task())
+        advance(toy_engine, loader(of=toy_engine), 0, 3)
+        assert toy_engine.micro_batch_size == 2
+        save_tensors(folder, name, state(toy_engine))
 
 
 def evaluation(folder: Path) -> None:
-    """37 samples in batches of 8: the last batch cannot be shared equally."""
-    one = engine(task=Weighted(noise=0.0))
-    means = evaluate(one, iter_eval_batches(source(samples=37), 8, data_rank=one.data_rank, data_size=one.data_size))
+    """37 samples in batches of 8; the last batch cannot be split evenly."""
+    toy_engine = engine(task=Weighted(noise=0.0))
+    means = evaluate(
+        toy_engine,
+        iter_eval_batches(source(samples=37), 8, data_rank=toy_engine.data_rank, data_size=toy_engine.data_size),
+    )
     (folder / f"evaluation.{RANK}.json").write_text(json.dumps(means))
 
 
 class Weighted(Toy):
-    """Padding rows of an evaluation count nowhere."""
+    """Ignores the padding rows of an evaluation."""
 
     def counts(self, batch: Any) -> Any:
         return super().counts(without_padding(batch))
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
         rows = batch["weight"] > 0 if "weight" in batch else torch.ones(len(batch["x"]), dtype=torch.bool)
-        kept = {name: value[rows] for name, value in batch.items() if name != "weight"}
-        return super().loss(models, kept, type(rng)(rng.seed, rng.step, rng.positions[rows], rng.xp))
+        selected = {name: value[rows] for name, value in batch.items() if name != "weight"}
+        return super().loss(models, selected, type(rng)(rng.seed, rng.step, rng.positions[rows], rng.xp))
 
 
 def without_padding(batch: Any) -> Any:
@@ -165,7 +168,7 @@ def without_padding(batch: Any) -> Any:
 
 
 class Slow(Snapshot):
-    """A disk on which a checkpoint takes a while."""
+    """A snapshot that takes long to write."""
 
     def __init__(self, inner: Snapshot) -> None:
         self.inner = inner
@@ -176,7 +179,7 @@ class Slow(Snapshot):
 
 
 class Shouting(Toy):
-    """One rank's loss is infinite, and everybody's gradients are in order."""
+    """The loss of one rank is infinite; all gradients are finite."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
         out = super().loss(models, batch, rng)
@@ -185,25 +188,30 @@ class Shouting(Toy):
 
 
 def disagreement(folder: Path) -> None:
-    one = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=Shouting())
-    advance(one, loader(of=one), 0, 2)
-    keep(folder, "disagreement", state(one))
+    toy_engine = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=Shouting())
+    advance(toy_engine, loader(of=toy_engine), 0, 2)
+    save_tensors(folder, "disagreement", state(toy_engine))
 
 
 def rollback(folder: Path) -> None:
-    """A bad sample on one rank: both go back to the same checkpoint, although rank 0 was still writing it."""
-    one = engine(training(on_nonfinite="rollback", optimizer={"name": "sgd"}))
-    batches = loader(source(bad=BAD), of=one)
-    quick = one.snapshot
-    one.snapshot = lambda: Slow(quick())  # type: ignore[method-assign,assignment]
+    """A bad sample on one rank: both roll back to the same checkpoint, although rank 0 is still writing it."""
+    toy_engine = engine(training(on_nonfinite="rollback", optimizer={"name": "sgd"}))
+    batches = loader(source(bad=BAD), of=toy_engine)
+    snapshot = toy_engine.snapshot
+    toy_engine.snapshot = lambda: Slow(snapshot())  # type: ignore[method-assign,assignment]
     saver = Saver(folder / "rollback", keep=2, fingerprint={}, announce=lambda p, path: None, warn=lambda text: None)
     recover = NonfiniteRecovery(
-        engine=one, loader=batches, saver=saver, policy="rollback", folder=folder / "evidence", warn=lambda text: None
+        engine=toy_engine,
+        loader=batches,
+        saver=saver,
+        policy="rollback",
+        folder=folder / "evidence",
+        warn=lambda text: None,
     )
     progress = Progress(total=6)
     rows = [JsonLines(folder / "rollback.jsonl", print)] if RANK == 0 else []
     Trainer(
-        engine=one,
+        engine=toy_engine,
         batches=batches,
         progress=progress,
         cadences=Cadences(log=1, save=1),
@@ -211,12 +219,12 @@ def rollback(folder: Path) -> None:
         recover=recover,
         callbacks=rows,
     ).run()
-    keep(folder, "rollback", state(one))
+    save_tensors(folder, "rollback", state(toy_engine))
     (folder / f"rollback.{RANK}.json").write_text(json.dumps(progress.to_json()))
 
 
 def language(folder: Path, text: Path) -> None:
-    """The command itself: a run, and the same one in two halves, of which the second has more steps to do."""
+    """The command: a run, and the same run in two halves, the second with more steps."""
     halves = {"name": "halves", "training.scheduler.name": "constant"}
     for changes in ({"name": "whole"}, {**halves, "training.max_steps": 3}, {**halves, "training.max_steps": 6}):
         code = cli.main(words(folder, text, "--quiet", **{"training.max_steps": 6, "checkpoint.every": 2, **changes}))
@@ -224,13 +232,13 @@ def language(folder: Path, text: Path) -> None:
 
 
 def image(folder: Path) -> None:
-    """27 samples to learn from and 9 held out, of which the second batch is a single one."""
+    """27 training samples and 9 held out, whose second batch has a single sample."""
     assert cli.main(small_media.words(folder, "--quiet", name="image", **IMAGE)) == 0
 
 
 if __name__ == "__main__":
     out = Path(sys.argv[1])
-    # Engines that are built here and never closed share one group.
+    # The engines here are never closed and share one process group.
     leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     splits(out)
     thawing(out)
@@ -241,10 +249,10 @@ if __name__ == "__main__":
     evaluation(out)
     disagreement(out)
     rollback(out)
-    gc.collect()  # wrappers of engines that were never closed, which would outlive the group
-    dist.barrier()  # nobody leaves while another still talks
+    gc.collect()  # wrappers of unclosed engines, which would outlive the group
+    dist.barrier()  # no rank leaves while another still communicates
     dist.destroy_process_group = leave
     leave()
-    # Each command joins a group of its own, under the same launcher.
+    # Each command joins its own group under the same launcher.
     language(out, Path(sys.argv[2]))
     image(out)

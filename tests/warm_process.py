@@ -1,8 +1,7 @@
-"""`bottega` commands as forks of one process that has imported and used everything, so that a command costs what it
-computes and not a start of Python and torch.
+"""Run `bottega` commands as forks of a warm process, to save the start of Python and the import of torch.
 
-Arguments, environment, folder, standard files, signals and exit codes are as those of a process of its own. Tests of the
-start itself (signals during imports, import hooks, launchers) start a new Python: see `command` of small_run.py.
+Arguments, environment, working directory, standard files, signals and exit codes are those of a separate process. Tests
+of the start itself (signals during imports, import hooks, launchers) start a new Python: see `command` of small_run.py.
 """
 
 from __future__ import annotations
@@ -115,12 +114,12 @@ _control: socket.socket | None = None
 
 
 def _connect() -> socket.socket:
-    """The socket of this process's server, which is started when the first command is."""
+    """Return the socket of the server of this process, which is started with the first command."""
     global _control
     if _control is None:
         _control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         descriptor = theirs.fileno()
-        # It goes on in a child of its own and ends with the socket: tests look at, and end, what this process has started.
+        # The server detaches itself and ends with the socket: tests inspect and end the children of this process.
         subprocess.run([sys.executable, __file__, str(descriptor)], pass_fds=[descriptor], check=True)
         theirs.close()
         assert _control.recv(1) == b"+", "the process that forks commands could not start"
@@ -128,7 +127,7 @@ def _connect() -> socket.socket:
 
 
 def serve(control: socket.socket) -> list[str] | None:
-    """Fork a child for each request until the socket is closed. In a child, the arguments of its command."""
+    """Fork a child for each request until the socket is closed; in a child, return the arguments of its command."""
     children: dict[int, socket.socket] = {}
     woken, waker = socket.socketpair()
     waker.setblocking(False)
@@ -170,7 +169,7 @@ def _report_ended(children: dict[int, socket.socket]) -> None:
             try:
                 answers.sendall(f"{status}\n".encode())
             except BrokenPipeError:
-                pass  # who started it has ended
+                pass  # the requester has ended
 
 
 def _become_command(request: dict[str, Any], descriptors: list[int]) -> list[str]:
@@ -185,7 +184,7 @@ def _become_command(request: dict[str, Any], descriptors: list[int]) -> list[str
     os.chdir(request["cwd"])
     added = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     sys.path[:0] = added
-    # Python decides at its start how it writes to each of them: by lines to a terminal, by blocks to a file.
+    # As Python does at its start: line buffering for a terminal, block buffering for a file.
     sys.stdin = sys.__stdin__ = os.fdopen(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.__stdout__ = os.fdopen(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.__stderr__ = os.fdopen(
@@ -199,7 +198,7 @@ def _become_command(request: dict[str, Any], descriptors: list[int]) -> list[str
 
 
 def warm_up() -> None:
-    """Import what commands import, by doing once what most of them do."""
+    """Import everything that commands need by running the most common ones once."""
     import torch
 
     import bottega

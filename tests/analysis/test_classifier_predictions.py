@@ -1,4 +1,4 @@
-"""A classifier's answers: every example once under its own name, measures by class, and pictures that show them."""
+"""Predictions of a classifier: one row per example with its key, metrics by class, and plots."""
 
 from __future__ import annotations
 
@@ -24,44 +24,44 @@ class Table:
         return f"{name}{number}"
 
 
-def answers(count: int = 60, *, several: bool = False, seed: int = 0) -> ClassifierPredictions:
+def random_predictions(count: int = 60, *, is_multi_label: bool = False, seed: int = 0) -> ClassifierPredictions:
     draw = np.random.default_rng(seed)
     source = ArraySource({"x": np.zeros((count, 1), np.float32)})
     source.table = Table()  # type: ignore[attr-defined]
     chances = draw.dirichlet(np.ones(3), count).astype(np.float32)
-    if several:
+    if is_multi_label:
         rows = {"probability": draw.random((count, 3)).astype(np.float32), "labels": draw.integers(0, 2, (count, 3))}
     else:
         rows = {"probability": chances, "label": draw.integers(0, 3, count)}
     return ClassifierPredictions(rows, Take(source, count), NAMES)
 
 
-def test_measures_by_class_are_those_of_scikit_learn() -> None:
-    for found in (answers(), answers(several=True)):
-        expected = precision_recall_fscore_support(found.labels, found.predicted, zero_division=0)
-        for number, row in enumerate(found.class_metrics().values()):
+def test_class_metrics_match_scikit_learn() -> None:
+    for predictions in (random_predictions(), random_predictions(is_multi_label=True)):
+        expected = precision_recall_fscore_support(predictions.labels, predictions.predicted, zero_division=0)
+        for number, row in enumerate(predictions.class_metrics().values()):
             assert [row[key] for key in ("precision", "recall", "f1", "support")] == pytest.approx(
                 [column[number] for column in expected]
             )
 
 
-def test_a_line_is_what_was_answered_for_the_example_of_its_name() -> None:
-    found = answers()
-    lines = found.to_rows()
+def test_rows_hold_the_prediction_of_their_key() -> None:
+    predictions = random_predictions()
+    lines = predictions.to_rows()
     assert [line["key"] for line in lines] == [f"key{n}" for n in range(60)]
-    for line, chances, label in zip(lines, found.probabilities, found.labels, strict=True):
+    for line, chances, label in zip(lines, predictions.probabilities, predictions.labels, strict=True):
         assert (line["label"], line["predicted"]) == (NAMES[label], NAMES[chances.argmax()])
         assert line["probability"] == pytest.approx(chances.max(), abs=1e-6)
-    several = answers(several=True).to_rows()[0]
+    several = random_predictions(is_multi_label=True).to_rows()[0]
     assert several["probability"].keys() == set(NAMES)
     assert several["predicted"] == [name for name in NAMES if several["probability"][name] >= 0.5]
 
 
-def test_evaluate_writes_them_beside_its_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_writes_predictions_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = bottega.train("classify", {**small_texts.settings(tmp_path), "name": "run"}).path
     assert cli.main(["evaluate", str(run), "--out", str(run / "results")]) == 0
-    shown = capsys.readouterr().out
-    assert all(name in shown for name in ("cook", "sail", "sing", "precision"))
+    output = capsys.readouterr().out
+    assert all(name in output for name in ("cook", "sail", "sing", "precision"))
     assert {path.name for path in (run / "results").iterdir()} == {
         "metrics.json",
         "predictions.jsonl",
@@ -76,7 +76,7 @@ def test_evaluate_writes_them_beside_its_measures(tmp_path: Path, capsys: pytest
     assert sum(row["support"] for row in metrics["per_class"].values()) == 24
 
 
-def test_pictures_sounds_and_films_are_answered_for_too(tmp_path: Path) -> None:
+def test_evaluate_writes_predictions_of_an_audio_classifier(tmp_path: Path) -> None:
     from small_media import audio
 
     shared = {k: v for k, v in audio(tmp_path).items() if not k.startswith(("model.", "samples."))}

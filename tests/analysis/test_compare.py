@@ -1,4 +1,4 @@
-"""`bottega compare` over made-up run directories: which test it takes, what it says, and what it refuses."""
+"""`bottega compare` over synthetic run directories: the choice of the test, the report, and refused comparisons."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ Make = Callable[..., Path]
 
 
 @pytest.fixture
-def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """A run directory as training leaves it, with one evaluation a value."""
+def make_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """A function that writes a run directory with one evaluation for each value."""
     monkeypatch.chdir(tmp_path)
 
-    # Nothing here has to survive a power failure, and a disk takes its time.
+    # fsync is slow, and nothing here has to survive a power failure.
     monkeypatch.setattr("os.fsync", lambda handle: None)
 
-    def made(
+    def write_run(
         name: str,
         *values: float | None,
         seed: int = 0,
@@ -65,22 +65,24 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             checkpoint.write(run / "checkpoints", step=1, files={}, progress={}, fingerprint=fingerprint)
         return run
 
-    return made
+    return write_run
 
 
 @pytest.fixture
-def seeds(make: Make) -> Callable[..., str]:
-    """A group of one value a seed, as the pattern that names it."""
+def make_group(make_run: Make) -> Callable[..., str]:
+    """A function that writes a group of runs with one value for each seed and returns its glob pattern."""
 
-    def made(name: str, values: Sequence[float], *, first: int = 0, **options: Any) -> str:
+    def write_group(name: str, values: Sequence[float], *, first: int = 0, **options: Any) -> str:
         for number, value in enumerate(values):
-            make(f"{name}-s{first + number}", value, seed=first + number, **options)
+            make_run(f"{name}-s{first + number}", value, seed=first + number, **options)
         return f"runs/{name}-s*"
 
-    return made
+    return write_group
 
 
-def answers(run: Path, right: Sequence[bool], *, keys: Sequence[str] | None = None, label: str = "yes") -> None:
+def write_predictions(
+    run: Path, right: Sequence[bool], *, keys: Sequence[str] | None = None, label: str = "yes"
+) -> None:
     rows = [
         {"key": key, "label": label, "predicted": label if ok else "no", "probability": 0.9}
         for key, ok in zip(keys or [f"test.jsonl:{i}" for i in range(len(right))], right, strict=True)
@@ -89,7 +91,7 @@ def answers(run: Path, right: Sequence[bool], *, keys: Sequence[str] | None = No
     (run / "results" / "predictions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def refused(*names: str, kind: type[Exception] = UsageError, **options: Any) -> str:
+def error_of(*names: str, kind: type[Exception] = UsageError, **options: Any) -> str:
     with pytest.raises(kind) as caught:
         compare(names, **options)
     text = str(caught.value)
@@ -98,16 +100,16 @@ def refused(*names: str, kind: type[Exception] = UsageError, **options: Any) -> 
     return text
 
 
-# Which test, and what it says.
+# Choice of the test.
 
 
-def test_seeds_in_common_are_pairs(seeds: Callable[..., str]) -> None:
-    report = compare([seeds("a", GOOD), seeds("b", BETTER, settings={"model.num_filters": 64})])
+def test_common_seeds_are_paired(make_group: Callable[..., str]) -> None:
+    report = compare([make_group("a", GOOD), make_group("b", BETTER, settings={"model.num_filters": 64})])
     (pair,) = report["pairs"]
-    theirs = scipy.stats.ttest_rel(BETTER, GOOD)
+    expected = scipy.stats.ttest_rel(BETTER, GOOD)
     assert (pair["test"], pair["paired_by"], pair["n"]) == ("paired t-test", "seed", 5)
-    assert (pair["statistic"], pair["p"]) == pytest.approx((theirs.statistic, theirs.pvalue))
-    bounds = theirs.confidence_interval(0.95)
+    assert (pair["statistic"], pair["p"]) == pytest.approx((expected.statistic, expected.pvalue))
+    bounds = expected.confidence_interval(0.95)
     assert (pair["interval"]["low"], pair["interval"]["high"]) == pytest.approx((bounds.low, bounds.high))
     assert pair["ranks"]["p"] == pytest.approx(2 / 2**5)
     assert (pair["better"], pair["outcome"]) == ("B", "B is better")
@@ -119,54 +121,54 @@ def test_seeds_in_common_are_pairs(seeds: Callable[..., str]) -> None:
     assert report["notes"] == []
 
 
-def test_pairs_go_by_seed_and_not_by_order(make: Make) -> None:
-    """Names that sort otherwise than their seeds; differences that are 0.02 only when seeds meet."""
+def test_pairs_are_matched_by_seed_and_not_by_order(make_run: Make) -> None:
+    """Names in another order than their seeds; differences of 0.02 only if runs are paired by seed."""
     for seed, value in enumerate(GOOD):
-        make(f"a-{seed}", value, seed=seed)
-        make(f"b-{9 - seed}", value + 0.02 + seed / 1000, seed=seed)
+        make_run(f"a-{seed}", value, seed=seed)
+        make_run(f"b-{9 - seed}", value + 0.02 + seed / 1000, seed=seed)
     (pair,) = compare(["runs/a-*", "runs/b-*"])["pairs"]
     assert pair["bootstrap"]["percentile"]["low"] >= 0.02 - 1e-9
     assert pair["difference"] == pytest.approx(0.022)
 
 
-def test_smaller_is_better_where_the_runs_say_so(seeds: Callable[..., str]) -> None:
+def test_mode_min_means_smaller_is_better(make_group: Callable[..., str]) -> None:
     goal = {"evaluation.metric": "loss", "evaluation.mode": "min"}
-    report = compare([seeds("a", GOOD, settings=goal), seeds("b", BETTER, settings=goal)])
+    report = compare([make_group("a", GOOD, settings=goal), make_group("b", BETTER, settings=goal)])
     assert (report["metric"], report["mode"]) == ("loss", "min")
     assert report["pairs"][0]["difference"] < 0
     assert report["pairs"][0]["better"] == "B"
 
 
-def test_another_metric_is_read_where_the_run_was_best(make: Make) -> None:
-    """Not where that other metric was best, which nobody would have kept."""
+def test_other_metric_is_read_at_the_best_checkpoint(make_run: Make) -> None:
+    """Not at the best value of that other metric, whose checkpoint was not kept."""
     goal = {"evaluation.metric": "loss", "evaluation.mode": "min"}
     for name, offset in (("a", 0.0), ("b", 0.1)):
         for seed in range(3):
-            run = make(f"{name}-s{seed}", seed=seed, settings=goal)
+            run = make_run(f"{name}-s{seed}", seed=seed, settings=goal)
             rows = [(1, 0.5, 0.6), (2, 0.3, 0.7 + offset + seed / 100), (3, 0.4, 0.99), (4, None, 0.999)]
             lines = [{"step": s, "kind": "eval", "samples": s, "loss": x, "accuracy": y} for s, x, y in rows]
             (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     report = compare(["runs/a-s*", "runs/b-s*"], metric="accuracy")
     assert [run["value"] for run in report["groups"][0]["runs"]] == pytest.approx([0.70, 0.71, 0.72])
-    assert report["mode"] == "max"  # the name says it, though the runs were kept by another metric
+    assert report["mode"] == "max"  # from the name of the metric, although the best checkpoint is by another metric
     assert compare(["runs/a-s*", "runs/b-s*"], metric="loss")["mode"] == "min"
 
 
-def test_no_seed_in_common_means_no_pairs(seeds: Callable[..., str]) -> None:
-    report = compare([seeds("a", GOOD), seeds("b", BETTER[:4], first=10)])
+def test_groups_without_common_seeds_are_unpaired(make_group: Callable[..., str]) -> None:
+    report = compare([make_group("a", GOOD), make_group("b", BETTER[:4], first=10)])
     (pair,) = report["pairs"]
-    theirs = scipy.stats.ttest_ind(BETTER[:4], GOOD, equal_var=False)
+    expected = scipy.stats.ttest_ind(BETTER[:4], GOOD, equal_var=False)
     assert (pair["test"], pair["paired_by"], pair["n"]) == ("Welch's t-test", None, 9)
-    assert (pair["p"], pair["df"]) == pytest.approx((theirs.pvalue, theirs.df))
+    assert (pair["p"], pair["df"]) == pytest.approx((expected.pvalue, expected.df))
     assert "no seed in common" in pair["why"]
     assert any("5 and 4 runs" in note for note in report["notes"])
 
 
-def test_folds_are_corrected(make: Make) -> None:
+def test_folds_use_the_corrected_resampled_t_test(make_run: Make) -> None:
     for name, values in (("cv-a", GOOD), ("cv-b", BETTER)):
         for fold, value in enumerate(values):
             split = {"data.split.folds": 5, "data.split.fold": fold}
-            make(f"{name}/fold-{fold}", value, settings=split, data=f"part {fold}")
+            make_run(f"{name}/fold-{fold}", value, settings=split, data=f"part {fold}")
         (Path("runs") / name / "crossval.json").write_text('{"folds": 5}')
     report = compare(["runs/cv-a", "runs/cv-b/"])
     (pair,) = report["pairs"]
@@ -174,20 +176,20 @@ def test_folds_are_corrected(make: Make) -> None:
     t = differences.mean() / np.sqrt(differences.var(ddof=1) * (1 / 5 + 1 / 4))
     assert (pair["test"], pair["paired_by"]) == ("corrected resampled t-test", "fold")
     assert (pair["statistic"], pair["p"]) == pytest.approx((t, 2 * scipy.stats.t.sf(t, 4)))
-    assert pair["ranks"] is None  # ranks know nothing of shared training data
-    # As the sub-folders themselves, too, and an unfinished one counts with the parts it was planned with.
+    assert pair["ranks"] is None  # a rank test has no correction for shared training data
+    # Also given as sub-folders; an unfinished cross-validation counts with its planned number of folds.
     again = compare(["runs/cv-a/fold-*", "runs/cv-b/fold-[0-3]"])["pairs"][0]
     t = differences[:4].mean() / np.sqrt(differences[:4].var(ddof=1) * (1 / 4 + 1 / 4))
     assert again["statistic"] == pytest.approx(t)
 
 
-def test_repeated_folds_are_one_group(make: Make) -> None:
-    """Two repeats of three folds: six pairs, and the share that a fold holds out stays a third."""
+def test_repeated_folds_are_one_group(make_run: Make) -> None:
+    """Two repeats of three folds: six pairs, and a fold still holds out a third."""
     values = {"cv-a": (0.80, 0.81, 0.79, 0.82, 0.80, 0.78), "cv-b": (0.83, 0.85, 0.82, 0.84, 0.83, 0.84)}
     for name, numbers in values.items():
         for number, value in enumerate(numbers):
             split = {"data.split.folds": 3, "data.split.fold": number % 3, "data.split.seed": number // 3}
-            make(f"{name}/fold-{number}", value, settings=split, data=f"part {number}")
+            make_run(f"{name}/fold-{number}", value, settings=split, data=f"part {number}")
     (pair,) = compare(["runs/cv-a", "runs/cv-b"])["pairs"]
     differences = np.subtract(values["cv-b"], values["cv-a"])
     t = differences.mean() / np.sqrt(differences.var(ddof=1) * (1 / 6 + 1 / 2))
@@ -195,10 +197,10 @@ def test_repeated_folds_are_one_group(make: Make) -> None:
     assert pair["changed"] == {}
 
 
-def test_single_classifiers_go_by_their_answers(make: Make) -> None:
-    a, b = make("a", 0.8), make("b", 0.8, seed=1, settings={"model.num_filters": 64})
-    answers(a, [True] * 60 + [False] * 30 + [True] * 10)
-    answers(b, [True] * 60 + [True] * 30 + [False] * 10)
+def test_single_classifiers_are_compared_by_their_predictions(make_run: Make) -> None:
+    a, b = make_run("a", 0.8), make_run("b", 0.8, seed=1, settings={"model.num_filters": 64})
+    write_predictions(a, [True] * 60 + [False] * 30 + [True] * 10)
+    write_predictions(b, [True] * 60 + [True] * 30 + [False] * 10)
     report = compare(["runs/a", "runs/b"])
     (pair,) = report["pairs"]
     assert (report["metric"], pair["paired_by"]) == ("accuracy", "key")
@@ -211,15 +213,19 @@ def test_single_classifiers_go_by_their_answers(make: Make) -> None:
     assert any("not two ways of training" in note for note in report["notes"])
 
 
-def test_answers_meet_by_key_and_not_by_line(make: Make) -> None:
-    a, b = make("a", 0.8), make("b", 0.8, seed=1)
-    answers(a, [True, False, True, False], keys=["1", "2", "3", "4"])
-    answers(b, [False, True, False, True], keys=["4", "3", "2", "1"])
+def test_predictions_are_matched_by_key_and_not_by_line(make_run: Make) -> None:
+    a, b = make_run("a", 0.8), make_run("b", 0.8, seed=1)
+    write_predictions(a, [True, False, True, False], keys=["1", "2", "3", "4"])
+    write_predictions(b, [False, True, False, True], keys=["4", "3", "2", "1"])
     assert compare(["runs/a", "runs/b"])["pairs"][0]["n"] == 0
 
 
-def test_three_groups_are_corrected_by_holm(seeds: Callable[..., str]) -> None:
-    names = [seeds("a", GOOD), seeds("b", BETTER), seeds("c", [v + 0.001 * i for i, v in enumerate(GOOD)])]
+def test_three_groups_are_corrected_by_holm(make_group: Callable[..., str]) -> None:
+    names = [
+        make_group("a", GOOD),
+        make_group("b", BETTER),
+        make_group("c", [v + 0.001 * i for i, v in enumerate(GOOD)]),
+    ]
     report = compare(names)
     assert [(p["second"], p["first"]) for p in report["pairs"]] == [("B", "A"), ("C", "A"), ("C", "B")]
     raw = [p["p"] for p in report["pairs"]]
@@ -231,36 +237,36 @@ def test_three_groups_are_corrected_by_holm(seeds: Callable[..., str]) -> None:
     assert any("intervals are not" in note for note in report["notes"])
 
 
-def test_holm_decides_and_not_the_single_p(seeds: Callable[..., str]) -> None:
+def test_holm_decides_and_not_the_single_p(make_group: Callable[..., str]) -> None:
     values = np.array(GOOD)
     wobble = np.array([0.02, -0.005, 0.03, 0.001, 0.012])
-    names = [seeds("a", values), seeds("b", values + wobble), seeds("c", values + wobble[::-1] / 3)]
+    names = [make_group("a", values), make_group("b", values + wobble), make_group("c", values + wobble[::-1] / 3)]
     report = compare(names, alpha=0.15)
     raised = [p for p in report["pairs"] if p["p"] < 0.15 <= p["p_adjusted"]]
     assert raised
     assert all(p["outcome"] == "no difference shown" for p in raised)
 
 
-def test_few_pairs_are_said_to_be_few(seeds: Callable[..., str]) -> None:
-    report = compare([seeds("a", GOOD[:3]), seeds("b", BETTER[:3])])
+def test_few_pairs_are_reported(make_group: Callable[..., str]) -> None:
+    report = compare([make_group("a", GOOD[:3]), make_group("b", BETTER[:3])])
     assert any("with 3 pairs" in note and "0.25" in note for note in report["notes"])
     assert "n = 3" in report["pairs"][0]["verdict"]
 
 
-def test_equal_differences_prove_little(seeds: Callable[..., str]) -> None:
-    (pair,) = compare([seeds("a", (0.8, 0.7, 0.6)), seeds("b", (0.9, 0.8, 0.7))])["pairs"]
+def test_equal_differences_use_wilcoxon(make_group: Callable[..., str]) -> None:
+    (pair,) = compare([make_group("a", (0.8, 0.7, 0.6)), make_group("b", (0.9, 0.8, 0.7))])["pairs"]
     assert pair["test"].startswith("Wilcoxon")
     assert (pair["p"], pair["outcome"]) == (0.25, "no difference shown")
 
 
-def test_seeds_that_only_one_has_are_left_out_and_named(seeds: Callable[..., str]) -> None:
-    report = compare([seeds("a", GOOD), seeds("b", BETTER[:4], first=1)])
+def test_unmatched_seeds_are_left_out_and_named(make_group: Callable[..., str]) -> None:
+    report = compare([make_group("a", GOOD), make_group("b", BETTER[:4], first=1)])
     assert report["pairs"][0]["n"] == 4
     assert any("seed 0 is only in one of them" in note for note in report["notes"])
 
 
-def test_results_of_an_evaluation(seeds: Callable[..., str]) -> None:
-    names = [seeds("a", GOOD[:3]), seeds("b", BETTER[:3])]
+def test_split_reads_results_of_evaluate(make_group: Callable[..., str]) -> None:
+    names = [make_group("a", GOOD[:3]), make_group("b", BETTER[:3])]
     for run in Path("runs").iterdir():
         (run / "results").mkdir()
         metrics = {"accuracy": 0.5 + len(run.name) / 100 + int(run.name[-1]) / 10, "split": "test"}
@@ -268,129 +274,133 @@ def test_results_of_an_evaluation(seeds: Callable[..., str]) -> None:
     report = compare(names, split="test")
     assert [run["value"] for run in report["groups"][0]["runs"]] == pytest.approx([0.54, 0.64, 0.74])
     assert not [note for note in report["notes"] if "split" in note]
-    assert "is of the split test, not validation" in refused(*names, split="validation")
-    assert "has no f1; --metric can be accuracy" in refused(*names, split="test", metric="f1")
+    assert "is of the split test, not validation" in error_of(*names, split="validation")
+    assert "has no f1; --metric can be accuracy" in error_of(*names, split="test", metric="f1")
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text('{"accuracy": 0.7}')
     assert any("does not name its split" in note for note in compare(names, split="test")["notes"])
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text("[1")
-    assert "b-s1/results/metrics.json is not a JSON object" in refused(*names, split="test", kind=DataError)
+    assert "b-s1/results/metrics.json is not a JSON object" in error_of(*names, split="test", kind=DataError)
     (Path("runs") / "b-s1" / "results" / "metrics.json").unlink()
-    assert "bottega evaluate runs/b-s1 --split test --out" in refused(*names, split="test")
+    assert "bottega evaluate runs/b-s1 --split test --out" in error_of(*names, split="test")
 
 
-def test_results_of_other_data_are_not_those_of_a_run(seeds: Callable[..., str], make: Make) -> None:
-    """Evaluated on a folder of somebody else with a part test, metrics.json says test too."""
-    names = [seeds("a", GOOD[:3]), seeds("b", BETTER[:3])]
+def test_results_on_other_data_are_refused(make_group: Callable[..., str], make_run: Make) -> None:
+    """metrics.json also says `test` for the test split of other data."""
+    names = [make_group("a", GOOD[:3]), make_group("b", BETTER[:3])]
     for run in Path("runs").iterdir():
         (run / "results").mkdir()
         metrics = {"accuracy": 0.5 + int(run.name[-1]) / 10, "split": "test", "data": None}
         (run / "results" / "metrics.json").write_text(json.dumps(metrics))
     assert compare(names, split="test")["pairs"][0]["n"] == 3
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text(json.dumps({**metrics, "data": "elsewhere/x"}))
-    text = refused(*names, split="test")
+    text = error_of(*names, split="test")
     assert "runs/b-s1/results/metrics.json was measured on elsewhere/x" in text
     assert "bottega evaluate runs/b-s1 --split test --out" in text
 
 
-def test_answers_to_other_data_are_not_those_of_a_split(make: Make) -> None:
-    runs = [make("a", 0.8), make("b", 0.9)]
+def test_predictions_on_other_data_are_refused(make_run: Make) -> None:
+    runs = [make_run("a", 0.8), make_run("b", 0.9)]
     for run in runs:
-        answers(run, [True, False, True])
+        write_predictions(run, [True, False, True])
     for fields, expected in (
         ({"split": "test", "data": "elsewhere/x"}, "was measured on elsewhere/x"),
         ({"split": "validation", "data": None}, "is of the split validation, not test"),
     ):
         (runs[1] / "results" / "metrics.json").write_text(json.dumps({"accuracy": 0.7, **fields}))
-        assert expected in refused("runs/a", "runs/b", split="test")
+        assert expected in error_of("runs/a", "runs/b", split="test")
         assert compare(["runs/a", "runs/b"])["pairs"][0]["paired_by"] == "key"
 
 
-# What may be compared.
+# Comparable data.
 
 
-def test_data_that_was_prepared_alike_is_told_by_its_fingerprint(seeds: Callable[..., str]) -> None:
-    """The folder may have moved; the same content is the same data."""
+def test_moved_data_is_recognised_by_its_fingerprint(make_group: Callable[..., str]) -> None:
+    """The folder may have moved; equal content is the same data."""
     moved = {"data.train.path": "elsewhere/reviews.jsonl"}
-    assert compare([seeds("a", GOOD), seeds("b", BETTER, settings=moved)])["notes"] == []
+    assert compare([make_group("a", GOOD), make_group("b", BETTER, settings=moved)])["notes"] == []
 
 
-def test_augmentation_changes_the_fingerprint_and_not_what_is_held_out(seeds: Callable[..., str], make: Make) -> None:
+def test_augmentation_does_not_change_the_held_out_data(make_group: Callable[..., str], make_run: Make) -> None:
     copies = {"data.augmentation.augmentation_factor": 2}
-    plain = seeds("a", GOOD)
+    plain = make_group("a", GOOD)
     for seed, value in enumerate(BETTER):
-        make(f"b-s{seed}", value, seed=seed, data=f"with copies of seed {seed}", settings=copies)
+        make_run(f"b-s{seed}", value, seed=seed, data=f"with copies of seed {seed}", settings=copies)
     report = compare([plain, "runs/b-s*"])
     assert any("data.augmentation" in note for note in report["notes"])
     assert report["pairs"][0]["better"] == "B"
 
 
-def test_more_training_data_may_be_compared_on_the_same_held_out_file(seeds: Callable[..., str]) -> None:
+def test_training_data_may_differ_with_the_same_held_out_file(make_group: Callable[..., str]) -> None:
     few = {"data.train.path": "few.jsonl", "data.validation.path": "dev.jsonl"}
     many = {"data.train.path": "many.jsonl", "data.validation.path": "dev.jsonl"}
     other = {"data.train.path": "few.jsonl", "data.validation.path": "test.jsonl"}
-    one = seeds("a", GOOD, settings=few, data="few")
-    assert compare([one, seeds("b", BETTER, settings=many, data="many")])["pairs"][0]["n"] == 5
-    text = refused(one, seeds("c", BETTER, settings=other, data="other"))
+    group = make_group("a", GOOD, settings=few, data="few")
+    assert compare([group, make_group("b", BETTER, settings=many, data="many")])["pairs"][0]["n"] == 5
+    text = error_of(group, make_group("c", BETTER, settings=other, data="other"))
     assert 'data.validation.path ("dev.jsonl" and "test.jsonl")' in text
 
 
-def test_different_data_is_refused(seeds: Callable[..., str]) -> None:
-    one = seeds("a", GOOD)
-    split = seeds("b", BETTER, data="d2", settings={"data.validation.split": 0.3})
-    assert "measured on different data: data.validation.split (0.1 and 0.3)" in refused(one, split)
-    assert "its files have changed" in refused(one, seeds("c", BETTER, data="d3"))
-    fewer = seeds("d", BETTER, settings={"evaluation.max_batches": 2})
-    assert "measured on all of it and 2 batches of 32" in refused(one, fewer)
-    assert "only the recipes were compared" in compare([one, seeds("e", BETTER, data=None)])["notes"][0]
+def test_different_data_is_refused(make_group: Callable[..., str]) -> None:
+    group = make_group("a", GOOD)
+    split = make_group("b", BETTER, data="d2", settings={"data.validation.split": 0.3})
+    assert "measured on different data: data.validation.split (0.1 and 0.3)" in error_of(group, split)
+    assert "its files have changed" in error_of(group, make_group("c", BETTER, data="d3"))
+    fewer = make_group("d", BETTER, settings={"evaluation.max_batches": 2})
+    assert "measured on all of it and 2 batches of 32" in error_of(group, fewer)
+    assert "only the recipes were compared" in compare([group, make_group("e", BETTER, data=None)])["notes"][0]
 
 
 READ_OTHERWISE = {"data.train.columns": ["text", "rest", "label"]}
 
 
-def test_samples_and_labels_decide_and_not_how_they_are_read(seeds: Callable[..., str]) -> None:
-    one = seeds("a", GOOD, held_out="h1")
-    report = compare([one, seeds("b", BETTER, data="d2", held_out="h1", settings=READ_OTHERWISE)])
+def test_reading_options_may_differ_for_equal_samples_and_labels(make_group: Callable[..., str]) -> None:
+    group = make_group("a", GOOD, held_out="h1")
+    report = compare([group, make_group("b", BETTER, data="d2", held_out="h1", settings=READ_OTHERWISE)])
     assert report["notes"] == [
         "the data was read in different ways (data.train.columns); the samples measured and their labels are the same"
     ]
-    text = refused(one, seeds("c", BETTER, data="d3", held_out="h2", settings={"model.num_filters": 64}))
+    text = error_of(group, make_group("c", BETTER, data="d3", held_out="h2", settings={"model.num_filters": 64}))
     assert "different data: the held-out samples or labels differ" in text
-    assert "data.train.columns" in refused(one, seeds("d", BETTER, data="d4", held_out="h2", settings=READ_OTHERWISE))
-    few = {**READ_OTHERWISE, "data.validation": {"split": 0.1, "limit": 3}}
-    assert "data.validation.limit (null and 3)" in refused(
-        one, seeds("e", BETTER, data="d5", held_out="h1", settings=few)
+    assert "data.train.columns" in error_of(
+        group, make_group("d", BETTER, data="d4", held_out="h2", settings=READ_OTHERWISE)
     )
-    assert "its files have changed" in refused(one, seeds("f", BETTER, data="d6", held_out="h1"))
+    few = {**READ_OTHERWISE, "data.validation": {"split": 0.1, "limit": 3}}
+    assert "data.validation.limit (null and 3)" in error_of(
+        group, make_group("e", BETTER, data="d5", held_out="h1", settings=few)
+    )
+    assert "its files have changed" in error_of(group, make_group("f", BETTER, data="d6", held_out="h1"))
 
 
-def test_equal_names_and_labels_of_other_files_are_other_samples(seeds: Callable[..., str]) -> None:
+def test_equal_keys_of_other_files_are_other_samples(make_group: Callable[..., str]) -> None:
     moved = {"data.train.path": "elsewhere/reviews.jsonl", **READ_OTHERWISE}
     apart = {"data.train.path": "many.jsonl", "data.validation.path": "dev.jsonl"}
-    one = seeds("a", GOOD, held_out="h1", content="c1")
-    same = seeds("b", BETTER, data="d2", held_out="h1", content="c1", settings=moved)
-    assert "the samples measured and their labels are the same" in compare([one, same])["notes"][0]
-    assert compare([one, seeds("c", BETTER, data="d3", held_out="h1", content="c1", settings=READ_OTHERWISE)])["pairs"]
+    group = make_group("a", GOOD, held_out="h1", content="c1")
+    same = make_group("b", BETTER, data="d2", held_out="h1", content="c1", settings=moved)
+    assert "the samples measured and their labels are the same" in compare([group, same])["notes"][0]
+    assert compare([group, make_group("c", BETTER, data="d3", held_out="h1", content="c1", settings=READ_OTHERWISE)])[
+        "pairs"
+    ]
     for name, content in (("d", "c2"), ("e", None)):
-        other = seeds(name, BETTER, data="d4", held_out="h1", content=content, settings=moved)
-        assert 'data.train.path ("reviews.jsonl" and "elsewhere/reviews.jsonl")' in refused(one, other)
-    changed = seeds("f", BETTER, data="d5", held_out="h1", content="c2", settings=READ_OTHERWISE)
-    assert "measured on different data" in refused(one, changed)
-    held = seeds("g", GOOD, data="d6", held_out="h1", settings=apart)
+        other = make_group(name, BETTER, data="d4", held_out="h1", content=content, settings=moved)
+        assert 'data.train.path ("reviews.jsonl" and "elsewhere/reviews.jsonl")' in error_of(group, other)
+    changed = make_group("f", BETTER, data="d5", held_out="h1", content="c2", settings=READ_OTHERWISE)
+    assert "measured on different data" in error_of(group, changed)
+    held = make_group("g", GOOD, data="d6", held_out="h1", settings=apart)
     few = {**apart, "data.train.path": "few.jsonl"}
-    assert compare([held, seeds("h", BETTER, data="d7", held_out="h1", settings=few)])["pairs"]
+    assert compare([held, make_group("h", BETTER, data="d7", held_out="h1", settings=few)])["pairs"]
 
 
-def test_the_loss_of_other_texts_of_the_same_samples_is_refused(make: Make) -> None:
+def test_loss_over_other_text_fields_is_refused(make_run: Make) -> None:
     language = {"task": "language", "model.kind": None, "model.size": "nano", "evaluation.metric": "loss"}
     for name in ("title", "text"):
         for seed in range(2):
             settings = {**language, "evaluation.mode": "min", "data.train.field": name}
-            make(f"{name}-s{seed}", 0.5 + seed / 10, seed=seed, data=name, settings=settings, held_out="h1")
-    assert "loss is a mean over different units: data.train.field" in refused("runs/title-s*", "runs/text-s*")
+            make_run(f"{name}-s{seed}", 0.5 + seed / 10, seed=seed, data=name, settings=settings, held_out="h1")
+    assert "loss is a mean over different units: data.train.field" in error_of("runs/title-s*", "runs/text-s*")
 
 
-def test_folds_without_a_record_are_told_by_their_answers(make: Make) -> None:
-    """As an earlier version left them: each fold was evaluated, and nothing else says what it held out."""
+def test_folds_without_hashes_are_matched_by_their_predictions(make_run: Make) -> None:
+    """As an earlier version wrote them: the evaluation of each fold is the only record of its held-out samples."""
     for name, settings, label in (
         ("cv-a", {}, "yes"),
         ("cv-b", READ_OTHERWISE, "yes"),
@@ -398,132 +408,136 @@ def test_folds_without_a_record_are_told_by_their_answers(make: Make) -> None:
     ):
         for fold in range(3):
             split = {"data.split.folds": 3, "data.split.fold": fold}
-            run = make(f"{name}/fold-{fold}", 0.8 + fold / 10, settings={**split, **settings}, data=f"{name} {fold}")
-            answers(run, [True, False], keys=[f"a.csv:{fold}", f"a.csv:{fold + 3}"], label=label)
+            run = make_run(
+                f"{name}/fold-{fold}", 0.8 + fold / 10, settings={**split, **settings}, data=f"{name} {fold}"
+            )
+            write_predictions(run, [True, False], keys=[f"a.csv:{fold}", f"a.csv:{fold + 3}"], label=label)
             (run / "results" / "metrics.json").write_text(json.dumps({"split": "validation"}))
     assert compare(["runs/cv-a", "runs/cv-b"])["pairs"][0]["paired_by"] == "fold"
-    assert "data.train.columns" in refused("runs/cv-a", "runs/cv-c")
+    assert "data.train.columns" in error_of("runs/cv-a", "runs/cv-c")
     for file in Path("runs/cv-b").glob("fold-*/results/metrics.json"):
         file.write_text(json.dumps({"split": "validation", "data": "elsewhere/x"}))
-    assert "data.train.columns" in refused("runs/cv-a", "runs/cv-b")  # answers to other data tell nothing of their own
+    assert "data.train.columns" in error_of(
+        "runs/cv-a", "runs/cv-b"
+    )  # predictions on other data do not identify the held-out samples
 
 
-def test_a_loss_over_other_tokens_is_refused(make: Make) -> None:
+def test_loss_over_other_tokens_is_refused(make_run: Make) -> None:
     language = {"task": "language", "model.kind": None, "model.size": "nano", "evaluation.metric": "loss"}
     for name, kind in (("a", "bytes"), ("b", "bpe")):
         for seed in range(2):
             settings = {**language, "evaluation.mode": "min", "data.tokenizer.kind": kind}
             values = {"bits_per_byte": 1.0 + seed / 10 + (kind == "bpe") * seed}
-            make(f"{name}-s{seed}", 0.5, seed=seed, data=kind, settings=settings, more=values)
-    text = refused("runs/a-s*", "runs/b-s*")
+            make_run(f"{name}-s{seed}", 0.5, seed=seed, data=kind, settings=settings, more=values)
+    text = error_of("runs/a-s*", "runs/b-s*")
     assert "data.tokenizer.kind" in text
     assert "--metric bits_per_byte" in text
     assert compare(["runs/a-s*", "runs/b-s*"], metric="bits_per_byte")["pairs"][0]["n"] == 2
 
 
-# What is refused.
+# Refused comparisons.
 
 
-def test_single_runs_without_predictions(make: Make) -> None:
-    make("a", 0.8)
-    b = make("b", 0.9, settings={"model.num_filters": 64})
-    text = refused("runs/a", "runs/b")
+def test_single_runs_need_predictions(make_run: Make) -> None:
+    make_run("a", 0.8)
+    b = make_run("b", 0.9, settings={"model.num_filters": 64})
+    text = error_of("runs/a", "runs/b")
     assert "at least 2" in text
     assert "several seeds" in text
     assert "bottega evaluate runs/a --out" in text
-    answers(b, [True])
-    assert "runs/a is a single run" in refused("runs/a", "runs/b")
+    write_predictions(b, [True])
+    assert "runs/a is a single run" in error_of("runs/a", "runs/b")
 
 
-def test_answers_to_other_samples(make: Make) -> None:
+def test_predictions_without_common_samples_are_refused(make_run: Make) -> None:
     for name, keys in (("a", range(8)), ("b", range(8, 28))):
-        file = make(name, 0.8) / "results" / "predictions.jsonl"
+        file = make_run(name, 0.8) / "results" / "predictions.jsonl"
         file.parent.mkdir(exist_ok=True)
         file.write_text("".join(f'{{"key": "{key}", "label": "yes", "predicted": "no"}}\n' for key in keys))
-    assert "different data: 8 and 20 samples, none in common" in refused("runs/a", "runs/b")
+    assert "different data: 8 and 20 samples, none in common" in error_of("runs/a", "runs/b")
 
 
-def test_a_single_run_against_seeds(make: Make, seeds: Callable[..., str]) -> None:
-    make("one", 0.9)
-    assert "runs/one is a single run: a group needs at least 2" in refused(seeds("a", GOOD), "runs/one")
+def test_single_run_against_a_group_is_refused(make_run: Make, make_group: Callable[..., str]) -> None:
+    make_run("one", 0.9)
+    assert "runs/one is a single run: a group needs at least 2" in error_of(make_group("a", GOOD), "runs/one")
 
 
-def test_one_pair_is_too_few(seeds: Callable[..., str]) -> None:
-    text = refused(seeds("a", GOOD[:3]), seeds("b", BETTER[:3], first=2))
+def test_single_pair_is_refused(make_group: Callable[..., str]) -> None:
+    text = error_of(make_group("a", GOOD[:3]), make_group("b", BETTER[:3], first=2))
     assert "needs 2 pairs or more; give both the same seeds" in text
 
 
-def test_groups_without_any_spread_or_pairs(seeds: Callable[..., str]) -> None:
-    assert "have no variance" in refused(seeds("a", (1.0, 1.0)), seeds("b", (0.9, 0.9), first=5))
+def test_unpaired_groups_without_variance_are_refused(make_group: Callable[..., str]) -> None:
+    assert "have no variance" in error_of(make_group("a", (1.0, 1.0)), make_group("b", (0.9, 0.9), first=5))
 
 
-def test_members_that_differ_in_more_than_the_seed(make: Make, seeds: Callable[..., str]) -> None:
-    one = seeds("a", GOOD)
-    make("a-s9", 0.9, seed=9, settings={"training.learning_rate": 0.1, "model.num_filters": 7})
-    text = refused(one, seeds("b", BETTER))
+def test_group_members_may_differ_only_in_the_seed(make_run: Make, make_group: Callable[..., str]) -> None:
+    group = make_group("a", GOOD)
+    make_run("a-s9", 0.9, seed=9, settings={"training.learning_rate": 0.1, "model.num_filters": 7})
+    text = error_of(group, make_group("b", BETTER))
     assert "differ in more than the seed" in text
     assert "training.learning_rate (0.0003 and 0.1)" in text
     assert "model.num_filters (null and 7)" in text
 
 
-def test_the_same_run_or_seed_twice(make: Make, seeds: Callable[..., str]) -> None:
-    one, two = seeds("a", GOOD), seeds("b", BETTER)
-    assert "given twice" in refused(one, two, "runs/../runs/a-s1")
-    assert "given twice" in refused("runs/a-s0,runs/a-s0", two)
-    make("a-s0.1", 0.8, seed=0)
-    assert "are both seed 0; leave one out" in refused("runs/a-s*", two)
+def test_duplicate_run_or_seed_is_refused(make_run: Make, make_group: Callable[..., str]) -> None:
+    first, second = make_group("a", GOOD), make_group("b", BETTER)
+    assert "given twice" in error_of(first, second, "runs/../runs/a-s1")
+    assert "given twice" in error_of("runs/a-s0,runs/a-s0", second)
+    make_run("a-s0.1", 0.8, seed=0)
+    assert "are both seed 0; leave one out" in error_of("runs/a-s*", second)
 
 
-def test_different_goals(seeds: Callable[..., str]) -> None:
-    one = seeds("a", GOOD)
-    text = refused(one, seeds("b", BETTER, settings={"evaluation.metric": "loss", "evaluation.mode": "min"}))
+def test_different_best_metrics_are_refused(make_group: Callable[..., str]) -> None:
+    group = make_group("a", GOOD)
+    text = error_of(group, make_group("b", BETTER, settings={"evaluation.metric": "loss", "evaluation.mode": "min"}))
     assert "selects its best checkpoint by accuracy (max)" in text
     assert "by loss (min)" in text
-    text = refused(one, seeds("c", BETTER, settings={"evaluation.mode": "min"}))
+    text = error_of(group, make_group("c", BETTER, settings={"evaluation.mode": "min"}))
     assert "evaluation.mode: higher accuracy is better, got min" in text
 
 
-def test_metrics_that_are_missing(make: Make, seeds: Callable[..., str]) -> None:
-    one, two = seeds("a", GOOD), seeds("b", BETTER)
-    assert "metrics.jsonl has no f1; --metric can be accuracy, loss" in refused(one, two, metric="f1")
-    make("b-s7", seed=7)
-    assert "runs/b-s7 has no evaluation" in refused(one, two)
-    make("c-s0", None, seed=0)
-    make("c-s1", 0.7, seed=1)
-    assert "accuracy is null and not a finite number" in refused(one, "runs/c-s*")
-    # Without a best evaluation there is none to read another metric at.
-    assert "accuracy is null" in refused(one, "runs/c-s*", metric="loss")
+def test_missing_metrics_are_refused(make_run: Make, make_group: Callable[..., str]) -> None:
+    first, second = make_group("a", GOOD), make_group("b", BETTER)
+    assert "metrics.jsonl has no f1; --metric can be accuracy, loss" in error_of(first, second, metric="f1")
+    make_run("b-s7", seed=7)
+    assert "runs/b-s7 has no evaluation" in error_of(first, second)
+    make_run("c-s0", None, seed=0)
+    make_run("c-s1", 0.7, seed=1)
+    assert "accuracy is null and not a finite number" in error_of(first, "runs/c-s*")
+    # Without a best evaluation no other metric can be read.
+    assert "accuracy is null" in error_of(first, "runs/c-s*", metric="loss")
 
 
-def test_folds_against_seeds(make: Make, seeds: Callable[..., str]) -> None:
+def test_folds_against_seeds_are_refused(make_run: Make, make_group: Callable[..., str]) -> None:
     for fold in range(3):
-        make(f"cv/fold-{fold}", 0.8, settings={"data.split.folds": 3, "data.split.fold": fold})
-    assert "compare groups of one kind" in refused(seeds("a", GOOD), "runs/cv")
-    assert "a group of its own" in refused("runs/cv,runs/a-s0", "runs/a-s1")
+        make_run(f"cv/fold-{fold}", 0.8, settings={"data.split.folds": 3, "data.split.fold": fold})
+    assert "compare groups of one kind" in error_of(make_group("a", GOOD), "runs/cv")
+    assert "a group of its own" in error_of("runs/cv,runs/a-s0", "runs/a-s1")
 
 
-def test_folds_of_another_split(make: Make) -> None:
+def test_folds_of_another_split_are_refused(make_run: Make) -> None:
     for name, seed in (("cv-a", 0), ("cv-b", 1)):
         for fold in range(3):
             split = {"data.split.folds": 3, "data.split.fold": fold, "data.split.seed": seed}
-            make(f"{name}/fold-{fold}", 0.8 + fold / 10, settings=split, data=f"{seed} {fold}")
-    assert "data.split.seed (0 and 1)" in refused("runs/cv-a", "runs/cv-b")
+            make_run(f"{name}/fold-{fold}", 0.8 + fold / 10, settings=split, data=f"{seed} {fold}")
+    assert "data.split.seed (0 and 1)" in error_of("runs/cv-a", "runs/cv-b")
 
 
-def test_answers_to_other_questions(make: Make) -> None:
-    a, b, c = (make(name, 0.8, seed=i) for i, name in enumerate("abc"))
-    answers(a, [True, False])
-    answers(b, [True, True], keys=["test.jsonl:0", "test.jsonl:7"])
-    answers(c, [True, True], label="other")
-    assert "different samples or labels, 2 of 3" in refused("runs/a", "runs/b")
-    assert "different samples or labels, 2 of 2" in refused("runs/a", "runs/c")
-    answers(make("d", 0.8, seed=4), [True, True])
-    assert "single runs are compared by accuracy" in refused("runs/a", "runs/d", metric="loss")
+def test_predictions_on_other_samples_or_labels_are_refused(make_run: Make) -> None:
+    a, b, c = (make_run(name, 0.8, seed=i) for i, name in enumerate("abc"))
+    write_predictions(a, [True, False])
+    write_predictions(b, [True, True], keys=["test.jsonl:0", "test.jsonl:7"])
+    write_predictions(c, [True, True], label="other")
+    assert "different samples or labels, 2 of 3" in error_of("runs/a", "runs/b")
+    assert "different samples or labels, 2 of 2" in error_of("runs/a", "runs/c")
+    write_predictions(make_run("d", 0.8, seed=4), [True, True])
+    assert "single runs are compared by accuracy" in error_of("runs/a", "runs/d", metric="loss")
     assert compare(["runs/a", "runs/d"], metric="accuracy")["pairs"][0]["n"] == 1
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         ("{", "predictions.jsonl:2"),
         ('{"key": "b", "label": "yes"}', "expected key, label and predicted"),
@@ -531,29 +545,29 @@ def test_answers_to_other_questions(make: Make) -> None:
         ("[]", "expected key, label and predicted"),
     ],
 )
-def test_damaged_predictions(make: Make, line: str, said: str) -> None:
-    a, b = make("a", 0.8), make("b", 0.8, seed=1)
-    answers(b, [True])
+def test_damaged_predictions_are_refused(make_run: Make, line: str, message: str) -> None:
+    a, b = make_run("a", 0.8), make_run("b", 0.8, seed=1)
+    write_predictions(b, [True])
     (a / "results").mkdir()
     (a / "results" / "predictions.jsonl").write_text(f'{{"key": "a", "label": "yes", "predicted": "yes"}}\n{line}\n')
-    assert said in refused("runs/a", "runs/b", kind=DataError)
+    assert message in error_of("runs/a", "runs/b", kind=DataError)
 
 
-def test_names_that_lead_nowhere(make: Make, seeds: Callable[..., str]) -> None:
-    one = seeds("a", GOOD)
-    assert "no run matches" in refused(one, "runs/zz-*")
-    assert "no run at runs/a-s7" in refused(one, "runs/a-s7")
-    assert "does not name a run" in refused(one, ",")
-    assert "name at least two groups" in refused(one)
+def test_names_without_a_run_are_refused(make_run: Make, make_group: Callable[..., str]) -> None:
+    group = make_group("a", GOOD)
+    assert "no run matches" in error_of(group, "runs/zz-*")
+    assert "no run at runs/a-s7" in error_of(group, "runs/a-s7")
+    assert "does not name a run" in error_of(group, ",")
+    assert "name at least two groups" in error_of(group)
     for alpha in (0.0, 1.0, -1.0, float("nan")):
-        assert "--alpha" in refused(one, "runs/b", alpha=alpha)
+        assert "--alpha" in error_of(group, "runs/b", alpha=alpha)
 
 
-# For people.
+# Table and plot.
 
 
-def test_the_table_never_judges_without_test_n_and_p(seeds: Callable[..., str]) -> None:
-    text = format_report(compare([seeds("a", GOOD), seeds("b", BETTER), seeds("c", GOOD[::-1])]))
+def test_table_names_the_test_of_every_pair(make_group: Callable[..., str]) -> None:
+    text = format_report(compare([make_group("a", GOOD), make_group("b", BETTER), make_group("c", GOOD[::-1])]))
     assert "significant" not in text
     rows = [line for line in text.splitlines() if line.startswith(("B - A ", "C - A ", "C - B "))]
     assert len(rows) == 3
@@ -565,9 +579,9 @@ def test_the_table_never_judges_without_test_n_and_p(seeds: Callable[..., str]) 
         assert f"{name}: paired t-test, because both have 5 seeds in common" in text
 
 
-def test_plot_of_a_comparison(seeds: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_of_a_comparison(make_group: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = record_figures(monkeypatch)
-    report = compare([seeds("a", (0.8, 0.8, 0.8, 0.7)), seeds("b", BETTER[:4])])
+    report = compare([make_group("a", (0.8, 0.8, 0.8, 0.7)), make_group("b", BETTER[:4])])
     plot_comparison(report, tmp_path / "deep" / "p.png")
     assert (tmp_path / "deep" / "p.png").read_bytes().startswith(b"\x89PNG")
     dots = [line for line in figures[0].axes[0].lines if line.get_marker() == "o"]
@@ -577,7 +591,7 @@ def test_plot_of_a_comparison(seeds: Callable[..., str], tmp_path: Path, monkeyp
     assert "lines join runs of one seed or fold" in texts
 
 
-def test_an_interval_ends_where_the_metric_does() -> None:
+def test_interval_is_clipped_to_the_range_of_the_metric() -> None:
     group = {"label": "A", "name": "a", "kind": "seeds", "n": 2, "mean": 0.9, "deviation": 0.1, "runs": []}
     report: dict[str, Any] = {
         "metric": "accuracy",
@@ -590,6 +604,6 @@ def test_an_interval_ends_where_the_metric_does() -> None:
     }
     assert "0.31000 to *1.00000" in format_report(report)
     assert "* the interval exceeds the range of the metric" in format_report(report)
-    lost = format_report({**report, "metric": "loss"})
-    assert "0.31000 to 1.14000" in lost
-    assert "*" not in lost
+    loss_table = format_report({**report, "metric": "loss"})
+    assert "0.31000 to 1.14000" in loss_table
+    assert "*" not in loss_table

@@ -1,4 +1,4 @@
-"""`bottega crossval` from the split to the table: who is held out when, what each fold has learnt from, and the arithmetic."""
+"""`bottega crossval` from the split to the table: held-out samples, training data of each fold, and the statistics."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from small_texts import settings
 FOLDS = 3
 
 
-def data(folder: Path, *, count: int = 62) -> Path:
-    """Texts with a word of their own each, twice, so that a vocabulary could take it; and a user with several texts."""
+def write_rows(folder: Path, *, count: int = 62) -> Path:
+    """Write texts with a unique word each, twice, so that a vocabulary could include it, and several texts per user."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "own.jsonl"
     lines = []
@@ -42,12 +42,17 @@ def data(folder: Path, *, count: int = 62) -> Path:
     return path
 
 
-def tiny(folder: Path, **changes: Any) -> dict[str, Any]:
-    own = {"data.train.path": str(data(folder)), "training.max_steps": 4, "evaluation.every": 2, "checkpoint.every": 2}
+def tiny_settings(folder: Path, **changes: Any) -> dict[str, Any]:
+    own = {
+        "data.train.path": str(write_rows(folder)),
+        "training.max_steps": 4,
+        "evaluation.every": 2,
+        "checkpoint.every": 2,
+    }
     return {**settings(folder, "cnn"), **own, "loss.class_weights": "balanced", "name": "t", **changes}
 
 
-def recipe_of(values: dict[str, Any], source: str = "classify") -> Any:
+def load(values: dict[str, Any], source: str = "classify") -> Any:
     return load_recipe([source, values]).recipe
 
 
@@ -58,24 +63,24 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def report(folder: Path) -> dict[str, Any]:
-    return bottega.crossval("classify", tiny(folder), folds=FOLDS, jobs=2)
+    return bottega.crossval("classify", tiny_settings(folder), folds=FOLDS, jobs=2)
 
 
-def answers(root: Path) -> list[dict[str, Any]]:
+def read_predictions(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "predictions.jsonl").read_text().splitlines()]
 
 
-def files_of(root: Path) -> dict[Path, tuple[int, bytes]]:
+def read_files(root: Path) -> dict[Path, tuple[int, bytes]]:
     inside = [path for path in root.glob("fold-*/**/*") if path.is_file() and path.name != "LOCK"]
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in inside}
 
 
-# What is held out, and what it was kept from.
+# Held-out samples.
 
 
-def test_each_sample_is_held_out_once_and_classes_are_shared_out(report: dict[str, Any]) -> None:
+def test_each_sample_is_held_out_once_and_folds_are_stratified(report: dict[str, Any]) -> None:
     root = Path(report["folder"])
-    rows = answers(root)
+    rows = read_predictions(root)
     assert sorted(row["key"] for row in rows) == sorted(f"own.jsonl:{number}" for number in range(1, 63))
     counts = Counter((row["fold"], row["label"]) for row in rows)
     for label in ("cook", "sail", "sing"):
@@ -86,29 +91,29 @@ def test_each_sample_is_held_out_once_and_classes_are_shared_out(report: dict[st
     assert [run["held_out"] for run in report["runs"]] == [sizes[fold] for fold in range(FOLDS)]
 
 
-def test_nothing_of_a_fold_comes_from_what_it_holds_out(report: dict[str, Any], folder: Path) -> None:
-    root, table = Path(report["folder"]), [json.loads(line) for line in data(folder).read_text().splitlines()]
+def test_vocabulary_and_class_weights_exclude_held_out_samples(report: dict[str, Any], folder: Path) -> None:
+    root, table = Path(report["folder"]), [json.loads(line) for line in write_rows(folder).read_text().splitlines()]
     for fold in range(FOLDS):
-        held = {int(row["key"].rpartition(":")[2]) - 1 for row in answers(root) if row["fold"] == fold}
+        held = {int(row["key"].rpartition(":")[2]) - 1 for row in read_predictions(root) if row["fold"] == fold}
         processor = root / f"fold-{fold}" / "processor"
         vocabulary = json.loads((processor / "tokenizer.json").read_text())["model"]["vocab"]
         own = {table[row]["text"].split()[-1]: row in held for row in range(len(table))}
         assert {word for word, is_held in own.items() if not is_held} <= vocabulary.keys()
         assert not {word for word, is_held in own.items() if is_held} & vocabulary.keys()
         names = json.loads((processor / "classes.json").read_text())
-        learnt = Counter(row["label"] for number, row in enumerate(table) if number not in held)
+        counts = Counter(row["label"] for number, row in enumerate(table) if number not in held)
         weights = np.array(json.loads((processor / "weights.json").read_text()))
-        assert weights * [learnt[name] for name in names] == pytest.approx(
-            [weights[0] * learnt[names[0]]] * len(names), rel=1e-6
+        assert weights * [counts[name] for name in names] == pytest.approx(
+            [weights[0] * counts[names[0]]] * len(names), rel=1e-6
         )
 
 
 @pytest.mark.parametrize("by", ["group", "fraction", "hash"])
-def test_other_ways_to_cut(folder: Path, by: str) -> None:
-    """Each row in one held-out part, and with groups all rows of a user in the same one."""
-    recipe = recipe_of(tiny(folder))
+def test_split_by_group_fraction_or_hash(folder: Path, by: str) -> None:
+    """Each row is held out once, and with groups all rows of a user in the same fold."""
+    recipe = load(tiny_settings(folder))
     split, _ = resolve_splitting(recipe, folds=3, by=by, field="user" if by == "group" else None)
-    user = [json.loads(line)["user"] for line in data(folder).read_text().splitlines()]
+    user = [json.loads(line)["user"] for line in write_rows(folder).read_text().splitlines()]
     held: list[int] = []
     folds_of = defaultdict(set)
     for fold in plan_folds(recipe, split, repeats=1, out=None):
@@ -122,31 +127,36 @@ def test_other_ways_to_cut(folder: Path, by: str) -> None:
     assert (max(map(len, folds_of.values())) == 1) == (by == "group")
 
 
-def test_repeats_are_other_splits_of_the_same_seed(folder: Path) -> None:
-    recipe = recipe_of(tiny(folder, **{"data.split.seed": 7}))
+def test_repeats_change_the_split_seed_only(folder: Path) -> None:
+    recipe = load(tiny_settings(folder, **{"data.split.seed": 7}))
     split, _ = resolve_splitting(recipe, folds=2, by=None, field=None)
-    found = [(fold.recipe.data.split, fold.recipe.seed) for fold in plan_folds(recipe, split, repeats=2, out=None)]
-    assert [(one.seed, one.fold) for one, _ in found] == [(7, 0), (7, 1), (8, 0), (8, 1)]
-    assert {seed for _, seed in found} == {recipe.seed}
+    recipes = [fold.recipe for fold in plan_folds(recipe, split, repeats=2, out=None)]
+    assert [(r.data.split.seed, r.data.split.fold) for r in recipes] == [(7, 0), (7, 1), (8, 0), (8, 1)]
+    assert {r.seed for r in recipes} == {recipe.seed}
 
 
-def test_how_rows_are_shared_out_unless_one_says(folder: Path) -> None:
-    def by(values: dict[str, Any], source: str = "classify", **asked: Any) -> tuple[str, str | None, int | None]:
-        found, _ = resolve_splitting(recipe_of(values, source), **{"folds": None, "by": None, "field": None, **asked})
-        return found.by, found.field, found.folds
+def test_default_split_of_each_task(folder: Path) -> None:
+    def by(values: dict[str, Any], source: str = "classify", **options: Any) -> tuple[str, str | None, int | None]:
+        options = {"folds": None, "by": None, "field": None, **options}
+        split, _ = resolve_splitting(load(values, source), **options)
+        return split.by, split.field, split.folds
 
-    values = tiny(folder)
+    values = tiny_settings(folder)
     assert by(values) == ("stratified", None, 5)
     assert by({**values, "data.multi_label": True, "loss": None}) == ("fraction", None, 5)
     assert by({**values, "data.split.by": "fraction", "data.split.folds": 7}) == ("fraction", None, 7)
     assert by(values, field="user", folds=4) == ("group", "user", 4)
-    assert by({"data.train.path": str(data(folder)), "training.max_steps": 1}, "language") == ("fraction", None, 5)
+    assert by({"data.train.path": str(write_rows(folder)), "training.max_steps": 1}, "language") == (
+        "fraction",
+        None,
+        5,
+    )
     assert by({}, "routing") == ("stratified", None, 5)
 
 
-def test_held_out_data_of_its_own_is_left_aside_and_said(folder: Path) -> None:
+def test_separate_validation_data_is_not_used_and_reported(folder: Path) -> None:
     own = {"data.validation": {"path": "dev.jsonl"}, "data.test": {"path": "test.jsonl"}}
-    recipe = recipe_of({**tiny(folder), "data.validation.split": None, **own})
+    recipe = load({**tiny_settings(folder), "data.validation.split": None, **own})
     split, notes = resolve_splitting(recipe, folds=2, by=None, field=None)
     (fold, _) = plan_folds(recipe, split, repeats=1, out=None)
     assert "data.validation (dev.jsonl) is not used" in notes[0]
@@ -154,32 +164,31 @@ def test_held_out_data_of_its_own_is_left_aside_and_said(folder: Path) -> None:
     assert fold.recipe.data.test.path == "test.jsonl"
 
 
-# What they say together.
+# Statistics over folds.
 
 
-def test_the_interval_by_hand() -> None:
+def test_interval_has_the_nadeau_bengio_correction() -> None:
     """Deviation 0.0005^(1/2); times (1/5 + 1/4)^(1/2) that is 0.015, times (1/5)^(1/2) it is 0.01; t of 4 is 2.776445."""
-    found = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81], folds=5)
-    assert (found["mean"], found["deviation"]) == pytest.approx((0.81, 0.0005**0.5))
-    assert found["interval"]["low"] == pytest.approx(0.81 - 2.776445 * 0.015, abs=1e-7)
-    assert found["interval"]["high"] == pytest.approx(0.81 + 2.776445 * 0.015, abs=1e-7)
-    assert found["uncorrected"]["high"] == pytest.approx(0.81 + 2.776445 * 0.01, abs=1e-7)
-    again = summarise_folds(
-        [0.80, 0.82, 0.78, 0.84, 0.81] * 2, folds=5
-    )  # two repeats: n grows, the share of a fold does not
+    summary = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81], folds=5)
+    assert (summary["mean"], summary["deviation"]) == pytest.approx((0.81, 0.0005**0.5))
+    assert summary["interval"]["low"] == pytest.approx(0.81 - 2.776445 * 0.015, abs=1e-7)
+    assert summary["interval"]["high"] == pytest.approx(0.81 + 2.776445 * 0.015, abs=1e-7)
+    assert summary["uncorrected"]["high"] == pytest.approx(0.81 + 2.776445 * 0.01, abs=1e-7)
+    # Two repeats: n grows, the held-out fraction does not.
+    again = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81] * 2, folds=5)
     half = scipy.stats.t.ppf(0.975, 9) * again["deviation"] * np.sqrt(1 / 10 + 1 / 4)
     assert again["interval"]["high"] == pytest.approx(0.81 + half)
 
 
-def test_the_report_holds_the_numbers_of_the_folds(report: dict[str, Any]) -> None:
+def test_report_summarises_the_folds(report: dict[str, Any]) -> None:
     root = Path(report["folder"])
     assert json.loads((root / "crossval.json").read_text()) == report
     values = [run["metrics"]["accuracy"] for run in report["runs"]]
     assert report["metrics"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
     assert report["metrics"]["accuracy"]["deviation"] == pytest.approx(np.std(values, ddof=1))
     for run in report["runs"]:
-        mine = [row["label"] == row["predicted"] for row in answers(root) if row["fold"] == run["number"]]
-        assert run["metrics"]["accuracy"] == pytest.approx(np.mean(mine))
+        correct = [row["label"] == row["predicted"] for row in read_predictions(root) if row["fold"] == run["number"]]
+        assert run["metrics"]["accuracy"] == pytest.approx(np.mean(correct))
     assert report["pooled"]["accuracy"] == pytest.approx(
         np.average(values, weights=[run["held_out"] for run in report["runs"]])
     )
@@ -194,29 +203,28 @@ def test_the_report_holds_the_numbers_of_the_folds(report: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("error", [EnvironmentProblem("plots need matplotlib"), OSError("no space left")])
-def test_a_plot_that_fails_costs_no_numbers(
+def test_failed_plot_keeps_the_metrics(
     report: dict[str, Any], folder: Path, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        held = json.loads((Path(report["folder"]) / "crossval.json").read_text())
-        assert held["pooled"] == report["pooled"], "written before anything is drawn"
+        saved = json.loads((Path(report["folder"]) / "crossval.json").read_text())
+        assert saved["pooled"] == report["pooled"], "written before any plot"
         raise error
 
     (Path(report["folder"]) / "crossval.json").unlink()
     monkeypatch.setattr("bottega.analysis.compare.plot_comparison", fail)
     monkeypatch.setattr("bottega.plots.classification.plot_confusion_matrix", fail)
-    found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
-    assert found["metrics"] == report["metrics"]
-    assert list(found["files"]) == ["predictions"]
-    assert found["notes"][-2:] == [f"no confusion.png: {error}", f"no crossval.png: {error}"]
-    assert json.loads((Path(report["folder"]) / "crossval.json").read_text()) == found
+    result = bottega.crossval("classify", tiny_settings(folder), folds=FOLDS)
+    assert result["metrics"] == report["metrics"]
+    assert list(result["files"]) == ["predictions"]
+    assert result["notes"][-2:] == [f"no confusion.png: {error}", f"no crossval.png: {error}"]
+    assert json.loads((Path(report["folder"]) / "crossval.json").read_text()) == result
     monkeypatch.undo()
-    assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == report  # as the others expect it
+    # Restores the report for other tests.
+    assert bottega.crossval("classify", tiny_settings(folder), folds=FOLDS) == report
 
 
-def test_a_plot_of_a_fold_that_fails_is_a_note(
-    report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_plot_of_a_fold_is_a_note(report: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise EnvironmentProblem("plots need matplotlib")
 
@@ -224,70 +232,71 @@ def test_a_plot_of_a_fold_that_fails_is_a_note(
     shutil.copytree(results, folder / "before")
     shutil.rmtree(results)
     monkeypatch.setattr("bottega.analysis.classifier_predictions.plot_calibration", fail)
-    found = bottega.crossval("classify", tiny(folder), folds=FOLDS)
-    assert found["metrics"] == report["metrics"]
-    assert found["pooled"] == report["pooled"]
-    assert "no plots of single folds: plots need matplotlib" in found["notes"]
-    assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == found
+    result = bottega.crossval("classify", tiny_settings(folder), folds=FOLDS)
+    assert result["metrics"] == report["metrics"]
+    assert result["pooled"] == report["pooled"]
+    assert "no plots of single folds: plots need matplotlib" in result["notes"]
+    assert bottega.crossval("classify", tiny_settings(folder), folds=FOLDS) == result
     monkeypatch.undo()
     shutil.rmtree(results)
     shutil.copytree(folder / "before", results)
-    assert bottega.crossval("classify", tiny(folder), folds=FOLDS) == report  # as the others expect it
+    # Restores the report for other tests.
+    assert bottega.crossval("classify", tiny_settings(folder), folds=FOLDS) == report
 
 
-def test_an_interval_is_shown_as_far_as_its_metric_goes(report: dict[str, Any]) -> None:
+def test_interval_is_clipped_to_the_range_of_the_metric(report: dict[str, Any]) -> None:
     metrics = {"accuracy": [0.9, 1.0, 1.0], "ece": [0.01, 0.1, 0.02], "loss": [0.1, 0.6, 0.1], "psnr": [1, 9, 2]}
-    own = {name: summarise_folds(values, folds=FOLDS) for name, values in metrics.items()}
+    summaries = {name: summarise_folds(values, folds=FOLDS) for name, values in metrics.items()}
     runs = [{**run, "metrics": {k: v[i] for k, v in metrics.items()}} for i, run in enumerate(report["runs"])]
-    text = format_report({**report, "metrics": own, "runs": runs, "pooled": {}})
+    text = format_report({**report, "metrics": summaries, "runs": runs, "pooled": {}})
     low, high = (
         next(r for r in text.splitlines() if r.startswith(f"95 % {end}")).split()[3:] for end in ("from", "to")
     )
     assert (high[0], low[1], low[2]) == ("*1.0000", "*0.0000", "*0.0000")
-    assert (low[0], low[3]) == tuple(f"{own[name]['interval']['low']:.4f}" for name in ("accuracy", "psnr"))
+    assert (low[0], low[3]) == tuple(f"{summaries[name]['interval']['low']:.4f}" for name in ("accuracy", "psnr"))
     assert "note: * the interval exceeds the range of the metric" in text
-    assert own["accuracy"]["interval"]["high"] > 1
-    assert "note: *" not in format_report({**report, "metrics": {"psnr": own["psnr"]}, "runs": runs})
+    assert summaries["accuracy"]["interval"]["high"] > 1
+    assert "note: *" not in format_report({**report, "metrics": {"psnr": summaries["psnr"]}, "runs": runs})
 
 
-def test_answers_of_several_classes_are_pooled() -> None:
+def test_multi_label_predictions_are_pooled() -> None:
     rows = [
         {"label": ["a", "b"], "predicted": ["a", "b"]},
         {"label": [], "predicted": ["b"]},
         {"label": ["a"], "predicted": []},
     ]
-    found, matrix = pool_predictions(rows, ("a", "b"))
-    assert found["exact_match"] == pytest.approx(1 / 3)
-    assert found["label_accuracy"] == pytest.approx(4 / 6)
-    assert found["macro_f1"] == pytest.approx(2 / 3)  # a: one right, one missed; b: one right, one wrong
+    metrics, matrix = pool_predictions(rows, ("a", "b"))
+    assert metrics["exact_match"] == pytest.approx(1 / 3)
+    assert metrics["label_accuracy"] == pytest.approx(4 / 6)
+    assert metrics["macro_f1"] == pytest.approx(2 / 3)  # a: one right, one missed; b: one right, one wrong
     assert matrix.shape == (2, 2, 2)
 
 
-def test_the_same_call_again_touches_no_fold(report: dict[str, Any], folder: Path) -> None:
+def test_second_call_changes_no_fold(report: dict[str, Any], folder: Path) -> None:
     root = Path(report["folder"])
-    before = files_of(root)
-    again = bottega.crossval("classify", tiny(folder), folds=FOLDS)
+    before = read_files(root)
+    again = bottega.crossval("classify", tiny_settings(folder), folds=FOLDS)
     assert again == report
-    assert files_of(root) == before
+    assert read_files(root) == before
 
 
-def test_the_last_checkpoint_in_place_of_the_best(report: dict[str, Any], folder: Path) -> None:
-    found = bottega.crossval("classify", tiny(folder), folds=FOLDS, checkpoint="last")
-    assert [run["step"] for run in found["runs"]] == [4] * FOLDS
-    assert not any("flatters" in note for note in found["notes"])
-    bottega.crossval("classify", tiny(folder), folds=FOLDS)  # as the others expect it
+def test_checkpoint_last_is_evaluated(report: dict[str, Any], folder: Path) -> None:
+    result = bottega.crossval("classify", tiny_settings(folder), folds=FOLDS, checkpoint="last")
+    assert [run["step"] for run in result["runs"]] == [4] * FOLDS
+    assert not any("flatters" in note for note in result["notes"])
+    bottega.crossval("classify", tiny_settings(folder), folds=FOLDS)  # restore the report for other tests
 
 
-def test_another_recipe_is_refused_until_all_is_set_aside(report: dict[str, Any], folder: Path) -> None:
+def test_changed_recipe_is_refused_without_fresh(report: dict[str, Any], folder: Path) -> None:
     with pytest.raises(UsageError, match=r"another recipe .*learning_rate.*use fresh"):
-        bottega.crossval("classify", tiny(folder, **{"training.learning_rate": 0.5}), folds=FOLDS)
+        bottega.crossval("classify", tiny_settings(folder, **{"training.learning_rate": 0.5}), folds=FOLDS)
     with pytest.raises(UsageError, match=r"another recipe \(.*data.split.folds: 3 -> 4"):
-        bottega.crossval("classify", tiny(folder), folds=4)
+        bottega.crossval("classify", tiny_settings(folder), folds=4)
 
 
-def test_what_python_is_told_has_no_dashes(folder: Path, tmp_path: Path) -> None:
+def test_python_errors_name_arguments_without_dashes(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or use by fraction"):
-        bottega.crossval("classify", tiny(folder), folds=40, out=tmp_path / "many")
+        bottega.crossval("classify", tiny_settings(folder), folds=40, out=tmp_path / "many")
 
 
 @pytest.mark.parametrize(
@@ -300,7 +309,7 @@ def test_what_python_is_told_has_no_dashes(folder: Path, tmp_path: Path) -> None
     ],
 )
 def test_a_fold_is_trained_when_its_run_has_ended(tmp_path: Path, progress: dict[str, Any], expected: bool) -> None:
-    recipe = recipe_of(tiny(tmp_path, **{"training.early_stopping.patience": 2}))
+    recipe = load(tiny_settings(tmp_path, **{"training.early_stopping.patience": 2}))
     split, _ = resolve_splitting(recipe, folds=2, by=None, field=None)
     fold = plan_folds(recipe, split, repeats=1, out=tmp_path / "cv")[0]
     checkpoint.write(
@@ -312,13 +321,13 @@ def test_a_fold_is_trained_when_its_run_has_ended(tmp_path: Path, progress: dict
     assert not is_trained(fold)
 
 
-# Where they run.
+# Jobs.
 
 
-def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_are_assigned_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(8))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert plan_job_environments("cpu", 2, num_folds=5) == [{}, {}]  # what somebody has set is left alone
+    assert plan_job_environments("cpu", 2, num_folds=5) == [{}, {}]  # variables of the user are not changed
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert plan_job_environments("cpu", 2, num_folds=5) == [{"OMP_NUM_THREADS": "4"}] * 2
     assert len(plan_job_environments("cpu", 7, num_folds=5)) == 5
@@ -328,12 +337,12 @@ def test_places(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(plan_job_environments("cpu", "auto", num_folds=9)) == 1
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in plan_job_environments("cuda", "auto", num_folds=9)] == ["4", "6"]
-    assert [place["CUDA_VISIBLE_DEVICES"] for place in plan_job_environments("auto", 3, num_folds=9)] == ["4", "6", "4"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_job_environments("cuda", "auto", num_folds=9)] == ["4", "6"]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in plan_job_environments("auto", 3, num_folds=9)] == ["4", "6", "4"]
 
 
-class Ended:
-    """In place of a training: over at once, with the code that is asked for."""
+class FinishedJob:
+    """A fake training process that ends at once with `code`."""
 
     code = 0
 
@@ -347,62 +356,65 @@ class Ended:
         return "no"
 
 
-def works(folder: Path, number: int) -> list[FoldJob]:
-    found = [FoldJob(RunDirectory(folder / f"fold-{n}"), folder / f"fold-{n}.yaml") for n in range(number)]
-    for work in found:
-        work.run.create()
-    return found
+def make_jobs(folder: Path, number: int) -> list[FoldJob]:
+    jobs = [FoldJob(RunDirectory(folder / f"fold-{n}"), folder / f"fold-{n}.yaml") for n in range(number)]
+    for job in jobs:
+        job.run.create()
+    return jobs
 
 
-def test_who_lives_on_counts_as_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two folds of a command that was killed are still trained: with two places a third begins when one of them ends."""
-    said: list[str] = []
-    held = works(tmp_path, 3)
-    locks = [Lock(work.run) for work in held[:2]]
+def test_surviving_fold_processes_count_as_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two folds of a killed command are still training: with two slots, a third starts when one of them ends."""
+    messages: list[str] = []
+    jobs = make_jobs(tmp_path, 3)
+    locks = [Lock(job.run) for job in jobs[:2]]
     rounds = 0
 
     def sleep(_: float) -> None:
         nonlocal rounds
         rounds += 1
         if rounds == 3:
-            assert not any("training" in text for text in said), said
+            assert not any("training" in text for text in messages), messages
             locks[0].__exit__(None, None, None)
         if rounds == 6:
-            assert [text for text in said if text.endswith(": training")] == ["fold-0: training", "fold-2: training"]
+            assert [text for text in messages if text.endswith(": training")] == [
+                "fold-0: training",
+                "fold-2: training",
+            ]
             locks[1].__exit__(None, None, None)
 
-    monkeypatch.setattr("bottega.analysis.crossval_jobs._Child", Ended)
+    monkeypatch.setattr("bottega.analysis.crossval_jobs._Child", FinishedJob)
     monkeypatch.setattr("bottega.analysis.crossval_jobs.time.sleep", sleep)
     for lock in locks:
         lock.__enter__()
-    train_folds(held, [{}, {}], log=said.append, report_progress=lambda *_: None)
-    assert said[-1] == "fold-1: training"
+    train_folds(jobs, [{}, {}], log=messages.append, report_progress=lambda *_: None)
+    assert messages[-1] == "fold-1: training"
 
 
-def test_what_is_said_of_folds_that_fail_and_that_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Failed(Ended):
+def test_messages_of_failed_and_resumed_folds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failed(FinishedJob):
         code = 3
 
     monkeypatch.setattr("bottega.analysis.crossval_jobs._Child", Failed)
-    two = works(tmp_path, 2)
-    checkpoint.write(two[1].run.checkpoints, step=6, files={}, progress={"step": 6, "total": 8}, fingerprint={})
-    said: list[str] = []
+    jobs = make_jobs(tmp_path, 2)
+    checkpoint.write(jobs[1].run.checkpoints, step=6, files={}, progress={"step": 6, "total": 8}, fingerprint={})
+    messages: list[str] = []
     for trained, end in ((0, r"\(and 1 more\)$"), (1, r"\(and 1 more\); the other folds are saved$")):
         with pytest.raises(DependencyFailed, match=end):
-            train_folds(two, [{}, {}], num_trained=trained, log=said.append, report_progress=lambda *_: None)
-    assert said[:2] == ["fold-0: training", "fold-1: resumed at step 6"]
+            train_folds(jobs, [{}, {}], num_trained=trained, log=messages.append, report_progress=lambda *_: None)
+    assert messages[:2] == ["fold-0: training", "fold-1: resumed at step 6"]
 
 
-# From end to end.
+# End to end.
 
 
 @pytest.mark.slow
 def test_any_number_of_jobs_gives_the_same_numbers(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
-    """And two of them are compared by the test for folds."""
-    alone = bottega.crossval("classify", tiny(folder), folds=FOLDS, jobs=1, out=tmp_path / "a")
+    """Two cross-validations are compared by the test for folds."""
+    alone = bottega.crossval("classify", tiny_settings(folder), folds=FOLDS, jobs=1, out=tmp_path / "a")
     assert [run["metrics"] for run in alone["runs"]] == [run["metrics"] for run in report["runs"]]
-    assert answers(tmp_path / "a") == answers(Path(report["folder"]))
-    other = tiny(folder, **{"training.learning_rate": 0.3})
+    assert read_predictions(tmp_path / "a") == read_predictions(Path(report["folder"]))
+    other = tiny_settings(folder, **{"training.learning_rate": 0.3})
     bottega.crossval("classify", other, folds=FOLDS, jobs=2, out=tmp_path / "b")
     for split in (None, "validation"):
         (pair,) = compare([str(tmp_path / "a"), str(tmp_path / "b")], split=split)["pairs"]
@@ -412,18 +424,18 @@ def test_any_number_of_jobs_gives_the_same_numbers(report: dict[str, Any], folde
 
 
 @pytest.mark.slow
-def test_language_and_pictures(tmp_path: Path) -> None:
+def test_crossval_of_language_and_images(tmp_path: Path) -> None:
     from small_media import image
     from small_run import SMALL
 
-    words = {**SMALL, "data.train.path": str(data(tmp_path)), "output_dir": str(tmp_path), "name": "text"}
+    words = {**SMALL, "data.train.path": str(write_rows(tmp_path)), "output_dir": str(tmp_path), "name": "text"}
     text = bottega.crossval("language", {**words, "training.max_steps": 2, "data.test.split": 0.1}, folds=2, jobs=2)
     assert text["by"] == "fraction"
     assert {"loss", "bits_per_byte"} <= text["metrics"].keys()
     assert set(text["test"]["loss"]) == {"mean", "deviation"}
     assert "test, the same samples for all folds" in format_report(text)
-    drawn = {**image(tmp_path), "training.max_steps": 2, "name": "drawn"}
-    found = bottega.crossval("image", drawn, folds=2, jobs=2)
-    assert [run["held_out"] for run in found["runs"]] == [18, 18]
-    assert found["metric"] in found["metrics"]
-    assert "pooled" not in found
+    image_settings = {**image(tmp_path), "training.max_steps": 2, "name": "drawn"}
+    result = bottega.crossval("image", image_settings, folds=2, jobs=2)
+    assert [run["held_out"] for run in result["runs"]] == [18, 18]
+    assert result["metric"] in result["metrics"]
+    assert "pooled" not in result

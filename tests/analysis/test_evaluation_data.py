@@ -1,4 +1,4 @@
-"""What an evaluation measures: never training samples unless asked, other data as it is named, from any folder."""
+"""Data of an evaluation: training samples only on request, other data by its path, from any working directory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PARTS = {"data.validation.split": 0.25, "data.test": {"split": 0.125}, "data.spl
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was trained on a relative path, in a folder of its own."""
+    """A folder with a run that was trained on a relative path."""
     folder = tmp_path_factory.mktemp("measured")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -29,28 +29,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def measured(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> Any:
-    capsys.readouterr()  # of commands before
-    assert cli.main(["evaluate", *words, "--json"]) == code
-    shown = capsys.readouterr()
-    return json.loads(shown.out) if code == 0 else shown.err
+def run_evaluate(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> Any:
+    capsys.readouterr()  # output of earlier commands
+    assert cli.main(["evaluate", *arguments, "--json"]) == code
+    output = capsys.readouterr()
+    return json.loads(output.out) if code == 0 else output.err
 
 
-def renamed(path: Path, count: int = 30) -> Path:
-    """Texts that the run has not seen, under other names of their fields."""
+def write_renamed_texts(path: Path, count: int = 30) -> Path:
+    """Write texts that are not in the training data, with other field names."""
     rows = [{"review": row["text"], "stars": row["label"]} for row in small_texts.rows(count, seed=9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def test_a_file_that_was_learnt_from_is_measured_by_what_was_held_back(
+def test_training_file_is_evaluated_on_its_held_out_split(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, data = str(folder / "runs" / "run"), folder / "texts.jsonl"
     config = tmp_path / "test.yaml"
     config.write_text(f"data: {{train: {{path: {data}}}, test: {{split: 0.5}}}}\n")
     copy = shutil.copy(data, tmp_path / "copy.jsonl")
-    own = {split: measured(capsys, run, "--split", split) for split in ("validation", "test", "train")}
+    own = {split: run_evaluate(capsys, run, "--split", split) for split in ("validation", "test", "train")}
     assert {split: result["samples"] for split, result in own.items()} == {"validation": 24, "test": 12, "train": 60}
     for words, split in (
         (["--data_config", str(config), "--split", "test"], "test"),
@@ -59,14 +59,14 @@ def test_a_file_that_was_learnt_from_is_measured_by_what_was_held_back(
         (["--data", str(copy), "--split", "test"], "test"),
         (["--data", str(data), "--split", "train"], "train"),
     ):
-        result = measured(capsys, run, *words)
+        result = run_evaluate(capsys, run, *words)
         assert result["metrics"] == own[split]["metrics"], words
         assert (result["split"], result["samples"]) == (split, own[split]["samples"]), words
         assert str(Path(words[1]).name if words[0] == "--data" else data.name) in result["notes"][0]
     assert bottega.load(run).evaluate(data) == own["validation"]["metrics"]
 
 
-def test_some_files_of_training_are_refused_and_nothing_held_back_is_said(tmp_path: Path) -> None:
+def test_training_data_without_a_held_out_split_is_refused(tmp_path: Path) -> None:
     texts = small_texts.texts(tmp_path)
     settings = {**small_texts.settings(tmp_path), "data.validation": None, "data.split": None, "name": "whole"}
     run = bottega.train("classify", settings).path
@@ -82,30 +82,32 @@ def test_some_files_of_training_are_refused_and_nothing_held_back_is_said(tmp_pa
     assert bottega.evaluate(run, data=more / "b.jsonl")["samples"] == 96
 
 
-def test_fields_are_taken_from_the_file_or_the_command_line(
+def test_fields_come_from_the_data_config_or_the_command_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, other = str(folder / "runs" / "run"), renamed(tmp_path / "other.jsonl")
+    run, other = str(folder / "runs" / "run"), write_renamed_texts(tmp_path / "other.jsonl")
     config = tmp_path / "other.yaml"
     config.write_text(f"data:\n  train: {{path: {other}, field: review}}\n  label_field: stars\n")
     held_out = tmp_path / "held.yaml"
     held_out.write_text(f"data:\n  train: {{path: gone, field: review, label: stars}}\n  test: {{path: {other}}}\n")
-    found = [
-        measured(capsys, run, "--data", str(other), "data.train.field=review", "data.train.label=stars"),
-        measured(
+    results = [
+        run_evaluate(capsys, run, "--data", str(other), "data.train.field=review", "data.train.label=stars"),
+        run_evaluate(
             capsys, "--data", str(other), "data.train.field=review", "data.label_field=stars", "--model_path", run
         ),
-        measured(capsys, run, "--data_config", str(config)),
-        measured(capsys, run, "--data_config", str(held_out), "--split", "test"),
+        run_evaluate(capsys, run, "--data_config", str(config)),
+        run_evaluate(capsys, run, "--data_config", str(held_out), "--split", "test"),
         bottega.evaluate(run, data=other, settings={"data.train.field": "review", "data.train.label": "stars"}),
     ]
-    assert all(result["metrics"] == found[0]["metrics"] and result["samples"] == 30 for result in found)
-    assert "no field 'text'" in measured(capsys, run, "--data", str(other), code=3)
-    assert "applies to other data only" in measured(capsys, run, "data.train.field=review", code=2)
-    assert "only keys of the data" in measured(capsys, run, "--data", str(other), "training.max_steps=3", code=2)
+    assert all(result["metrics"] == results[0]["metrics"] and result["samples"] == 30 for result in results)
+    assert "no field 'text'" in run_evaluate(capsys, run, "--data", str(other), code=3)
+    assert "applies to other data only" in run_evaluate(capsys, run, "data.train.field=review", code=2)
+    assert "only keys of the data" in run_evaluate(capsys, run, "--data", str(other), "training.max_steps=3", code=2)
 
 
-def test_the_answer_says_what_was_measured(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_names_split_samples_and_checkpoint(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(folder / "runs" / "run")
     cli.main(["evaluate", run, "--split", "test", "--out", str(tmp_path)])
     first = capsys.readouterr().out.splitlines()[0]
@@ -117,21 +119,21 @@ def test_the_answer_says_what_was_measured(folder: Path, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize("name", ["best", "last", "step-00000004"])
-def test_a_checkpoint_is_taken_by_its_path(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_can_be_given_by_its_path(folder: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     run = folder / "runs" / "run"
     checkpoint = run / "checkpoints" / name
     number = name.removeprefix("step-0000000")
-    expected = measured(capsys, str(run), "--checkpoint", number)
-    assert measured(capsys, "--model_path", str(checkpoint)) == expected
+    expected = run_evaluate(capsys, str(run), "--checkpoint", number)
+    assert run_evaluate(capsys, "--model_path", str(checkpoint)) == expected
     assert bottega.predict(checkpoint, ["salt"]) == bottega.predict(run, ["salt"], checkpoint=number)
     assert bottega.load(checkpoint).checkpoint.name == Path(expected["checkpoint"]).name
     for words in (["predict", str(checkpoint), "salt"], ["ledger", str(checkpoint), "--step", "1"]):
         assert cli.main(words) == 0, words
     assert cli.main(["inspect", str(checkpoint)]) == 0
-    assert "leave one of them out" in measured(capsys, str(checkpoint), "--checkpoint", "7", code=2)
+    assert "leave one of them out" in run_evaluate(capsys, str(checkpoint), "--checkpoint", "7", code=2)
 
 
-def test_a_run_is_used_from_another_folder(
+def test_run_is_used_from_another_working_directory(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moved = shutil.copytree(folder, tmp_path / "moved", symlinks=True)
@@ -139,28 +141,28 @@ def test_a_run_is_used_from_another_folder(
     here.mkdir()
     (here / "texts.jsonl").write_text('{"text": "another file of that name", "label": "cook"}\n')
     monkeypatch.chdir(here)
-    expected = measured(capsys, str(folder / "runs" / "run"))
+    expected = run_evaluate(capsys, str(folder / "runs" / "run"))
     assert expected["samples"] == 24
     for words in (["ledger", "--step", "2", "--replay"], ["inspect"]):
         assert cli.main([words[0], str(folder / "runs" / "run"), *words[1:]]) == 0
-    facts = moved / "runs" / "run" / "environment.json"
-    facts.write_text(facts.read_text().replace(str(folder), "/nowhere/at/all"))
-    assert measured(capsys, str(moved / "runs" / "run"))["metrics"] == expected["metrics"], "data beside the run"
+    environment = moved / "runs" / "run" / "environment.json"
+    environment.write_text(environment.read_text().replace(str(folder), "/nowhere/at/all"))
+    assert run_evaluate(capsys, str(moved / "runs" / "run"))["metrics"] == expected["metrics"], "data next to the run"
     (moved / "texts.jsonl").unlink()
     (here / "texts.jsonl").unlink()
-    gone = measured(capsys, str(moved / "runs" / "run"), code=3)
+    gone = run_evaluate(capsys, str(moved / "runs" / "run"), code=3)
     assert "texts.jsonl: the data of this run is not in /nowhere/at/all, where the run was started" in gone
     assert "--data" in gone
     assert cli.main(["ledger", str(moved / "runs" / "run"), "--step", "1"]) == 3
     assert "--data" not in capsys.readouterr().err, "ledger has no such option"
 
 
-def test_what_cannot_be_told_is_said(folder: Path, tmp_path: Path) -> None:
+def test_unknown_training_data_is_reported(folder: Path, tmp_path: Path) -> None:
     moved = shutil.copytree(folder / "runs", tmp_path / "runs", symlinks=True)
     (moved / "run" / "environment.json").unlink()
-    other = renamed(tmp_path / "other.jsonl")
-    named = {"data.train.field": "review", "data.train.label": "stars"}
-    result = bottega.evaluate(moved / "run", data=other, settings=named)
+    other = write_renamed_texts(tmp_path / "other.jsonl")
+    fields = {"data.train.field": "review", "data.train.label": "stars"}
+    result = bottega.evaluate(moved / "run", data=other, settings=fields)
     assert "cannot check whether" in result["notes"][0]
     with pytest.raises(DataError, match="not there any more"):
         bottega.evaluate(moved / "run")
@@ -168,16 +170,16 @@ def test_what_cannot_be_told_is_said(folder: Path, tmp_path: Path) -> None:
         bottega.evaluate(moved / "run", split="dev")
 
 
-def test_prepared_tables_of_the_same_data_are_measured_by_their_held_out_part(folder: Path, tmp_path: Path) -> None:
+def test_prepared_training_data_is_evaluated_on_its_held_out_split(folder: Path, tmp_path: Path) -> None:
     settings = {**small_texts.settings(tmp_path), **PARTS, "data.train.path": str(folder / "texts.jsonl")}
     words = [f"{key}={json.dumps(value)}" for key, value in settings.items() if key.startswith("data.")]
     assert cli.main(["prepare", "classify", *words, "--out", str(tmp_path / "shards")]) == 0
-    found = bottega.evaluate(folder / "runs" / "run", data=tmp_path / "shards")
+    result = bottega.evaluate(folder / "runs" / "run", data=tmp_path / "shards")
     own = bottega.evaluate(folder / "runs" / "run")
-    assert (found["split"], found["samples"], found["metrics"]) == ("validation", 24, own["metrics"])
+    assert (result["split"], result["samples"], result["metrics"]) == ("validation", 24, own["metrics"])
 
 
-def test_a_judge_is_trained_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_is_trained_from_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home, away = tmp_path / "home", tmp_path / "away"
     home.mkdir()
     away.mkdir()
@@ -186,9 +188,9 @@ def test_a_judge_is_trained_from_another_folder(tmp_path: Path, monkeypatch: pyt
     settings = {**small_media.image(Path()), "training.max_steps": 2, "needs": needs, "name": "drawn"}
     run = bottega.train("image", {**settings, "output_dir": "runs"}).path.absolute()
     monkeypatch.chdir(away)
-    found = bottega.evaluate(run, count=4)
-    assert "conditional_accuracy" in found["metrics"]
+    result = bottega.evaluate(run, count=4)
+    assert "conditional_accuracy" in result["metrics"]
     assert not any(away.iterdir())
     monkeypatch.chdir(home)
-    assert bottega.evaluate("runs/drawn", count=4)["metrics"] == found["metrics"], "the same judge"
+    assert bottega.evaluate("runs/drawn", count=4)["metrics"] == result["metrics"], "the same judge"
     assert len(list((home / "runs" / "parts").iterdir())) == 1

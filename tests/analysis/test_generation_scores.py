@@ -1,4 +1,4 @@
-"""Scores compare like with like: equal counts, the same held-out samples, a judge that chose nothing on them, few bytes."""
+"""Scores of generated samples: equal counts, the same held-out samples, an unbiased judge, bounded memory."""
 
 from __future__ import annotations
 
@@ -22,39 +22,39 @@ JUDGE = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps"
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two steps on 27 pictures; 9 are held out. Its judge is trained by the first who asks."""
+    """Two steps on 27 images; 9 are held out. The judge is trained by the first evaluation."""
     options: dict[str, Any] = {"training.max_steps": 2, "needs": JUDGE, "name": "pictures"}
     return Path(small_media.train(tmp_path_factory.mktemp("runs"), **options).path)
 
 
 @pytest.fixture
 def workload(run: Path) -> GenerationWorkload:
-    found = bottega.load(run, device="cpu").workload
-    assert isinstance(found, GenerationWorkload)
-    return found
+    loaded = bottega.load(run, device="cpu").workload
+    assert isinstance(loaded, GenerationWorkload)
+    return loaded
 
 
 @pytest.mark.parametrize(("count", "compared"), [(4, 4), (9, 9), (20, 9)])
 def test_distributions_are_compared_at_equal_counts(
     run: Path, monkeypatch: pytest.MonkeyPatch, count: int, compared: int
 ) -> None:
-    seen: dict[str, list[int]] = {"moments": [], "fid": []}
+    counts: dict[str, list[int]] = {"moments": [], "fid": []}
     moments = generation_scores.feature_moments
 
-    def counted(features: np.ndarray) -> Any:
-        seen["moments"].append(len(features))
+    def count_moments(features: np.ndarray) -> Any:
+        counts["moments"].append(len(features))
         return moments(features)
 
     def fid(samples: np.ndarray, training: np.ndarray) -> float:
-        seen["fid"].append(len(samples))
+        counts["fid"].append(len(samples))
         return 0.0
 
-    monkeypatch.setattr(generation_scores, "feature_moments", counted)
+    monkeypatch.setattr(generation_scores, "feature_moments", count_moments)
     monkeypatch.setattr(generation_scores, "_make_fid", lambda *_: fid)
-    found = bottega.evaluate(run, count=count, inception="weights.safetensors")
-    assert seen["moments"] == [27, compared, compared], "the training data, what was drawn, what is real"
-    assert seen["fid"] == [compared, compared]
-    assert found["counts"] == {
+    result = bottega.evaluate(run, count=count, inception="weights.safetensors")
+    assert counts["moments"] == [27, compared, compared], "training data, generated samples, real samples"
+    assert counts["fid"] == [compared, compared]
+    assert result["counts"] == {
         "generated": count,
         "real": 9,
         "compared": compared,
@@ -62,38 +62,38 @@ def test_distributions_are_compared_at_equal_counts(
         "training_available": 27,
     }
     line = f"compared with 27 of 27 training samples, distributions at {compared} samples each"
-    assert line in format_report(found).splitlines()
+    assert line in format_report(result).splitlines()
 
 
-def test_fewer_samples_than_are_held_out_are_asked_for_evenly() -> None:
-    assert generation_scores._matching_indices(3, 9).tolist() == [0, 3, 6], "of data sorted by class, one of each"
+def test_fewer_samples_cover_the_held_out_data_evenly() -> None:
+    assert generation_scores._matching_indices(3, 9).tolist() == [0, 3, 6], "for data sorted by class, one of each"
     assert generation_scores._matching_indices(11, 9).tolist() == [*range(9), 0, 1]
     for count in range(1, 9):
         assert len(set(generation_scores._matching_indices(count, 9).tolist())) == count
 
 
-def test_what_is_drawn_in_parts_is_the_same(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_in_chunks_gives_the_same_samples(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = bottega.load(run, device="cpu")
     workload = saved.workload
     assert isinstance(workload, GenerationWorkload)
     held_out = generation_scores.collect_samples(workload, [workload.read_raw("validation")])
-    seen: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
 
-    def drawn() -> np.ndarray:
-        seen.clear()
-        places = generation_scores._matching_indices(11, 9)
-        tell = lambda stage, done, total: seen.append((done, total))  # noqa: E731
-        return generation_scores._draw_samples(saved, workload, held_out, places, 0, tell).samples
+    def draw() -> np.ndarray:
+        progress.clear()
+        indices = generation_scores._matching_indices(11, 9)
+        record = lambda stage, done, total: progress.append((done, total))  # noqa: E731
+        return generation_scores._draw_samples(saved, workload, held_out, indices, 0, record).samples
 
-    whole = drawn()
-    total = seen[-1]
+    expected = draw()
+    total = progress[-1]
     monkeypatch.setattr(generation_scores, "CHUNK", 4)
-    np.testing.assert_allclose(drawn().astype(int), whole, atol=1)
-    assert seen[-1] == total
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    np.testing.assert_allclose(draw().astype(int), expected, atol=1)
+    assert progress[-1] == total
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
 
 
-def test_references_are_bytes_and_bounded(workload: GenerationWorkload, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reference_samples_are_uint8_and_bounded(workload: GenerationWorkload, monkeypatch: pytest.MonkeyPatch) -> None:
     everything = generation_scores.collect_samples(workload, [workload.read_raw("train")])
     assert everything.samples.shape == (27, 8, 8, 1)
     monkeypatch.setattr(generation_scores, "MAX_BYTES", 10 * 64)
@@ -103,63 +103,63 @@ def test_references_are_bytes_and_bounded(workload: GenerationWorkload, monkeypa
     np.testing.assert_array_equal(some.samples, everything.samples[::3])
     np.testing.assert_array_equal(some.conditions["label"], everything.conditions["label"][::3])
     reference = generation_scores.Reference(workload, None, some, some)
-    assert reference.training is some.samples, "no copy as floats, with a judge or without"
+    assert reference.training is some.samples, "no float copy, with or without a judge"
 
 
-def test_a_judge_reads_a_chunk_at_a_time(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_judge_classifies_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = bottega.load(run, device="cpu")
     workload = saved.workload
     assert isinstance(workload, GenerationWorkload)
     judge = generation_scores.JudgeModel.open_judge(saved, workload, [], quiet=True)
     assert judge is not None
     samples = generation_scores.collect_samples(workload, [workload.read_raw("train")]).samples
-    whole = judge.classify(samples)
+    expected_outputs = judge.classify(samples)
     sizes: list[int] = []
     normalise = generation_scores.normalise_pixels
 
-    def recorded(part: np.ndarray, **how: Any) -> np.ndarray:
+    def record_size(part: np.ndarray, **how: Any) -> np.ndarray:
         sizes.append(len(part))
         return normalise(part, **how)
 
-    monkeypatch.setattr(generation_scores, "normalise_pixels", recorded)
+    monkeypatch.setattr(generation_scores, "normalise_pixels", record_size)
     monkeypatch.setattr(generation_scores, "CHUNK", 10)
-    for found, expected in zip(judge.classify(samples), whole, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+    for output, expected in zip(judge.classify(samples), expected_outputs, strict=True):
+        np.testing.assert_allclose(output, expected, rtol=0, atol=1e-5)
     assert sizes == [10, 10, 7]
 
 
-def test_the_judge_is_taken_as_training_left_it(
+def test_judge_uses_its_last_checkpoint(
     run: Path, workload: GenerationWorkload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its best step was chosen on the very data that stand for real here."""
-    asked: list[Any] = []
+    """Its best checkpoint was selected on the data that serve as real samples here."""
+    checkpoints: list[Any] = []
     load = generation_scores.load
 
-    def recorded(path: Path, **options: Any) -> Any:
-        asked.append(options.get("checkpoint"))
+    def record_load(path: Path, **options: Any) -> Any:
+        checkpoints.append(options.get("checkpoint"))
         return load(path, **options)
 
-    monkeypatch.setattr(generation_scores, "load", recorded)
+    monkeypatch.setattr(generation_scores, "load", record_load)
     assert (
         generation_scores.JudgeModel.open_judge(bottega.load(run, device="cpu"), workload, [], quiet=True) is not None
     )
-    assert asked == ["last"]
+    assert checkpoints == ["last"]
 
 
-def test_a_judge_that_cannot_be_had_is_missed_before_anything_is_drawn(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_judge_is_refused_before_generation(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise UsageError("no judge")
 
     monkeypatch.setattr(generation_scores, "ensure_dependency", missing)
-    monkeypatch.setattr(GenerationSampler, "draw", lambda *_, **__: pytest.fail("drawn for nobody"))
+    monkeypatch.setattr(
+        GenerationSampler, "draw", lambda *_, **__: pytest.fail("generated before the judge is available")
+    )
     with pytest.raises(UsageError, match="no judge"):
         bottega.evaluate(run, count=4)
 
 
 @pytest.mark.parametrize("condition", ["class", "none"])
-def test_what_is_scored_is_what_the_loss_is_measured_on(tmp_path: Path, condition: str) -> None:
+def test_real_samples_are_those_of_the_loss(tmp_path: Path, condition: str) -> None:
     options = {"training.max_steps": 1, "data.validation.limit": 3, "needs": JUDGE, "model.condition": condition}
     path = small_media.train(tmp_path, **options).path
     source = bottega.load(path, device="cpu").workload.data.validation()
@@ -172,40 +172,40 @@ SMALL = {"training.max_steps": 1, "model.hidden_size": 16, "model.num_layers": 1
 FEW = {"judge": {"recipe": "classify/image", "settings": {"training.max_steps": 2, "model.hidden_size": 8}}}
 
 
-def test_a_judge_of_few_samples_takes_smaller_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_judge_of_few_samples_uses_smaller_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = small_media.train(tmp_path, **SMALL, needs=FEW).path
     first = bottega.evaluate(path, count=4, quiet=False)
     assert "training.batch_size is lowered from 64 to 16" in capsys.readouterr().err
     [judge] = (tmp_path / "parts").iterdir()
     assert bottega.load(judge).recipe.training.batch_size == 16
-    # The next start finds it by the same name, whether it is whole or has to be gone on with.
+    # The next evaluation finds it under the same name, whether it is complete or has to be resumed.
     again = bottega.evaluate(path, count=4, quiet=False)
     shutil.rmtree(judge / "final")
-    once_more = bottega.evaluate(path, count=4, quiet=False)
-    assert first == again == once_more
-    assert [one.name for one in (tmp_path / "parts").iterdir()] == [judge.name]
+    resumed = bottega.evaluate(path, count=4, quiet=False)
+    assert first == again == resumed
+    assert [path.name for path in (tmp_path / "parts").iterdir()] == [judge.name]
 
 
-def one_class(folder: Path) -> Path:
+def write_one_class(folder: Path) -> Path:
     with np.load(small_media.pictures(folder)) as fields:
         path = folder / "one.npz"
         np.savez(path, image=fields["image"], label=np.full(36, "dark"))
     return path
 
 
-def test_what_needs_several_classes_is_left_out_of_one(tmp_path: Path) -> None:
-    path = small_media.train(tmp_path, **SMALL, needs=FEW, **{"data.train.path": str(one_class(tmp_path))}).path
-    found = bottega.evaluate(path, count=4)
-    assert set(found["real"]) == {"variance_ratio", "nearest_ratio"}
-    [note] = found["notes"]
+def test_single_class_has_no_judged_scores(tmp_path: Path) -> None:
+    path = small_media.train(tmp_path, **SMALL, needs=FEW, **{"data.train.path": str(write_one_class(tmp_path))}).path
+    result = bottega.evaluate(path, count=4)
+    assert set(result["real"]) == {"variance_ratio", "nearest_ratio"}
+    [note] = result["notes"]
     assert note.startswith("the data has one class")
-    assert format_report(found).splitlines()[-1] == note
+    assert format_report(result).splitlines()[-1] == note
     assert not (tmp_path / "parts").exists()
 
 
 @pytest.mark.parametrize("is_judged", [False, True])
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_other_data_can_be_measured_when_ones_own_has_changed(tmp_path: Path, is_judged: bool, is_gone: bool) -> None:
+def test_other_data_can_be_evaluated_after_the_own_data_changed(tmp_path: Path, is_judged: bool, is_gone: bool) -> None:
     path = small_media.train(tmp_path, **SMALL, needs=FEW).path
     if is_judged:
         bottega.evaluate(path, count=4)
@@ -217,26 +217,26 @@ def test_other_data_can_be_measured_when_ones_own_has_changed(tmp_path: Path, is
     with pytest.raises(DataError, match=str(own)) as caught:
         bottega.evaluate(path, count=4)
     assert is_gone or "restore it, or evaluate other data with --data" in str(caught.value)
-    found = bottega.evaluate(path, data=other, count=4)
+    result = bottega.evaluate(path, data=other, count=4)
     judged = {"conditional_accuracy"} if is_judged else set()
-    assert set(found["real"]) == {"variance_ratio"} | judged
-    assert str(own) in found["notes"][0]
-    assert ("needs.judge: is not trained yet" in str(found["notes"])) == (not is_judged)
-    assert "training" not in found["counts"]
-    assert len(list((tmp_path / "parts").glob("*"))) == is_judged, "nothing was trained on data of now, or set aside"
+    assert set(result["real"]) == {"variance_ratio"} | judged
+    assert str(own) in result["notes"][0]
+    assert ("needs.judge: is not trained yet" in str(result["notes"])) == (not is_judged)
+    assert "training" not in result["counts"]
+    assert len(list((tmp_path / "parts").glob("*"))) == is_judged, "no judge was trained on the changed data"
 
 
-def test_a_measure_that_is_no_number_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_nan_score_is_left_out_with_its_reason(tmp_path: Path) -> None:
     path = small_media.train(tmp_path, **SMALL, needs={}).path
-    found = bottega.evaluate(path, split="train", count=4)
-    assert np.isnan(found["metrics"]["nearest_ratio"])
-    shown = format_report(found)
-    assert "nan" not in shown
-    assert [line for line in shown.splitlines() if line.startswith("nearest_ratio")] == found["notes"]
-    assert "are also training samples" in found["notes"][0]
+    result = bottega.evaluate(path, split="train", count=4)
+    assert np.isnan(result["metrics"]["nearest_ratio"])
+    table = format_report(result)
+    assert "nan" not in table
+    assert [line for line in table.splitlines() if line.startswith("nearest_ratio")] == result["notes"]
+    assert "are also training samples" in result["notes"][0]
 
 
-def test_only_a_generator_is_judged(tmp_path: Path) -> None:
+def test_count_is_refused_for_a_classifier(tmp_path: Path) -> None:
     settings = {**small_media.image(tmp_path), "training.max_steps": 1, "model.hidden_size": 8}
     settings = {k: v for k, v in settings.items() if not k.startswith(("samples.", "model.num", "model.patch"))}
     path = bottega.train("classify/image", settings).path
@@ -249,7 +249,7 @@ def test_only_a_generator_is_judged(tmp_path: Path) -> None:
     ("accuracy", "num_classes", "is_weak"),
     [(0.55, 10, True), (0.72, 10, True), (0.74, 10, False), (0.95, 10, False), (0.8, 2, True), (0.9, 2, False)],
 )
-def test_a_judge_that_errs_on_real_data_is_flagged(accuracy: float, num_classes: int, is_weak: bool) -> None:
+def test_weak_judge_is_flagged(accuracy: float, num_classes: int, is_weak: bool) -> None:
     names = ("conditional_accuracy", "shape_accuracy", "frechet_distance", "pitch_accuracy", "variance_ratio")
     notes: list[str] = []
     judged = generation_scores._weak_judge_measures(
@@ -261,13 +261,13 @@ def test_a_judge_that_errs_on_real_data_is_flagged(accuracy: float, num_classes:
         assert f"samples is {100 * accuracy:.0f} % (chance: {100 / num_classes:.0f} %)" in notes[0]
         assert "needs.judge" in notes[0]
     assert generation_scores._weak_judge_measures({"variance_ratio": 1.0}, 3, notes) == (), (
-        "without a judge nothing rests on one"
+        "no judged metric without a judge"
     )
 
 
-def test_the_table_marks_what_a_weak_judge_says(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for least, names in ((1.1, ["conditional_accuracy", "frechet_distance"]), (-1.0, [])):
-        monkeypatch.setattr(generation_scores, "MIN_JUDGE_SKILL", least)
+def test_table_marks_scores_of_a_weak_judge(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for min_skill, names in ((1.1, ["conditional_accuracy", "frechet_distance"]), (-1.0, [])):
+        monkeypatch.setattr(generation_scores, "MIN_JUDGE_SKILL", min_skill)
         result = bottega.evaluate(run, count=6)
         assert result.get("weakly_judged", []) == names
         first_words = [line.split()[0] for line in format_report(result).splitlines() if line.strip()]

@@ -1,4 +1,4 @@
-"""`bottega runs`: what a list of runs says is what their files say, whatever state they are in."""
+"""`bottega runs`: the list matches the files of each run, in any state."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from bottega.core.rundir import Lock, RunDirectory
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("runs")
-    text = small_run.write_text(place / "text.txt")
-    small_run.train(place / "all", text, name="whole")
-    small_run.train(place / "all", text, name="part", **{"training.max_steps": 4})
-    return place / "all"
+    root = tmp_path_factory.mktemp("runs")
+    text = small_run.write_text(root / "text.txt")
+    small_run.train(root / "all", text, name="whole")
+    small_run.train(root / "all", text, name="part", **{"training.max_steps": 4})
+    return root / "all"
 
 
-def row(folder: Path, name: str) -> dict[str, object]:
-    (found,) = (one for one in bottega.runs(folder) if one["name"] == name)
-    return found
+def read_row(folder: Path, name: str) -> dict[str, object]:
+    (match,) = (run for run in bottega.runs(folder) if run["name"] == name)
+    return match
 
 
-def as_of_longer(folder: Path, name: str) -> Path:
-    """A run whose checkpoints say that it was to be twice as long, as one that was stopped."""
+def extend_planned_steps(folder: Path, name: str) -> Path:
+    """Double the planned steps in the checkpoints of a run, as if it had been stopped halfway."""
     run = folder / name
     for path in (run / "checkpoints").glob("step-*/progress.json"):
         fields = json.loads(path.read_text())
@@ -44,39 +44,39 @@ def as_of_longer(folder: Path, name: str) -> Path:
 
 
 def test_a_finished_run(folder: Path) -> None:
-    found = row(folder, "whole")
-    assert found["task"] == "language"
-    assert (found["step"], found["total"], found["state"]) == (8, 8, "finished")
+    summary = read_row(folder, "whole")
+    assert summary["task"] == "language"
+    assert (summary["step"], summary["total"], summary["state"]) == (8, 8, "finished")
     lines = (folder / "whole" / "metrics.jsonl").read_text().splitlines()
-    rows = [one for one in map(json.loads, lines) if one["kind"] == "eval"]
-    best = min(rows, key=lambda one: one[found["metric"]])
-    assert (found["best"], found["best_step"]) == (best[found["metric"]], best["step"])
+    rows = [record for record in map(json.loads, lines) if record["kind"] == "eval"]
+    best = min(rows, key=lambda record: record[summary["metric"]])
+    assert (summary["best"], summary["best_step"]) == (best[summary["metric"]], best["step"])
 
 
 def test_a_stopped_a_failed_and_a_diverged_run(folder: Path) -> None:
-    run = as_of_longer(folder, "part")
-    assert row(folder, "part")["state"] == "stopped"
-    assert "at step 4" in str(row(folder, "part")["reason"])
+    run = extend_planned_steps(folder, "part")
+    assert read_row(folder, "part")["state"] == "stopped"
+    assert "at step 4" in str(read_row(folder, "part")["reason"])
     log = (run / "log.txt").read_text()
     for text, state in (("no space left on device", "failed"), ("the loss was not finite at step 5", "diverged")):
         (run / "log.txt").write_text(f"{log}2026-01-02 03:04:05 ERROR {text}\n")
-        assert (row(folder, "part")["state"], row(folder, "part")["reason"]) == (state, text)
+        assert (read_row(folder, "part")["state"], read_row(folder, "part")["reason"]) == (state, text)
     (run / "log.txt").write_text(log)
 
 
 def test_a_run_whose_lock_is_held_is_running_at_its_newest_step(folder: Path) -> None:
-    run = as_of_longer(folder, "part")
+    run = extend_planned_steps(folder, "part")
     metrics = (run / "metrics.jsonl").read_text()
     (run / "metrics.jsonl").write_text(metrics + '{"step": 6, "kind": "train", "samples": 24}\n{"step": 7, "ki')
     with Lock(RunDirectory(run)):
-        found = row(folder, "part")
-        assert (found["state"], found["step"]) == ("running", 6)
-    assert row(folder, "part")["state"] == "stopped"
-    assert row(folder, "part")["step"] == 4
+        summary = read_row(folder, "part")
+        assert (summary["state"], summary["step"]) == ("running", 6)
+    assert read_row(folder, "part")["state"] == "stopped"
+    assert read_row(folder, "part")["step"] == 4
     (run / "metrics.jsonl").write_text(metrics)
 
 
-def test_a_lock_of_the_dead_is_none(tmp_path: Path) -> None:
+def test_stale_lock_is_not_held(tmp_path: Path) -> None:
     lock = tmp_path / "LOCK"
     assert not is_locked(lock)
     for content in ("", "{", json.dumps({"host": socket.gethostname(), "pid": 2**22 + 1}), "[" * 100_000):
@@ -87,35 +87,35 @@ def test_a_lock_of_the_dead_is_none(tmp_path: Path) -> None:
     assert not is_locked(lock)
 
 
-def test_damaged_and_foreign_folders_are_listed_or_left(folder: Path, tmp_path: Path) -> None:
+def test_damaged_runs_are_listed_and_other_folders_ignored(folder: Path, tmp_path: Path) -> None:
     for name, content in (("broken", "task: [\n"), ("empty", ""), ("bare", "task: language\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.yaml").write_text(content)
     (tmp_path / "pictures").mkdir()
-    states = {one["name"]: one["state"] for one in bottega.runs(tmp_path)}
+    states = {run["name"]: run["state"] for run in bottega.runs(tmp_path)}
     assert states == {"broken": "damaged", "empty": "damaged", "bare": "no checkpoint"}
-    assert [one["name"] for one in bottega.runs(folder / "whole")] == ["whole"]
-    assert {one["name"] for one in bottega.runs(folder.parent)} == {"all/whole", "all/part"}
+    assert [run["name"] for run in bottega.runs(folder / "whole")] == ["whole"]
+    assert {run["name"] for run in bottega.runs(folder.parent)} == {"all/whole", "all/part"}
     with pytest.raises(UsageError, match="there is no folder"):
         bottega.runs(tmp_path / "nowhere")
 
 
-def test_a_run_that_cannot_be_read_leaves_the_others_listed(
+def test_unreadable_run_leaves_the_others_listed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(folder / "whole", tmp_path / "whole")
     shutil.copytree(folder / "whole", tmp_path / "locked")
     shutil.rmtree(tmp_path / "locked" / "checkpoints")
-    os.symlink("checkpoints", tmp_path / "locked" / "checkpoints")  # a circle, which nobody can list, not even root
+    os.symlink("checkpoints", tmp_path / "locked" / "checkpoints")  # a loop, which not even root can list
     assert main(["runs", str(tmp_path)]) == 0
     capsys.readouterr()
-    assert row(tmp_path, "whole")["state"] == "finished"
-    found = row(tmp_path, "locked")
-    assert (found["state"], found["task"]) == ("damaged", "language")
-    assert f"cannot read {tmp_path / 'locked' / 'checkpoints'}" in str(found["reason"])
+    assert read_row(tmp_path, "whole")["state"] == "finished"
+    summary = read_row(tmp_path, "locked")
+    assert (summary["state"], summary["task"]) == ("damaged", "language")
+    assert f"cannot read {tmp_path / 'locked' / 'checkpoints'}" in str(summary["reason"])
 
 
-def test_a_folder_that_cannot_be_entered_leaves_the_others_listed(
+def test_unreadable_folder_leaves_the_others_listed(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(folder / "whole", tmp_path / "whole")
@@ -128,11 +128,11 @@ def test_a_folder_that_cannot_be_entered_leaves_the_others_listed(
         return original(path)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert [one["name"] for one in bottega.runs(tmp_path)] == ["whole"]
+    assert [run["name"] for run in bottega.runs(tmp_path)] == ["whole"]
 
 
 @pytest.mark.parametrize("progress", [{"best": 0.5, "best_step": 0}, {"best": 0.5}, {"best": 0.5, "best_step": 4}])
-def test_a_best_is_shown_with_its_metric_and_step_alone(progress: dict[str, object], tmp_path: Path) -> None:
+def test_best_is_shown_only_with_its_step(progress: dict[str, object], tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "recipe.yaml").write_text("task: language\n")
@@ -142,7 +142,7 @@ def test_a_best_is_shown_with_its_metric_and_step_alone(progress: dict[str, obje
     assert ("loss 0.5000 at 4" in table) == (progress.get("best_step") == 4)
 
 
-def test_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_command(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", str(folder), "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer == {"folder": str(folder), "runs": bottega.runs(folder)}

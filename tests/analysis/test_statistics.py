@@ -1,4 +1,4 @@
-"""Statistical tests against scipy, and against worked examples that were published or can be computed by hand."""
+"""Statistical tests against scipy, published examples and derived values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def draw_normal(*name: object, n: int) -> np.ndarray:
 
 
 def test_paired_t_of_the_sleep_data() -> None:
-    """As R prints it: t = -4.0621, df = 9, p-value = 0.002833, interval -2.4598858 to -0.7001142."""
+    """R prints t = -4.0621, df = 9, p-value = 0.002833, interval -2.4598858 to -0.7001142."""
     result = st.paired_t_test(SLEEP_1, SLEEP_2)
     assert (result.df, result.n) == (9, 10)
     assert result.statistic == pytest.approx(-4.0621, abs=5e-5)
@@ -42,7 +42,7 @@ def test_paired_t_of_the_sleep_data() -> None:
 
 
 def test_welch_t_of_the_sleep_data() -> None:
-    """As R prints it without the pairs: t = -1.8608, df = 17.776, p-value = 0.07939, interval -3.3654832 to 0.2054832."""
+    """R prints t = -1.8608, df = 17.776, p-value = 0.07939, interval -3.3654832 to 0.2054832."""
     result = st.welch_t_test(SLEEP_1, SLEEP_2)
     assert result.statistic == pytest.approx(-1.8608, abs=5e-5)
     assert result.df == pytest.approx(17.776, abs=5e-4)
@@ -56,17 +56,17 @@ def test_welch_t_of_the_sleep_data() -> None:
 def test_t_tests_agree_with_scipy(pairs: list[tuple[float, float]]) -> None:
     a, b = np.array(pairs).round(3).T
     if np.std(a - b) > 1e-6:
-        paired, theirs = st.paired_t_test(a, b), scipy.stats.ttest_rel(a, b)
-        assert (paired.statistic, paired.p) == pytest.approx((theirs.statistic, theirs.pvalue), abs=1e-10, rel=1e-8)
+        paired, expected = st.paired_t_test(a, b), scipy.stats.ttest_rel(a, b)
+        assert (paired.statistic, paired.p) == pytest.approx((expected.statistic, expected.pvalue), abs=1e-10, rel=1e-8)
     if min(np.std(a), np.std(b)) > 1e-6:
-        welch, theirs = st.welch_t_test(a, b), scipy.stats.ttest_ind(a, b, equal_var=False)
-        assert (welch.statistic, welch.p) == pytest.approx((theirs.statistic, theirs.pvalue), abs=1e-10, rel=1e-8)
-        assert welch.df == pytest.approx(theirs.df)
+        welch, expected = st.welch_t_test(a, b), scipy.stats.ttest_ind(a, b, equal_var=False)
+        assert (welch.statistic, welch.p) == pytest.approx((expected.statistic, expected.pvalue), abs=1e-10, rel=1e-8)
+        assert welch.df == pytest.approx(expected.df)
 
 
 @settings(max_examples=60, deadline=None)
 @given(numbers, some.sampled_from([0.01, 0.05, 0.3]))
-def test_an_interval_leaves_zero_out_exactly_when_p_is_small(values: list[float], alpha: float) -> None:
+def test_interval_excludes_zero_exactly_when_p_is_below_alpha(values: list[float], alpha: float) -> None:
     result = st.paired_t_test(np.array(values), np.zeros(len(values)))
     interval = result.confidence_interval(1 - alpha)
     if result.standard_error > 0 and abs(result.p - alpha) > 1e-9:
@@ -74,7 +74,7 @@ def test_an_interval_leaves_zero_out_exactly_when_p_is_small(values: list[float]
 
 
 def test_differences_without_spread() -> None:
-    """0.9 - 0.8 and 0.8 - 0.7 differ by rounding, which is not a spread."""
+    """0.9 - 0.8 and 0.8 - 0.7 differ by rounding only."""
     a, b = np.array([0.9, 0.8, 0.7]), np.array([0.8, 0.7, 0.6])
     assert st.paired_t_test(a, b).statistic == math.inf
     assert st.paired_t_test(b, a).statistic == -math.inf
@@ -83,7 +83,7 @@ def test_differences_without_spread() -> None:
     assert st.paired_effect_size(a, b).d == math.inf
 
 
-def test_corrected_resampled_t_test_by_hand() -> None:
+def test_corrected_resampled_t_test_of_ten_folds() -> None:
     """Nadeau and Bengio (2003): ten folds, so n_test / n_train is 1/9.
 
     The differences are 1, 3 five times over: mean 2, variance 10/9. t = 2 / sqrt((1/10 + 1/9) 10/9) = 2 / sqrt(190/810).
@@ -97,10 +97,10 @@ def test_corrected_resampled_t_test_by_hand() -> None:
 
 
 def test_correction_is_needed_for_overlapping_folds() -> None:
-    """Two learners of equal worth, each with a feature of its own, on 15 random parts of the same 60 samples.
+    """Two equally good learners, each with its own feature, on 15 random splits of the same 60 samples.
 
-    Plain t calls one of them better in two of five data sets, in place of one in twenty. The corrected test is a rule of
-    thumb and no exact one: here it does so in about one of twelve.
+    The plain t-test rejects in two of five data sets instead of one in twenty. The corrected test is approximate: it
+    rejects in about one of twelve.
     """
     rng = noise.numpy_generator(0, "learners")
     plain, corrected = 0, 0
@@ -131,7 +131,7 @@ def test_wilcoxon_of_the_depression_scale() -> None:
 
 @pytest.mark.parametrize(("n", "critical"), [(6, 0), (7, 2), (8, 3), (9, 5), (10, 8), (12, 13), (15, 25), (20, 52)])
 def test_wilcoxon_critical_values(n: int, critical: int) -> None:
-    """Two-sided 0.05, as textbooks have it: the largest sum of ranks that is still below."""
+    """The largest sum of ranks with a two-sided p of at most 0.05, from textbooks."""
     ranks = np.arange(1, n + 1, dtype=float)
     assert st._signed_rank_p(ranks, critical) <= 0.05 < st._signed_rank_p(ranks, critical + 1)
 
@@ -153,10 +153,10 @@ def test_wilcoxon_agrees_with_scipy(values: list[float]) -> None:
         return
     zero = np.zeros(len(a))
     is_tied = len(np.unique(np.abs(a))) < len(a)
-    theirs = scipy.stats.wilcoxon(a, correction=True, method="asymptotic" if is_tied else "exact")
+    expected = scipy.stats.wilcoxon(a, correction=True, method="asymptotic" if is_tied else "exact")
     result = st.wilcoxon_test(a, zero)
     assert result.method == ("normal" if is_tied else "exact")
-    assert (result.statistic, result.p) == pytest.approx((theirs.statistic, theirs.pvalue), abs=1e-10)
+    assert (result.statistic, result.p) == pytest.approx((expected.statistic, expected.pvalue), abs=1e-10)
 
 
 @settings(max_examples=25, deadline=None)
@@ -175,18 +175,20 @@ def test_zeros_are_left_out_and_rounding_is_a_tie() -> None:
     assert st.wilcoxon_test(np.array([0.5, 0.7]), np.array([0.5, 0.7])).p == 1.0
     result = st.wilcoxon_test(np.array([0.9, 0.8, 0.5, 0.1]), np.array([0.8, 0.7, 0.3, 0.1]), method="exact")
     assert (result.n, result.positive) == (3, 6.0)
-    assert st.wilcoxon_test(np.array([0.9, 0.8]), np.array([0.8, 0.7])).method == "normal"  # so they are seen as tied
+    assert (
+        st.wilcoxon_test(np.array([0.9, 0.8]), np.array([0.8, 0.7])).method == "normal"
+    )  # so they are treated as tied
 
 
 def test_many_pairs_use_the_normal_approximation() -> None:
     a, b = draw_normal("a", n=80), draw_normal("b", n=80)
-    theirs = scipy.stats.wilcoxon(a, b, correction=True, method="asymptotic")
+    expected = scipy.stats.wilcoxon(a, b, correction=True, method="asymptotic")
     result = st.wilcoxon_test(a, b)
     assert result.method == "normal"
-    assert result.p == pytest.approx(theirs.pvalue, abs=1e-10)
+    assert result.p == pytest.approx(expected.pvalue, abs=1e-10)
 
 
-# Right and wrong answers.
+# Right and wrong predictions.
 
 
 def test_mcnemar_of_approval_ratings() -> None:
@@ -220,11 +222,11 @@ def test_mcnemar_switches_to_chi_square() -> None:
             assert st.mcnemar_test(k, n - k).p == pytest.approx(scipy.stats.binomtest(k, n).pvalue, abs=1e-10)
 
 
-# Several at once.
+# Multiple comparisons.
 
 
-def test_holm_by_hand() -> None:
-    """4 x 0.005, 3 x 0.01, 2 x 0.03, and 0.04 may not be smaller than the one before."""
+def test_holm_correction() -> None:
+    """4 x 0.005, 3 x 0.01, 2 x 0.03, and 0.04 may not be smaller than the value before it."""
     assert st.holm_correction([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert st.holm_correction([0.5, 0.9]) == [1.0, 1.0]
     assert st.holm_correction([0.03]) == [0.03]
@@ -248,26 +250,26 @@ def test_bca_percentiles_agree_with_scipy_on_the_same_draws() -> None:
         statistic = (
             (lambda x, axis: x.mean(axis)) if len(samples) == 1 else (lambda x, y, axis: x.mean(axis) - y.mean(axis))
         )
-        theirs = scipy.stats.bootstrap(
+        expected = scipy.stats.bootstrap(
             samples, statistic, n_resamples=4000, vectorized=True, method="BCa", rng=np.random.default_rng(0)
         )
-        shares = st.bca_quantiles(theirs.bootstrap_distribution, samples, level=0.95)
-        result = np.quantile(theirs.bootstrap_distribution, shares)
-        assert result == pytest.approx(list(theirs.confidence_interval), abs=1e-10)
+        quantiles = st.bca_quantiles(expected.bootstrap_distribution, samples, level=0.95)
+        result = np.quantile(expected.bootstrap_distribution, quantiles)
+        assert result == pytest.approx(list(expected.confidence_interval), abs=1e-10)
 
 
 def test_multinomial_resampling_agrees_with_scipy() -> None:
-    """As scipy draws them, by the values and not by how often; both wander by some thousandths."""
+    """scipy resamples values, we resample counts; both have a Monte Carlo error of a few thousandths."""
     for samples in ([draw_normal("x", n=30)], [draw_normal("x", n=30), draw_normal("y", n=12) + 1]):
         statistic = (
             (lambda x, axis: x.mean(axis)) if len(samples) == 1 else (lambda x, y, axis: x.mean(axis) - y.mean(axis))
         )
-        for ours, name in (("percentile", "percentile"), ("bca", "BCa")):
-            theirs = scipy.stats.bootstrap(
+        for method, name in (("percentile", "percentile"), ("bca", "BCa")):
+            expected = scipy.stats.bootstrap(
                 samples, statistic, n_resamples=40_000, method=name, rng=np.random.default_rng(1)
             ).confidence_interval
-            result = st.bootstrap_interval(*samples, num_resamples=40_000, method=ours)
-            assert (result.low, result.high) == pytest.approx((theirs.low, theirs.high), abs=0.015)
+            result = st.bootstrap_interval(*samples, num_resamples=40_000, method=method)
+            assert (result.low, result.high) == pytest.approx((expected.low, expected.high), abs=0.015)
 
 
 def test_bootstrap_depends_on_its_seed_alone() -> None:
@@ -278,10 +280,10 @@ def test_bootstrap_depends_on_its_seed_alone() -> None:
     assert (constant.low, constant.high) == (2.5, 2.5)
 
 
-# Sizes of effects.
+# Effect sizes.
 
 
-def test_effect_sizes_by_hand() -> None:
+def test_effect_sizes() -> None:
     assert st.paired_effect_size(SLEEP_1, SLEEP_2).d == pytest.approx(-4.0621 / math.sqrt(10), abs=5e-5)
     # Differences of 2 in groups of deviation 2.
     a, b = np.array([3.0, 5.0, 7.0]), np.array([1.0, 3.0, 5.0])
@@ -291,7 +293,7 @@ def test_effect_sizes_by_hand() -> None:
 
 
 def test_hedges_correction() -> None:
-    """gamma(m/2) / (sqrt(m/2) gamma((m-1)/2)), Hedges (1981), by hand for 2, 3 and 10 degrees of freedom."""
+    """gamma(m/2) / (sqrt(m/2) gamma((m-1)/2)), Hedges (1981), for 2, 3 and 10 degrees of freedom."""
     root = math.sqrt(math.pi)
     assert st.hedges_correction(2) == pytest.approx(1 / root)
     assert st.hedges_correction(3) == pytest.approx(root / 2 / math.sqrt(1.5))
@@ -299,11 +301,11 @@ def test_hedges_correction() -> None:
     assert math.isnan(st.hedges_correction(1))
 
 
-# Which test is taken.
+# Choice of the test.
 
 
 def test_equal_differences_use_wilcoxon() -> None:
-    """Two pairs that differ alike would give t an infinity; they prove nothing."""
+    """Two pairs with equal differences would give an infinite t without being evidence."""
     result = st.compare_paired(np.array([0.9, 0.8]), np.array([0.8, 0.7]), level=0.95)
     assert result.test.startswith("Wilcoxon")
     assert result.p == 0.5
@@ -311,7 +313,7 @@ def test_equal_differences_use_wilcoxon() -> None:
     assert (same.test, same.p, same.difference) == ("paired t-test", 1.0, 0.0)
 
 
-def test_answers_are_counted_by_who_is_right() -> None:
+def test_classifiers_are_compared_on_discordant_predictions() -> None:
     a = np.array([True] * 30 + [False] * 10 + [True] * 40 + [False] * 20)
     b = np.array([False] * 30 + [True] * 10 + [True] * 40 + [False] * 20)
     result = st.compare_classifiers(a, b, level=0.95)

@@ -1,4 +1,4 @@
-"""What is done with a run on a GPU: generate, evaluate, predict, export; the same samples as on a CPU where they are exact."""
+"""Generate, evaluate, predict and export on a GPU; equal to a CPU where the result is exact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from small_run import settings, write_text
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
-DRAWN: dict[str, Any] = {
+GENERATORS: dict[str, Any] = {
     "language/shakespeare": lambda folder: settings(folder, write_text(folder / "text.txt")),
     "image": small_media.image,
     "audio": small_media.audio,
@@ -23,17 +23,17 @@ DRAWN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("recipe", DRAWN)
+@pytest.mark.parametrize("recipe", GENERATORS)
 def test_a_run_is_trained_sampled_and_evaluated(recipe: str, tmp_path: Path) -> None:
-    values = {**DRAWN[recipe](tmp_path), "device": "cuda", "samples.every": 8, "samples.count": 2, "name": "run"}
+    values = {**GENERATORS[recipe](tmp_path), "device": "cuda", "samples.every": 8, "samples.count": 2, "name": "run"}
     run = bottega.train(recipe, values)
     assert any((run.path / "samples" / "step-00000008").iterdir())
-    there, here = (bottega.load(run.path, device=device) for device in ("cuda", "cpu"))
-    loss = [one.evaluate()["loss"] for one in (there, here)]
+    on_gpu, on_cpu = (bottega.load(run.path, device=device) for device in ("cuda", "cpu"))
+    loss = [saved.evaluate()["loss"] for saved in (on_gpu, on_cpu)]
     assert math.isfinite(loss[0])
     assert loss[0] == pytest.approx(loss[1], rel=2e-2), "bf16 against float32"
-    assert there.generate(count=2, seed=3) is not None
-    assert (there.export(tmp_path / "out") / "README.md").is_file()
+    assert on_gpu.generate(count=2, seed=3) is not None
+    assert (on_gpu.export(tmp_path / "out") / "README.md").is_file()
 
 
 def test_greedy_text_does_not_depend_on_the_device(tmp_path: Path) -> None:
@@ -45,13 +45,13 @@ def test_greedy_text_does_not_depend_on_the_device(tmp_path: Path) -> None:
         "training.max_steps": 60,
     }
     run = bottega.train("language/shakespeare", {**values, "training.learning_rate": 1e-2, "evaluation.every": None})
-    asked = {"prompt": "alpha", "max_tokens": 12, "temperature": 0}
-    there, here = (bottega.load(run.path, device=device).generate(**asked) for device in ("cuda", "cpu"))
-    assert there == here
+    request = {"prompt": "alpha", "max_tokens": 12, "temperature": 0}
+    on_gpu, on_cpu = (bottega.load(run.path, device=device).generate(**request) for device in ("cuda", "cpu"))
+    assert on_gpu == on_cpu
 
 
 def test_predictions_do_not_depend_on_the_device(tmp_path: Path) -> None:
     run = bottega.train("classify", {**small_texts.settings(tmp_path), "device": "cuda", "training.max_steps": 30})
     texts = ["stir the soup", "hoist the sail", "sing a song"]
-    there, here = (bottega.predict(run.path, texts, device=device) for device in ("cuda", "cpu"))
-    assert [row["predicted"] for row in there] == [row["predicted"] for row in here]
+    on_gpu, on_cpu = (bottega.predict(run.path, texts, device=device) for device in ("cuda", "cpu"))
+    assert [row["predicted"] for row in on_gpu] == [row["predicted"] for row in on_cpu]

@@ -22,7 +22,7 @@ METRICS = {
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
-def test_the_live_line_is_one_line_with_nothing_cut(width: int) -> None:
+def test_progress_line_is_not_truncated(width: int) -> None:
     console, screen = Console(unit="tokens"), io.StringIO()
     console.rich = Rich(file=screen, width=width, force_terminal=True, color_system=None)
     progress = Progress(step=1_000, total=20_000)
@@ -37,5 +37,5 @@ def test_the_live_line_is_one_line_with_nothing_cut(width: int) -> None:
 
 
 @pytest.mark.parametrize(("value", "logged"), [(0.5, "0.5000"), (54321.0, "54321.0000"), (1.04e193, "1.0400e+193")])
-def test_a_metric_is_never_a_page_of_digits(value: float, logged: str) -> None:
+def test_large_metrics_use_scientific_notation(value: float, logged: str) -> None:
     assert format_metric(value) == logged

@@ -30,14 +30,14 @@ from bottega.tasks.recipes import load_recipe
         [1.0] * 5 + [3.0, 30.0, 300.0] * 5,
     ],
 )
-def test_a_loss_that_leaves_for_good_is_named(losses: list[float]) -> None:
+def test_diverged_loss_is_described(losses: list[float]) -> None:
     assert "the loss diverged: it " in str(describe_divergence(losses))
 
 
-def test_a_loss_that_no_guess_has_had_diverged_before_it_was_logged() -> None:
+def test_cross_entropy_above_chance_diverged_before_the_first_log() -> None:
     losses = [1685.0, 11845.0, 68690.0, 0.0]
     assert "rose to 6.869e+04 and ended at 0" in str(describe_divergence(losses, is_cross_entropy=True))
-    assert describe_divergence([50.0, 40.0, 39.0]) is None, "what is no cross-entropy may begin anywhere"
+    assert describe_divergence([50.0, 40.0, 39.0]) is None, "a loss other than cross-entropy may start anywhere"
 
 
 @given(
@@ -48,10 +48,10 @@ def test_a_loss_that_no_guess_has_had_diverged_before_it_was_logged() -> None:
     noise=st.floats(0, 0.3),
     has_spike=st.booleans(),
 )
-def test_no_healthy_curve_is_taken_for_one(
+def test_healthy_curve_is_not_diverged(
     seed: int, start: float, end: float, count: int, noise: float, has_spike: bool
 ) -> None:
-    """Falling or flat, with the noise of small batches, and a spike that was got over in the first half."""
+    """Falling or flat, with the noise of small batches and a spike in the first half that is recovered from."""
     rng = np.random.default_rng(seed)
     losses = start * (end + (1 - end) * np.exp(-5 * np.arange(count) / count))
     losses *= np.exp(noise * rng.standard_normal(count).clip(-3, 3))
@@ -61,26 +61,26 @@ def test_no_healthy_curve_is_taken_for_one(
         assert describe_divergence(losses.tolist(), is_cross_entropy=is_cross_entropy) is None
 
 
-def test_the_next_source_of_a_sequence_is_no_divergence() -> None:
+def test_next_source_of_a_sequence_is_not_a_divergence() -> None:
     losses = [*np.linspace(5, 0.5, 60), *[4.8] * 30]
     assert describe_divergence(losses, is_one_task=False) is None
     assert describe_divergence(losses) is not None
 
 
-def test_other_losses_are_left_alone() -> None:
+def test_short_negative_and_converged_losses_are_not_diverged() -> None:
     assert describe_divergence([]) is None
     assert describe_divergence([3.0]) is None
-    assert describe_divergence([0.0, 0.0, 2.7]) is None, "there was nothing to learn at first"
+    assert describe_divergence([0.0, 0.0, 2.7]) is None, "the loss started at zero"
     assert describe_divergence([-5.0, -20.0, -40.0]) is None
-    assert describe_divergence([0.002, 0.005, 0.02]) is None, "the noise of a model that knows its data"
+    assert describe_divergence([0.002, 0.005, 0.02]) is None, "noise of a converged model"
 
 
 @pytest.mark.parametrize(("rate", "diverges"), [(1e-3, False), (10.0, True)])
-def test_the_end_of_a_run_says_it(tmp_path: Path, rate: float, diverges: bool) -> None:
+def test_divergence_is_logged_at_the_end_of_a_run(tmp_path: Path, rate: float, diverges: bool) -> None:
     changes: dict[str, Any] = {"training.learning_rate": rate, "training.max_steps": 24, "name": "run"}
     run = bottega.train("classify", small_texts.settings(tmp_path, "cnn", **changes))
     losses = [row["loss"] for row in read_metrics(run.path / "metrics.jsonl") if row["kind"] == "train"]
-    assert (max(losses) > 100) == diverges, "or this tests nothing"
+    assert (max(losses) > 100) == diverges, "precondition of the test"
     lines = [line for line in (run.path / "log.txt").read_text().splitlines() if "the loss diverged" in line]
     assert len(lines) == diverges
     if diverges:
@@ -103,8 +103,8 @@ def test_hours_are_estimated_once_after_the_first_steps() -> None:
     assert "a larger model.patch_size (2), or a smaller model.hidden_size (128)" in line
     assert "data.image_size (32) or training.batch_size (128); Ctrl-C" in line
     assert estimate([1, 2], 13.0) == []
-    assert estimate([10, 20], 3.0) == [], "49 minutes are none"
-    assert estimate([901, 902, 903], 13.0, first=900) == [], "and so is what is left of a resumed run"
+    assert estimate([10, 20], 3.0) == [], "49 minutes are below the limit"
+    assert estimate([901, 902, 903], 13.0, first=900) == [], "only the remaining steps of a resumed run count"
     assert "days" in estimate([10], 1000.0)[0]
 
 
@@ -122,7 +122,7 @@ def test_a_unet_has_no_patches() -> None:
     assert "patch_size" not in suggest_cheaper_steps(load_recipe(["image", {"model.backbone": "unet"}]).recipe)
 
 
-def test_a_slow_training_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_training_is_logged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slow_run, "LONG_RUN_SECONDS", 0.0)
     run = bottega.train("classify", small_texts.settings(tmp_path, "cnn", name="run"))
     assert (run.path / "log.txt").read_text().count("on this CPU; a step is cheaper with") == 1

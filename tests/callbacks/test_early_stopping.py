@@ -21,19 +21,19 @@ def stop_after(values: list[float], *, patience: int = 2, threshold: float = 0.0
     return None
 
 
-def test_stops_after_as_many_evaluations_without_improvement_as_it_has_patience() -> None:
+def test_stops_after_patience_evaluations_without_improvement() -> None:
     assert stop_after([5, 4, 4, 4, 3], patience=2) == 4
     assert stop_after([5, 4, 4, 3, 3, 2], patience=2) is None
     assert stop_after([5, 6], patience=1) == 2
     assert stop_after([1, 2, 3, 3, 2], patience=2, maximise=True) == 5
 
 
-def test_a_gain_within_the_threshold_is_none() -> None:
+def test_gain_within_the_threshold_is_not_an_improvement() -> None:
     assert stop_after([5, 4.95, 4.91], threshold=0.1) == 3
-    assert stop_after([5, 4.95, 4.85, 4.8], threshold=0.1) is None, "measured from the best, not from the last"
+    assert stop_after([5, 4.95, 4.85, 4.8], threshold=0.1) is None, "relative to the best, not to the last"
 
 
-def test_what_is_no_number_is_no_improvement() -> None:
+def test_nan_is_not_an_improvement() -> None:
     assert stop_after([math.nan, math.nan], patience=2) == 2
     assert stop_after([math.nan, 5, 4, 3, 2]) is None
     assert stop_after([5, math.nan, 4, math.nan, 3], patience=2) is None
@@ -43,7 +43,7 @@ def test_what_is_no_number_is_no_improvement() -> None:
     json.dumps(rule.state_dict(), allow_nan=False)
 
 
-def test_a_metric_that_is_not_there_is_named() -> None:
+def test_missing_metric_is_named() -> None:
     with pytest.raises(
         UsageError, match=r"training\.early_stopping\.metric: 'f1' is not measured; choose from loss, acc"
     ):
@@ -53,9 +53,9 @@ def test_a_metric_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize("kind", [EarlyStopping, ReduceOnPlateau])
-def test_patience_travels_in_the_note(kind: type) -> None:
-    more = {"factor": 0.5, "floor": 0.0} if kind is ReduceOnPlateau else {}
-    first, second = (kind(metric="m", maximise=False, patience=3, threshold=0.0, **more) for _ in range(2))
+def test_patience_survives_a_checkpoint(kind: type) -> None:
+    options = {"factor": 0.5, "floor": 0.0} if kind is ReduceOnPlateau else {}
+    first, second = (kind(metric="m", maximise=False, patience=3, threshold=0.0, **options) for _ in range(2))
     for value in (5.0, 6.0, 6.0):
         first.after_eval(Progress(), {"m": value})
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
@@ -66,7 +66,7 @@ def test_patience_travels_in_the_note(kind: type) -> None:
         outcomes.append((progress.stop, progress.rate_scale))
     assert outcomes[0] == outcomes[1] != (None, 1.0)
     second.load_state_dict({})
-    assert second.state_dict() == {"best": None, "waited": 0}, "a run that starts afresh has no memory"
+    assert second.state_dict() == {"best": None, "waited": 0}, "a new run has no state"
 
 
 @pytest.mark.parametrize("patience", [0, 1])

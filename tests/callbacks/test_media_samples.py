@@ -1,4 +1,4 @@
-"""Samples of every medium in TensorBoard and Weights & Biases, as the files have them."""
+"""Samples of every medium in TensorBoard and Weights & Biases, byte for byte."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from bottega.callbacks.wandb import WandB
 from bottega.core.callback import Progress
 
 
-def png(width: int = 3, height: int = 2) -> bytes:
+def encode_png(width: int = 3, height: int = 2) -> bytes:
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + b"\x08\x02\x00\x00\x00"
     return b"\x89PNG\r\n\x1a\n" + b"\x00\x00\x00\x0dIHDR" + header + b"the rest"
 
 
-def gif(width: int = 300, height: int = 200) -> bytes:
+def encode_gif(width: int = 300, height: int = 200) -> bytes:
     return b"GIF89a" + width.to_bytes(2, "little") + height.to_bytes(2, "little") + b"the rest"
 
 
-def wav(frames: int = 80) -> bytes:
+def encode_wav(frames: int = 80) -> bytes:
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
         out.setparams((1, 2, 8000, frames, "NONE", ""))
@@ -32,14 +32,14 @@ def wav(frames: int = 80) -> bytes:
     return file.getvalue()
 
 
-def filled(folder: Path, files: dict[str, bytes]) -> Path:
+def write_folder(folder: Path, files: dict[str, bytes]) -> Path:
     folder.mkdir()
     for name, data in files.items():
         (folder / name).write_bytes(data)
     return folder
 
 
-def logged(events: Path, folder: Path) -> Any:
+def log_samples(events: Path, folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = TensorBoard(events, pytest.fail)
@@ -53,7 +53,7 @@ def logged(events: Path, folder: Path) -> Any:
 
 def test_a_sheet_is_shown_in_place_of_single_files(tmp_path: Path) -> None:
     files = {f"{number:02d}{suffix}": b"" for number in range(20) for suffix in (".png", ".wav")}
-    folder = filled(tmp_path / "a", {**files, ".tmp-1-a.png": b""})
+    folder = write_folder(tmp_path / "a", {**files, ".tmp-1-a.png": b""})
     assert [path.name for path in find_media(folder, ".png")] == [
         f"{number:02d}.png" for number in range(MAX_MEDIA_FILES)
     ]
@@ -64,10 +64,16 @@ def test_a_sheet_is_shown_in_place_of_single_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_has_the_files_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_stores_the_files_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)  # nothing is decoded
-    files = {"00.png": png(1, 1), "sheet.png": png(), "sheet.gif": gif(), "00.wav": wav(80), "01.wav": wav(40)}
-    read = logged(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+    files = {
+        "00.png": encode_png(1, 1),
+        "sheet.png": encode_png(),
+        "sheet.gif": encode_gif(),
+        "00.wav": encode_wav(80),
+        "01.wav": encode_wav(40),
+    }
+    read = log_samples(tmp_path / "events", write_folder(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
     assert sorted(read.Tags()["images"]) == ["samples/sheet.gif", "samples/sheet.png"]
     assert sorted(read.Tags()["audio"]) == ["samples/00.wav", "samples/01.wav"]
     assert read.Tags()["tensors"] == ["samples/00/text_summary"]
@@ -75,46 +81,52 @@ def test_tensorboard_has_the_files_as_they_are(tmp_path: Path, monkeypatch: pyte
         [image] = read.Images(f"samples/{name}")
         assert (image.step, image.width, image.height) == (7, *size)
         assert image.encoded_image_string == files[name]
-    [sound] = read.Audio("samples/01.wav")
-    assert (sound.step, sound.sample_rate, sound.length_frames) == (7, 8000, 40)
-    assert sound.encoded_audio_string == files["01.wav"]
-    assert sound.content_type == "audio/wav"
+    [clip] = read.Audio("samples/01.wav")
+    assert (clip.step, clip.sample_rate, clip.length_frames) == (7, 8000, 40)
+    assert clip.encoded_audio_string == files["01.wav"]
+    assert clip.content_type == "audio/wav"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_what_is_damaged_is_left_out(tmp_path: Path) -> None:
-    files = {"00.png": b"", "01.png": b"no picture", "00.wav": b"RIFF", "01.wav": wav()[:30], "02.wav": wav()}
-    read = logged(tmp_path / "events", filled(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+def test_damaged_files_are_left_out(tmp_path: Path) -> None:
+    files = {
+        "00.png": b"",
+        "01.png": b"no picture",
+        "00.wav": b"RIFF",
+        "01.wav": encode_wav()[:30],
+        "02.wav": encode_wav(),
+    }
+    read = log_samples(tmp_path / "events", write_folder(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
     assert read.Tags()["images"] == []
     assert read.Tags()["audio"] == ["samples/02.wav"]
     assert read.Tags()["tensors"] == ["samples/00/text_summary"]
 
 
-def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
+def test_training_continues_on_a_full_disk(tmp_path: Path) -> None:
     class Full:
         def add(self, *_: Any) -> None:
             raise OSError(28, "No space left on device")
 
         def close(self) -> None:
-            """There is nothing to close."""
+            """Do nothing."""
 
     messages: list[str] = []
     board = TensorBoard(tmp_path, messages.append)
     board._events = Full()  # type: ignore[assignment]
     for step in (1, 2):
-        board.after_sample(Progress(step=step), filled(tmp_path / str(step), {"00.png": png()}))
+        board.after_sample(Progress(step=step), write_folder(tmp_path / str(step), {"00.png": encode_png()}))
     assert len(messages) == 1
     assert "No space left on device; training continues" in messages[0]
 
 
-class Service:
-    """As much of the wandb package as samples take: what they are made with is kept as (kind, file, options)."""
+class FakeWandb:
+    """A fake of the wandb package; media objects are (kind, file, options)."""
 
     def __init__(self, *, broken: str = "") -> None:
         self.broken, self.rows, self.id = broken, [], "abc"
         self.Settings = dict
 
-    def init(self, **_: Any) -> Service:
+    def init(self, **_: Any) -> FakeWandb:
         return self
 
     def log(self, row: dict[str, Any], *, step: int) -> None:
@@ -131,40 +143,46 @@ class Service:
         return make
 
 
-def tracked(monkeypatch: pytest.MonkeyPatch, service: Service, folder: Path, messages: list[str]) -> None:
+def log_to_wandb(monkeypatch: pytest.MonkeyPatch, service: FakeWandb, folder: Path, messages: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "wandb", service)  # type: ignore[arg-type]
     watcher = WandB(folder=folder, project="p", options={}, config={}, warn=messages.append)
-    watcher.after_sample(Progress(step=1), folder)  # not started: nothing to tell
+    watcher.after_sample(Progress(step=1), folder)  # ignored before the start
     watcher.start(Progress())
     watcher.after_sample(Progress(step=7), folder)
 
 
-FILES = {"00.png": png(), "sheet.png": png(), "sheet.gif": gif(), "00.wav": wav(), "00.txt": b"words"}
+FILES = {
+    "00.png": encode_png(),
+    "sheet.png": encode_png(),
+    "sheet.gif": encode_gif(),
+    "00.wav": encode_wav(),
+    "00.txt": b"words",
+}
 
 
-def test_wandb_is_told_once_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, messages = Service(), []
-    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), messages)
+def test_wandb_logs_once_per_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, messages = FakeWandb(), []
+    log_to_wandb(monkeypatch, service, write_folder(tmp_path / "samples", FILES), messages)
     expected = {
         "samples/sheet.png": ("Image", "sheet.png", {}),
         "samples/sheet.gif": ("Video", "sheet.gif", {"format": "gif"}),
         "samples/00.wav": ("Audio", "00.wav", {}),
     }
     assert service.rows == [(7, expected)]
-    tracked(monkeypatch, service, filled(tmp_path / "words", {"00.txt": b"words"}), messages)
+    log_to_wandb(monkeypatch, service, write_folder(tmp_path / "words", {"00.txt": b"words"}), messages)
     assert len(service.rows) == 1
     assert messages == []
 
 
-def test_wandb_without_pillow_still_has_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    service, messages = Service(broken="Image"), []
-    tracked(monkeypatch, service, filled(tmp_path / "samples", FILES), messages)
+def test_wandb_without_pillow_logs_other_media(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    service, messages = FakeWandb(broken="Image"), []
+    log_to_wandb(monkeypatch, service, write_folder(tmp_path / "samples", FILES), messages)
     assert sorted(service.rows[0][1]) == ["samples/00.wav", "samples/sheet.gif"]
     assert messages == []
 
 
-def test_wandb_that_is_down_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_when_wandb_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    tracked(monkeypatch, Service(broken="log"), filled(tmp_path / "samples", FILES), messages)
+    log_to_wandb(monkeypatch, FakeWandb(broken="log"), write_folder(tmp_path / "samples", FILES), messages)
     assert len(messages) == 1
     assert "training continues" in messages[0]

@@ -38,7 +38,7 @@ ROW = {
 }
 
 
-def test_lines_are_json_with_null_for_what_is_no_number(tmp_path: Path) -> None:
+def test_metrics_write_nan_as_null(tmp_path: Path) -> None:
     rows = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
     rows.after_step(Progress(step=1, samples=8), {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     rows.after_eval(Progress(step=1, samples=8), {"loss": 2.0})
@@ -51,7 +51,7 @@ def test_lines_are_json_with_null_for_what_is_no_number(tmp_path: Path) -> None:
     ]
 
 
-def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
+def test_unwritable_log_warns_once_and_training_continues(tmp_path: Path) -> None:
     messages: list[str] = []
     rows = JsonLines(tmp_path, messages.append)  # a folder cannot be written to
     for step in range(3):
@@ -63,8 +63,8 @@ def test_a_log_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path: P
     console.info("still here")
 
 
-def test_lines_that_could_not_be_written_follow_later(tmp_path: Path) -> None:
-    """On a disk that is full in the middle of a line, and then has room again."""
+def test_unwritten_lines_are_written_later(tmp_path: Path) -> None:
+    """The disk is full in the middle of a line and later has free space."""
     messages: list[str] = []
     rows = JsonLines(tmp_path / "metrics.jsonl", messages.append)
     rows.after_step(Progress(step=1), {"loss": 1.0})
@@ -80,7 +80,7 @@ def test_lines_that_could_not_be_written_follow_later(tmp_path: Path) -> None:
     assert [row["step"] for row in map(json.loads, rows.path.read_text().splitlines())] == [1, 2, 3, 4]
 
 
-def test_the_last_line_is_tried_again_at_the_end(tmp_path: Path) -> None:
+def test_last_line_is_retried_at_the_end(tmp_path: Path) -> None:
     rows = JsonLines(tmp_path, lambda text: None)
     rows.after_step(Progress(step=1), {"loss": 1.0})
     rows.path = tmp_path / "metrics.jsonl"
@@ -88,15 +88,15 @@ def test_the_last_line_is_tried_again_at_the_end(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(rows.path)] == [1]
 
 
-def speak(*, terminal: bool) -> tuple[Console, io.StringIO]:
+def make_console(*, terminal: bool) -> tuple[Console, io.StringIO]:
     console, out = Console(unit="tokens"), io.StringIO()
     console.rich = RichConsole(file=out, force_terminal=terminal, width=160)
     return console, out
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool) -> None:
-    console, out = speak(terminal=terminal)
+def test_console_shows_the_main_metrics(tmp_path: Path, terminal: bool) -> None:
+    console, out = make_console(terminal=terminal)
     console.log_file = LogFile(tmp_path / "log.txt")
     progress = Progress(step=10, total=100, best_step=10)
     console.start(progress)
@@ -109,26 +109,26 @@ def test_the_console_shows_what_a_person_watches(tmp_path: Path, terminal: bool)
         for logged in ("10/100", "loss 1.5000", "lr 1.00e-03", "123.5k tokens/s", "wait 2%", "eta 0:45", "best so far"):
             assert logged in text, logged
     assert f"saved {tmp_path / 'step-00000010'}" in console.log_file.path.read_text()
-    assert ("\x1b[?25h" in out.getvalue()) == terminal, "the cursor is given back"
+    assert ("\x1b[?25h" in out.getvalue()) == terminal, "the cursor is restored"
 
 
-def test_who_finds_no_room_is_told_once(tmp_path: Path) -> None:
-    console, out = speak(terminal=False)
+def test_high_drop_rate_warns_once(tmp_path: Path) -> None:
+    console, out = make_console(terminal=False)
     console._warning_console = console.rich
     progress = Progress(step=10, total=100)
-    for share in (0.05, 0.1, 0.4, 0.6):
-        console.after_step(progress, {**ROW, "routing/drop_rate": share})
-    warned = [line for line in out.getvalue().splitlines() if line.startswith("warning")]
-    assert len(warned) == 1
-    assert "routing/drop_rate 0.40" in warned[0]
-    assert "model.expert_capacity" in warned[0]
+    for drop_rate in (0.05, 0.1, 0.4, 0.6):
+        console.after_step(progress, {**ROW, "routing/drop_rate": drop_rate})
+    warnings = [line for line in out.getvalue().splitlines() if line.startswith("warning")]
+    assert len(warnings) == 1
+    assert "routing/drop_rate 0.40" in warnings[0]
+    assert "model.expert_capacity" in warnings[0]
     assert "drop 60%" in out.getvalue()
     console.after_step(progress, ROW)
     assert "drop" not in out.getvalue().splitlines()[-1]
 
 
-def test_a_headline_leaves_the_rest_to_files() -> None:
-    console, _ = speak(terminal=False)
+def test_headline_selects_console_metrics() -> None:
+    console, _ = make_console(terminal=False)
     console.headline = ("loss", "accuracy")
     result = {"loss": 1.0, "ece": 0.1, "accuracy": 0.5, "online/accuracy": 0.4, "accuracy_before": 0.2, "load/0": 1.0}
     assert list(console.headline_metrics(result)) == ["loss", "accuracy", "online/accuracy", "accuracy_before"]
@@ -136,7 +136,7 @@ def test_a_headline_leaves_the_rest_to_files() -> None:
     assert console.headline_metrics(result) == result
 
 
-def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_prints_nothing_and_writes_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(unit="tokens", log=tmp_path / "log.txt", quiet=True)
     console.start(Progress())
     console.info("hello")
@@ -146,7 +146,7 @@ def test_quiet_says_nothing_and_still_keeps_the_log(tmp_path: Path, capsys: pyte
     assert re.fullmatch(r"[-\d]+ [:\d]+ INFO hello\n[-\d]+ [:\d]+ WARNING careful\n", log), log
 
 
-def test_numbers_as_people_read_them() -> None:
+def test_format_count_and_duration() -> None:
     assert [format_count(n) for n in (0, 999, 1000, 12_345, 3.2e6, 4e9)] == [
         "0",
         "999",
@@ -168,7 +168,7 @@ def test_resources_are_added_to_the_row(tmp_path: Path) -> None:
     assert row["cpu_percent"] >= 0
 
 
-def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     read = EventAccumulator(str(folder))
@@ -177,7 +177,7 @@ def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_forgets_what_a_killed_process_wrote(tmp_path: Path) -> None:
+def test_tensorboard_drops_events_of_a_killed_process(tmp_path: Path) -> None:
     for start, steps in ((0, (1, 2)), (0, (1, 2, 3, 4)), (2, (3, 4, 5))):
         board = TensorBoard(tmp_path, pytest.fail)
         board.start(Progress(step=start))
@@ -185,13 +185,13 @@ def test_tensorboard_forgets_what_a_killed_process_wrote(tmp_path: Path) -> None
             board.after_step(Progress(step=step), {"loss": float(start + step)})
         board.after_eval(Progress(step=steps[-1]), {"loss": 0.5})
         board.finish(Progress(), None)
-    read = events(tmp_path)
+    read = read_events(tmp_path)
     assert read["train/loss"] == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
     assert read["validation/loss"] == [(5, 0.5)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_forgets_what_a_rollback_took_back(tmp_path: Path) -> None:
+def test_tensorboard_drops_events_after_a_rollback(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path, pytest.fail)
     board.start(Progress())
     for step in (1, 2, 3):
@@ -199,25 +199,25 @@ def test_tensorboard_forgets_what_a_rollback_took_back(tmp_path: Path) -> None:
     board.rewind(Progress(step=1))
     board.after_step(Progress(step=2), {"loss": 2.0})
     board.finish(Progress(), None)
-    assert events(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0)]
+    assert read_events(tmp_path)["train/loss"] == [(1, 1.0), (2, 2.0)]
 
 
 @pytest.mark.parametrize("moment", ["start", "after_step", "after_sample"])
-def test_tensorboard_on_a_full_disk_stops_nothing(
+def test_training_continues_when_tensorboard_hits_a_full_disk(
     tmp_path: Path, moment: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One warning, nothing on the terminal, no thread that could fail later, and a file that ends with a whole event."""
+    """One warning, no output, no thread that could fail later, and a file that ends with a complete event."""
     warnings: list[str] = []
     samples = tmp_path / "samples"
     samples.mkdir()
     (samples / "00.txt").write_text("a sample")
     board = TensorBoard(tmp_path / "events", warnings.append)
     threads = threading.active_count()
-    with no_room() if moment == "start" else nullcontext():
+    with full_disk() if moment == "start" else nullcontext():
         board.start(Progress())
     if moment != "start":
         board.after_step(Progress(step=1), {"loss": 1.0})
-    with no_room():
+    with full_disk():
         for step in (2, 3) if moment == "after_step" else ():
             board.after_step(Progress(step=step), {"loss": 1.0, "other": 2.0})
         board.after_sample(Progress(step=2), samples)
@@ -228,12 +228,12 @@ def test_tensorboard_on_a_full_disk_stops_nothing(
     assert threading.active_count() == threads
     assert capfd.readouterr() == ("", "")
     if moment != "start":
-        assert events(tmp_path / "events") == {"train/loss": [(1, 1.0)]}
+        assert read_events(tmp_path / "events") == {"train/loss": [(1, 1.0)]}
 
 
 @contextmanager
-def no_room() -> Iterator[None]:
-    """No file can grow beyond ten bytes; those that are longer stay as they are."""
+def full_disk() -> Iterator[None]:
+    """Limit the file size to ten bytes; longer files stay unchanged."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
@@ -242,20 +242,20 @@ def no_room() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-class Fake:
-    """As much of the wandb package as we use."""
+class FakeWandb:
+    """A fake of the wandb package."""
 
     def __init__(self, *, broken: str = "") -> None:
-        self.broken, self.rows, self.asked, self.ended = broken, [], {}, []
+        self.broken, self.rows, self.options, self.exit_codes = broken, [], {}, []
         self.id = "abc123"
         self.Settings = dict
 
-    def init(self, **options: Any) -> Fake:
+    def init(self, **options: Any) -> FakeWandb:
         if self.broken == "init":
             raise ConnectionError("offline")
         if self.broken == "login":
             raise RuntimeError("No API key configured. Use `wandb login` to log in.")
-        self.asked = options
+        self.options = options
         return self
 
     def log(self, row: dict[str, float], *, step: int) -> None:
@@ -264,38 +264,38 @@ class Fake:
         self.rows.append((step, row))
 
     def finish(self, *, exit_code: int) -> None:
-        self.ended.append(exit_code)
+        self.exit_codes.append(exit_code)
 
 
-def tracker(monkeypatch: pytest.MonkeyPatch, fake: Fake, messages: list[str]) -> WandB:
+def make_tracker(monkeypatch: pytest.MonkeyPatch, fake: FakeWandb, messages: list[str]) -> WandB:
     module = types.ModuleType("wandb")
     module.init, module.Settings = fake.init, fake.Settings  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     return WandB(folder=Path("x"), project="p", options={"offline": True}, config={"seed": 1}, warn=messages.append)
 
 
-def test_wandb_goes_on_with_the_same_run_after_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake, messages = Fake(), []
-    first = tracker(monkeypatch, fake, messages)
+def test_wandb_resumes_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake, messages = FakeWandb(), []
+    first = make_tracker(monkeypatch, fake, messages)
     first.load_state_dict({})
     first.start(Progress())
-    assert (fake.asked["id"], fake.asked["resume"], fake.asked["mode"]) == (None, None, "offline")
+    assert (fake.options["id"], fake.options["resume"], fake.options["mode"]) == (None, None, "offline")
     first.after_step(Progress(step=3), {"loss": 1.0})
     first.after_eval(Progress(step=3), {"loss": 2.0})
     first.finish(Progress(), RuntimeError())
     assert fake.rows == [(3, {"train/loss": 1.0}), (3, {"validation/loss": 2.0})]
-    assert fake.ended == [1]
-    second = tracker(monkeypatch, fake, messages)
+    assert fake.exit_codes == [1]
+    second = make_tracker(monkeypatch, fake, messages)
     second.load_state_dict(first.state_dict())
     second.start(Progress(step=3))
-    assert (fake.asked["id"], fake.asked["resume"]) == ("abc123", "allow")
+    assert (fake.options["id"], fake.options["resume"]) == ("abc123", "allow")
     assert messages == []
 
 
 @pytest.mark.parametrize("broken", ["init", "log"])
-def test_a_tracker_that_is_down_stops_nothing(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_training_continues_when_the_tracker_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     messages: list[str] = []
-    watcher = tracker(monkeypatch, Fake(broken=broken), messages)
+    watcher = make_tracker(monkeypatch, FakeWandb(broken=broken), messages)
     watcher.start(Progress())
     for step in range(3):
         watcher.after_step(Progress(step=step), {"loss": 1.0})
@@ -305,9 +305,9 @@ def test_a_tracker_that_is_down_stops_nothing(monkeypatch: pytest.MonkeyPatch, b
     assert "training continues" in messages[0]
 
 
-def test_a_tracker_without_a_login_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_login_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    watcher = tracker(monkeypatch, Fake(broken="login"), messages)
+    watcher = make_tracker(monkeypatch, FakeWandb(broken="login"), messages)
     watcher.start(Progress())
     watcher.after_step(Progress(step=1), {"loss": 1.0})
     (line,) = messages
@@ -315,7 +315,7 @@ def test_a_tracker_without_a_login_says_what_to_do(monkeypatch: pytest.MonkeyPat
     assert "training continues" in line
 
 
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_wandb_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(EnvironmentProblem, match=r"bottega\[wandb\]"):
         WandB(folder=Path("x"), project="p", options={}, config={}, warn=pytest.fail).start(Progress())

@@ -1,4 +1,4 @@
-"""What a person gets wrong: one line that names it, the exit code for it, and nothing lost."""
+"""User mistakes through the command line: one line that names the mistake, its exit code, and nothing lost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bottega.core.rundir import Lock, RunDirectory
 from small_run import bottega, different, steps_logged, tensors, words, write_text
 
 
-class Said:
-    """Exit code and standard error of a command, run in this process: the same function the real one calls."""
+class CommandResult:
+    """Exit code and output of a command that is run in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
         capsys.readouterr()
         self.code = cli.main(arguments)
         self.out, self.err = capsys.readouterr()
 
-    def refused(self, code: int, *parts: str) -> str:
+    def assert_refused(self, code: int, *parts: str) -> str:
         assert self.code == code, self.err
         lines = self.err.strip().splitlines()
         assert len(lines) == 1, f"one line, not {self.err!r}"
@@ -35,21 +35,23 @@ class Said:
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Any:
-    return lambda *arguments: Said(capsys, [str(a) for a in arguments])
+def run_cli(capsys: pytest.CaptureFixture[str]) -> Any:
+    return lambda *arguments: CommandResult(capsys, [str(a) for a in arguments])
 
 
 @pytest.fixture
-def train(say: Any, tmp_path: Path, text_file: Path) -> Any:
+def train(run_cli: Any, tmp_path: Path, text_file: Path) -> Any:
     """`bottega train` on the small text; keyword arguments are recipe keys."""
 
-    def run(*more: str, text: Path = text_file, output: Path = tmp_path / "runs", **changes: Any) -> Said:
-        return say(*words(output, text, "--quiet", *more, **changes))
+    def run_train(
+        *flags: str, text: Path = text_file, output: Path = tmp_path / "runs", **changes: Any
+    ) -> CommandResult:
+        return run_cli(*words(output, text, "--quiet", *flags, **changes))
 
-    return run
+    return run_train
 
 
-def recipe(folder: Path, text: str) -> Path:
+def write_recipe(folder: Path, text: str) -> Path:
     path = folder / "my.yaml"
     path.write_text(text)
     return path
@@ -78,16 +80,16 @@ def recipe(folder: Path, text: str) -> Path:
     ],
     ids=["unknown key", "duplicate", "type", "tag", "tab", "alias bomb", "deep", "target", "env", "list", "device", "choice"],
 )  # fmt: skip
-def test_a_recipe_that_is_wrong(say: Any, tmp_path: Path, text: str, parts: list[str]) -> None:
-    path = recipe(tmp_path, text)
-    say("train", "language", path, f"output_dir={tmp_path}/runs", "training.max_steps=1").refused(2, *parts)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["my.yaml"], "nothing was made or run"
+def test_invalid_recipe_is_refused(run_cli: Any, tmp_path: Path, text: str, parts: list[str]) -> None:
+    path = write_recipe(tmp_path, text)
+    run_cli("train", "language", path, f"output_dir={tmp_path}/runs", "training.max_steps=1").assert_refused(2, *parts)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["my.yaml"], "nothing was created or executed"
 
 
-def test_several_mistakes_are_told_at_once(say: Any, tmp_path: Path) -> None:
-    said = say("train", "language", recipe(tmp_path, "seeed: 1\ntraining: {batch_size: 0}\n"))
-    assert said.code == 2
-    assert len(said.err.strip().splitlines()) == 2
+def test_all_mistakes_are_reported_at_once(run_cli: Any, tmp_path: Path) -> None:
+    result = run_cli("train", "language", write_recipe(tmp_path, "seeed: 1\ntraining: {batch_size: 0}\n"))
+    assert result.code == 2
+    assert len(result.err.strip().splitlines()) == 2
 
 
 @pytest.mark.parametrize(
@@ -109,18 +111,18 @@ def test_several_mistakes_are_told_at_once(say: Any, tmp_path: Path) -> None:
         (["plan", "language", "--check", "--memory"], ["--check and --memory"]),
     ],
 )
-def test_a_command_line_that_is_wrong(say: Any, arguments: list[str], parts: list[str]) -> None:
-    say(*arguments).refused(2, *parts)
+def test_invalid_command_line_is_refused(run_cli: Any, arguments: list[str], parts: list[str]) -> None:
+    run_cli(*arguments).assert_refused(2, *parts)
 
 
-def test_models_that_a_recipe_is_built_on_must_be_named(say: Any, tmp_path: Path) -> None:
+def test_missing_base_model_is_refused(run_cli: Any, tmp_path: Path) -> None:
     text = "task: personalize\ntraining: {max_steps: 1}\nmodel: {diffusion: sd}\ndata: {train: {path: .}}\n"
-    said = say("train", recipe(tmp_path, text), f"output_dir={tmp_path}/runs")
-    said.refused(2, "model.language_model", "give a folder or a hub name")
+    result = run_cli("train", write_recipe(tmp_path, text), f"output_dir={tmp_path}/runs")
+    result.assert_refused(2, "model.language_model", "give a folder or a hub name")
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_small_number_in_scientific_notation_is_a_number(train: Any) -> None:
+def test_scientific_notation_is_a_number(train: Any) -> None:
     assert train(name="sci", **{"training.learning_rate": "1e-4", "training.max_steps": 1}).code == 0
 
 
@@ -139,97 +141,96 @@ def test_a_small_number_in_scientific_notation_is_a_number(train: Any) -> None:
     ],
     ids=["missing", "empty", "binary", "latin-1", "no window", "no batch"],
 )
-def test_data_that_cannot_be_used(train: Any, tmp_path: Path, content: bytes | None, parts: list[str]) -> None:
+def test_unusable_text_is_refused(train: Any, tmp_path: Path, content: bytes | None, parts: list[str]) -> None:
     corpus = tmp_path / "corpus.txt"
     if content is not None:
         corpus.write_bytes(content)
-    code = train(text=corpus, name="bad").refused
-    line = code(3, *parts)
+    line = train(text=corpus, name="bad").assert_refused(3, *parts)
     assert not re.search(r"0x[0-9a-f]{8}", line)
     assert not list((tmp_path / "runs").rglob("step-*"))
 
 
-def test_prompts_of_the_recipe_are_checked_before_the_first_step(train: Any, tmp_path: Path) -> None:
-    train(name="p", **{"samples.prompts": "['Ω']", "samples.every": 100}).refused(2, "samples.prompts", "Ω")
+def test_sample_prompts_are_checked_before_the_first_step(train: Any, tmp_path: Path) -> None:
+    train(name="p", **{"samples.prompts": "['Ω']", "samples.every": 100}).assert_refused(2, "samples.prompts", "Ω")
     assert not list((tmp_path / "runs").rglob("metrics.jsonl"))
 
 
-def test_a_text_without_line_breaks_is_sampled_all_the_same(train: Any, tmp_path: Path) -> None:
+def test_text_without_line_breaks_is_sampled(train: Any, tmp_path: Path) -> None:
     corpus = write_text(tmp_path / "line.txt")
     corpus.write_text(corpus.read_text().replace("\n", " "))
-    said = train(text=corpus, name="line", **{"samples.every": 8, "samples.count": 2, "samples.max_new_tokens": 5})
-    assert said.code == 0, said.err
+    result = train(text=corpus, name="line", **{"samples.every": 8, "samples.count": 2, "samples.max_new_tokens": 5})
+    assert result.code == 0, result.err
     assert len(list((tmp_path / "runs" / "line" / "samples").rglob("*.txt"))) == 2
 
 
-def test_data_that_changed_between_two_starts(train: Any, tmp_path: Path) -> None:
+def test_changed_data_needs_consent_to_resume(train: Any, tmp_path: Path) -> None:
     corpus = write_text(tmp_path / "corpus.txt")
     assert train(text=corpus, name="run", **{"training.max_steps": 4}).code == 0
     run = tmp_path / "runs" / "run"
     before = tensors(run)
     corpus.write_text(corpus.read_text().replace("alpha", "gamma", 20))
     longer = {"name": "run", "training.max_steps": 6}
-    train(text=corpus, **longer).refused(3, "the data has changed", "--allow-data-change", "--fresh")
+    train(text=corpus, **longer).assert_refused(3, "the data has changed", "--allow-data-change", "--fresh")
     assert different(before, tensors(run)) == []
     assert train("--allow-data-change", text=corpus, **longer).code == 0
     assert steps_logged(run) == [1, 2, 3, 4, 5, 6]
-    assert train(text=corpus, **longer).code == 0, "the change is recorded and asked about once"
+    assert train(text=corpus, **longer).code == 0, "the change is recorded, so consent is needed once"
 
 
 # The machine
 
 
 @pytest.mark.parametrize("where", ["under a file", "/proc/bottega"])
-def test_a_place_that_cannot_be_written(train: Any, tmp_path: Path, where: str) -> None:
+def test_unwritable_output_dir_is_refused(train: Any, tmp_path: Path, where: str) -> None:
     (tmp_path / "under a file").write_text("")
-    train(output=tmp_path / where, name="x").refused(5, "cannot write", where)
+    train(output=tmp_path / where, name="x").assert_refused(5, "cannot write", where)
 
 
-def test_a_gpu_that_is_not_there(train: Any) -> None:
+def test_missing_gpu_is_refused(train: Any) -> None:
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("there is one")
-    train(name="x", device="cuda").refused(5, "cuda is requested", "device=cpu")
+        pytest.skip("a GPU is available")
+    train(name="x", device="cuda").assert_refused(5, "cuda is requested", "device=cpu")
 
 
-def test_a_batch_the_processes_cannot_share(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told before anybody waits for the others, who are not there."""
+def test_batch_size_must_be_divisible_by_the_processes(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused before this process waits for other ranks, which do not exist."""
     monkeypatch.setenv("WORLD_SIZE", "3")
-    train(name="x").refused(2, "training.batch_size: 4", "3 processes", "1, 2, 4")
+    train(name="x").assert_refused(2, "training.batch_size: 4", "3 processes", "1, 2, 4")
 
 
-def test_two_runs_in_one_directory(train: Any, tmp_path: Path) -> None:
+def test_second_process_in_a_run_directory_is_refused(train: Any, tmp_path: Path) -> None:
     (tmp_path / "runs" / "x").mkdir(parents=True)
     with Lock(RunDirectory(tmp_path / "runs" / "x")):
-        train(name="x").refused(9, "is in use by process", "name=")
-        train("--fresh", name="x").refused(9)
+        train(name="x").assert_refused(9, "is in use by process", "name=")
+        train("--fresh", name="x").assert_refused(9)
     assert train(name="x").code == 0
 
 
-def test_a_model_that_does_not_fit_in_memory(train: Any) -> None:
-    train(name="x", **{"model.hidden_size": 2_000_000, "model.head_size": 1_000_000}).refused(7, "out of memory")
+def test_model_larger_than_memory_is_refused(train: Any) -> None:
+    train(name="x", **{"model.hidden_size": 2_000_000, "model.head_size": 1_000_000}).assert_refused(7, "out of memory")
 
 
 # Runs and checkpoints
 
 
-def test_a_run_that_is_not_there(say: Any, finished_run: Path) -> None:
+def test_missing_run_suggests_nearest_name(run_cli: Any, finished_run: Path) -> None:
     for verb in ("evaluate", "generate", "export"):
-        say(verb, finished_run.parent / "finishd").refused(2, "no run at", "did you mean", str(finished_run))
-    say("evaluate", "--model_path", finished_run / "processor").refused(2, "no run at")
-    say("evaluate", finished_run, "--checkpoint", "5").refused(2, "no checkpoint at step 5", "4, 8")
-    say("evaluate", finished_run, "--checkpoint", "newest").refused(2, "newest", "best, last or a step")
+        run_cli(verb, finished_run.parent / "finishd").assert_refused(2, "no run at", "did you mean", str(finished_run))
+    run_cli("evaluate", "--model_path", finished_run / "processor").assert_refused(2, "no run at")
+    run_cli("evaluate", finished_run, "--checkpoint", "5").assert_refused(2, "no checkpoint at step 5", "4, 8")
+    run_cli("evaluate", finished_run, "--checkpoint", "newest").assert_refused(2, "newest", "best, last or a step")
 
 
-def test_a_prompt_the_vocabulary_lacks(say: Any, finished_run: Path) -> None:
-    said = say("generate", finished_run, "--prompt", "Ω", "--max_tokens", 3)
-    said.refused(2, "Ω")
+def test_prompt_outside_the_vocabulary_is_refused(run_cli: Any, finished_run: Path) -> None:
+    result = run_cli("generate", finished_run, "--prompt", "Ω", "--max_tokens", 3)
+    result.assert_refused(2, "Ω")
 
 
 @pytest.fixture
 def bomb(tmp_path: Path) -> Path:
-    """A pickle that leaves a mark when it is loaded."""
+    """A pickle that creates a file when it is loaded."""
 
     class Bomb:
         def __reduce__(self) -> Any:
@@ -240,86 +241,82 @@ def bomb(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_pickle_is_refused_wherever_it_is_offered(
-    say: Any, train: Any, bomb: Path, tmp_path: Path, finished_run: Path
-) -> None:
-    train(f"--resume_from={bomb}", name="x").refused(4, str(bomb), "pickled checkpoints are never read")
+def test_pickle_is_refused_everywhere(run_cli: Any, train: Any, bomb: Path, tmp_path: Path, finished_run: Path) -> None:
+    train(f"--resume_from={bomb}", name="x").assert_refused(4, str(bomb), "pickled checkpoints are never read")
     for verb in ("evaluate", "generate", "export"):
-        say(verb, "--model_path", bomb).refused(4, str(bomb), "never read")
-    run = copy(finished_run, tmp_path)
+        run_cli(verb, "--model_path", bomb).assert_refused(4, str(bomb), "never read")
+    run = copy_run(finished_run, tmp_path)
     for folder in (run / "checkpoints").glob("step-*"):
         shutil.copy(bomb, folder / "model.safetensors")
-    say("evaluate", run).refused(4, "model.safetensors")
-    train(f"--resume_from={run}", name="y").refused(4, "model.safetensors")
+    run_cli("evaluate", run).assert_refused(4, "model.safetensors")
+    train(f"--resume_from={run}", name="y").assert_refused(4, "model.safetensors")
     shutil.copy(bomb, run / "processor" / "tokenizer.json")
-    assert say("generate", finished_run).code == 0
+    assert run_cli("generate", finished_run).code == 0
     assert not (tmp_path / "boom").exists()
 
 
-def copy(run: Path, folder: Path) -> Path:
+def copy_run(run: Path, folder: Path) -> Path:
     return Path(shutil.copytree(run, folder / "runs" / "finished", symlinks=True))
 
 
-def test_a_damaged_checkpoint_asked_for_by_name_is_refused_and_not_replaced(
-    train: Any, tmp_path: Path, finished_run: Path
-) -> None:
-    run = copy(finished_run, tmp_path)
-    named = run / "checkpoints" / "step-00000008"
-    with (named / "optimizer.safetensors").open("r+b") as file:
+def test_damaged_checkpoint_named_explicitly_is_refused(train: Any, tmp_path: Path, finished_run: Path) -> None:
+    run = copy_run(finished_run, tmp_path)
+    path = run / "checkpoints" / "step-00000008"
+    with (path / "optimizer.safetensors").open("r+b") as file:
         file.truncate(100)
-    train(f"--resume_from={named}", name="x").refused(4, "step-00000008 damaged", "optimizer.safetensors 100 of")
-    train(f"--resume_from={run}", name="x").refused(4, "step-00000008 damaged")
-    train(f"--resume_from={tmp_path}/nothing", name="x").refused(2, "no checkpoint at")
+    train(f"--resume_from={path}", name="x").assert_refused(4, "step-00000008 damaged", "optimizer.safetensors 100 of")
+    train(f"--resume_from={run}", name="x").assert_refused(4, "step-00000008 damaged")
+    train(f"--resume_from={tmp_path}/nothing", name="x").assert_refused(2, "no checkpoint at")
 
 
-def test_a_damaged_newest_checkpoint_falls_back_and_says_so(
-    say: Any, tmp_path: Path, text_file: Path, finished_run: Path
+def test_damaged_newest_checkpoint_falls_back_with_a_warning(
+    run_cli: Any, tmp_path: Path, text_file: Path, finished_run: Path
 ) -> None:
-    run = copy(finished_run, tmp_path)
-    whole = tensors(run)
+    run = copy_run(finished_run, tmp_path)
+    before = tensors(run)
     newest = run / "checkpoints" / "step-00000008" / "model.safetensors"
     raw = newest.read_bytes()
     newest.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    said = say(*words(tmp_path / "runs", text_file, name="finished"))
-    assert said.code == 0, said.err
-    assert "step-00000008 damaged: model.safetensors does not match its SHA-256; trying an older one" in said.err
-    assert "step-00000004 at step 4 of 8" in said.err
-    assert different(whole, tensors(run)) == [], "and the damaged one is made again, bit for bit"
+    result = run_cli(*words(tmp_path / "runs", text_file, name="finished"))
+    assert result.code == 0, result.err
+    assert "step-00000008 damaged: model.safetensors does not match its SHA-256; trying an older one" in result.err
+    assert "step-00000004 at step 4 of 8" in result.err
+    assert different(before, tensors(run)) == [], "the damaged checkpoint is written again, bitwise equal"
     assert steps_logged(run) == list(range(1, 9))
 
 
-def test_when_no_checkpoint_is_left_the_run_does_not_quietly_start_over(
+def test_run_without_a_valid_checkpoint_does_not_start_over_silently(
     train: Any, tmp_path: Path, finished_run: Path
 ) -> None:
-    run = copy(finished_run, tmp_path)
+    run = copy_run(finished_run, tmp_path)
     for manifest in run.glob("checkpoints/step-*/MANIFEST.json"):
         manifest.write_bytes(b"{}")
-    train(name="finished").refused(4, "is damaged", "--fresh")
-    said = train("--fresh", name="finished")
-    assert said.code == 0
-    assert (tmp_path / "runs" / "finished.1" / "metrics.jsonl").is_file(), "and --fresh keeps the old one"
+    train(name="finished").assert_refused(4, "is damaged", "--fresh")
+    result = train("--fresh", name="finished")
+    assert result.code == 0
+    assert (tmp_path / "runs" / "finished.1" / "metrics.jsonl").is_file(), "--fresh keeps the old run"
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"model.num_layers": 2}], ids=str)
-def test_another_recipe_under_the_same_name(
+def test_other_recipe_under_the_same_name_is_refused(
     train: Any, tmp_path: Path, finished_run: Path, change: dict[str, Any]
 ) -> None:
-    run = copy(finished_run, tmp_path)
+    run = copy_run(finished_run, tmp_path)
     before = tensors(run)
-    train(name="finished", **change).refused(2, *change, "choose another name, or use --fresh")
+    train(name="finished", **change).assert_refused(2, *change, "choose another name, or use --fresh")
     assert different(before, tensors(run)) == []
 
 
-def test_what_may_change_may(train: Any, tmp_path: Path, finished_run: Path) -> None:
-    run = copy(finished_run, tmp_path)
+def test_resumable_changes_are_accepted(train: Any, tmp_path: Path, finished_run: Path) -> None:
+    run = copy_run(finished_run, tmp_path)
     assert train(name="finished", **{"training.max_steps": 10, "checkpoint.keep": 1, "data.workers": 1}).code == 0
     assert steps_logged(run) == list(range(1, 11))
 
 
-def test_another_batch_size_goes_on_by_samples(train: Any, tmp_path: Path, finished_run: Path) -> None:
-    run = copy(finished_run, tmp_path)
-    said = train(name="finished", **{"training.batch_size": 8, "training.max_steps": 12})
-    assert said.code == 0, said.err
+def test_resume_with_other_batch_size_continues_by_samples(train: Any, tmp_path: Path, finished_run: Path) -> None:
+    run = copy_run(finished_run, tmp_path)
+    result = train(name="finished", **{"training.batch_size": 8, "training.max_steps": 12})
+    assert result.code == 0, result.err
     assert steps_logged(run) == [*range(1, 9), *range(5, 13)], "8 steps of 4 are 4 of 8"
     assert "continuing by samples" in (run / "log.txt").read_text()
 
@@ -327,25 +324,25 @@ def test_another_batch_size_goes_on_by_samples(train: Any, tmp_path: Path, finis
 # The real command
 
 
-def test_the_real_command_answers_the_same(tmp_path: Path, text_file: Path) -> None:
-    done = bottega(words(tmp_path, text_file, "training.max_stepz=3"))
-    assert done.returncode == 2
-    assert done.stderr.startswith("bottega: ")
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert done.stdout == ""
-    shown = bottega(["train", "nowhere.yaml", "--debug"])
-    assert "Traceback" in shown.stderr, "--debug shows where"
+def test_subprocess_prints_the_same_error(tmp_path: Path, text_file: Path) -> None:
+    process = bottega(words(tmp_path, text_file, "training.max_stepz=3"))
+    assert process.returncode == 2
+    assert process.stderr.startswith("bottega: ")
+    assert len(process.stderr.strip().splitlines()) == 1
+    assert process.stdout == ""
+    debug = bottega(["train", "nowhere.yaml", "--debug"])
+    assert "Traceback" in debug.stderr, "--debug shows the traceback"
 
 
-def test_a_secret_of_the_environment_stays_there(tmp_path: Path, text_file: Path) -> None:
+def test_environment_secrets_are_not_written(tmp_path: Path, text_file: Path) -> None:
     canary = "canary-4f1b2c9d"
     names = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
-    done = bottega(
+    process = bottega(
         words(tmp_path, text_file, name="quiet", **{"logging.tensorboard": True, "samples.every": 4}),
         env=dict.fromkeys(names, canary),
     )
-    assert done.returncode == 0, done.stderr
-    assert canary not in done.stdout + done.stderr
+    assert process.returncode == 0, process.stderr
+    assert canary not in process.stdout + process.stderr
     files = [path for path in (tmp_path / "quiet").rglob("*") if path.is_file()]
     assert len(files) > 15
     assert list((tmp_path / "quiet").glob("events.out.tfevents.*"))

@@ -1,4 +1,4 @@
-"""0 switches a cadence off, in any unit and in any spelling, and means what null means."""
+"""A cadence of 0 turns it off, in any unit and spelling, exactly as null does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_other_spellings_of_zero() -> None:
         load_recipe(["language", {"samples.every": "-1"}])
 
 
-def test_with_everything_off_a_run_is_measured_and_saved_at_its_end(tmp_path: Path) -> None:
+def test_run_without_cadences_is_evaluated_and_saved_at_its_end(tmp_path: Path) -> None:
     run = train(tmp_path, write_text(tmp_path / "t.txt"), name="off", **{**SMALL, **dict.fromkeys(KEYS, 0)})
     assert run.step == 8
     assert steps_logged(run.path) == [8]

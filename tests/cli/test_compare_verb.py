@@ -32,16 +32,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def there(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_directory(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(runs)
 
 
 def best_losses(name: str) -> list[float]:
-    rows = (read_metrics(Path(f"{name}-s{seed}") / "metrics.jsonl") for seed in range(3))
-    return [min(row["loss"] for row in one if row["kind"] == "eval") for one in rows]
+    histories = (read_metrics(Path(f"{name}-s{seed}") / "metrics.jsonl") for seed in range(3))
+    return [min(row["loss"] for row in history if row["kind"] == "eval") for history in histories]
 
 
-def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_of_two_groups(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "slow-s*", "fast-s*"]) == 0
     text = capsys.readouterr().out
     for expected in (
@@ -55,26 +55,26 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert expected in text
 
 
-def test_the_numbers_are_those_of_the_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_matches_the_runs_and_scipy(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["compare", "slow-s*", "fast-s0,fast-s1,fast-s2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     slow, fast = best_losses("slow"), best_losses("fast")
-    theirs = scipy.stats.ttest_rel(fast, slow)
+    expected = scipy.stats.ttest_rel(fast, slow)
     (pair,) = report["pairs"]
     assert [group["mean"] for group in report["groups"]] == pytest.approx([np.mean(slow), np.mean(fast)])
-    assert (pair["statistic"], pair["p"]) == pytest.approx((theirs.statistic, theirs.pvalue))
-    assert pair["difference"] < 0  # a rate a hundred times as large learns something in four steps
+    assert (pair["statistic"], pair["p"]) == pytest.approx((expected.statistic, expected.pvalue))
+    assert pair["difference"] < 0  # a learning rate 100 times as large lowers the loss within four steps
 
 
-def test_an_option_may_stand_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "made" / "picture.png"
+def test_options_are_accepted_in_any_position(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "new" / "plot.png"
     assert cli.main(["compare", "slow-s*", "--out", str(out), "fast-s*", "--alpha", "0.1", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["alpha"], report["picture"]) == (0.1, str(out))
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_report_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
     """Two pairs have no unbiased effect size, and JSON no NaN."""
     assert cli.main(["compare", "slow-s[01]", "fast-s[01]", "--json"]) == 0
     text = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         ((), "name at least two groups"),
         (("slow-s*",), "name at least two groups"),
@@ -101,9 +101,11 @@ def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str]) -> None:
         (("slow-s*", "quick-s*"), "no run matches"),
     ],
 )
-def test_what_is_wrong_is_one_line(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compare", *words]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.count("\n") == 1
-    assert said in shown.err
+def test_invalid_arguments_are_refused_in_one_line(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["compare", *arguments]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert message in output.err

@@ -1,4 +1,4 @@
-"""`bottega crossval` as a person types it: what is refused in one line, and what a kill, Ctrl-C or a broken fold costs."""
+"""`bottega crossval` on the command line: errors in one line; resuming after a kill, Ctrl-C or a broken fold."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from small_run import bottega, environment, steps_logged, write_text
 from small_texts import settings, texts
 
 
-def line(folder: Path, **changes: Any) -> list[str]:
+def arguments_for(folder: Path, **changes: Any) -> list[str]:
     values = {**settings(folder, "cnn"), "training.max_steps": 4, "name": "t", **changes}
     values = {key: value for key, value in values.items() if value != "left out"}
     return ["crossval", "classify", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items())]
 
 
-def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, str]:
-    code = cli.main(words)
-    told = capsys.readouterr().err.strip().splitlines()
-    assert len(told) == 1, told
-    return code, told[0]
+def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+    code = cli.main(arguments)
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    return code, lines[0]
 
 
 @pytest.mark.parametrize(
@@ -56,92 +56,94 @@ def refused(capsys: pytest.CaptureFixture[str], words: list[str]) -> tuple[int, 
         (["distributed.strategy=fsdp"], 2, "distributed.strategy: fsdp is not implemented yet"),
     ],
 )
-def test_refused_in_one_line(
+def test_invalid_arguments_are_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], code: int, expected: str
 ) -> None:
-    found, text = refused(capsys, [*line(tmp_path), *options])
-    assert (found, expected in text) == (code, True), text
+    exit_code, text = error_of(capsys, [*arguments_for(tmp_path), *options])
+    assert (exit_code, expected in text) == (code, True), text
     assert not list(tmp_path.glob("t-crossval/fold-*"))
 
 
-def test_more_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert refused(capsys, ["crossval"])[1].startswith("bottega: name a recipe")
+def test_data_that_cannot_be_split_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert error_of(capsys, ["crossval"])[1].startswith("bottega: name a recipe")
     prose = write_text(tmp_path / "prose.txt")
     words = ["crossval", "language", f"data.train.path={prose}", f"output_dir={tmp_path}"]
-    code, text = refused(capsys, words)
+    code, text = error_of(capsys, words)
     assert (code, "prose.txt is one text, and a text is not split across folds" in text) == (3, True)
     image, label = np.zeros((12, 8, 8), np.uint8), np.array(["a"] * 10 + ["b"] * 2)
     np.savez(tmp_path / "few.npz", image=image, label=label)
     own = {"task": "classify", "data.input": "image", "data.train.path": str(tmp_path / "few.npz")}
     (tmp_path / "few.yaml").write_text(json.dumps({**own, "output_dir": str(tmp_path), "training.max_steps": 1}))
     words = ["crossval", str(tmp_path / "few.yaml"), "--folds", "3"]
-    code, text = refused(capsys, words)
+    code, text = error_of(capsys, words)
     assert (code, "class 'b' has 2 samples, fewer than 3 folds" in text) == (3, True), text
     shards = tmp_path / "shards"
     assert cli.main(["prepare", "language", f"data.train.path={prose}", "--out", str(shards)]) == 0
     capsys.readouterr()
-    code, text = refused(capsys, ["crossval", "language", f"data.train.path={shards}", f"output_dir={tmp_path}"])
+    code, text = error_of(capsys, ["crossval", "language", f"data.train.path={shards}", f"output_dir={tmp_path}"])
     assert (code, "holds shards, which are already split" in text) == (2, True)
     monkeypatch.setenv("RANK", "0")
-    assert "start it without torchrun" in refused(capsys, line(tmp_path))[1]
+    assert "start it without torchrun" in error_of(capsys, arguments_for(tmp_path))[1]
 
 
-def test_one_command_at_a_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_second_command_in_the_same_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from bottega.core.rundir import Lock, RunDirectory
 
     root = RunDirectory(tmp_path / "t-crossval")
     root.create()
     with Lock(root):
-        code, text = refused(capsys, line(tmp_path))
+        code, text = error_of(capsys, arguments_for(tmp_path))
     assert (code, "is in use by process" in text) == (9, True)
 
 
 # The real command, interrupted.
 
 
-def start(words: list[str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "bottega", *words]
+def start_command(arguments: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "bottega", *arguments]
     return subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def until(what: Any, *, seconds: float = 120) -> None:
+def wait_until(condition: Any, *, seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < deadline, "it does not happen"
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
 
 
-def content(run: Path) -> dict[str, tuple[int, bytes]]:
+def read_files(run: Path) -> dict[str, tuple[int, bytes]]:
     inside = [path for path in run.rglob("*") if path.is_file() and path.name != "LOCK" and "results" not in path.parts]
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in inside}
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on(tmp_path: Path) -> None:
-    """Killed while the second of two folds is trained; that one may live on, and is waited for."""
-    words = [*line(tmp_path), "--folds", "2", "--jobs", "1"]
+def test_killed_command_resumes(tmp_path: Path) -> None:
+    """Killed during the second of two folds, whose subprocess may live on; the next command waits for it."""
+    words = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "1"]
     root = tmp_path / "t-crossval"
-    process = start(words)
-    until(lambda: (root / "fold-1" / "LOCK").is_file())
+    process = start_command(words)
+    wait_until(lambda: (root / "fold-1" / "LOCK").is_file())
     process.kill()
     process.communicate()
-    before = content(root / "fold-0")
+    before = read_files(root / "fold-0")
     done = bottega([*words, "--json"])
     assert done.returncode == 0, done.stderr
-    assert content(root / "fold-0") == before
-    whole = bottega([*words[:-1], "2", "--json", "--out", str(tmp_path / "whole")])
-    ours, theirs = (json.loads(one.stdout) for one in (done, whole))
-    assert [run["metrics"] for run in ours["runs"]] == [run["metrics"] for run in theirs["runs"]]
+    assert read_files(root / "fold-0") == before
+    uninterrupted = bottega([*words[:-1], "2", "--json", "--out", str(tmp_path / "whole")])
+    resumed, expected = (json.loads(process.stdout) for process in (done, uninterrupted))
+    assert [run["metrics"] for run in resumed["runs"]] == [run["metrics"] for run in expected["runs"]]
     assert steps_logged(root / "fold-1") == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
 def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
     endless = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None}
-    words = [*line(tmp_path, **endless), "--folds", "2", "--jobs", "2"]
+    words = [*arguments_for(tmp_path, **endless), "--folds", "2", "--jobs", "2"]
     root = tmp_path / "t-crossval"
-    process = start(words)
-    until(lambda: all((root / f"fold-{n}" / "metrics.jsonl").is_file() for n in range(2)))
+    process = start_command(words)
+    wait_until(lambda: all((root / f"fold-{n}" / "metrics.jsonl").is_file() for n in range(2)))
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
@@ -153,9 +155,9 @@ def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_broken_fold_stops_no_other(tmp_path: Path) -> None:
+def test_broken_fold_does_not_stop_the_others(tmp_path: Path) -> None:
     texts(tmp_path)
-    words = [*line(tmp_path), "--folds", "2", "--jobs", "2"]
+    words = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "2"]
     broken = tmp_path / "t-crossval" / "fold-0" / "checkpoints" / "step-00000002"
     broken.mkdir(parents=True)
     done = bottega(words)

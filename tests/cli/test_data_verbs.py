@@ -1,4 +1,4 @@
-"""`bottega prepare` and `bottega data` as people use them, and the same from Python."""
+"""`bottega prepare` and `bottega data` on the command line, and the same from Python."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: object) -> Any:
-    assert cli.main([*map(str, words), "--json"]) == 0
+def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    assert cli.main([*map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_prepare_counts_keeps_and_exports_to_several_formats(
+def test_prepare_writes_and_exports_to_several_formats(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["prepare", "classify", "--data", rows, "--out", tmp_path / "kept"]
-    result = said(capsys, *words, "--to", "jsonl", tmp_path / "j", "--to", "webdataset", tmp_path / "w")
+    result = run_json(capsys, *words, "--to", "jsonl", tmp_path / "j", "--to", "webdataset", tmp_path / "w")
     assert list(result["tables"]) == ["train", "validation"]
     assert sum(table["rows"] for table in result["tables"].values()) == result["records"] == 61
     assert {Path(path).parent.name for path in result["exported"]} == {"j", "w"}
-    # The names of classes come back, also from a tar.
+    # Class names are restored from both formats.
     for folder in ("j", "w"):
-        again = said(capsys, "data", "classify", "--data", tmp_path / folder, "data.validation=null")
+        again = run_json(capsys, "data", "classify", "--data", tmp_path / folder, "data.validation=null")
         assert set(again["labels"]["train"]) == {"good", "bad"}
         assert again["unread_parts"] == ["validation"]
-    assert said(capsys, "data", tmp_path / "kept")["fingerprint"] == result["fingerprint"]
+    assert run_json(capsys, "data", tmp_path / "kept")["fingerprint"] == result["fingerprint"]
 
 
-def test_a_part_is_only_offered_where_the_offer_can_be_taken(rows: Path, tmp_path: Path) -> None:
-    """The same rows from a folder of parts and from a file are prepared once; only of the folder there is a test part."""
+def test_note_suggests_a_test_split_only_where_there_is_one(rows: Path, tmp_path: Path) -> None:
+    """The same rows from a folder with splits and from a file share a preparation; only the folder has a test split."""
     folder = tmp_path / "parts"
     folder.mkdir()
     for name in ("train", "test"):
@@ -54,44 +54,44 @@ def test_a_part_is_only_offered_where_the_offer_can_be_taken(rows: Path, tmp_pat
     prepared = bottega.prepare("classify", settings)
     [note] = prepared.notes()
     assert "set data.test.split=test to use that" in note
-    assert "test" in bottega.prepare("classify", {**settings, "data.test.split": "test"}).tables, "as it says"
+    assert "test" in bottega.prepare("classify", {**settings, "data.test.split": "test"}).tables, "as the note suggests"
     alone = {**settings, "data.train.path": str(folder / "train.jsonl")}
     assert bottega.prepare("classify", alone).folder == prepared.folder
     assert bottega.prepare("classify", alone).notes() == []
-    beside = {**alone, "data.validation": {"path": str(folder)}}
-    assert bottega.prepare("classify", beside).notes() == []
+    with_validation = {**alone, "data.validation": {"path": str(folder)}}
+    assert bottega.prepare("classify", with_validation).notes() == []
 
 
-def test_data_finds_what_is_repeated_within_and_across_parts(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = said(capsys, "data", rows, "data.validation=null", "--examples", 2)
+def test_data_reports_duplicates_within_and_across_splits(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = run_json(capsys, "data", rows, "data.validation=null", "--examples", 2)
     assert report["task"] == "classify"
     assert report["duplicates"] == {"train": 1}
     assert report["labels"] == {"train": {"good": 31, "bad": 30}}
     assert len(report["examples"]) == 2
-    held_out = said(capsys, "data", rows, f"data.validation.path={rows}")
+    held_out = run_json(capsys, "data", rows, f"data.validation.path={rows}")
     assert held_out["duplicates"]["train and validation"] == 61
 
 
-def test_a_sheet_of_images_in_buckets_and_of_frames(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contact_sheet_of_bucketed_images_and_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(6):
         Image.new("RGB", ((16, 16), (24, 12))[n % 2], (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
     words = ["data", tmp_path, "data.image_size=16", "data.buckets=3", "--out", tmp_path / "report"]
-    [sheet] = said(capsys, *words)["pictures"]
-    with Image.open(sheet) as drawn:
-        assert drawn.width > 16
+    [sheet] = run_json(capsys, *words)["pictures"]
+    with Image.open(sheet) as image:
+        assert image.width > 16
     frames = np.zeros((3, 5, 8, 8, 3), np.uint8)
     np.savez(tmp_path / "clips.npz", video=frames, fps=np.full(3, 8.0))
-    report = said(capsys, "data", tmp_path / "clips.npz", "--out", tmp_path / "report")
+    report = run_json(capsys, "data", tmp_path / "clips.npz", "--out", tmp_path / "report")
     assert (report["task"], report["lengths"]["train"]["max"]) == ("video", 5)
 
 
-def test_the_same_from_python(rows: Path) -> None:
+def test_prepare_from_python(rows: Path) -> None:
     prepared = bottega.prepare("language", {"data.train.path": str(rows), "data.train.kind": "auto"})
     assert sum(table["documents"] for table in prepared.tables.values()) == 61
     assert prepared.table("train").row("key", 0).startswith("rows.jsonl:")
 
 
-def test_the_log_of_a_run_counts_and_names_what_was_left_out(rows: Path, tmp_path: Path) -> None:
+def test_run_log_names_dropped_records(rows: Path, tmp_path: Path) -> None:
     rows.write_text(rows.read_text() + '{"text": \n')
     changes = {"data.bad_records": "skip", "data.max_bad": 0.05, "data.tokenizer.kind": "bytes"}
     run = train(tmp_path / "runs", rows, **changes)
@@ -100,22 +100,20 @@ def test_the_log_of_a_run_counts_and_names_what_was_left_out(rows: Path, tmp_pat
     assert "rows.jsonl, line 62" in log
 
 
-def test_one_text_can_be_cut_and_looked_through_for_duplicates_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_single_text_can_be_split_and_deduplicated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("one line of a single text\n" * 40)
     words = ["prepare", "language", "--data", tmp_path / "a.txt", "--tokenizer", "bytes"]
-    result = said(capsys, *words, "data.deduplicate.method=exact")
+    result = run_json(capsys, *words, "data.deduplicate.method=exact")
     assert sum(table["bytes"] for table in result["tables"].values()) == 1040
 
 
-def test_another_condition_is_another_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Some pictures have a class and some have none: fine where nobody asks, an error where somebody does."""
+def test_condition_is_part_of_the_preparation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images of which some have no label: accepted without a condition, refused with one."""
     for name in ("0.png", "cat/1.png", "cat/2.png"):
         (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "p" / name)
     words = ["prepare", "image", "--data", str(tmp_path / "p"), "data.validation=null"]
-    assert said(capsys, *words, "model.condition=none")["tables"]["train"]["rows"] == 3
+    assert run_json(capsys, *words, "model.condition=none")["tables"]["train"]["rows"] == 3
     assert cli.main(words) == 3
     assert "has no label, unlike other records" in capsys.readouterr().err
 
@@ -130,7 +128,7 @@ def test_another_condition_is_another_preparation(tmp_path: Path, capsys: pytest
         (["classify", "--to", "zip", "out"], "--to zip"),
     ],
 )
-def test_what_cannot_be_meant_is_answered_in_one_line(
+def test_invalid_data_options_are_refused_in_one_line(
     rows: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["prepare", *words, "--data", str(rows)]) == 2
@@ -139,13 +137,11 @@ def test_what_cannot_be_meant_is_answered_in_one_line(
     assert err.count("\n") == 1
 
 
-def test_a_table_in_another_encoding_says_so_and_is_shown_once_it_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_in_latin_1_needs_data_train_encoding(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = tmp_path / "films.csv"
     table.write_bytes(b"text,label\n" + "".join(f"café {n},{'ab'[n % 2]}\n" for n in range(20)).encode("latin-1"))
     assert cli.main(["data", str(table)]) == 3
     assert "set data.train.encoding" in capsys.readouterr().err
-    report = said(capsys, "data", table, "data.train.encoding=latin-1")
+    report = run_json(capsys, "data", table, "data.train.encoding=latin-1")
     assert report["task"] == "classify"
     assert set(report["labels"]["train"]) == {"a", "b"}

@@ -1,4 +1,4 @@
-"""What a new user types first: refused before anything is read, blamed on the right place, and told what to write."""
+"""First mistakes of a new user: refused before data is read, with the right location and what to write instead."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from small_run import train, write_text
 DISTILL = "techniques=[{name: distill, options: {teacher: nowhere, hidden: 1}}]"
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert cli.main(list(words)) == 2
     return capsys.readouterr().err
 
@@ -79,35 +79,37 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["language", DISTILL], "techniques.distill.teacher: no run and no folder at nowhere"),
     ],
 )
-def test_plan_refuses_what_train_refuses_in_the_same_words(
+def test_plan_and_train_refuse_with_the_same_message(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in refused(capsys, "plan", *words, "--check")
-    if "nowhere" not in words[-1]:  # that one train only says with the data at hand
-        assert message in refused(capsys, "train", *words, f"output_dir={tmp_path}")
-        assert list(tmp_path.iterdir()) == [], "nothing was begun"
+    assert message in error_of(capsys, "plan", *words, "--check")
+    if "nowhere" not in words[-1]:  # train checks this one after the data is read
+        assert message in error_of(capsys, "train", *words, f"output_dir={tmp_path}")
+        assert list(tmp_path.iterdir()) == [], "no run was started"
 
 
-def test_what_a_part_leaves_to_another_file_is_no_contradiction(tmp_path: Path) -> None:
-    part = {"task": "classify", "techniques": ["ewc"]}
-    assert check_recipe([part]).recipe.techniques[0].name == "ewc"
+def test_partial_recipe_may_leave_keys_to_another_file(tmp_path: Path) -> None:
+    partial = {"task": "classify", "techniques": ["ewc"]}
+    assert check_recipe([partial]).recipe.techniques[0].name == "ewc"
     with pytest.raises(UsageError, match="one after the other"):
-        check_recipe([part, {"data.train.path": "x.csv"}])
-    # A part under `needs` learns from the sequence of whoever needs it.
+        check_recipe([partial, {"data.train.path": "x.csv"}])
+    # A recipe under `needs` trains on the sources of its parent.
     sources = [{"kind": "embedded", "name": name, "labels": [number]} for number, name in enumerate("ab")]
     teacher = {"recipe": "classify/image", "settings": {"techniques": ["replay"]}}
-    whole = load_recipe(["classify/image", {"data.sources": sources, "data.mixture": "sequence", "needs.x": teacher}])
+    resolved = load_recipe(
+        ["classify/image", {"data.sources": sources, "data.mixture": "sequence", "needs.x": teacher}]
+    )
     from bottega.tasks.dependencies import dependency_recipe
 
-    assert dependency_recipe(whole.recipe, "x").data.mixture == "sequence"
+    assert dependency_recipe(resolved.recipe, "x").data.mixture == "sequence"
 
 
-def test_a_finished_run_is_opened_although_its_teacher_is_gone() -> None:
+def test_recipe_loads_without_its_teacher() -> None:
     distilled = {"techniques": [{"name": "distill", "options": {"teacher": "gone"}}]}
     assert load_recipe(["language", distilled]).recipe.techniques
 
 
-def test_plan_tells_the_methods_in_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_lists_each_technique_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "techniques=[{name: lora, options: {rank: 4, targets: [q_proj, v_proj]}}]",
         "lr=auto",
@@ -136,19 +138,19 @@ data:
 """
 
 
-def test_the_command_line_is_blamed_for_what_it_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_names_the_source_of_the_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mine, later = tmp_path / "my.yaml", tmp_path / "later.yaml"
     mine.write_text(FILE)
     for word, key in (
         ("techniques=[{name: lora, options: {rank: 0}}]", "techniques.0.options: rank: "),
         ("data.sources=[{kind: embedded, labels: []}]", "data.sources.0.labels: "),
     ):
-        said = refused(capsys, "plan", str(mine), word, "--check")
-        assert said.startswith(f"bottega: command line: {key}"), said
+        message = error_of(capsys, "plan", str(mine), word, "--check")
+        assert message.startswith(f"bottega: command line: {key}"), message
     later.write_text("seed: 1\ntechniques: [{name: lora, options: {rank: 0}}]\n")
-    assert refused(capsys, "plan", str(mine), str(later), "--check").startswith(f"bottega: {later}:2: techniques.0")
+    assert error_of(capsys, "plan", str(mine), str(later), "--check").startswith(f"bottega: {later}:2: techniques.0")
     mine.write_text(FILE.replace("rank: 4", "rank: 0"))
-    assert refused(capsys, "plan", str(mine), "seed=1", "--check").startswith(
+    assert error_of(capsys, "plan", str(mine), "seed=1", "--check").startswith(
         f"bottega: {mine}:4: techniques.0.options"
     )
 
@@ -165,32 +167,32 @@ def test_the_command_line_is_blamed_for_what_it_said(tmp_path: Path, capsys: pyt
         ("techniques=[{name: adapter, options: {train: head}}]", "train: expected a list, got 'head'; write [head]"),
     ],
 )
-def test_how_a_list_is_written(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in refused(capsys, "plan", "classify/image", word, "--check")
+def test_wrong_list_syntax_is_explained(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in error_of(capsys, "plan", "classify/image", word, "--check")
 
 
-def test_an_item_changed_by_itself_in_a_dict_is_told_the_same() -> None:
+def test_single_list_item_in_a_dict_is_explained() -> None:
     with pytest.raises(UsageError, match=r"data\.sources: expected a list, .*give the whole list"):
         check_recipe(["classify/image", {"data.sources.0.labels": [0]}])
 
 
 def test_a_resumed_run_names_the_option_that_changed(tmp_path: Path, text_file: Path) -> None:
-    def begun(*techniques: Any) -> None:
+    def start(*techniques: Any) -> None:
         train(tmp_path, text_file, **{"name": "x", "training.max_steps": 2, "techniques": list(techniques)})
 
-    begun({"name": "lora", "options": {"rank": 4, "targets": ["q_proj"]}})
-    for techniques, said in (
+    start({"name": "lora", "options": {"rank": 4, "targets": ["q_proj"]}})
+    for techniques, message in (
         ([{"name": "lora", "options": {"rank": 3, "targets": ["q_proj"]}}], r"techniques\.0\.options\.rank: 4 -> 3"),
         ([{"name": "lora", "options": {"rank": 4}}], r"techniques\.0\.options\.targets: \['q_proj'\] -> None"),
         (["adapter"], r"techniques\.0\.name: lora -> adapter"),
         ([{"name": "lora", "options": {"rank": 4}}, "maml"], r"techniques: \[lora\] -> \[lora, maml\]"),
         ([], r"techniques: \[lora\] -> \[\]"),
     ):
-        with pytest.raises(UsageError, match=rf"another recipe \({said}\); choose"):
-            begun(*techniques)
+        with pytest.raises(UsageError, match=rf"another recipe \({message}\); choose"):
+            start(*techniques)
 
 
-def test_the_ledger_calls_a_source_by_its_name(tmp_path: Path) -> None:
+def test_ledger_names_the_sources(tmp_path: Path) -> None:
     paths = [write_text(tmp_path / f"{name}.txt", seed=number) for number, name in enumerate("ab")]
     sources = [{"path": str(paths[0]), "name": "mails"}, {"path": str(paths[1])}]
     run = train(tmp_path, paths[0], **{"name": "two", "data.train.path": None, "data.sources": sources})
@@ -200,32 +202,32 @@ def test_the_ledger_calls_a_source_by_its_name(tmp_path: Path) -> None:
     assert {text.split(": ")[0] for text in described} == {"mails", "data.sources[1]"}
 
 
-def _farewell(text: str) -> list[str]:
+def _next_commands(text: str) -> list[str]:
     return [line.strip() for line in text[text.index("next:") :].removeprefix("next:").splitlines()]
 
 
-def _words(values: dict[str, Any]) -> list[str]:
+def _to_overrides(values: dict[str, Any]) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
-def test_what_to_try_next(tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_prints_the_next_commands(tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = small_texts.settings(tmp_path, **{"name": "texts", "training.max_steps": 1})
-    assert cli.main(["train", "classify", *_words(texts)]) == 0
+    assert cli.main(["train", "classify", *_to_overrides(texts)]) == 0
     run = tmp_path / "texts"
     command = f'bottega predict {run} "your text"'
-    assert _farewell(capsys.readouterr().err)[-3:] == [f"bottega evaluate {run}", f"bottega export {run}", command]
-    assert cli.main(["train", "classify", *_words(texts), "--quiet"]) == 0
+    assert _next_commands(capsys.readouterr().err)[-3:] == [f"bottega evaluate {run}", f"bottega export {run}", command]
+    assert cli.main(["train", "classify", *_to_overrides(texts), "--quiet"]) == 0
     assert capsys.readouterr().err == ""
 
     parts = {**small_parts.settings(tmp_path / "parts"), "name": "parts", "training.max_steps": 1}
-    assert cli.main(["train", "multitask", *_words(parts)]) == 0
+    assert cli.main(["train", "multitask", *_to_overrides(parts)]) == 0
     run = tmp_path / "parts" / "parts"
-    said = _farewell(capsys.readouterr().err)
-    assert said[-1] == f'bottega predict {run} "your text"'
-    assert said[0] == f"bottega generate {run} --part text", "the text is the user's own, so no prompt of ours"
+    commands = _next_commands(capsys.readouterr().err)
+    assert commands[-1] == f'bottega predict {run} "your text"'
+    assert commands[0] == f"bottega generate {run} --part text", "no default prompt for the user's own text"
 
 
-def test_prompts_for_the_data_that_come_with_the_program_go_with_them(tmp_path: Path) -> None:
+def test_default_prompts_apply_to_the_default_data_only(tmp_path: Path) -> None:
     def prompts(*sources: Any) -> tuple[str, ...]:
         return load_recipe(list(sources)).recipe.samples.prompts  # type: ignore[attr-defined]
 
@@ -236,10 +238,10 @@ def test_prompts_for_the_data_that_come_with_the_program_go_with_them(tmp_path: 
     assert prompts("language", other) == ("\n",)
     assert prompts("language", {"data.sources": [{"path": "x.txt"}]}) == ("\n",)
     assert prompts("language", {**other, "samples.prompts": ["def "]}) == ("def ",)
-    assert prompts(str(mine), other) == ("Dear ",), "said by the user, for whatever data"
+    assert prompts(str(mine), other) == ("Dear ",), "set by the user, for any data"
 
 
-def test_every_bundled_recipe_is_in_the_table() -> None:
+def test_every_bundled_recipe_is_documented() -> None:
     page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text(encoding="utf-8")
     table = page[page.index("## Bundled recipes") :]
     first = [row.split("|")[1] for row in table.splitlines() if row.startswith("| `")]
@@ -247,6 +249,6 @@ def test_every_bundled_recipe_is_in_the_table() -> None:
     assert sorted(listed) == bundled_recipes.list_recipe_names()
 
 
-def test_the_library_refuses_them_too(tmp_path: Path, text_file: Path) -> None:
+def test_python_api_refuses_conflicting_techniques(tmp_path: Path, text_file: Path) -> None:
     with pytest.raises(UsageError, match="techniques: lora and adapter change the same layers"):
         bottega.train("language", {"data.train.path": str(text_file), "techniques": ["lora", "adapter"]})

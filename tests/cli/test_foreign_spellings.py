@@ -1,4 +1,4 @@
-"""What the guides promise in passing: their names for things work, or a line says what they are called here."""
+"""Option names of other guides are accepted, or an error gives the name used here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIGURATION = {
 }
 
 
-def test_two_frequencies_of_saving_in_one_configuration() -> None:
+def test_two_save_frequencies_use_the_first() -> None:
     resolved = check_recipe(["routing", CONFIGURATION])
     assert str(resolved.recipe.checkpoint.every) == "5 epochs"
     assert any("save_frequency 5 and checkpoint_frequency 10" in note for note in resolved.notes)
@@ -51,7 +51,7 @@ def test_two_frequencies_of_saving_in_one_configuration() -> None:
     assert str(third.checkpoint.every) == "3 epochs"
 
 
-def test_named_stages_of_a_curriculum() -> None:
+def test_curriculum_stages_by_difficulty() -> None:
     guide = [
         {"difficulty": "easy", "batch_size": 64, "learning_rate": 0.001, "epochs": 5},
         {"difficulty": "medium", "batch_size": 32, "learning_rate": 0.0005, "epochs": 10},
@@ -72,7 +72,7 @@ def test_named_stages_of_a_curriculum() -> None:
             check_recipe(["language", {"data.curriculum.stages": [wrong]}])
 
 
-def test_threads_of_the_cpu_are_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_threads_sets_the_thread_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counts: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", counts.append)
     run = train(tmp_path, write_text(tmp_path / "t.txt"), name="x", cpu_threads=3)
@@ -80,29 +80,29 @@ def test_threads_of_the_cpu_are_a_key(tmp_path: Path, monkeypatch: pytest.Monkey
     bottega.load(run.path)
     TorchBackend().limit_threads(None)
     assert counts == [3, 3]
-    one, other = (load_recipe(["language", {"num_threads": count}]).recipe for count in (1, 8))
-    assert (one.cpu_threads, other.cpu_threads) == (1, 8)
-    assert one.run_name() == other.run_name()
+    single, many = (load_recipe(["language", {"num_threads": count}]).recipe for count in (1, 8))
+    assert (single.cpu_threads, many.cpu_threads) == (1, 8)
+    assert single.run_name() == many.run_name()
     with pytest.raises(UsageError, match=r"cpu_threads: must be greater than 0"):
         load_recipe(["language", {"cpu_threads": 0}])
 
 
 @pytest.mark.parametrize(("name", "function"), [("gelu", "gelu"), ("relu", "relu"), ("swish", "silu"), (None, "silu")])
-def test_the_activation_of_a_trunk_is_a_key(name: str | None, function: str, tmp_path: Path) -> None:
+def test_model_activation_sets_the_trunk_activation(name: str | None, function: str, tmp_path: Path) -> None:
     run = bottega.train("routing", {**small_routing.settings(tmp_path), "model.activation": name, "name": "x"})
     model: Any = bottega.load(run.path).model
     assert model.shape.activation == function
     assert {layer.activation for layer in model.model.layers} == {getattr(torch.nn.functional, function)}
 
 
-def test_an_activation_where_there_is_none() -> None:
+def test_activation_is_refused_where_it_has_no_effect() -> None:
     with pytest.raises(UsageError, match="applies to a perceptron trunk"):
         check_recipe(["routing", {"model.activation": "gelu", "model.spike_threshold": 1.0}])
     with pytest.raises(UsageError, match=r"model\.activation: unknown key; the activation of this model is fixed"):
         check_recipe(["language", {"model.activation": "gelu"}])
 
 
-def test_idle_gpus_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
@@ -116,7 +116,7 @@ def test_idle_gpus_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list_unused(recipe) == []
 
 
-def test_the_names_of_checkpoints_in_the_guide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_names_of_the_guide_are_resolved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = write_text(tmp_path / "t.txt")
     run = train(tmp_path, text, name="x").path
     assert resolve_checkpoint_path(run / "checkpoint-4") == run / "checkpoints" / "step-00000004"

@@ -1,4 +1,4 @@
-"""What a person is told who has not said enough, or not quite the right thing: the next command, with names of their own."""
+"""Hints for incomplete or slightly wrong commands: the next command, with the user's own names."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import small_texts
 from bottega import cli
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: Any) -> tuple[int, str, str]:
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
     capsys.readouterr()
-    code = cli.main([str(word) for word in words])
+    code = cli.main([str(word) for word in arguments])
     return code, *capsys.readouterr()
 
 
@@ -25,24 +25,24 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("line", ["{0}\t{1}", "__label__{0} {1}"])
-def test_lines_with_labels_are_proposed_to_classify(
+def test_data_suggests_classify_for_labelled_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     path = tmp_path / "my texts.txt"
     path.write_text("".join(line.format(row["label"], row["text"]) + "\n" for row in small_texts.rows()))
-    code, out, err = answer(capsys, "data", path, "--examples", 0)
+    code, out, err = run_cli(capsys, "data", path, "--examples", 0)
     assert code == 0, err
     assert f"bottega data classify --data '{path}'" in out
     path.write_text("".join(row["text"] + "\n" for row in small_texts.rows()))
-    assert "data classify" not in answer(capsys, "data", path, "--examples", 0)[1], "plain texts have no labels"
+    assert "data classify" not in run_cli(capsys, "data", path, "--examples", 0)[1], "plain texts have no labels"
 
 
-def test_columns_are_proposed_by_what_is_in_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_suggests_columns_by_their_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("".join(f"{row['label']},{n},{row['text']}\n" for n, row in enumerate(small_texts.rows())))
-    out = answer(capsys, "data", path)[1]
+    out = run_cli(capsys, "data", path)[1]
     assert "data.train.field=column_2 data.train.label=column_0" in out
-    code, _, err = answer(capsys, "train", "classify", "--data", path, f"output_dir={tmp_path}")
+    code, _, err = run_cli(capsys, "train", "classify", "--data", path, f"output_dir={tmp_path}")
     assert (code, "`bottega data FILE` lists all" in err) == (3, True), err
 
 
@@ -56,25 +56,25 @@ def test_columns_are_proposed_by_what_is_in_them(tmp_path: Path, capsys: pytest.
         (["data", "nope.txt"], "holds nothing with a similar name"),
     ],
 )
-def test_a_name_is_suggested_only_where_it_is_near(
+def test_only_similar_names_are_suggested(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], part: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t2.txt").write_text("another text")
-    code, out, err = answer(capsys, *words)
+    code, out, err = run_cli(capsys, *words)
     assert code in (2, 3)
     assert out == ""
     assert part in err
     assert err.count("\n") == 1
 
 
-def test_a_classifier_that_is_asked_to_generate(classifier: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for more in ([], ["--prompt", "hello"]):
-        code, _, err = answer(capsys, "generate", classifier, *more)
+def test_generate_with_a_classifier_suggests_predict(classifier: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ([], ["--prompt", "hello"]):
+        code, _, err = run_cli(capsys, "generate", classifier, *flags)
         assert (code, "bottega predict classifies new samples" in err) == (2, True), err
 
 
-def test_a_loaded_run_is_shown_in_one_line(classifier: Path) -> None:
+def test_repr_of_a_loaded_run_is_one_line(classifier: Path) -> None:
     saved = bottega.load(classifier)
     assert repr(saved) == f"<SavedRun {classifier}: classify, step-00000002>"
     with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* already names a checkpoint"):
@@ -82,6 +82,6 @@ def test_a_loaded_run_is_shown_in_one_line(classifier: Path) -> None:
 
 
 def test_steps_is_short_for_max_steps(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = answer(capsys, "plan", "routing", "--steps", 7)
+    code, out, err = run_cli(capsys, "plan", "routing", "--steps", 7)
     assert code == 0, err
     assert "max_steps: 7" in out

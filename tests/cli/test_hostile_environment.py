@@ -1,4 +1,4 @@
-"""What surrounds a command may be wrong too: the launcher's variables, and files nested without end."""
+"""Invalid launcher variables and deeply nested files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from small_run import words, write_text
         ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "zz"}, "MASTER_PORT is 'zz'"),
     ],
 )
-def test_variables_of_a_launcher_that_are_no_numbers(
+def test_invalid_launcher_variables_are_refused(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -46,7 +46,7 @@ def test_variables_of_a_launcher_that_are_no_numbers(
         bottega.train("language", {"data.train.path": str(tmp_path / "t.txt"), "output_dir": str(tmp_path / "runs")})
 
 
-def test_prepared_data_of_a_hundred_thousand_brackets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deeply_nested_metadata_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "meta.json").write_text("[" * 100_000)
     (tmp_path / "train.bin").write_bytes(b"x")
     for kind in ("shards", "auto"):

@@ -1,7 +1,4 @@
-"""Pictures, sounds and clips as people have them, through the command line: what is odd trains, what is bad is named.
-
-One line, the exit code for it, and nothing lost: what is good is learnt from where a recipe allows it.
-"""
+"""Images, audio and video through the command line: unusual files train, bad files are named in one line."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ SMALL: dict[str, Any] = {
     "checkpoint.every": 2,
     "name": "x",
 }
-FORM: dict[str, dict[str, Any]] = {
+DATA_OPTIONS: dict[str, dict[str, Any]] = {
     "image": {"data.image_size": 8},
     "audio": {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64, "model.axes": 2},
     "video": {"data.image_size": 8, "data.num_frames": 4, "data.channels": 3, "model.temporal_patch_size": 1},
@@ -44,15 +41,15 @@ ALLOWED = {"data.max_bad": 0.2}
 RANDOM = np.random.default_rng(0)
 
 
-class Said:
-    """Exit code and output of a command, run in this process: the same function the real one calls."""
+class CommandResult:
+    """Exit code and output of a command that is run in this process."""
 
     def __init__(self, capfd: pytest.CaptureFixture[str], arguments: list[str]) -> None:
         capfd.readouterr()
         self.code = cli.main(arguments)
         self.out, self.err = capfd.readouterr()
 
-    def refused(self, code: int, *parts: Any) -> None:
+    def assert_refused(self, code: int, *parts: Any) -> None:
         assert self.code == code, self.err
         assert self.err.startswith("bottega: ")
         assert self.err.count("\n") == 1, f"one line, not {self.err!r}"
@@ -61,47 +58,49 @@ class Said:
 
 
 @pytest.fixture
-def say(capfd: pytest.CaptureFixture[str]) -> Any:
-    return lambda *arguments: Said(capfd, [str(a) for a in arguments])
+def run_cli(capfd: pytest.CaptureFixture[str]) -> Any:
+    return lambda *arguments: CommandResult(capfd, [str(a) for a in arguments])
 
 
 @pytest.fixture
-def train(say: Any, tmp_path: Path) -> Callable[..., Said]:
+def train(run_cli: Any, tmp_path: Path) -> Callable[..., CommandResult]:
     """`bottega train` with a tiny model."""
 
-    def run(task: str, data: Path, **changes: Any) -> Said:
+    def run_train(task: str, data: Path, **changes: Any) -> CommandResult:
         where = {"output_dir": str(tmp_path / "runs"), "data.train.kind": "auto", "data.train.path": str(data)}
-        keys = {**SMALL, **FORM[task], **where, **changes}.items()
-        return say("train", task, "--quiet", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys))
+        keys = {**SMALL, **DATA_OPTIONS[task], **where, **changes}.items()
+        return run_cli(
+            "train", task, "--quiet", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in keys)
+        )
 
-    return run
+    return run_train
 
 
-def log(tmp_path: Path) -> str:
+def read_log(tmp_path: Path) -> str:
     return (tmp_path / "runs" / "x" / "log.txt").read_text()
 
 
 # Small files of each medium
 
 
-def put(path: Path, content: bytes) -> Path:
+def write_file(path: Path, content: bytes) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
     return path
 
 
-def pixels(*shape: int) -> np.ndarray:
+def random_pixels(*shape: int) -> np.ndarray:
     return RANDOM.integers(0, 256, shape, np.uint8)
 
 
-def picture(image: Image.Image | None = None, *, form: str = "PNG") -> bytes:
+def encode_image(image: Image.Image | None = None, *, form: str = "PNG") -> bytes:
     out = io.BytesIO()
-    (image or Image.fromarray(pixels(8, 8, 3))).save(out, form)
+    (image or Image.fromarray(random_pixels(8, 8, 3))).save(out, form)
     return out.getvalue()
 
 
-def bomb() -> bytes:
-    """A header of 900 million pixels."""
+def bomb_png() -> bytes:
+    """Return a PNG with a header of 900 million pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -110,21 +109,21 @@ def bomb() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
 
 
-def tone(samples: int = 800) -> np.ndarray:
+def random_tone(samples: int = 800) -> np.ndarray:
     turns = RANDOM.uniform(200, 900) * np.arange(samples) / 8000
     return (0.3 * np.sin(2 * np.pi * turns)).astype(np.float32)
 
 
-def sound(audio: np.ndarray | None = None, *, rate: int = 8000, subtype: str = "PCM_16") -> bytes:
+def encode_audio(audio: np.ndarray | None = None, *, rate: int = 8000, subtype: str = "PCM_16") -> bytes:
     out = io.BytesIO()
-    soundfile.write(out, tone() if audio is None else audio, rate, subtype=subtype, format="WAV")
+    soundfile.write(out, random_tone() if audio is None else audio, rate, subtype=subtype, format="WAV")
     return out.getvalue()
 
 
-def clip(
+def encode_video(
     count: int = 4, *, times: list[int] | None = None, form: str = "matroska", size: tuple[int, int] = (16, 24)
 ) -> bytes:
-    """Noise at `times`, in tenths of a second."""
+    """Return a video of noise frames at `times`, in tenths of a second."""
     out = io.BytesIO()
     with av.open(out, "w", format=form) as container:
         stream = container.add_stream("ffv1" if form == "matroska" else "mpeg4", rate=10)
@@ -132,23 +131,23 @@ def clip(
         stream.pix_fmt = "bgr0" if form == "matroska" else "yuv420p"
         stream.codec_context.time_base = Fraction(1, 10)
         for time in times or range(count):
-            frame = av.VideoFrame.from_ndarray(pixels(*size, 3), format="rgb24")
+            frame = av.VideoFrame.from_ndarray(random_pixels(*size, 3), format="rgb24")
             frame.pts, frame.time_base = time, Fraction(1, 10)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return out.getvalue()
 
 
-def turned_clip() -> bytes:
-    """As a phone held upright writes it: the header says a quarter to the right."""
-    data = bytearray(clip(form="mp4", size=(32, 48)))
+def rotated_clip() -> bytes:
+    """Return a clip with a rotation of 90 degrees in its header, as phones write it."""
+    data = bytearray(encode_video(form="mp4", size=(32, 48)))
     at = data.index(b"tkhd") + 44
     data[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
     return bytes(data)
 
 
-def soundtrack() -> bytes:
-    """A film's container without a film."""
+def audio_only_container() -> bytes:
+    """Return a video container without a video stream."""
     out = io.BytesIO()
     with av.open(out, "w", format="matroska") as container:
         stream = container.add_stream("pcm_s16le", rate=8000)
@@ -159,49 +158,49 @@ def soundtrack() -> bytes:
     return out.getvalue()
 
 
-MAKE: dict[str, tuple[Callable[[], bytes], str]] = {
-    "image": (picture, "png"),
-    "audio": (sound, "wav"),
-    "video": (clip, "mkv"),
+ENCODERS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "image": (encode_image, "png"),
+    "audio": (encode_audio, "wav"),
+    "video": (encode_video, "mkv"),
 }
 
 
-def folder(tmp_path: Path, task: str, count: int = 12) -> Path:
-    """Good files, in a folder for each of three classes."""
-    make, suffix = MAKE[task]
+def write_media_folder(tmp_path: Path, task: str, count: int = 12) -> Path:
+    """Write good files into a folder for each of three classes."""
+    encode, suffix = ENCODERS[task]
     for number in range(count):
-        put(tmp_path / "data" / f"c{number % 3}" / f"{number:02}.{suffix}", make())
+        write_file(tmp_path / "data" / f"c{number % 3}" / f"{number:02}.{suffix}", encode())
     return tmp_path / "data"
 
 
-# What is odd, and no mistake
+# Unusual but valid files
 
 
-def odd(task: str) -> dict[str, bytes]:
+def unusual_files(task: str) -> dict[str, bytes]:
     if task == "image":
-        colour = Image.fromarray(pixels(9, 7, 3))
+        colour = Image.fromarray(random_pixels(9, 7, 3))
         return {
-            "cmyk.jpg": picture(colour.convert("CMYK"), form="JPEG"),
-            "16-bit.png": picture(Image.fromarray(RANDOM.integers(0, 1 << 16, (9, 7)).astype(np.uint16))),
-            "alpha.png": picture(Image.fromarray(pixels(9, 7, 4))),
-            "palette.png": picture(colour.convert("P")),
-            "black-and-white.png": picture(colour.convert("1")),
-            "a-jpeg-in-truth.png": picture(colour, form="JPEG"),
+            "cmyk.jpg": encode_image(colour.convert("CMYK"), form="JPEG"),
+            "16-bit.png": encode_image(Image.fromarray(RANDOM.integers(0, 1 << 16, (9, 7)).astype(np.uint16))),
+            "alpha.png": encode_image(Image.fromarray(random_pixels(9, 7, 4))),
+            "palette.png": encode_image(colour.convert("P")),
+            "black-and-white.png": encode_image(colour.convert("1")),
+            "a-jpeg-in-truth.png": encode_image(colour, form="JPEG"),
         }
     if task == "audio":
         return {
-            "silent.wav": sound(np.zeros(800, np.float32)),
-            "stereo.wav": sound(np.stack([tone(), tone()], axis=1)),
-            "8-bit.wav": sound(subtype="PCM_U8"),
-            "96-khz.wav": sound(np.repeat(tone(), 12), rate=96_000),
-            "shorter-than-a-window.wav": sound(tone(20)),
-            "one-sample.wav": sound(tone(1)),
+            "silent.wav": encode_audio(np.zeros(800, np.float32)),
+            "stereo.wav": encode_audio(np.stack([random_tone(), random_tone()], axis=1)),
+            "8-bit.wav": encode_audio(subtype="PCM_U8"),
+            "96-khz.wav": encode_audio(np.repeat(random_tone(), 12), rate=96_000),
+            "shorter-than-a-window.wav": encode_audio(random_tone(20)),
+            "one-sample.wav": encode_audio(random_tone(1)),
         }
     return {
-        "uneven.mkv": clip(times=[0, 1, 5, 6, 20]),
-        "turned.mp4": turned_clip(),
-        "still.mkv": clip(1),
-        "long.mkv": clip(40),
+        "uneven.mkv": encode_video(times=[0, 1, 5, 6, 20]),
+        "turned.mp4": rotated_clip(),
+        "still.mkv": encode_video(1),
+        "long.mkv": encode_video(40),
     }
 
 
@@ -216,87 +215,91 @@ def odd(task: str) -> dict[str, bytes]:
         ("video", {"data.fps": 5, "data.stride": 2}),
     ],
 )
-def test_what_is_odd_trains(train: Any, tmp_path: Path, task: str, changes: dict[str, Any]) -> None:
-    data = folder(tmp_path, task)
-    for name, content in odd(task).items():
-        put(data / "c0" / name, content)
-    said = train(task, data, **changes)
-    assert (said.code, said.err) == (0, "")
-    assert "left out" not in log(tmp_path), "all of them are learnt from"
+def test_unusual_files_are_trained_on(train: Any, tmp_path: Path, task: str, changes: dict[str, Any]) -> None:
+    data = write_media_folder(tmp_path, task)
+    for name, content in unusual_files(task).items():
+        write_file(data / "c0" / name, content)
+    result = train(task, data, **changes)
+    assert (result.code, result.err) == (0, "")
+    assert "left out" not in read_log(tmp_path), "no file is dropped"
 
 
 @pytest.mark.parametrize("samples", [1, 20])
-def test_sounds_shorter_than_a_window_are_filled_up(train: Any, tmp_path: Path, samples: int) -> None:
+def test_audio_shorter_than_a_window_is_padded(train: Any, tmp_path: Path, samples: int) -> None:
     for number in range(8):
-        put(tmp_path / "data" / f"c{number % 2}" / f"{number}.wav", sound(tone(samples)))
+        write_file(tmp_path / "data" / f"c{number % 2}" / f"{number}.wav", encode_audio(random_tone(samples)))
     assert train("audio", tmp_path / "data").code == 0
 
 
-def test_silence_alone_is_learnt_without_a_number_going_wrong(train: Any, tmp_path: Path) -> None:
+def test_silent_audio_trains_with_finite_numbers(train: Any, tmp_path: Path) -> None:
     for number in range(8):
-        put(tmp_path / "data" / f"c{number % 2}" / f"{number}.wav", sound(np.zeros(800, np.float32)))
-    said = train("audio", tmp_path / "data", **{"data.normalise": "loudness", "samples.every": 2, "samples.count": 1})
-    assert (said.code, said.err) == (0, "")
+        write_file(tmp_path / "data" / f"c{number % 2}" / f"{number}.wav", encode_audio(np.zeros(800, np.float32)))
+    result = train("audio", tmp_path / "data", **{"data.normalise": "loudness", "samples.every": 2, "samples.count": 1})
+    assert (result.code, result.err) == (0, "")
 
 
-def test_videos_of_one_frame_are_stills(train: Any, tmp_path: Path) -> None:
+def test_videos_of_one_frame_are_trained_on(train: Any, tmp_path: Path) -> None:
     for number in range(8):
-        put(tmp_path / "data" / f"c{number % 2}" / f"{number}.mkv", clip(1))
+        write_file(tmp_path / "data" / f"c{number % 2}" / f"{number}.mkv", encode_video(1))
     assert train("video", tmp_path / "data").code == 0
 
 
 @pytest.mark.parametrize("by", ["fraction", "stratified"])
-def test_a_class_of_one_picture(train: Any, tmp_path: Path, by: str) -> None:
-    data = folder(tmp_path, "image")
-    put(data / "lonely" / "a.png", picture())
+def test_class_with_one_image(train: Any, tmp_path: Path, by: str) -> None:
+    data = write_media_folder(tmp_path, "image")
+    write_file(data / "lonely" / "a.png", encode_image())
     assert train("image", data, **{"data.split.by": by}).code == 0
 
 
-def test_three_pictures_leave_one_for_validation(train: Any, tmp_path: Path) -> None:
+def test_three_images_leave_one_for_validation(train: Any, tmp_path: Path) -> None:
     few = {"data.validation.split": 0.05, "training.batch_size": 2}
-    assert train("image", folder(tmp_path, "image", 3), **few).code == 0
-    assert "validation" in log(tmp_path)
+    assert train("image", write_media_folder(tmp_path, "image", 3), **few).code == 0
+    assert "validation" in read_log(tmp_path)
 
 
-# What is bad
+# Bad files
 
 
-def cut(content: bytes) -> bytes:
+def truncate(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
 BAD: dict[str, tuple[str, Callable[[], bytes], str]] = {
-    "picture cut": ("image", lambda: cut(picture()), "truncated"),
+    "picture cut": ("image", lambda: truncate(encode_image()), "truncated"),
     "picture empty": ("image", lambda: b"", "empty"),
-    "picture bomb": ("image", bomb, "more than 67,108,864 pixels"),
+    "picture bomb": ("image", bomb_png, "more than 67,108,864 pixels"),
     "text named png": ("image", lambda: b"hello " * 40, "not an image of a known format"),
-    "sound cut": ("audio", lambda: cut(sound()), "cut off: the header states 1,600 bytes"),
+    "sound cut": ("audio", lambda: truncate(encode_audio()), "cut off: the header states 1,600 bytes"),
     "sound empty": ("audio", lambda: b"", "empty"),
-    "sound of nothing": ("audio", lambda: sound(tone(0)), "no samples"),
-    "sound not finite": ("audio", lambda: sound(tone() + np.float32("nan"), subtype="FLOAT"), "sample 0 is not finite"),
+    "sound of nothing": ("audio", lambda: encode_audio(random_tone(0)), "no samples"),
+    "sound not finite": (
+        "audio",
+        lambda: encode_audio(random_tone() + np.float32("nan"), subtype="FLOAT"),
+        "sample 0 is not finite",
+    ),
     "text named wav": ("audio", lambda: b"hello " * 40, "not an audio file"),
-    "clip cut": ("video", lambda: cut(clip()), "cut off"),
+    "clip cut": ("video", lambda: truncate(encode_video()), "cut off"),
     "clip empty": ("video", lambda: b"", "empty"),
-    "sound alone": ("video", soundtrack, "no video stream"),
-    "picture named mkv": ("video", picture, "not a video of a known format"),
+    "sound alone": ("video", audio_only_container, "no video stream"),
+    "picture named mkv": ("video", encode_image, "not a video of a known format"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_named_and_the_good_ones_are_kept(train: Any, tmp_path: Path, case: str) -> None:
+def test_bad_file_is_named_and_the_others_are_used(train: Any, tmp_path: Path, case: str) -> None:
     task, content, part = BAD[case]
-    data = folder(tmp_path, task)
-    file = put(data / "c0" / f"00.{MAKE[task][1]}", content())
-    train(task, data).refused(3, file, part, "1 of 12 records are bad", "data.max_bad=0.001")
-    train(task, data, **ALLOWED, **{"data.bad_records": "stop"}).refused(3, file, part)
+    data = write_media_folder(tmp_path, task)
+    file = write_file(data / "c0" / f"00.{ENCODERS[task][1]}", content())
+    train(task, data).assert_refused(3, file, part, "1 of 12 records are bad", "data.max_bad=0.001")
+    train(task, data, **ALLOWED, **{"data.bad_records": "stop"}).assert_refused(3, file, part)
     assert not list((tmp_path / "runs").rglob("step-*"))
-    said = train(task, data, **ALLOWED)
-    assert (said.code, said.err) == (0, "")
-    assert f"1 of 12 records dropped as bad; the first is {file}" in log(tmp_path)
+    result = train(task, data, **ALLOWED)
+    assert (result.code, result.err) == (0, "")
+    assert f"1 of 12 records dropped as bad; the first is {file}" in read_log(tmp_path)
 
 
 @pytest.mark.parametrize("suffix", ["npy", "npz"])
-def test_a_pixel_that_is_no_number(train: Any, tmp_path: Path, suffix: str) -> None:
+def test_nan_pixel_is_a_bad_record(train: Any, tmp_path: Path, suffix: str) -> None:
     image = RANDOM.random((20, 8, 8)).astype(np.float32)
     image[3, 0, 0] = np.nan
     file = tmp_path / f"pictures.{suffix}"
@@ -305,49 +308,51 @@ def test_a_pixel_that_is_no_number(train: Any, tmp_path: Path, suffix: str) -> N
     else:
         np.savez(file, image=image)
     plain = {"model.condition": "none"}
-    train("image", file, **plain).refused(3, f"{file}, row 3", "1 pixel values are not finite")
+    train("image", file, **plain).assert_refused(3, f"{file}, row 3", "1 pixel values are not finite")
     assert train("image", file, **plain, **ALLOWED, **{"data.bad_records": "skip"}).code == 0
-    assert "1 of 20 records dropped" in log(tmp_path)
+    assert "1 of 20 records dropped" in read_log(tmp_path)
 
 
 @pytest.mark.parametrize("task", ["image", "audio", "video"])
-def test_data_of_another_medium(train: Any, tmp_path: Path, task: str) -> None:
-    text = put(tmp_path / "a.txt", b"hello world\n" * 50)
-    train(task, text).refused(3, f"{text} holds text", f"the task needs {task}", "data.train.kind")
+def test_data_of_another_medium_is_refused(train: Any, tmp_path: Path, task: str) -> None:
+    text = write_file(tmp_path / "a.txt", b"hello world\n" * 50)
+    train(task, text).assert_refused(3, f"{text} holds text", f"the task needs {task}", "data.train.kind")
     other = "audio" if task != "audio" else "image"
-    data = folder(tmp_path, other)
-    train(task, data).refused(3, data, f"the task needs {task}")
+    data = write_media_folder(tmp_path, other)
+    train(task, data).assert_refused(3, data, f"the task needs {task}")
     (tmp_path / "nothing").mkdir()
-    train(task, tmp_path / "nothing").refused(3, "no file of a supported kind")
+    train(task, tmp_path / "nothing").assert_refused(3, "no file of a supported kind")
 
 
-def test_too_few_for_a_batch(train: Any, tmp_path: Path) -> None:
-    train("image", folder(tmp_path, "image", 3)).refused(3, "2 samples, fewer than one batch of 4")
+def test_fewer_samples_than_a_batch_are_refused(train: Any, tmp_path: Path) -> None:
+    train("image", write_media_folder(tmp_path, "image", 3)).assert_refused(3, "2 samples, fewer than one batch of 4")
 
 
-# What a sample can be asked for
+# Labels
 
 
-def test_labels_that_do_not_fit(train: Any, tmp_path: Path) -> None:
-    data = folder(tmp_path, "image")
-    train("image", data, **{"model.num_classes": 2}).refused(3, "3 classes", "num_classes=2")
-    train("image", data, **{"model.num_classes": 9}).refused(3, "model.num_classes: 9", "the data has 3")
+def test_labels_outside_num_classes_are_refused(train: Any, tmp_path: Path) -> None:
+    data = write_media_folder(tmp_path, "image")
+    train("image", data, **{"model.num_classes": 2}).assert_refused(3, "3 classes", "num_classes=2")
+    train("image", data, **{"model.num_classes": 9}).assert_refused(3, "model.num_classes: 9", "the data has 3")
     for number, name in enumerate(("0", "1", "7")):
         (data / f"c{number}").rename(data / name)
-    train("image", data, **{"model.num_classes": 3}).refused(3, "7/", "label 7", "0 to 2")
-    assert train("image", data, **{"model.num_classes": 8}).code == 0, "numbers need not all occur"
+    train("image", data, **{"model.num_classes": 3}).assert_refused(3, "7/", "label 7", "0 to 2")
+    assert train("image", data, **{"model.num_classes": 8}).code == 0, "not every number has to occur"
 
 
-def test_labels_that_some_or_all_lack(train: Any, tmp_path: Path) -> None:
+def test_missing_labels_are_refused(train: Any, tmp_path: Path) -> None:
     for number in range(8):
-        put(tmp_path / "flat" / f"{number}.png", picture())
-    train("image", tmp_path / "flat").refused(3, "the samples have none (the first is", ".png)", "model.condition=none")
-    data = folder(tmp_path, "image")
-    put(data / "unsorted.png", picture())
-    train("image", data).refused(3, "unsorted.png", "has no label, unlike other records", "model.condition=none")
-    for place in (tmp_path / "flat", data):
-        said = train("image", place, **{"model.condition": "none", "name": place.name})
-        assert (said.code, said.err) == (0, "")
+        write_file(tmp_path / "flat" / f"{number}.png", encode_image())
+    train("image", tmp_path / "flat").assert_refused(
+        3, "the samples have none (the first is", ".png)", "model.condition=none"
+    )
+    data = write_media_folder(tmp_path, "image")
+    write_file(data / "unsorted.png", encode_image())
+    train("image", data).assert_refused(3, "unsorted.png", "has no label, unlike other records", "model.condition=none")
+    for path in (tmp_path / "flat", data):
+        result = train("image", path, **{"model.condition": "none", "name": path.name})
+        assert (result.code, result.err) == (0, "")
 
 
 # Sizes
@@ -377,99 +382,103 @@ def test_labels_that_some_or_all_lack(train: Any, tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(map(str, value.items())) if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_sizes_that_cannot_be(train: Any, tmp_path: Path, task: str, changes: dict[str, Any], parts: list[str]) -> None:
-    train(task, folder(tmp_path, task, 8), **changes).refused(2, *parts)
+def test_invalid_sizes_are_refused(
+    train: Any, tmp_path: Path, task: str, changes: dict[str, Any], parts: list[str]
+) -> None:
+    train(task, write_media_folder(tmp_path, task, 8), **changes).assert_refused(2, *parts)
     assert not list((tmp_path / "runs").rglob("step-*"))
 
 
-# Runs that lost something
+# Damaged runs
 
 
 @pytest.mark.parametrize(
     ("task", "file"),
     [("image", "generator.json"), ("audio", "generator.json"), ("audio", "mel.json"), ("video", "generator.json")],
 )
-def test_a_codec_that_was_damaged_is_named_and_written_again(
-    say: Any, train: Any, tmp_path: Path, task: str, file: str
+def test_damaged_processor_is_named_and_rewritten_by_training(
+    run_cli: Any, train: Any, tmp_path: Path, task: str, file: str
 ) -> None:
-    data, run = folder(tmp_path, task, 8), tmp_path / "runs" / "x"
+    data, run = write_media_folder(tmp_path, task, 8), tmp_path / "runs" / "x"
     assert train(task, data).code == 0
     path = run / "processor" / file
-    whole = path.read_bytes()
+    original = path.read_bytes()
     for content in (b"{", b"", b"[]", b"\x80\x04."):
         path.write_bytes(content)
-        say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "start the same training again")
+        run_cli("generate", run, "--count", 1, "--steps", 1).assert_refused(4, path, "start the same training again")
     assert train(task, data).code == 0
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == original
     path.unlink()
-    say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "start the same training again")
+    run_cli("generate", run, "--count", 1, "--steps", 1).assert_refused(4, path, "start the same training again")
     assert train(task, data).code == 0
-    assert path.read_bytes() == whole
-    assert say("generate", run, "--count", 1, "--steps", 1).code == 0
+    assert path.read_bytes() == original
+    assert run_cli("generate", run, "--count", 1, "--steps", 1).code == 0
 
 
-def test_a_judge_that_was_damaged_or_deleted(say: Any, train: Any, tmp_path: Path) -> None:
+def test_damaged_or_deleted_judge(run_cli: Any, train: Any, tmp_path: Path) -> None:
     judge = {"training.max_steps": 2, "training.batch_size": 4, "model.hidden_size": 8}
-    assert train("image", folder(tmp_path, "image"), **{"needs.judge.settings": judge}).code == 0
+    assert train("image", write_media_folder(tmp_path, "image"), **{"needs.judge.settings": judge}).code == 0
     runs = tmp_path / "runs"
     words = ("evaluate", runs / "x", "--count", 4, "--json")
-    first = say(*words)
+    first = run_cli(*words)
     assert first.code == 0, first.err
     [part] = (path for path in (runs / "parts").iterdir() if not path.name.startswith("."))
     for weights in part.glob("checkpoints/step-*/model.safetensors"):
         weights.write_bytes(b"")
-    say(*words).refused(4, f"needs.judge: {part}", "model.safetensors 0 of", "delete it")
+    run_cli(*words).assert_refused(4, f"needs.judge: {part}", "model.safetensors 0 of", "delete it")
     shutil.rmtree(part)
-    again = say(*words)
+    again = run_cli(*words)
     assert again.code == 0, again.err
-    assert json.loads(again.out) == json.loads(first.out), "it was trained again, and is the same one"
+    assert json.loads(again.out) == json.loads(first.out), "the judge is trained again and is the same"
 
 
-def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: Path) -> None:
-    data, run = folder(tmp_path, "image"), tmp_path / "runs" / "x"
+def test_invalid_evaluate_arguments_are_refused(run_cli: Any, train: Any, tmp_path: Path) -> None:
+    data, run = write_media_folder(tmp_path, "image"), tmp_path / "runs" / "x"
     assert train("image", data, **{"model.condition_dropout": 0}).code == 0
-    pickled = put(tmp_path / "weights.pth", b"\x80\x04\x95.")
-    say("evaluate", run, "--inception", pickled).refused(4, pickled, "only safetensors", "pickle can run code")
-    assert not (tmp_path / "runs" / "parts").exists(), "told before a judge was trained"
-    damaged = put(tmp_path / "weights.safetensors", bytes(50))
-    say("evaluate", run, "--inception", damaged).refused(4, damaged, "damaged")
-    say("evaluate", run, "--count", -1).refused(2, "--count -1")
-    put(data / "c9" / "new.png", picture())
-    say("evaluate", run, "--data", data, "--count", 0).refused(
+    pickled = write_file(tmp_path / "weights.pth", b"\x80\x04\x95.")
+    run_cli("evaluate", run, "--inception", pickled).assert_refused(
+        4, pickled, "only safetensors", "pickle can run code"
+    )
+    assert not (tmp_path / "runs" / "parts").exists(), "refused before a judge is trained"
+    damaged = write_file(tmp_path / "weights.safetensors", bytes(50))
+    run_cli("evaluate", run, "--inception", damaged).assert_refused(4, damaged, "damaged")
+    run_cli("evaluate", run, "--count", -1).assert_refused(2, "--count -1")
+    write_file(data / "c9" / "new.png", encode_image())
+    run_cli("evaluate", run, "--data", data, "--count", 0).assert_refused(
         3, str(data), "has changed since this run was trained on it"
     )
-    other = put(tmp_path / "other" / "c9" / "new.png", picture(Image.new("RGB", (8, 8), "red"))).parents[1]
-    put(other / "c1" / "new.png", picture(Image.new("RGB", (8, 8), "blue")))
-    say("evaluate", run, "--data", other, "--count", 0).refused(3, "c9/new.png", "not one of the 3 classes")
-    say("evaluate", run, "--data", put(tmp_path / "a.txt", b"hello\n" * 50)).refused(3, "holds text")
-    say("generate", run, "--guidance", 3).refused(2, "--guidance 3", "condition_dropout is 0")
-    say("generate", run, "--class", 9).refused(2, "--class 9", "3 classes")
+    other = write_file(tmp_path / "other" / "c9" / "new.png", encode_image(Image.new("RGB", (8, 8), "red"))).parents[1]
+    write_file(other / "c1" / "new.png", encode_image(Image.new("RGB", (8, 8), "blue")))
+    run_cli("evaluate", run, "--data", other, "--count", 0).assert_refused(3, "c9/new.png", "not one of the 3 classes")
+    run_cli("evaluate", run, "--data", write_file(tmp_path / "a.txt", b"hello\n" * 50)).assert_refused(3, "holds text")
+    run_cli("generate", run, "--guidance", 3).assert_refused(2, "--guidance 3", "condition_dropout is 0")
+    run_cli("generate", run, "--class", 9).assert_refused(2, "--class 9", "3 classes")
 
 
-# What is odd and still learnt from
+# Warnings
 
 
-def test_names_that_seem_to_say_the_class(train: Any, tmp_path: Path) -> None:
+def test_file_names_with_a_class_suggest_a_pattern(train: Any, tmp_path: Path) -> None:
     for number in range(12):
-        put(tmp_path / "flat" / f"c{number % 3}_{number:02d}.png", picture())
-    said = train("image", tmp_path / "flat")
-    said.refused(3, "needs labels", "data.train.pattern", '"(?P<label>[^/_]+)_"')
+        write_file(tmp_path / "flat" / f"c{number % 3}_{number:02d}.png", encode_image())
+    result = train("image", tmp_path / "flat")
+    result.assert_refused(3, "needs labels", "data.train.pattern", '"(?P<label>[^/_]+)_"')
     assert train("image", tmp_path / "flat", **{"data.train.pattern": "(?P<label>[^/_]+)_"}).code == 0
 
 
-def test_silence_is_remarked_on(train: Any, tmp_path: Path) -> None:
+def test_silent_clips_are_reported(train: Any, tmp_path: Path) -> None:
     for number in range(8):
-        put(tmp_path / "quiet" / f"c{number % 2}" / f"{number}.wav", sound(np.zeros(800, np.int16)))
+        write_file(tmp_path / "quiet" / f"c{number % 2}" / f"{number}.wav", encode_audio(np.zeros(800, np.int16)))
     assert train("audio", tmp_path / "quiet").code == 0
-    assert "are silent" in log(tmp_path)
-    assert train("audio", folder(tmp_path, "audio", 8), name="loud").code == 0
+    assert "are silent" in read_log(tmp_path)
+    assert train("audio", write_media_folder(tmp_path, "audio", 8), name="loud").code == 0
     assert "are silent" not in (tmp_path / "runs" / "loud" / "log.txt").read_text()
 
 
-def test_clips_that_are_too_short_are_counted(train: Any, tmp_path: Path) -> None:
-    data = folder(tmp_path, "video", 8)
+def test_short_clips_are_counted(train: Any, tmp_path: Path) -> None:
+    data = write_media_folder(tmp_path, "video", 8)
     assert train("video", data).code == 0
-    assert "shorter than" not in log(tmp_path)
+    assert "shorter than" not in read_log(tmp_path)
     assert train("video", data, name="longer", **{"data.num_frames": 40}).code == 0
-    said = (tmp_path / "runs" / "longer" / "log.txt").read_text()
-    assert "6 of 6 clips are shorter than data.num_frames 40 and repeat their last frame" in said
+    text = (tmp_path / "runs" / "longer" / "log.txt").read_text()
+    assert "6 of 6 clips are shorter than data.num_frames 40 and repeat their last frame" in text

@@ -1,4 +1,4 @@
-"""`bottega plan` refuses exactly what `bottega train` refuses: the same lines and the same exit code, all at once."""
+"""`bottega plan` refuses exactly what `bottega train` refuses: the same lines, all at once, and the same exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def words(tmp_path: Path) -> list[str]:
     return ["language/shakespeare", *(f"{key}={'null' if v is None else v}" for key, v in values.items())]
 
 
-def call(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     capsys.readouterr()
     code = cli.main(list(arguments))
     return code, capsys.readouterr().err.strip()
@@ -85,96 +85,96 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
 def test_plan_and_train_refuse_alike(
     case: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    more, code, parts = REFUSED[case]
+    overrides, code, parts = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    planned, told = call(capsys, "plan", *words, *more, "--check")
-    trained, refused = call(capsys, "train", *words, *more)
-    assert (planned, trained) == (code, code), (told, refused)
+    planned, plan_errors = run_cli(capsys, "plan", *words, *overrides, "--check")
+    trained, train_errors = run_cli(capsys, "train", *words, *overrides)
+    assert (planned, trained) == (code, code), (plan_errors, train_errors)
     for part in parts:
-        assert part in told
-        assert part in refused
-    assert "Traceback" not in told + refused
-    assert set(told.splitlines()) <= set(refused.splitlines())
+        assert part in plan_errors
+        assert part in train_errors
+    assert "Traceback" not in plan_errors + train_errors
+    assert set(plan_errors.splitlines()) <= set(train_errors.splitlines())
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
 
 
-def test_a_valid_recipe_is_planned_without_a_run(words: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_valid_recipe_is_planned_without_a_run(words: list[str], tmp_path: Path, capsys: Any) -> None:
     for plan in (["plan", *words], ["plan", *words, "--check"]):
-        code, told = call(capsys, *plan)
-        assert code == 0, told
-        assert "valid" in told
+        code, err = run_cli(capsys, *plan)
+        assert code == 0, err
+        assert "valid" in err
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_of_another_recipe_is_in_the_way_of_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
-    assert call(capsys, "train", *words, "name=a", "--quiet")[0] == 0
+def test_existing_run_of_another_recipe_is_refused_by_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
+    assert run_cli(capsys, "train", *words, "name=a", "--quiet")[0] == 0
     other = [*words, "name=a", "training.learning_rate=0.5"]
-    planned, told = call(capsys, "plan", *other)
-    trained, refused = call(capsys, "train", *other)
+    planned, plan_errors = run_cli(capsys, "plan", *other)
+    trained, train_errors = run_cli(capsys, "train", *other)
     assert (planned, trained) == (2, 2)
-    assert "was started with another recipe" in told
-    assert told == refused
+    assert "was started with another recipe" in plan_errors
+    assert plan_errors == train_errors
 
 
-def test_a_folder_of_somebody_else_is_in_the_way_of_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_foreign_folder_is_refused_by_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "thesis.txt").write_text("years of work")
     for verb in (["plan"], ["train"]):
-        code, err = call(capsys, *verb, *words, f"output_dir={tmp_path / 'runs'}", "name=mine")
+        code, err = run_cli(capsys, *verb, *words, f"output_dir={tmp_path / 'runs'}", "name=mine")
         assert code == 2
         assert "mine exists and is not a run directory" in err
 
 
-def test_the_guide_of_routing_is_not_refused_three_times(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    """`enabled: false` switches the whole section off, and what then has no effect is said."""
+def test_routing_guide_is_accepted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """`enabled: false` turns the section off, and its options without effect are reported."""
     monkeypatch.chdir(tmp_path)
     Path("advanced.yaml").write_text(ROUTING_ADVANCED)
     small = ["--max_steps", "2", "data.num_samples=256", "batch_size=8", "device=cpu", "model.hidden_size=16"]
-    code, told = call(capsys, "plan", "routing", "advanced.yaml", *small)
-    assert code == 0, told
-    assert "distributed.enabled: false" in told
-    code, told = call(capsys, "train", "routing", "advanced.yaml", *small)
-    assert code == 0, told
-    assert "distributed.enabled: false" in told
+    code, err = run_cli(capsys, "plan", "routing", "advanced.yaml", *small)
+    assert code == 0, err
+    assert "distributed.enabled: false" in err
+    code, err = run_cli(capsys, "train", "routing", "advanced.yaml", *small)
+    assert code == 0, err
+    assert "distributed.enabled: false" in err
 
 
 @pytest.mark.parametrize("more", [["distributed.backend=gloo"], ["distributed.offload=true"]])
-def test_what_is_so_already_is_accepted(more: list[str], words: list[str], capsys: Any) -> None:
-    assert call(capsys, "plan", *words, *more)[0] == 0
-    assert call(capsys, "train", *words, *more, "--quiet")[0] == 0
+def test_distributed_options_without_effect_are_accepted(more: list[str], words: list[str], capsys: Any) -> None:
+    assert run_cli(capsys, "plan", *words, *more)[0] == 0
+    assert run_cli(capsys, "train", *words, *more, "--quiet")[0] == 0
 
 
-def test_the_problems_of_a_part_are_found_before_it_is_trained(tmp_path: Path, capsys: Any) -> None:
+def test_problems_of_a_dependency_are_reported_before_it_is_trained(tmp_path: Path, capsys: Any) -> None:
     words = ["image/stickers", f"output_dir={tmp_path}", "device=cpu", "fp16=true"]
-    code, told = call(capsys, "plan", *words, "needs.vae.settings={distributed: {strategy: fsdp}}")
+    code, err = run_cli(capsys, "plan", *words, "needs.vae.settings={distributed: {strategy: fsdp}}")
     assert code == 2
-    assert "needs.vae: distributed.strategy: fsdp" in told
-    assert "fp16 needs a GPU" in told
+    assert "needs.vae: distributed.strategy: fsdp" in err
+    assert "fp16 needs a GPU" in err
     shutil.rmtree(tmp_path, ignore_errors=True)
 
 
-def test_the_folder_of_the_run_is_looked_at(
+def test_plan_checks_the_run_directory(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file in its place, a process that holds it, a disk without room: nothing is created to find out."""
+    """A file in its path, a lock, a full disk: checked without creating anything."""
     (tmp_path / "file").write_text("")
-    for place in (tmp_path / "file", tmp_path / "file" / "below"):
-        asked = [*words, f"output_dir={place}", "name=x"]
-        planned = call(capsys, "plan", "--check", *asked)
-        assert planned == call(capsys, "train", *asked)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        arguments = [*words, f"output_dir={folder}", "name=x"]
+        planned = run_cli(capsys, "plan", "--check", *arguments)
+        assert planned == run_cli(capsys, "train", *arguments)
         assert planned[0] == 5
-        assert f"cannot write {place / 'x'}: " in planned[1]
+        assert f"cannot write {folder / 'x'}: " in planned[1]
     run = RunDirectory(tmp_path / "runs" / "held")
     with Lock(run):
-        planned = call(capsys, "plan", "--check", *words, "name=held")
-        assert planned == call(capsys, "train", *words, "name=held")
+        planned = run_cli(capsys, "plan", "--check", *words, "name=held")
+        assert planned == run_cli(capsys, "train", *words, "name=held")
         assert planned[0] == 9
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    code, err = call(capsys, "plan", "--check", *words, "name=full")
+    code, err = run_cli(capsys, "plan", "--check", *words, "name=full")
     assert (code, "a checkpoint needs" in err) == (5, True), err
-    assert call(capsys, "train", *words, "name=full", "--quiet")[0] == 5
+    assert run_cli(capsys, "train", *words, "name=full", "--quiet")[0] == 5
     monkeypatch.undo()
     assert not (tmp_path / "runs" / "planned").exists()
-    assert call(capsys, "plan", "--check", *words, "name=planned")[0] == 0
+    assert run_cli(capsys, "plan", "--check", *words, "name=planned")[0] == 0
     assert not (tmp_path / "runs" / "planned").exists()

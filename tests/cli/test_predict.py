@@ -1,4 +1,4 @@
-"""`bottega predict`: texts given by hand, in a file, in a table or on standard input, and what it cannot answer."""
+"""`bottega predict`: texts as arguments, in a file, in a table or on standard input, and refused requests."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bottega.train("classify", {**small_texts.settings(folder, **LEARNS), "name": "run"}).path
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> tuple[str, str]:
-    assert cli.main(["predict", *words]) == code
-    found = capsys.readouterr()
-    return found.out, found.err
+def run_predict(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
+    assert cli.main(["predict", *arguments]) == code
+    output = capsys.readouterr()
+    return output.out, output.err
 
 
-def test_texts_given_by_hand(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = said(capsys, str(run), "salt and onion, bake", "the rope with the mast")
+def test_texts_as_arguments(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, _ = run_predict(capsys, str(run), "salt and onion, bake", "the rope with the mast")
     rows = [line.split("\t") for line in out.splitlines()]
     assert [row[0] for row in rows] == ["cook", "sail"]
     assert all(1 / 3 < float(row[1]) <= 1 for row in rows)
     assert rows[1][2] == "the rope with the mast"
-    found = json.loads(said(capsys, str(run), "hum a verse", "--json")[0])["predictions"]
-    assert found == bottega.predict(run, ["hum a verse"])
-    assert found[0]["predicted"] == "sing"
-    assert json.loads(said(capsys, "--model_path", str(run), "hum a verse", "--json")[0])["predictions"] == found
+    predictions = json.loads(run_predict(capsys, str(run), "hum a verse", "--json")[0])["predictions"]
+    assert predictions == bottega.predict(run, ["hum a verse"])
+    assert predictions[0]["predicted"] == "sing"
+    assert (
+        json.loads(run_predict(capsys, "--model_path", str(run), "hum a verse", "--json")[0])["predictions"]
+        == predictions
+    )
 
 
 def test_texts_may_follow_an_option(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,10 +53,10 @@ def test_texts_may_follow_an_option(run: Path, capsys: pytest.CaptureFixture[str
         ["--model_path", str(run), texts[0], "--device", "cpu", texts[1]],
         ["--model_path", str(run), "--device", "cpu", *texts],
     ):
-        assert json.loads(said(capsys, *words, "--json")[0])["predictions"] == expected, words
-    dashed = said(capsys, str(run), "--device", "cpu", "--json", "--", "-5 knots, the mast")[0]
+        assert json.loads(run_predict(capsys, *words, "--json")[0])["predictions"] == expected, words
+    dashed = run_predict(capsys, str(run), "--device", "cpu", "--json", "--", "-5 knots, the mast")[0]
     assert json.loads(dashed)["predictions"][0]["text"] == "-5 knots, the mast"
-    assert "unexpected --top" in said(capsys, str(run), "--top", "3", "hum", code=2)[1]
+    assert "unexpected --top" in run_predict(capsys, str(run), "--top", "3", "hum", code=2)[1]
 
 
 def test_texts_of_a_file_of_a_table_and_of_standard_input(
@@ -65,10 +68,10 @@ def test_texts_of_a_file_of_a_table_and_of_standard_input(
     (tmp_path / "new.csv").write_text("id,text\n" + "".join(f"{n},{row['text']}\n" for n, row in enumerate(rows)))
     expected = [row["label"] for row in rows]
     for name in ("new.txt", "new.csv"):
-        out, _ = said(capsys, str(run), "--data", str(tmp_path / name))
+        out, _ = run_predict(capsys, str(run), "--data", str(tmp_path / name))
         assert [line.split("\t")[0] for line in out.splitlines()] == expected
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
-    said(capsys, str(run), "--out", str(tmp_path / "out" / "labels.jsonl"))
+    run_predict(capsys, str(run), "--out", str(tmp_path / "out" / "labels.jsonl"))
     written: list[dict[str, Any]] = [
         json.loads(line) for line in (tmp_path / "out" / "labels.jsonl").read_text().splitlines()
     ]
@@ -76,50 +79,50 @@ def test_texts_of_a_file_of_a_table_and_of_standard_input(
     assert [row["text"] for row in written] == lines.splitlines()
 
 
-def test_several_labels_are_all_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_multi_label_prediction_lists_all_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{**row, "label": [row["label"], "dot"]} for row in small_texts.rows(96)]
     path = tmp_path / "several.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = small_texts.settings(tmp_path, **LEARNS)
     values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
-    made = bottega.train("classify", values).path
-    found = bottega.predict(made, ["salt and onion, bake"])[0]
-    assert set(found["predicted"]) == {"cook", "dot"}
-    assert found["probability"].keys() == {"cook", "dot", "sail", "sing"}
-    columns = said(capsys, str(made), "salt and onion, bake")[0].rstrip("\n").split("\t")
+    run = bottega.train("classify", values).path
+    prediction = bottega.predict(run, ["salt and onion, bake"])[0]
+    assert set(prediction["predicted"]) == {"cook", "dot"}
+    assert prediction["probability"].keys() == {"cook", "dot", "sail", "sing"}
+    columns = run_predict(capsys, str(run), "salt and onion, bake")[0].rstrip("\n").split("\t")
     assert (columns[0], columns[2], len(columns)) == ("cook, dot", "salt and onion, bake", 3)
     assert len(columns[1].split(", ")) == 2
 
 
-def test_each_line_has_its_answer(
+def test_each_line_has_one_prediction(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ["salt and onion", "", "hum\ta verse", "   ", "rope"]
     (tmp_path / "new.txt").write_text("\n".join(lines) + "\n")
     for source in (["--data", str(tmp_path / "new.txt")], []):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
-        rows = [line.split("\t") for line in said(capsys, str(run), *source)[0].splitlines()]
+        rows = [line.split("\t") for line in run_predict(capsys, str(run), *source)[0].splitlines()]
         assert [row[0] for row in rows] == ["cook", "-", "sing", "-", "sail"]
         assert {len(row) for row in rows} == {3}
         assert rows[2][2] == r"hum\ta verse"
-    assert said(capsys, str(run), "salt\nand rope")[0].count("\n") == 1
+    assert run_predict(capsys, str(run), "salt\nand rope")[0].count("\n") == 1
     assert bottega.predict(run, ["salt", ""])[1] == dict.fromkeys(("predicted", "probability", "probabilities")) | {
         "text": ""
     }
     (tmp_path / "new.txt").write_bytes(b"salt\nse\xf1or\n")
-    _, err = said(capsys, str(run), "--data", str(tmp_path / "new.txt"), code=3)
+    _, err = run_predict(capsys, str(run), "--data", str(tmp_path / "new.txt"), code=3)
     assert "new.txt, line 2: not UTF-8: byte 0xf1 at column 3; convert it" in err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"salt\nse\xf1or\n")))
-    assert "standard input, line 2: not UTF-8" in said(capsys, str(run), code=3)[1]
+    assert "standard input, line 2: not UTF-8" in run_predict(capsys, str(run), code=3)[1]
 
 
-def test_texts_that_are_cut_are_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, err = said(capsys, str(run), "salt " * 400, "salt")
+def test_truncated_texts_are_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, err = run_predict(capsys, str(run), "salt " * 400, "salt")
     assert len(out.splitlines()) == 2
     assert "1 of 2 texts are truncated to 128 tokens" in err
 
 
-def test_what_cannot_be_predicted_is_one_line(
+def test_invalid_requests_are_refused_in_one_line(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "other.jsonl"
@@ -131,12 +134,12 @@ def test_what_cannot_be_predicted_is_one_line(
         ([str(run), "salt", "--data", str(table)], 2, "salt is given as well"),
         ([str(tmp_path / "none"), "salt"], 2, "none"),
     ):
-        _, err = said(capsys, *words, code=code)
+        _, err = run_predict(capsys, *words, code=code)
         assert message in err
         assert err.count("\n") == 1
 
 
-def test_the_name_of_a_file_among_texts_is_remarked_on(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_file_name_among_texts_suggests_data(run: Path, tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "texts.txt").write_text("stir the soup\n")
     assert cli.main(["predict", str(run), str(tmp_path / "texts.txt")]) == 0
     assert f"use --data {tmp_path / 'texts.txt'} to classify its content" in capsys.readouterr().err

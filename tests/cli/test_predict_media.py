@@ -1,4 +1,4 @@
-"""`bottega predict` by every classifier: files and folders of images, sound and video, rows of numbers; all probabilities."""
+"""`bottega predict` for every kind of classifier: files and folders of images, audio and video, and rows of numbers."""
 
 from __future__ import annotations
 
@@ -29,75 +29,79 @@ def train(folder: Path, medium: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("pictures"), "image")
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: Any, code: int = 0) -> Any:
+def run_predict(capsys: pytest.CaptureFixture[str], *arguments: Any, code: int = 0) -> Any:
     capsys.readouterr()
-    assert cli.main(["predict", *map(str, words)]) == code
-    shown = capsys.readouterr()
-    return shown.err if code else shown.out
+    assert cli.main(["predict", *map(str, arguments)]) == code
+    output = capsys.readouterr()
+    return output.err if code else output.out
 
 
-def png(path: Path, level: int, size: int = 8) -> Path:
+def write_png(path: Path, level: int, size: int = 8) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("L", (size, size), level).save(path)
     return path
 
 
-def test_a_picture_several_and_a_folder(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [png(tmp_path / "new" / f"{n}.png", level, 8 + 4 * n) for n, level in enumerate((30, 130, 230))]
-    out = [line.split("\t") for line in said(capsys, pictures, files[0]).splitlines()]
+def test_predict_one_image_several_and_a_folder(
+    image_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [write_png(tmp_path / "new" / f"{n}.png", level, 8 + 4 * n) for n, level in enumerate((30, 130, 230))]
+    out = [line.split("\t") for line in run_predict(capsys, image_run, files[0]).splitlines()]
     assert [(row[0], row[2]) for row in out] == [("dark", "0.png")]
-    rows = json.loads(said(capsys, pictures, *files, "--json"))["predictions"]
+    rows = json.loads(run_predict(capsys, image_run, *files, "--json"))["predictions"]
     assert [row["predicted"] for row in rows] == ["dark", "grey", "bright"]
     for row in rows:
         assert set(row["probabilities"]) == set(small_media.NAMES)
         assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
         assert row["probability"] == max(row["probabilities"].values())
-    folder = json.loads(said(capsys, pictures, tmp_path / "new", "--json"))["predictions"]
+    folder = json.loads(run_predict(capsys, image_run, tmp_path / "new", "--json"))["predictions"]
     assert [row["file"] for row in folder] == ["0.png", "1.png", "2.png"]
     assert [row["predicted"] for row in folder] == [row["predicted"] for row in rows]
-    loaded = bottega.load(pictures)
+    loaded = bottega.load(image_run)
     assert loaded.predict([str(file) for file in files]) == rows
     assert loaded.predict(files[2])[0]["predicted"] == "bright"
-    assert bottega.predict(pictures, data=tmp_path / "new") == folder
+    assert bottega.predict(image_run, data=tmp_path / "new") == folder
 
 
-def test_names_of_folders_are_no_labels_here(pictures: Path, tmp_path: Path) -> None:
-    png(tmp_path / "holiday" / "sea.png", 230)
-    png(tmp_path / "garden" / "tree.png", 30)
-    rows = {row["file"]: row["predicted"] for row in bottega.predict(pictures, str(tmp_path))}
+def test_folder_names_are_not_labels(image_run: Path, tmp_path: Path) -> None:
+    write_png(tmp_path / "holiday" / "sea.png", 230)
+    write_png(tmp_path / "garden" / "tree.png", 30)
+    rows = {row["file"]: row["predicted"] for row in bottega.predict(image_run, str(tmp_path))}
     assert rows == {"holiday/sea.png": "bright", "garden/tree.png": "dark"}
 
 
-def test_other_files_of_a_folder_are_passed_over(pictures: Path, tmp_path: Path) -> None:
-    first, other = png(tmp_path / "new" / "a.png", 30), png(tmp_path / "b.png", 230)
+def test_files_of_other_kinds_are_ignored(image_run: Path, tmp_path: Path) -> None:
+    first, other = write_png(tmp_path / "new" / "a.png", 30), write_png(tmp_path / "b.png", 230)
     for name in ("notes.txt", "list.csv", "tool.py"):
         (tmp_path / "new" / name).write_text("nothing to look at\n")
-    assert [row["file"] for row in bottega.predict(pictures, str(first.parent))] == ["a.png"]
-    both = bottega.predict(pictures, [str(first.parent), str(other)])
+    assert [row["file"] for row in bottega.predict(image_run, str(first.parent))] == ["a.png"]
+    both = bottega.predict(image_run, [str(first.parent), str(other)])
     assert [(row["file"], row["predicted"]) for row in both] == [("new/a.png", "dark"), ("b.png", "bright")]
 
 
-def test_what_cannot_be_read_is_one_line(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "gone.png does not exist" in said(capsys, pictures, tmp_path / "gone.png", code=2)
-    assert "name files or folders" in said(capsys, pictures, code=2)
+def test_unreadable_files_are_refused_in_one_line(
+    image_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "gone.png does not exist" in run_predict(capsys, image_run, tmp_path / "gone.png", code=2)
+    assert "name files or folders" in run_predict(capsys, image_run, code=2)
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and nothing more")
-    assert "broken.png" in said(capsys, pictures, tmp_path / "broken.png", code=3)
-    png(tmp_path / "mixed" / "good.png", 30)
+    assert "broken.png" in run_predict(capsys, image_run, tmp_path / "broken.png", code=3)
+    write_png(tmp_path / "mixed" / "good.png", 30)
     (tmp_path / "mixed" / "bad.png").write_bytes(b"\x89PNG\r\n\x1a\n and nothing more")
     with pytest.raises(DataError, match=r"bad\.png"):
-        bottega.predict(pictures, str(tmp_path / "mixed"))
+        bottega.predict(image_run, str(tmp_path / "mixed"))
 
 
-def test_sound_and_video(tmp_path: Path) -> None:
+def test_predict_audio_and_video(tmp_path: Path) -> None:
     audio = train(tmp_path / "a", "audio")
     turns = 200 * np.arange(800) / 8000
     for number, name in enumerate(small_media.NAMES):
-        sound = 0.3 * np.sin(2 * np.pi * turns * 2**number).astype(np.float32)
-        write_audio(sound, 8000, tmp_path / f"{number}-{name}.wav")
+        audio_samples = 0.3 * np.sin(2 * np.pi * turns * 2**number).astype(np.float32)
+        write_audio(audio_samples, 8000, tmp_path / f"{number}-{name}.wav")
     rows = bottega.predict(audio, [str(path) for path in sorted(tmp_path.glob("*.wav"))])
     assert [row["predicted"] for row in rows] == list(small_media.NAMES)
     video = train(tmp_path / "v", "video")
@@ -108,7 +112,7 @@ def test_sound_and_video(tmp_path: Path) -> None:
     assert np.mean([row["predicted"] == label for row, label in zip(rows, expected, strict=True)]) > 0.8
 
 
-def test_all_probabilities_of_texts_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_probabilities_of_all_classes_for_texts_and_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = bottega.train("classify", {**small_texts.settings(tmp_path), "name": "texts"}).path
     row = bottega.predict(texts, "salt and onion")[0]
     assert row["probabilities"].keys() == small_texts.WORDS.keys()
@@ -124,22 +128,22 @@ def test_all_probabilities_of_texts_and_rows(tmp_path: Path, capsys: pytest.Capt
     assert bottega.predict(rows, str(tmp_path / "rows.npz")) == table
     with np.load(tmp_path / "rows.npz") as fields:
         first = ",".join(map(str, fields["x"][0].tolist()))
-    by_hand = json.loads(said(capsys, rows, "--json", "--", first))["predictions"][0]
-    assert by_hand["probabilities"] == pytest.approx(table[0]["probabilities"])
-    assert "table" in said(capsys, rows, code=2)
+    prediction = json.loads(run_predict(capsys, rows, "--json", "--", first))["predictions"][0]
+    assert prediction["probabilities"] == pytest.approx(table[0]["probabilities"])
+    assert "table" in run_predict(capsys, rows, code=2)
 
 
-def test_colour_of_video_is_read_off_the_data(tmp_path: Path) -> None:
+def test_video_channels_are_inferred_from_the_data(tmp_path: Path) -> None:
     draw = np.random.default_rng(0)
     label, fps = np.arange(12) % 2, np.full(12, 8, np.uint8)
     for name, shape in (("grey", (12, 5, 12, 12)), ("colour", (12, 5, 12, 12, 3))):
         np.savez(tmp_path / f"{name}.npz", video=draw.integers(0, 255, shape).astype(np.uint8), label=label, fps=fps)
     for recipe in ("video", "classify/video"):
-        found = {name: bottega.prepare(recipe, {"data": str(tmp_path / f"{name}.npz")}) for name in ("grey", "colour")}
-        assert {name: one.metadata["channels"] for name, one in found.items()} == {"grey": 1, "colour": 3}, recipe
+        prepared = {n: bottega.prepare(recipe, {"data": str(tmp_path / f"{n}.npz")}) for n in ("grey", "colour")}
+        assert {n: data.metadata["channels"] for n, data in prepared.items()} == {"grey": 1, "colour": 3}, recipe
 
 
-def test_a_run_that_is_no_classifier_says_so(tmp_path: Path) -> None:
+def test_predict_with_a_generator_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="not a classifier"):
         bottega.predict(small_media.train(tmp_path).path, "a.png")
 

@@ -1,4 +1,4 @@
-"""What a second start, another rank or a careless setting must not do: start over, measure other data, or lose a run."""
+"""Restarts: a second start, another rank or a wrong setting never starts over, evaluates other data or loses a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_setting_without_effect_is_refused_before_anything_is_trained(
 
 
 def test_resume_from_is_for_the_first_start_only(tmp_path: Path, text_file: Path, finished_run: Path) -> None:
-    """A scheduler repeats the whole command; it must not go back to where the first one began."""
+    """A scheduler repeats the command; the run must resume from its own checkpoints."""
     plain = settings(tmp_path, text_file, **{"name": "child", "training.max_steps": 12})
     command = ["train", "language/shakespeare", *(f"{k}={'null' if v is None else v}" for k, v in plain.items())]
     for _ in range(2):
@@ -58,8 +58,8 @@ def test_resume_from_is_for_the_first_start_only(tmp_path: Path, text_file: Path
     assert "step-00000012 at step 12 of 12 (already finished)" in log
 
 
-def test_other_data_under_the_same_name_is_noticed(tmp_path: Path) -> None:
-    """With bytes the tokenizer is the same for any text, so only the data can tell."""
+def test_evaluate_detects_changed_data(tmp_path: Path) -> None:
+    """A byte tokenizer is the same for any text, so only the data differs."""
     text = write_text(tmp_path / "text.txt")
     run = train(tmp_path, text, **{"data.tokenizer.kind": "bytes"})
     assert bottega.load(run.path).evaluate()["loss"] > 0
@@ -68,14 +68,14 @@ def test_other_data_under_the_same_name_is_noticed(tmp_path: Path) -> None:
         bottega.load(run.path).evaluate()
 
 
-def test_a_characters_text_has_no_end_in_it_however_it_is_read(finished_run: Path, text_file: Path) -> None:
+def test_character_tokens_contain_no_end_of_text(finished_run: Path, text_file: Path) -> None:
     workload = bottega.load(finished_run).workload
     windows = workload.data.read_external(ExternalData(SourceOptions(path=str(text_file))))
-    tokens = {int(t) for i in range(len(windows)) for t in windows.rows(*_one(i))["input_ids"][0]}
+    tokens = {int(t) for i in range(len(windows)) for t in windows.rows(*_row_index(i))["input_ids"][0]}
     assert workload.tokenizer.eos_token_id not in tokens  # type: ignore[attr-defined]
 
 
-def _one(index: int) -> tuple[Any, Any]:
+def _row_index(index: int) -> tuple[Any, Any]:
     import numpy as np
 
     return np.array([index]), np.array([0])
@@ -95,18 +95,18 @@ def test_a_damaged_processor_is_named(tmp_path: Path, finished_run: Path) -> Non
         bottega.load(run)
 
 
-def test_ranks_hear_one_request_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scheduler signals all processes and the launcher passes it on; alone, the second one means now."""
-    ended: list[int] = []
-    monkeypatch.setattr("bottega.signals.os._exit", ended.append)
-    for world, ends in (("2", 0), ("1", 1)):
+def test_repeated_signal_is_one_request_for_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler signals all processes and the launcher repeats it; a single process exits at the second signal."""
+    exit_codes: list[int] = []
+    monkeypatch.setattr("bottega.signals.os._exit", exit_codes.append)
+    for world, expected in (("2", 0), ("1", 1)):
         monkeypatch.setenv("WORLD_SIZE", world)
-        ended.clear()
+        exit_codes.clear()
         with StopSignals() as stop:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
             assert stop.received == signal.SIGTERM
-        assert len(ended) == ends, world
+        assert len(exit_codes) == expected, world
 
 
 def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,14 +119,14 @@ def test_json_has_no_infinity(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
 
 @pytest.mark.parametrize(("name", "decay"), [("adamw", 0.1), ("sgd", 0.0), ("adam", 0.0)])
-def test_coupled_decay_is_off_unless_said(name: str, decay: float) -> None:
-    said = {"task": "language", "model": {"size": "nano"}, "data": {"train": {"kind": "embedded"}}}
-    of = {"max_steps": 1, "optimizer": {"name": name}}
-    assert load_recipe([{**said, "training": of}]).recipe.training.weight_decay == decay
-    assert load_recipe([{**said, "training": {**of, "weight_decay": 0.3}}]).recipe.training.weight_decay == 0.3
+def test_coupled_weight_decay_defaults_to_zero(name: str, decay: float) -> None:
+    base = {"task": "language", "model": {"size": "nano"}, "data": {"train": {"kind": "embedded"}}}
+    training = {"max_steps": 1, "optimizer": {"name": name}}
+    assert load_recipe([{**base, "training": training}]).recipe.training.weight_decay == decay
+    assert load_recipe([{**base, "training": {**training, "weight_decay": 0.3}}]).recipe.training.weight_decay == 0.3
 
 
-def test_the_library_takes_what_the_command_line_takes(finished_run: Path, text_file: Path) -> None:
+def test_python_api_accepts_the_command_line_options(finished_run: Path, text_file: Path) -> None:
     saved = bottega.load(finished_run, checkpoint=4)
     assert saved.checkpoint.name == "step-00000004"
     assert saved.evaluate(text_file)["loss"] > 0

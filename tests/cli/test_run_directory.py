@@ -1,4 +1,4 @@
-"""The run directory: whose it is, what is refused, what a start or an export that went wrong leaves behind."""
+"""The run directory: ownership, refused starts, and what a failed start or export leaves behind."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ def run(finished_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished_run, tmp_path / "run", symlinks=True))
 
 
-def answer(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
+def run_cli(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str]:
     capsys.readouterr()
-    code = cli.main([str(one) for one in arguments])
+    code = cli.main([str(argument) for argument in arguments])
     return code, capsys.readouterr().err
 
 
-# Folders and links of somebody else
+# Foreign folders and links
 
 
 def list_files(folder: Path) -> dict[str, str]:
     return {p.relative_to(folder).as_posix(): p.read_text() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("is_fresh", [False, True])
 def test_a_folder_that_is_not_a_run_is_refused(
-    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], fresh: bool
+    tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], is_fresh: bool
 ) -> None:
     folder = tmp_path / "mine"
     (folder / "processor").mkdir(parents=True)
     (folder / "recipe.yaml").write_text("bread: flour\n")
     (folder / "processor" / "notes.txt").write_text("mine\n")
     before = list_files(folder)
-    code, err = answer(capsys, *words(tmp_path, text_file, *(["--fresh"] if fresh else []), name="mine"))
+    code, err = run_cli(capsys, *words(tmp_path, text_file, *(["--fresh"] if is_fresh else []), name="mine"))
     assert (code, err.count("\n")) == (2, 1), err
     assert f"{folder} exists and is not a run directory" in err
     assert "name=" in err
@@ -60,7 +60,7 @@ def test_a_folder_that_is_not_a_run_is_refused(
     assert sorted(os.listdir(tmp_path)) == ["mine"]
 
 
-def test_an_empty_folder_and_a_run_without_its_lock_file_are_ours(tmp_path: Path, text_file: Path, run: Path) -> None:
+def test_empty_folder_and_run_without_lock_file_are_accepted(tmp_path: Path, text_file: Path, run: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert train(tmp_path, text_file, name="empty").step == 8
     (run / "LOCK").unlink()
@@ -84,11 +84,11 @@ def test_a_link_in_a_run_is_refused_and_not_written_through(
     files = [elsewhere] if elsewhere.is_file() else [path for path in elsewhere.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in files}
     arguments = words(tmp_path, text_file, name="run", **{"training.max_steps": 12})
-    code, err = answer(capsys, *arguments)
+    code, err = run_cli(capsys, *arguments)
     assert (code, err.count("\n")) == (2, 1), err
     assert f"{inside} is a link to {elsewhere}" in err
     if name == "final":
-        code, err = answer(capsys, "export", run)
+        code, err = run_cli(capsys, "export", run)
         assert code == 2
         assert "is a link" in err
     assert inside.is_symlink()
@@ -97,7 +97,7 @@ def test_a_link_in_a_run_is_refused_and_not_written_through(
 
 
 def test_a_link_that_appears_later_is_not_written_through(tmp_path: Path) -> None:
-    """The scan at the start is not the only guard: every file that is appended to is opened without following links."""
+    """Not only the scan at the start: every file is opened for appending without following links."""
     from bottega.callbacks.jsonl import JsonLines
     from bottega.callbacks.log_file import LogFile
     from bottega.core.callback import Progress
@@ -124,7 +124,7 @@ def test_a_link_that_appears_later_is_not_written_through(tmp_path: Path) -> Non
 def test_a_refused_start_leaves_nothing_behind(
     tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
-    code, _ = answer(capsys, *words(tmp_path / "new" / "runs", text_file, name="x", **change))
+    code, _ = run_cli(capsys, *words(tmp_path / "new" / "runs", text_file, name="x", **change))
     assert code in (2, 3)
     assert os.listdir(tmp_path) == []
 
@@ -132,20 +132,22 @@ def test_a_refused_start_leaves_nothing_behind(
 def test_a_refused_cross_validation_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"text {n}", "label": "ab"[n % 2]}) + "\n" for n in range(6)))
-    code, err = answer(capsys, "crossval", "classify", "--data", rows, "--folds", 50, f"output_dir={tmp_path / 'runs'}")
+    code, err = run_cli(
+        capsys, "crossval", "classify", "--data", rows, "--folds", 50, f"output_dir={tmp_path / 'runs'}"
+    )
     assert code in (2, 3), err
     assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
-def test_a_refused_start_leaves_an_older_run_as_it_was(
+def test_refused_start_leaves_an_older_run_unchanged(
     tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {name: digest for name, digest in hash_files(run).items() if name not in ("LOCK", "log.txt")}
-    code, err = answer(capsys, *words(tmp_path, text_file, name="run", **{"model.hidden_size": 32}))
+    code, err = run_cli(capsys, *words(tmp_path, text_file, name="run", **{"model.hidden_size": 32}))
     assert code == 2
     assert {name: digest for name, digest in hash_files(run).items() if name not in ("LOCK", "log.txt")} == before
     line = (run / "log.txt").read_text().splitlines()[-1]
-    assert " ERROR " in line, "the refusal is on record in a run that was there"
+    assert " ERROR " in line, "the refusal is logged in the existing run"
     assert line.partition(" ERROR ")[2] in err
 
 
@@ -158,7 +160,7 @@ def test_the_log_has_levels_and_the_error_that_ended_the_run(
         raise RuntimeError("the coffee\nis cold")
 
     monkeypatch.setattr(TorchEngine, "eval_step", fail)
-    code, err = answer(capsys, *words(tmp_path, text_file, "--quiet", name="x"))
+    code, err = run_cli(capsys, *words(tmp_path, text_file, "--quiet", name="x"))
     assert code == 1
     lines = (tmp_path / "x" / "log.txt").read_text().splitlines()
     levels = [line.split()[2] for line in lines]
@@ -168,10 +170,8 @@ def test_the_log_has_levels_and_the_error_that_ended_the_run(
     assert "RuntimeError: the coffee is cold" in lines[-1]
 
 
-def test_fresh_beside_a_start_that_has_not_locked_yet_leaves_one_writer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first start has opened the lock file when --fresh sets the folder aside; its lock then is of the old folder."""
+def test_fresh_during_a_concurrent_start_leaves_one_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first start has opened the lock file when --fresh moves the folder, so its lock is of the old folder."""
     from bottega.run.train import set_aside
 
     path = tmp_path / "run"
@@ -181,7 +181,7 @@ def test_fresh_beside_a_start_that_has_not_locked_yet_leaves_one_writer(
     has_opened, may_lock = threading.Event(), threading.Event()
     flock, results = rundir.fcntl.flock, []
 
-    def delayed(handle: int, flags: int) -> None:
+    def delayed_flock(handle: int, flags: int) -> None:
         if threading.current_thread() is first:
             has_opened.set()
             assert may_lock.wait(30)
@@ -194,7 +194,7 @@ def test_fresh_beside_a_start_that_has_not_locked_yet_leaves_one_writer(
         except DirectoryInUse:
             results.append("refused")
 
-    monkeypatch.setattr(rundir.fcntl, "flock", delayed)
+    monkeypatch.setattr(rundir.fcntl, "flock", delayed_flock)
     first = threading.Thread(target=start)
     first.start()
     assert has_opened.wait(30)
@@ -203,18 +203,18 @@ def test_fresh_beside_a_start_that_has_not_locked_yet_leaves_one_writer(
     with Lock(RunDirectory(path)):
         may_lock.set()
         first.join(30)
-        assert results == ["refused"], "the one that came later holds the folder under this name"
+        assert results == ["refused"], "the later start owns the folder of this name"
     assert (tmp_path / "run.1" / "LOCK").is_file()
 
 
-def test_leftovers_of_killed_processes_are_swept(tmp_path: Path, text_file: Path, run: Path) -> None:
+def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path, text_file: Path, run: Path) -> None:
     for name in (".tmp-final-0123abcd", ".tmp-codec-4711", ".trash-codec-0123abcd"):
         (run / name).mkdir()
         (run / name / "half.json").write_text("{")
     for name in (".tmp-recipe.yaml-0123abcd", ".probe-0123abcd"):
         (run / name).write_text("half")
-    shutil.copytree(run / "processor", run / ".old-final-0123abcd")  # killed where two names cannot be exchanged
-    with durable.writing_folder(run / "export"):  # of another process that is still at it
+    shutil.copytree(run / "processor", run / ".old-final-0123abcd")  # killed without an atomic exchange of names
+    with durable.writing_folder(run / "export"):  # another process is still writing
         train(tmp_path, text_file, name="run")
         assert [name for name in os.listdir(run) if name.startswith(".tmp-export-")]
     assert not [name for name in os.listdir(run) if name.startswith(".")]
@@ -222,28 +222,28 @@ def test_leftovers_of_killed_processes_are_swept(tmp_path: Path, text_file: Path
 
 
 @pytest.mark.parametrize("content", ["", "  \n", "task: [", "bread: flour\n", "- 1\n", "\x00"])
-def test_a_broken_recipe_is_named_with_what_to_do(
+def test_broken_recipe_error_names_the_remedy(
     tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     (run / "recipe.yaml").write_text(content)
     straight = tensors(run)
     arguments = words(tmp_path, text_file, "--quiet", name="run")
     for verb in (arguments, ["generate", run], ["export", run]):
-        code, err = answer(capsys, *verb)
+        code, err = run_cli(capsys, *verb)
         assert (code, err.count("\n")) == (2, 1), err
         assert f"{run / 'recipe.yaml'} is not a complete recipe" in err
         assert "delete it" in err
-    (run / "recipe.yaml").unlink()  # as it says
-    assert answer(capsys, *arguments)[0] == 0
+    (run / "recipe.yaml").unlink()  # as the message says
+    assert run_cli(capsys, *arguments)[0] == 0
     assert different(straight, tensors(run)) == []
-    assert answer(capsys, "export", run)[0] == 0
+    assert run_cli(capsys, "export", run)[0] == 0
 
 
 # Reading
 
 
 def make_unreadable(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    """Reading the file, or listing the folder, fails as on a broken disk. (Permissions do not stop an administrator.)"""
+    """Make reading the file or listing the folder fail, as on a broken disk (root ignores permissions)."""
     listdir = os.listdir
     file_digest = checkpoint.hashlib.file_digest
 
@@ -266,7 +266,7 @@ def test_a_read_error_in_the_newest_checkpoint_falls_back_to_an_older_one(
 ) -> None:
     straight = tensors(run)
     make_unreadable(monkeypatch, run / "checkpoints" / "step-00000008" / "optimizer.safetensors")
-    code, err = answer(capsys, *words(tmp_path, text_file, name="run"))
+    code, err = run_cli(capsys, *words(tmp_path, text_file, name="run"))
     monkeypatch.undo()
     assert code == 0, err
     assert "step-00000008 cannot be read: optimizer.safetensors: Input/output error; trying an older one" in err
@@ -280,7 +280,7 @@ def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
     before = hash_files(run)
     make_unreadable(monkeypatch, run / "checkpoints")
     for verb in (words(tmp_path, text_file, name="run"), ["generate", run], ["export", run]):
-        code, err = answer(capsys, *verb)
+        code, err = run_cli(capsys, *verb)
         assert (code, err.count("\n")) == (5, 1), err
         assert f"cannot read {run / 'checkpoints'}, which holds the checkpoints of the run: Permission denied" in err
     monkeypatch.undo()
@@ -288,32 +288,34 @@ def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
     assert {name for name in after if after[name] != before.get(name)} <= {"LOCK", "log.txt"}
 
 
-# Best, last and what stands in for them
+# Best, last and their fallbacks
 
 
-def test_links_are_put_right_at_every_start(tmp_path: Path, text_file: Path, run: Path) -> None:
+def test_links_are_repaired_at_every_start(tmp_path: Path, text_file: Path, run: Path) -> None:
     folder = run / "checkpoints"
     expected = [checkpoint.read_link(folder, name) for name in ("last", "best")]
     checkpoint.write_link(folder, "last", folder / "step-00000004")
     (folder / "best").unlink()
-    assert bottega.load(run).checkpoint == expected[1], "nobody who reads trusts a link"
+    assert bottega.load(run).checkpoint == expected[1], "links are not trusted for reading"
     assert bottega.load(run, checkpoint="last").checkpoint == expected[0]
     train(tmp_path, text_file, name="run")
     assert [checkpoint.read_link(folder, name) for name in ("last", "best")] == expected
 
 
 @pytest.fixture
-def two(tmp_path: Path, text_file: Path) -> Path:
+def run_with_two_checkpoints(tmp_path: Path, text_file: Path) -> Path:
     """A run whose best checkpoint, step 4, is not its last one, step 8."""
     run: Path = train(tmp_path, text_file, name="two", **{"evaluation.every": 4}).path
     for step in (4, 8):
-        rewrite(run / "checkpoints" / checkpoint.step_folder_name(step), lambda progress: progress.update(best_step=4))
+        rewrite_checkpoint(
+            run / "checkpoints" / checkpoint.step_folder_name(step), lambda progress: progress.update(best_step=4)
+        )
     assert bottega.load(run).checkpoint.name == "step-00000004"
     return run
 
 
-def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any] | None = None, **files: Any) -> None:
-    """The same checkpoint with another progress or other tensors, so that it verifies."""
+def rewrite_checkpoint(folder: Path, change: Callable[[dict[str, Any]], Any] | None = None, **files: Any) -> None:
+    """Write the checkpoint again with changed progress or tensors and a valid manifest."""
     manifest, progress = checkpoint.verify(folder), checkpoint.read_progress(folder)
     if change is not None:
         change(progress)
@@ -325,23 +327,23 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any] | None = None,
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "damaged"])
-def test_the_newest_good_checkpoint_stands_in_for_the_best(
-    two: Path, capsys: pytest.CaptureFixture[str], is_gone: bool
+def test_newest_valid_checkpoint_replaces_a_missing_best(
+    run_with_two_checkpoints: Path, capsys: pytest.CaptureFixture[str], is_gone: bool
 ) -> None:
-    best = two / "checkpoints" / "step-00000004"
+    best = run_with_two_checkpoints / "checkpoints" / "step-00000004"
     if is_gone:
         shutil.rmtree(best)
     else:
         (best / "model.safetensors").write_bytes(b"")
-    for verb in (["generate", two, "--max_tokens", 2], ["evaluate", two]):
-        code, err = answer(capsys, *verb)
+    for verb in (["generate", run_with_two_checkpoints, "--max_tokens", 2], ["evaluate", run_with_two_checkpoints]):
+        code, err = run_cli(capsys, *verb)
         assert code == 0, err
         assert err.count("\n") == 1
         assert "step-00000008" in err
         assert ("step 4, no longer exists" if is_gone else "step-00000004 damaged") in err
-    code, err = answer(capsys, "export", two)
-    assert code == 4, "an export is for others, so it is of the best or of one that was asked for"
-    assert answer(capsys, "export", two, "--checkpoint", 8)[0] == 0
+    code, err = run_cli(capsys, "export", run_with_two_checkpoints)
+    assert code == 4, "an export never falls back to another checkpoint"
+    assert run_cli(capsys, "export", run_with_two_checkpoints, "--checkpoint", 8)[0] == 0
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -351,9 +353,9 @@ def test_weights_that_are_not_finite_are_refused(run: Path, capsys: pytest.Captu
     weights = load_file(best / "model.safetensors")
     name = sorted(weights)[0]
     weights[name].flat[-1] = value
-    rewrite(best, **{"model.safetensors": weights})
+    rewrite_checkpoint(best, **{"model.safetensors": weights})
     for verb in (["generate", run], ["evaluate", run], ["inspect", run], ["export", run]):
-        code, err = answer(capsys, *verb)
+        code, err = run_cli(capsys, *verb)
         assert (code, err.count("\n")) == (4, 1), err
         assert f"{name} contains values that are not finite" in err
     with pytest.raises(CheckpointError, match="not finite"):
@@ -364,8 +366,8 @@ def test_weights_that_are_not_finite_are_refused(run: Path, capsys: pytest.Captu
 # A second export
 
 
-def test_an_export_is_replaced_whole_or_not_at_all(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before and after every operation, the folder holds the old export or the new one, and never a mixture."""
+def test_export_is_replaced_atomically(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before or after any operation, the folder holds the old export or the new one, never a mixture."""
     old, new = bottega.load(run, checkpoint=4), bottega.load(run, checkpoint=8)
     final = old.export()
     before = hash_files(final)
@@ -392,15 +394,15 @@ def test_an_export_is_replaced_whole_or_not_at_all(run: Path, monkeypatch: pytes
             old.export()
             if death.count < number:
                 break
-        assert number > 10, "the operations were seen"
+        assert number > 10, "the operations were intercepted"
 
 
 class Death(BaseException):
-    """The process ends here; nothing is cleaned up either."""
+    """Simulated death of the process, without cleanup."""
 
 
 class DeathAt:
-    """Lets the `number`-th watched operation be the last, or the one before it."""
+    """Raises `Death` before or after the `number`-th watched operation."""
 
     def __init__(self, number: int, when: str) -> None:
         self.number, self.when, self.count = number, when, 0
@@ -418,8 +420,8 @@ class DeathAt:
         return watched
 
 
-def test_files_beside_an_export_stay(run: Path, tmp_path: Path) -> None:
-    """Only what was left of this very folder is swept; the user's own hidden files are nobody's leftovers."""
+def test_other_files_next_to_an_export_stay(run: Path, tmp_path: Path) -> None:
+    """Only temporary files of this folder are removed; hidden files of the user stay."""
     others = [".tmp-notes", ".old-out-backup", ".tmp-other-0123abcd", "out.old-20260101"]
     for name in others:
         (tmp_path / name).mkdir()
@@ -428,27 +430,27 @@ def test_files_beside_an_export_stay(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "notes").mkdir()
     (tmp_path / "out" / "notes" / "link").symlink_to("nowhere")
     bottega.load(run).export(tmp_path / "out")
-    assert os.readlink(tmp_path / "out" / "notes" / "link") == "nowhere", "what else lies there stays"
+    assert os.readlink(tmp_path / "out" / "notes" / "link") == "nowhere", "other files stay"
     assert sorted(set(os.listdir(tmp_path)) - {"run"}) == sorted([*others, "out"])
 
 
-def test_an_export_that_does_not_read_back_replaces_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_export_that_fails_verification_replaces_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = bottega.load(run)
     before = hash_files(saved.export())
-    share = bottega.run.export._make_readable
+    make_readable = bottega.run.export._make_readable
 
-    def tear(folder: Path) -> None:
-        share(folder)
+    def truncate_weights(folder: Path) -> None:
+        make_readable(folder)
         os.truncate(folder / "model.safetensors", 1000)
 
-    monkeypatch.setattr(bottega.run.export, "_make_readable", tear)
+    monkeypatch.setattr(bottega.run.export, "_make_readable", truncate_weights)
     with pytest.raises(BottegaError, match=r"model\.safetensors"):
         saved.export()
     assert hash_files(run / "final") == before
     assert not [name for name in os.listdir(run) if name.startswith(".")]
 
 
-def test_the_command_says_which_checkpoint_it_took(run: Path) -> None:
+def test_export_command_reports_its_folder(run: Path) -> None:
     done = run_command(["export", str(run), "--json"])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["folder"] == str(run / "final")

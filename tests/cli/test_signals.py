@@ -1,4 +1,4 @@
-"""Signals to the real command: the first one saves and leaves with a code a scheduler understands, the second ends it."""
+"""Signals to a training process: the first saves and exits with a code for schedulers, the second exits at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.core import checkpoint
 from small_run import Running, bottega, environment, steps_logged, words, write_text
 
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None, "training.ema": 0.9}
-# A step of a thousand short forwards: two signals fall into one step, and Python sees each of them at once.
+# A step of a thousand short forward passes: two signals arrive within one step, and Python handles each at once.
 SLOW = {"training.batch_size": 1024, "training.micro_batch_size": 1}
 
 
@@ -33,11 +33,11 @@ SENT = {
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[str, tuple[int, str, Path]]:
-    """What became of one run for each kind of signal: exit code, standard error, directory."""
+    """Exit code, standard error and directory of one run for each kind of signal."""
     output = tmp_path_factory.mktemp("signals")
     long_text = write_text(output / "long.txt", words=9000)
 
-    def live(name: str) -> tuple[int, str, Path]:
+    def signal_run(name: str) -> tuple[int, str, Path]:
         slow = len(SENT[name]) > 1
         text, changes = (long_text, {**ENDLESS, **SLOW}) if slow else (text_file, ENDLESS)
         run = Running(output / name, words(output, text, "--quiet", name=name, **changes))
@@ -48,11 +48,11 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[s
         return *run.end(), output / name
 
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return dict(zip(SENT, pool.map(live, SENT), strict=True))
+        return dict(zip(SENT, pool.map(signal_run, SENT), strict=True))
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 85), ("SIGUSR1", 85), ("SIGHUP", 85), ("SIGINT", 130)])
-def test_the_first_signal_saves_and_leaves(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
+def test_first_signal_saves_and_exits(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
     returned, err, run = stopped[name]
     assert returned == code, err
     last = checkpoint.read_link(run / "checkpoints", "last")
@@ -62,8 +62,8 @@ def test_the_first_signal_saves_and_leaves(stopped: dict[str, tuple[int, str, Pa
     assert steps_logged(run) == list(range(1, step + 1))
 
 
-def test_the_same_command_goes_on(stopped: dict[str, tuple[int, str, Path]], text_file: Path) -> None:
-    """With a few more steps than it has; nothing but the end of the run may have changed."""
+def test_same_command_resumes_after_a_signal(stopped: dict[str, tuple[int, str, Path]], text_file: Path) -> None:
+    """Only `training.max_steps` is changed."""
     run = stopped["SIGTERM"][2]
     step = checkpoint.verify(run / "checkpoints" / "last").step
     more = {**ENDLESS, "training.max_steps": 1_000_001}
@@ -78,11 +78,11 @@ def test_the_same_command_goes_on(stopped: dict[str, tuple[int, str, Path]], tex
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM-then-SIGTERM", 143), ("SIGTERM-then-SIGINT", 130)])
-def test_the_second_signal_ends_it_at_once(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
+def test_second_signal_exits_at_once(stopped: dict[str, tuple[int, str, Path]], name: str, code: int) -> None:
     returned, err, run = stopped[name]
     assert returned == code, err
     assert "second signal" in err
-    assert checkpoint.list_checkpoints(run / "checkpoints") == [], "there was no time to save"
+    assert checkpoint.list_checkpoints(run / "checkpoints") == [], "nothing was saved"
 
 
 AT_IMPORT = """
@@ -101,7 +101,7 @@ def hook(event, arguments):
 hook.is_done = False
 sys.addaudithook(hook)
 """
-"""Sends signals to its own process where a module begins to be imported."""
+"""Sends signals to its own process when the import of a module begins."""
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ sys.addaudithook(hook)
         ("bottega.engines.torch.engine", signal.SIGTERM, 85),
     ],
 )
-def test_a_signal_before_the_loop(tmp_path: Path, text_file: Path, module: str, number: int, code: int) -> None:
-    """While modules are imported, data is prepared and the model is built."""
+def test_signal_before_the_training_loop(tmp_path: Path, text_file: Path, module: str, number: int, code: int) -> None:
+    """During imports, data preparation and the construction of the model."""
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
     arguments = words(tmp_path, text_file, name="x")
@@ -128,7 +128,7 @@ def test_a_signal_before_the_loop(tmp_path: Path, text_file: Path, module: str, 
     assert steps_logged(tmp_path / "x") == list(range(1, 9))
 
 
-def test_two_signals_before_the_loop_end_it_at_once(tmp_path: Path, text_file: Path) -> None:
+def test_two_signals_before_the_training_loop_exit_at_once(tmp_path: Path, text_file: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
     both = f"{int(signal.SIGUSR1)} {int(signal.SIGTERM)}"
@@ -139,8 +139,8 @@ def test_two_signals_before_the_loop_end_it_at_once(tmp_path: Path, text_file: P
     assert "second signal" in done.stderr
 
 
-def test_a_library_that_keeps_the_main_thread(tmp_path: Path) -> None:
-    """Python runs no handler while it computes, and it would for an hour."""
+def test_signal_during_a_long_c_call(tmp_path: Path) -> None:
+    """A C call that would take an hour, during which Python runs no signal handler."""
     code = (
         "import hashlib, os, signal, threading\n"
         "from bottega import signals\n"
@@ -191,7 +191,7 @@ def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], t
     assert alive == []
 
 
-def test_a_run_in_use_is_named_by_the_real_command(tmp_path: Path, text_file: Path) -> None:
+def test_run_in_use_is_refused_with_its_process(tmp_path: Path, text_file: Path) -> None:
     run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
     run.until(1)
     second = bottega(words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))

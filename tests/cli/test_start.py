@@ -1,4 +1,4 @@
-"""The command answers at once, and nothing heavy is imported before it is needed."""
+"""Startup: heavy packages are imported only when they are needed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ HEAVY = ("torch", "jax", "transformers", "tensorboard", "wandb", "numpy", "rich"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "allowed", "most"),
+    ("arguments", "allowed", "max_modules"),
     [(["--help"], (), 250), (["recipes"], ("numpy",), 600), (["schema"], ("numpy",), 600)],
 )
-def test_what_answers_at_once_imports_little(arguments: list[str], allowed: tuple[str, ...], most: int) -> None:
-    """Modules are what starting takes its time for; benchmarks/start.py says how long it is."""
+def test_quick_commands_import_few_modules(arguments: list[str], allowed: tuple[str, ...], max_modules: int) -> None:
+    """Startup time is dominated by imports; benchmarks/start.py measures it."""
     look = (
         f"import contextlib, io, json, sys; from bottega import cli\n"
         f"with contextlib.redirect_stdout(io.StringIO()): assert cli.main({arguments!r}) == 0\n"
@@ -28,7 +28,7 @@ def test_what_answers_at_once_imports_little(arguments: list[str], allowed: tupl
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, env=environment())
     loaded = json.loads(done.stdout)
     assert [name for name in HEAVY if name in loaded and name not in allowed] == []
-    assert len(loaded) <= most
+    assert len(loaded) <= max_modules
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,10 @@ def test_importing_loads_no_framework(module: str) -> None:
 
 def test_help_names_every_verb_and_every_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == cli.main([]) == cli.main(["help"]) == 0
-    shown = capsys.readouterr().out
+    output = capsys.readouterr().out
     for name, verb in cli.VERBS.items():
-        assert f"\n  {name} " in shown
-        assert verb.summary in shown
+        assert f"\n  {name} " in output
+        assert verb.summary in output
         with pytest.raises(SystemExit) as ended:
             cli.main([name, "--help"])
         assert ended.value.code == 0
@@ -74,7 +74,7 @@ def test_json_is_one_object_on_standard_output() -> None:
     assert done.stderr == ""
 
 
-def test_output_that_nobody_reads_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     done = subprocess.run(
         f"{' '.join(command(['schema']))} | head -c 10",
         shell=True,

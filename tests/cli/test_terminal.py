@@ -1,4 +1,4 @@
-"""Every verb on a pseudo-terminal: a person sees its answer, and nothing that comes from outside is obeyed by the terminal."""
+"""Every verb on a pseudo-terminal: its output is visible, and escape codes from data never reach the terminal."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bottega import cli
 from pseudo_terminal import run_on_terminal
 
 TITLE = "\x1b]0;owned\x07"
-"""Sets the title of a window; with 52 in place of 0 it would be the clipboard."""
+"""Sets the window title; with 52 instead of 0 it would write the clipboard."""
 HOSTILE = f"{TITLE}\x9b31m\u202e"
 
 
-class Place:
-    """Runs, data and recipes for all verbs, whose names and contents hold escape codes."""
+class HostileFiles:
+    """Runs, data and recipes for all verbs, with escape codes in their names and contents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / f"in{TITLE}out"
@@ -61,8 +61,8 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place(tmp_path_factory.mktemp("terminal"))
+def files(tmp_path_factory: pytest.TempPathFactory) -> HostileFiles:
+    return HostileFiles(tmp_path_factory.mktemp("terminal"))
 
 
 FEW = ("training.max_steps=2", "checkpoint.every=1", "evaluation.every=1")
@@ -100,11 +100,11 @@ CASES: dict[str, Any] = {
         ["lr-find.png"],
     ),
 }
-"""For each verb its arguments, and what of its answer must be on the screen at the end."""
+"""Verb -> (its arguments, texts that must be on the screen at the end)."""
 
 
 def test_every_verb_has_a_case() -> None:
-    assert set(CASES) == set(cli.VERBS), "a new verb needs a look at what a person sees of it"
+    assert set(CASES) == set(cli.VERBS), "a new verb needs a case"
 
 
 STARTS_PROCESSES = ("crossval", "verify-resume")
@@ -113,27 +113,27 @@ STARTS_PROCESSES = ("crossval", "verify-resume")
 @pytest.mark.parametrize(
     "verb", [pytest.param(verb, marks=pytest.mark.slow if verb in STARTS_PROCESSES else ()) for verb in cli.VERBS]
 )
-def test_a_person_sees_the_answer(place: Place, verb: str) -> None:
-    words, expected = CASES[verb]
-    shown = run_on_terminal([str(word) for word in words(place)], cwd=place.folder)
-    assert shown.code == 0, shown.raw
+def test_output_is_visible_and_free_of_escape_codes(files: HostileFiles, verb: str) -> None:
+    arguments_of, expected = CASES[verb]
+    result = run_on_terminal([str(word) for word in arguments_of(files)], cwd=files.folder)
+    assert result.code == 0, result.raw
     for text in expected:
-        assert text in shown.screen, shown.raw
-    assert shown.commands == [], shown.raw
+        assert text in result.screen, result.raw
+    assert result.commands == [], result.raw
     if verb == "train":
-        log = (place.folder / "again" / "log.txt").read_text()
+        log = (files.folder / "again" / "log.txt").read_text()
         assert "alpha" in log or "samples in" in log
         assert not any(sign in log for sign in HOSTILE if not sign.isprintable())
 
 
 @pytest.mark.parametrize("word", [HOSTILE, f"--{HOSTILE}=1", f"{HOSTILE}=1", f"training.{HOSTILE}=2"])
 @pytest.mark.parametrize("verb", [*cli.VERBS, f"no{HOSTILE}verb"])
-def test_what_is_refused_is_named_without_its_escape_codes(
+def test_error_messages_contain_no_escape_codes(
     verb: str, word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code = cli.main([verb, word])
-    found = capsys.readouterr()
-    assert code == 2, found
+    output = capsys.readouterr()
+    assert code == 2, output
     for sign in HOSTILE:
-        assert sign.isprintable() or sign not in found.out + found.err
+        assert sign.isprintable() or sign not in output.out + output.err

@@ -1,4 +1,4 @@
-"""A console that cannot be written ends nothing: training goes on, signals save, and the exit code is the promised one."""
+"""An unwritable console: training continues, signals save, and the exit code is unchanged."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ SINKS = ("full", "closed", "gone")
 
 
 @contextmanager
-def unwritable(kind: str) -> Iterator[Any]:
-    """A file whose every write fails: a full disk, a pipe that nobody reads; None is a closed standard error."""
+def open_unwritable(kind: str) -> Iterator[Any]:
+    """Yield a file whose every write fails (full disk, broken pipe), or None for a closed standard error."""
     if kind == "full":
         with open("/dev/full", "w") as full:
             yield full
@@ -39,7 +39,7 @@ def unwritable(kind: str) -> Iterator[Any]:
         yield None
 
 
-def start(arguments: list[str], sink: Any) -> subprocess.Popen[str] | WarmCommand:
+def start_command(arguments: list[str], sink: Any) -> subprocess.Popen[str] | WarmCommand:
     if sink is not None:
         return WarmCommand(arguments, env=environment(), stderr=sink)
     line = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command(arguments)]
@@ -47,12 +47,12 @@ def start(arguments: list[str], sink: Any) -> subprocess.Popen[str] | WarmComman
 
 
 @pytest.mark.parametrize("kind", SINKS)
-def test_training_goes_on(tmp_path: Path, text_file: Path, kind: str) -> None:
-    with unwritable(kind) as sink:
-        process = start(words(tmp_path, text_file, "--json", name="x"), sink)
+def test_training_continues(tmp_path: Path, text_file: Path, kind: str) -> None:
+    with open_unwritable(kind) as sink:
+        process = start_command(words(tmp_path, text_file, "--json", name="x"), sink)
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0
-    assert '"step": 8' in out, "standard output is another stream"
+    assert '"step": 8' in out, "standard output is unaffected"
     assert steps_logged(tmp_path / "x") == list(range(1, 9))
     log = (tmp_path / "x" / "log.txt").read_text()
     assert "8 steps in" in log
@@ -61,14 +61,14 @@ def test_training_goes_on(tmp_path: Path, text_file: Path, kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "number", "code"), [("gone", signal.SIGINT, 130), ("full", signal.SIGTERM, 85)])
 def test_a_signal_still_saves(tmp_path: Path, text_file: Path, kind: str, number: int, code: int) -> None:
-    """As Ctrl-C on `train ... 2>&1 | tee log`, which ends tee as well."""
+    """As Ctrl-C on `train ... 2>&1 | tee log`, which also ends tee."""
     metrics = tmp_path / "x" / "metrics.jsonl"
-    with unwritable(kind) as sink:
-        process = start(words(tmp_path, text_file, name="x", **ENDLESS), sink)
+    with open_unwritable(kind) as sink:
+        process = start_command(words(tmp_path, text_file, name="x", **ENDLESS), sink)
     deadline = time.monotonic() + 100
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert process.poll() is None, process.returncode
-        assert time.monotonic() < deadline, "it does not begin"
+        assert time.monotonic() < deadline, "training did not start"
         time.sleep(0.02)
     process.send_signal(number)
     process.communicate(timeout=60)
@@ -80,27 +80,27 @@ def test_a_signal_still_saves(tmp_path: Path, text_file: Path, kind: str, number
 
 @pytest.mark.parametrize("kind", SINKS)
 def test_an_error_has_its_exit_code(tmp_path: Path, text_file: Path, kind: str) -> None:
-    with unwritable(kind) as sink:
-        process = start(words(tmp_path, text_file.parent / "absent.txt", name="x"), sink)
+    with open_unwritable(kind) as sink:
+        process = start_command(words(tmp_path, text_file.parent / "absent.txt", name="x"), sink)
         process.communicate(timeout=100)
     assert process.returncode == 3
 
 
-def test_a_result_that_cannot_be_delivered() -> None:
-    """`| head` has had enough, which is no error; on a full disk the answer is lost, and somebody must be told."""
-    with unwritable("gone") as pipe:
+def test_unwritable_standard_output() -> None:
+    """`| head` closes the pipe, which is not an error; a full disk loses the output, which is."""
+    with open_unwritable("gone") as pipe:
         done = subprocess.run(command(["schema"]), env=environment(), stdout=pipe, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (0, "")
-    with unwritable("full") as full:
+    with open_unwritable("full") as full:
         done = subprocess.run(command(["schema"]), env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (5, "bottega: standard output: No space left on device\n")
 
 
-def test_a_live_line_on_a_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """rich draws in a thread of its own, and would end the process when a pipe is closed."""
+def test_progress_line_on_a_closed_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """rich draws in a thread and would end the process when the pipe is closed."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(terminal.ConsoleStream, "isatty", lambda self: True)
-    with unwritable("gone") as pipe:
+    with open_unwritable("gone") as pipe:
         pipe.reconfigure(line_buffering=True)
         monkeypatch.setattr("sys.stderr", pipe)
         console = Console(unit="tokens", log=tmp_path / "log.txt")

@@ -16,29 +16,27 @@ from small_run import different, tensors, train, words, write_text
 
 
 @pytest.fixture
-def answer(capsys: pytest.CaptureFixture[str]) -> Any:
-    def ask(*arguments: object) -> Any:
+def run_json(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: object) -> Any:
         capsys.readouterr()
         assert cli.main([*map(str, arguments), "--json"]) == 0
         return json.loads(capsys.readouterr().out)
 
-    return ask
+    return run
 
 
-def test_the_same_command_resumes_and_a_finished_run_is_left_alone(
-    answer: Any, tmp_path: Path, text_file: Path
-) -> None:
-    first = answer(*words(tmp_path, text_file, "--quiet"))
+def test_finished_run_is_not_trained_again(run_json: Any, tmp_path: Path, text_file: Path) -> None:
+    first = run_json(*words(tmp_path, text_file, "--quiet"))
     assert first["step"] == 8
     assert set(first["metrics"]) == {"loss", "bits_per_byte", "perplexity"}
     run = Path(first["run"])
     stamps = {path: path.stat().st_mtime_ns for path in run.glob("checkpoints/step-*/*")}
-    again = answer(*words(tmp_path, text_file, "--quiet"))
+    again = run_json(*words(tmp_path, text_file, "--quiet"))
     assert again == {**first, "metrics": pytest.approx(first["metrics"])}
     assert {path: path.stat().st_mtime_ns for path in run.glob("checkpoints/step-*/*")} == stamps
 
 
-def test_what_a_run_leaves(finished_run: Path) -> None:
+def test_files_of_a_finished_run(finished_run: Path) -> None:
     names = {path.name for path in finished_run.iterdir()}
     assert names == {"recipe.yaml", "environment.json", "metrics.jsonl", "log.txt", "checkpoints", "processor", "LOCK"}
     assert {path.name for path in (finished_run / "checkpoints").iterdir()} == {
@@ -47,30 +45,30 @@ def test_what_a_run_leaves(finished_run: Path) -> None:
         "last",
         "best",
     }
-    facts = json.loads((finished_run / "environment.json").read_text())
-    assert facts["packages"].keys() >= {"torch", "numpy"}
+    environment = json.loads((finished_run / "environment.json").read_text())
+    assert environment["packages"].keys() >= {"torch", "numpy"}
     from bottega.tasks.recipes import load_recipe
 
     assert load_recipe([finished_run / "recipe.yaml"]).recipe.run_name() == "finished", "reloadable"
 
 
-def test_evaluate_gives_what_the_training_measured(answer: Any, finished_run: Path, tmp_path: Path) -> None:
+def test_evaluate_matches_the_training_log(run_json: Any, finished_run: Path, tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (finished_run / "metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if row["kind"] == "eval"][-1]
-    said = answer("evaluate", finished_run, "--checkpoint", "last", "--output_dir", tmp_path / "out")
-    assert said["metrics"] == pytest.approx({name: measured[name] for name in said["metrics"]}, rel=1e-6)
-    named = {name: said[name] for name in ("split", "samples", "data", "checkpoint")}
-    assert named["split"] == "validation"
-    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {**said["metrics"], **named}
-    other = answer("evaluate", finished_run, "--data", write_text(tmp_path / "other.txt", seed=5))
-    assert other["metrics"]["loss"] != said["metrics"]["loss"]
+    report = run_json("evaluate", finished_run, "--checkpoint", "last", "--output_dir", tmp_path / "out")
+    assert report["metrics"] == pytest.approx({name: measured[name] for name in report["metrics"]}, rel=1e-6)
+    details = {name: report[name] for name in ("split", "samples", "data", "checkpoint")}
+    assert details["split"] == "validation"
+    assert json.loads((tmp_path / "out" / "metrics.json").read_text()) == {**report["metrics"], **details}
+    other = run_json("evaluate", finished_run, "--data", write_text(tmp_path / "other.txt", seed=5))
+    assert other["metrics"]["loss"] != report["metrics"]["loss"]
 
 
-def test_generate_is_a_function_of_its_seed(answer: Any, finished_run: Path, tmp_path: Path) -> None:
+def test_generate_is_deterministic_for_a_seed(run_json: Any, finished_run: Path, tmp_path: Path) -> None:
     options = ["generate", finished_run, "--prompt", "alpha", "--max_tokens", 12, "--count", 2]
-    a, b = answer(*options, "--seed", 3, "--out", tmp_path / "t.txt"), answer(*options, "--seed", 3)
+    a, b = run_json(*options, "--seed", 3, "--out", tmp_path / "t.txt"), run_json(*options, "--seed", 3)
     assert a == b
-    assert a != answer(*options, "--seed", 4)
+    assert a != run_json(*options, "--seed", 4)
     assert len(a["texts"]) == 2
     assert all(text.startswith("alpha") for text in a["texts"])
     assert (tmp_path / "t.txt").read_text() == "\n\n".join(a["texts"]) + "\n"
@@ -81,15 +79,15 @@ def test_a_single_prompt_streams(finished_run: Path, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().out.startswith("beta")
 
 
-def test_export_is_for_the_ecosystem(answer: Any, finished_run: Path, tmp_path: Path) -> None:
-    folder = Path(answer("export", finished_run, "--out", tmp_path / "final")["folder"])
+def test_export_has_the_transformers_files(run_json: Any, finished_run: Path, tmp_path: Path) -> None:
+    folder = Path(run_json("export", finished_run, "--out", tmp_path / "final")["folder"])
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= {
         path.name for path in folder.iterdir()
     }
     assert not [path for path in folder.rglob("*") if path.suffix in (".bin", ".pt", ".pkl")]
 
 
-def test_averaged_weights_are_the_ones_that_are_used(tmp_path: Path, text_file: Path) -> None:
+def test_ema_weights_are_loaded(tmp_path: Path, text_file: Path) -> None:
     run = train(tmp_path, text_file, name="ema", **{"training.ema": 0.5}).path
     saved = bottega.load(run, checkpoint="last")
     folder = checkpoint.read_link(run / "checkpoints", "last")
@@ -101,7 +99,7 @@ def test_averaged_weights_are_the_ones_that_are_used(tmp_path: Path, text_file: 
     assert saved.evaluate()["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-6)
 
 
-def test_weights_that_merely_lie_in_a_checkpoint_are_not_read(tmp_path: Path, text_file: Path) -> None:
+def test_stray_ema_file_is_not_loaded(tmp_path: Path, text_file: Path) -> None:
     run = train(tmp_path, text_file, name="plain").path
     before = bottega.load(run).evaluate()
     best = checkpoint.read_link(run / "checkpoints", "best")
@@ -111,14 +109,14 @@ def test_weights_that_merely_lie_in_a_checkpoint_are_not_read(tmp_path: Path, te
     assert bottega.load(run).evaluate() == before
 
 
-def test_half_precision_of_a_gpu_opens_on_a_cpu(tmp_path: Path, text_file: Path) -> None:
+def test_fp16_run_opens_on_a_cpu(tmp_path: Path, text_file: Path) -> None:
     run = train(tmp_path, text_file, name="half").path
     recipe = run / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("mixed_precision: auto", "mixed_precision: fp16"))
     assert bottega.load(run, device="cpu").evaluate()["loss"] > 0
 
 
-def test_resume_from_another_run_goes_on_from_its_state(tmp_path: Path, text_file: Path, finished_run: Path) -> None:
+def test_resume_from_another_run_continues_its_state(tmp_path: Path, text_file: Path, finished_run: Path) -> None:
     longer = {"training.max_steps": 12, "training.scheduler.name": "constant"}
     assert cli.main(words(tmp_path, text_file, "--quiet", f"--resume_from={finished_run}", name="next", **longer)) == 0
     steps = [json.loads(line)["step"] for line in (tmp_path / "next" / "metrics.jsonl").read_text().splitlines()]
@@ -126,7 +124,7 @@ def test_resume_from_another_run_goes_on_from_its_state(tmp_path: Path, text_fil
     assert different(tensors(finished_run), tensors(tmp_path / "next")) != []
 
 
-def test_as_a_library(tmp_path: Path, text_file: Path) -> None:
+def test_python_api(tmp_path: Path, text_file: Path) -> None:
     run = train(tmp_path, text_file, name="library")
     assert run.step == 8
     assert run.path == tmp_path / "library"

@@ -1,4 +1,4 @@
-"""The atomic writer: whatever moment a process dies at, a file or a folder is the old one, the new one, or not there."""
+"""Atomic writes: whenever a process dies, a file or folder is the old version, the new version, or absent."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ OPERATIONS = ("rename", "replace", "fsync", "mkdir", "unlink", "rmdir")
 
 
 class Death(BaseException):
-    """The process ends here: every later operation fails too, so nothing is cleaned up."""
+    """Simulated death of the process: every later operation fails too, so nothing is cleaned up."""
 
 
 def die_at_each(work: Callable[[], None], check: Callable[[int], None]) -> int:
-    """Run `work` until it survives, dying before the first operation, the second, and so on; `check` looks each time."""
+    """Run `work` with a death before operation 1, 2, ... until it completes; call `check` after each death."""
     number = 0
     while True:
         number += 1
@@ -57,7 +57,7 @@ def die_at_each(work: Callable[[], None], check: Callable[[int], None]) -> int:
         check(number)
 
 
-def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+def test_file_is_the_old_or_the_new_version_after_a_death(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
 
@@ -66,11 +66,11 @@ def test_a_file_is_the_old_one_or_the_new_one(tmp_path: Path) -> None:
         remove_leftovers(tmp_path)
         assert os.listdir(tmp_path) == ["a.json"]
 
-    assert die_at_each(lambda: write_atomic(path, "new"), check) > 2, "the operations were seen"
+    assert die_at_each(lambda: write_atomic(path, "new"), check) > 2, "the operations were intercepted"
     assert path.read_bytes() == b"new"
 
 
-def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_synced_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     flush, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (events.append("fsync"), flush(handle))[1])
@@ -80,7 +80,7 @@ def test_a_file_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: p
     assert (tmp_path / "new" / "a.bin").read_bytes() == b"\0\xff"
 
 
-def test_a_temporary_name_has_the_ending_of_the_file(tmp_path: Path) -> None:
+def test_temporary_name_keeps_the_suffix(tmp_path: Path) -> None:
     with replacing_file(tmp_path / "a.png") as temporary:
         assert temporary.suffix == ".png"
         temporary.write_bytes(b"")
@@ -90,16 +90,16 @@ def test_a_temporary_name_has_the_ending_of_the_file(tmp_path: Path) -> None:
     for name in ("a.png", "a.tar.gz", "step-00000001"):
         remove_leftovers(tmp_path, name)
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.png", left[-1]]), (
-        "each is told by the name it was made of"
+        "temporary files are matched by their target's name"
     )
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_a_folder_is_the_old_one_or_the_new_one(
+def test_folder_is_the_old_or_the_new_version_after_a_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(durable, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(durable, "_exchange", lambda first, second: False)
     target = tmp_path / "out"
     target.mkdir()
     (target / "old.txt").write_text("old")
@@ -115,11 +115,11 @@ def test_a_folder_is_the_old_one_or_the_new_one(
         names = sorted(path.name for path in target.rglob("*"))
         assert names in (["old.txt"], ["deep", "new.txt"]), f"operation {number}"
 
-    assert die_at_each(work, check) > 5, "the operations were seen"
+    assert die_at_each(work, check) > 5, "the operations were intercepted"
     assert sorted(path.name for path in target.rglob("*")) == ["deep", "new.txt"]
 
 
-def test_what_is_written_is_gone_after_an_error(tmp_path: Path) -> None:
+def test_partial_folder_is_removed_after_an_error(tmp_path: Path) -> None:
     def fail(folder: Callable[[Path], AbstractContextManager[Path]]) -> None:
         with folder(tmp_path / "out") as temporary:
             (temporary / "half").write_text("half")
@@ -134,10 +134,10 @@ def test_what_is_written_is_gone_after_an_error(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [], "an empty folder replaces nothing"
 
 
-def test_a_folder_that_is_there_can_be_kept(tmp_path: Path) -> None:
+def test_existing_folder_is_not_replaced(tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
-    with writing_folder(target, replace=False) as temporary:  # an empty folder is as good as none
+    with writing_folder(target, replace=False) as temporary:  # an empty folder counts as absent
         (temporary / "first").write_text("1")
     with pytest.raises(FileExistsError, match="out"), writing_folder(target, replace=False) as temporary:
         (temporary / "second").write_text("2")
@@ -145,7 +145,7 @@ def test_a_folder_that_is_there_can_be_kept(tmp_path: Path) -> None:
     assert os.listdir(target) == ["first"]
 
 
-def test_long_work_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+def test_resumable_folder_continues_after_an_interrupt(tmp_path: Path) -> None:
     target = tmp_path / "entry"
 
     def interrupt() -> None:
@@ -163,7 +163,7 @@ def test_long_work_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
     assert sorted(os.listdir(target)) == ["part", "rest"]
 
 
-def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
+def test_remove_leftovers_spares_other_writers(tmp_path: Path) -> None:
     with scratch_folder(tmp_path / "out") as temporary:
         remove_leftovers(tmp_path)
         assert temporary.is_dir()
@@ -174,7 +174,7 @@ def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_private_folder_is_private(tmp_path: Path) -> None:
+def test_folder_mode_is_applied(tmp_path: Path) -> None:
     with writing_folder(tmp_path / "step-00000001", mode=0o700) as temporary:
         (temporary / "a").write_text("")
     assert (tmp_path / "step-00000001").stat().st_mode & 0o777 == 0o700

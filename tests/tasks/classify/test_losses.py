@@ -14,7 +14,7 @@ from bottega.tasks.classify import losses
 from bottega.tasks.classify.config import LossOptions
 from bottega.tasks.classify.losses import LossName, find_loss, loss_names
 from bottega.tasks.classify.losses.base import ClassificationLoss
-from one_more_file import run_with_file
+from package_with_file import run_with_file
 
 NEW = '''
 import torch.nn.functional as F

@@ -15,7 +15,7 @@ from bottega.tasks.generation.config import Generator
 from bottega.tasks.generation.objectives import ObjectiveName, find_objective, objective_names
 from bottega.tasks.generation.objectives.base import Objective
 from bottega.tasks.generation.paths import NoisePath as NoisePath
-from one_more_file import run_with_file
+from package_with_file import run_with_file
 
 FOLDER = Path(objectives.__file__).parent
 NEW = '''

@@ -1,6 +1,6 @@
-"""A store behind https:// that opens to a signature or a password only.
+"""A fake https:// file system that requires a signature or a password.
 
-It stands in for fsspec's own, which needs a network package and a server.
+It replaces the one of fsspec, which needs a network package and a server.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from urllib.parse import parse_qs, urlsplit
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-FOLDER = "BOTTEGA_TEST_FAR"
-"""The environment variable with the folder whose files are served."""
+FOLDER = "BOTTEGA_TEST_REMOTE"
+"""Environment variable with the folder of the remote files."""
 SECRETS = "BOTTEGA_TEST_SECRETS"
-"""The environment variable with the signatures and passwords that are valid, separated by blanks."""
+"""Environment variable with the valid signatures and passwords, separated by spaces."""
 
 
-class FarStore(AbstractFileSystem):
-    """Every address is a file of the folder by its last name."""
+class RemoteStore(AbstractFileSystem):
+    """Maps every URL to the file in the folder with the same name."""
 
     protocol: ClassVar[tuple[str, ...]] = ("http", "https")
     cachable = False
@@ -31,8 +31,8 @@ class FarStore(AbstractFileSystem):
 
     def _file(self, address: str) -> Path:
         parts = urlsplit(address)
-        offered = {*parse_qs(parts.query).get("sig", ()), parts.password}
-        if not offered & set(os.environ[SECRETS].split()):
+        credentials = {*parse_qs(parts.query).get("sig", ()), parts.password}
+        if not credentials & set(os.environ[SECRETS].split()):
             raise PermissionError(f"403 for {address}")
         return Path(os.environ[FOLDER], Path(parts.path).name)
 
@@ -48,4 +48,4 @@ class FarStore(AbstractFileSystem):
 
 def register() -> None:
     for scheme in ("http", "https"):
-        fsspec.register_implementation(scheme, FarStore, clobber=True)
+        fsspec.register_implementation(scheme, RemoteStore, clobber=True)
