@@ -80,11 +80,11 @@ class RecordingModel(nn.Module):
 
     def __init__(self, answer: Tensor | None = None) -> None:
         super().__init__()
-        self.asked: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
         self.answer = answer
 
-    def forward(self, x: Tensor, time: Tensor, **asked: Any) -> Tensor:
-        self.asked.append({"x": x, "time": time, **asked})
+    def forward(self, x: Tensor, time: Tensor, **condition: Any) -> Tensor:
+        self.calls.append({"x": x, "time": time, **condition})
         return torch.zeros_like(x) if self.answer is None else self.answer
 
 
@@ -117,7 +117,7 @@ def test_the_model_input_lies_on_the_noise_path() -> None:
     generation, spy, batch, random = task(), RecordingModel(), rows(np.arange(8)), rng(8)
     total = compute_loss(generation, {"model": spy}, batch, random)
     noise, t = random.normal("noise", (4, 4, 1)), torch.sigmoid(random.normal("time"))
-    (inputs,) = spy.asked
+    (inputs,) = spy.calls
     level = t.view(-1, 1, 1, 1)
     torch.testing.assert_close(inputs["x"], (1 - level) * batch["image"] + level * noise)
     torch.testing.assert_close(inputs["time"], 1000 * t)
@@ -174,7 +174,7 @@ def test_noise_differs_between_steps_and_evaluation() -> None:
 def test_conditions_are_dropped_at_the_configured_rate(dropout: float) -> None:
     generation, spy, count = task(condition_dropout=dropout), RecordingModel(), 4000
     compute_loss(generation, {"model": spy}, rows(np.arange(count), source(count)), rng(count))
-    fraction = spy.asked[0]["drop"].float().mean().item()
+    fraction = spy.calls[0]["drop"].float().mean().item()
     # Four standard deviations of a fraction of 4,000.
     assert fraction == pytest.approx(dropout, abs=4 * (dropout * (1 - dropout) / count) ** 0.5)
 
@@ -185,7 +185,7 @@ def test_a_dropped_caption_is_replaced_by_the_empty_one() -> None:
     compute_loss(generation, {"model": spy}, batch, rng(11))
     dropped = rng(11).uniform("drop") < 0.5
     assert 0 < dropped.sum() < 11
-    (inputs,) = spy.asked
+    (inputs,) = spy.calls
     assert (inputs["input_ids"][dropped] == 0).all()
     assert inputs["mask"][dropped].tolist() == [[True] + [False] * (WORDS - 1)] * int(dropped.sum())
     assert torch.equal(inputs["input_ids"][~dropped], batch["input_ids"][~dropped].long())
@@ -219,7 +219,7 @@ def test_min_snr_weighs_each_sample(objective: Any) -> None:
     assert min(weights) < 0.5 < max(weights)
 
 
-@pytest.mark.parametrize("frames", [False, True], ids=["picture", "clip"])
+@pytest.mark.parametrize("frames", [False, True], ids=["image", "video"])
 @pytest.mark.parametrize("kind", CONDITIONS)
 def test_the_gradient_reaches_every_parameter(kind: str, frames: bool) -> None:
     """From the third step on: zero-initialised layers block the gradient of the layers before them at first."""
@@ -299,8 +299,8 @@ def test_guidance_interpolates_conditional_and_unconditional_predictions(kind: s
 def test_guidance_of_one_needs_a_single_forward() -> None:
     generation, spy = task(), RecordingModel()
     sample_rows(generation, {"model": spy}, range(3), method="euler")
-    assert len(spy.asked) == 4
-    assert not any(call["drop"].any() for call in spy.asked)
+    assert len(spy.calls) == 4
+    assert not any(call["drop"].any() for call in spy.calls)
 
 
 def test_a_trained_model_samples_the_requested_class() -> None:

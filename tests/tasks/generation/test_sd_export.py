@@ -83,13 +83,13 @@ def test_the_pipeline_matches_our_samples(folder: Path, pipeline: Any) -> None:
         output_type="np",
     ).images
 
-    class Given:
+    class FixedNoise:
         def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return start
 
     tokens = CaptionTokenizer(folder / "tokenizer", len(task.empty_text)).encode(PROMPTS)
     batch = {name: torch.from_numpy(rows) for name, rows in tokens.items()}
-    rng: Any = Given()
+    rng: Any = FixedNoise()
     swapped = {name: rows.flip(0) for name, rows in batch.items()}
     with torch.no_grad():
         expected, other = (
