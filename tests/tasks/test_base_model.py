@@ -52,8 +52,15 @@ def home(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fine_tune(home: Path, *, technique: Any = LORA, start: str = "runs/tb", **changes: Any) -> Path:
     text = small_run.write_text(home.parent / "other.txt", seed=1)
-    own = {"output_dir": "runs", "name": "k1", "data.train.path": str(text), "model.from": start}
-    settings = {**LANGUAGE, **EMPTY, **STEADY, **own, "techniques": [technique] if technique else [], **changes}
+    run_settings = {"output_dir": "runs", "name": "k1", "data.train.path": str(text), "model.from": start}
+    settings = {
+        **LANGUAGE,
+        **EMPTY,
+        **STEADY,
+        **run_settings,
+        "techniques": [technique] if technique else [],
+        **changes,
+    }
     return bottega.train("language/shakespeare", settings).path
 
 

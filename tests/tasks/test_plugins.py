@@ -65,8 +65,8 @@ def weights(run: Path) -> dict[str, np.ndarray]:
     return load_file(run / "checkpoints" / "last" / "model.safetensors")
 
 
-def train(project: Path, *more: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return bottega(["train", "houses.yaml", *SMALL, *FLAG, *more], cwd=project, **options)  # type: ignore[arg-type]
+def train(project: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    return bottega(["train", "houses.yaml", *SMALL, *FLAG, *arguments], cwd=project, **options)  # type: ignore[arg-type]
 
 
 def test_the_example_plugin_stays_short(project: Path) -> None:
@@ -127,26 +127,26 @@ def test_an_edited_encoder_is_a_data_change(project: Path) -> None:
 @pytest.mark.slow
 def test_plugin_resume_is_bitwise_equal_after_a_kill(project: Path) -> None:
     command = ["verify-resume", "houses.yaml", *FLAG, "--steps", "12", "--kills", "1"]
-    done = bottega(command, cwd=project)
-    assert done.returncode == 0, done.stderr
-    assert "equal bit for bit" in done.stderr
+    process = bottega(command, cwd=project)
+    assert process.returncode == 0, process.stderr
+    assert "equal bit for bit" in process.stderr
 
 
 @pytest.mark.slow
 def test_cross_validation_passes_the_plugin_to_each_fold(project: Path) -> None:
-    done = bottega(["crossval", "houses.yaml", "--folds", "2", "--json", *SMALL, *FLAG], cwd=project)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["folds"] == 2
+    process = bottega(["crossval", "houses.yaml", "--folds", "2", "--json", *SMALL, *FLAG], cwd=project)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["folds"] == 2
 
 
 def test_two_ranks_train_the_same_weights_as_one(project: Path) -> None:
     assert train(project, "name=one").returncode == 0
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "bottega"]
     command = ["train", "houses.yaml", *SMALL, *FLAG, "name=two"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*launch, *command], cwd=project, capture_output=True, text=True, env=environment(), timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     single, distributed = weights(project / "runs" / "one"), weights(project / "runs" / "two")
     assert all(np.allclose(single[name], distributed[name], atol=1e-4) for name in single)
 
@@ -172,18 +172,18 @@ def test_a_dependency_is_trained_with_the_plugin(project: Path) -> None:
     )
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "bottega"]
     command = ["train", "built.yaml", *SMALL, *FLAG, "name=built"]
-    done = subprocess.run(
+    process = subprocess.run(
         [*launch, *command], cwd=project, capture_output=True, text=True, env=environment(), timeout=200
     )
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     assert len(list((project / "runs" / "parts").glob("*/recipe.yaml"))) == 1
 
 
 def test_data_workers_import_the_plugin(project: Path) -> None:
     """The encoder is a class of the plugin, and a large table is prepared in worker processes."""
     first = "import bottega.data.prepare.jobs as jobs; jobs.WORTH_PROCESSES = 0; jobs._workers = lambda jobs: 2"
-    done = train(project, "name=a", "data.workers=1", first=first)
-    assert done.returncode == 0, done.stderr
+    process = train(project, "name=a", "data.workers=1", first=first)
+    assert process.returncode == 0, process.stderr
 
 
 def install(folder: Path, value: str, name: str = "houses") -> None:
@@ -201,8 +201,8 @@ def test_an_installed_package_needs_no_flag(project: Path) -> None:
     (project / "regression.py").unlink()
     install(packages, "house_models:TASK")
     path = environment(PYTHONPATH=str(packages) + ":" + environment()["PYTHONPATH"])
-    done = bottega(["train", "houses.yaml", *SMALL, "name=a"], cwd=project, env=path, cold=True)
-    assert done.returncode == 0, done.stderr
+    process = bottega(["train", "houses.yaml", *SMALL, "name=a"], cwd=project, env=path, cold=True)
+    assert process.returncode == 0, process.stderr
     recorded = json.loads((project / "runs" / "a" / "environment.json").read_text())["plugin"]
     assert recorded["name"] == "houses 1.2"
     assert "path" not in recorded
@@ -228,16 +228,16 @@ def test_a_plugin_file_is_loaded_by_path_and_not_from_the_working_directory(proj
     (project / "regression.py").write_text("raise RuntimeError('not this one')\n")
     command = ["train", "houses.yaml", *SMALL, "--plugin", "there/../there/regression.py", "name=a"]
     for cold in (False, True):
-        done = bottega(command, cwd=project, cold=cold)
-        assert done.returncode == 0, done.stderr
+        process = bottega(command, cwd=project, cold=cold)
+        assert process.returncode == 0, process.stderr
 
 
 def test_an_error_in_a_plugin_names_its_line(project: Path) -> None:
     plugin = project / "regression.py"
     plugin.write_text(plugin.read_text().replace("squares = (error /", "squares = (eror /"))
-    done = train(project)
-    assert done.returncode == 1
-    assert re.search(r"bottega: plugin regression.py, line \d+, in loss: NameError: name 'eror'", done.stderr)
+    process = train(project)
+    assert process.returncode == 1
+    assert re.search(r"bottega: plugin regression.py, line \d+, in loss: NameError: name 'eror'", process.stderr)
     plugin.write_text(
         plugin.read_text().replace("(squares * counted).sum(), 1.0", "squares * counted, 1.0").replace("eror", "error")
     )
@@ -247,9 +247,9 @@ def test_an_error_in_a_plugin_names_its_line(project: Path) -> None:
 def test_invalid_samples_to_predict_are_refused(project: Path) -> None:
     assert train(project, "name=a").returncode == 0
     (project / "new.csv").write_text("area,rooms,age\n5,1,2\n1,red,3\n")
-    done = bottega(["predict", "runs/a", "new.csv", *FLAG], cwd=project)
-    assert done.returncode == 3
-    assert "new.csv, line 3: rooms is 'red', which is not a number" in done.stderr
+    process = bottega(["predict", "runs/a", "new.csv", *FLAG], cwd=project)
+    assert process.returncode == 3
+    assert "new.csv, line 3: rooms is 'red', which is not a number" in process.stderr
     evaluated = bottega(["evaluate", "runs/a", "--data", "new.csv", *FLAG], cwd=project)
     assert evaluated.returncode == 3
     assert "no column 'price'" in evaluated.stderr
@@ -257,8 +257,8 @@ def test_invalid_samples_to_predict_are_refused(project: Path) -> None:
 
 def test_repeated_rows_are_counted(project: Path) -> None:
     (project / "houses.csv").write_text("area,rooms,age,price\n" + "1,2,3,4\n" * 4 + "5,6,7,8\n")
-    done = bottega(["data", "houses.yaml", "--json", "data.validation=null", *FLAG], cwd=project)
-    assert json.loads(done.stdout)["duplicates"] == {"train": 3}
+    process = bottega(["data", "houses.yaml", "--json", "data.validation=null", *FLAG], cwd=project)
+    assert json.loads(process.stdout)["duplicates"] == {"train": 3}
 
 
 def test_a_recipe_never_loads_code(project: Path) -> None:
@@ -337,6 +337,6 @@ def test_a_plugin_is_loaded_once_and_passed_to_children(project: Path, tasks: Ta
 
 
 def test_an_unknown_task_suggests_the_plugin_flag(project: Path) -> None:
-    done = bottega(["train", "houses.yaml"], cwd=project)
-    assert done.returncode == 2
-    assert "got 'regression'; to use a task of a plugin, add --plugin FILE" in done.stderr
+    process = bottega(["train", "houses.yaml"], cwd=project)
+    assert process.returncode == 2
+    assert "got 'regression'; to use a task of a plugin, add --plugin FILE" in process.stderr

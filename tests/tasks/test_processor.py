@@ -32,15 +32,15 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def open_workload(which: str, folder: Path, **changes: Any) -> Any:
-    write_data, settings = RUNS[which]
+def open_workload(case: str, folder: Path, **changes: Any) -> Any:
+    write_data, settings = RUNS[case]
     recipe = load_recipe([{**settings, "data.train.path": str(write_data(folder)), **changes}]).recipe
     return registry.open_workload(recipe, progress=lambda *_: None)
 
 
-@pytest.mark.parametrize("which", RUNS)
-def test_truncated_files_are_refused_and_written_again(which: str, tmp_path: Path) -> None:
-    workload, processor = open_workload(which, tmp_path), tmp_path / "processor"
+@pytest.mark.parametrize("case", RUNS)
+def test_truncated_files_are_refused_and_written_again(case: str, tmp_path: Path) -> None:
+    workload, processor = open_workload(case, tmp_path), tmp_path / "processor"
     workload.processor.save(processor)
     assert workload.processor.is_saved(processor)
     for file in sorted(processor.iterdir()):
@@ -56,10 +56,10 @@ def test_truncated_files_are_refused_and_written_again(which: str, tmp_path: Pat
             assert file.read_bytes() == original
 
 
-@pytest.mark.parametrize("which", [which for which in RUNS if which.endswith("audio")])
-def test_rounding_of_the_mel_mean_is_accepted(which: str, tmp_path: Path) -> None:
-    """Another CPU sums in another order."""
-    workload, processor = open_workload(which, tmp_path), tmp_path / "processor"
+@pytest.mark.parametrize("case", [case for case in RUNS if case.endswith("audio")])
+def test_rounding_of_the_mel_mean_is_accepted(case: str, tmp_path: Path) -> None:
+    """Another CPU sums in a different order."""
+    workload, processor = open_workload(case, tmp_path), tmp_path / "processor"
     workload.processor.save(processor)
     file = processor / "mel.json"
     original = json.loads(file.read_text())
@@ -75,20 +75,20 @@ def test_rounding_of_the_mel_mean_is_accepted(which: str, tmp_path: Path) -> Non
         workload.processor.is_saved(processor)
 
 
-@pytest.mark.parametrize("which", ["image_vae", "image_tokens", "classify"])
-def test_other_image_sizes_are_refused(which: str, tmp_path: Path) -> None:
-    open_workload(which, tmp_path).processor.save(tmp_path / "processor")
+@pytest.mark.parametrize("case", ["image_vae", "image_tokens", "classify"])
+def test_other_image_sizes_are_refused(case: str, tmp_path: Path) -> None:
+    open_workload(case, tmp_path).processor.save(tmp_path / "processor")
     with pytest.raises(DataError, match="other sizes or classes"):
-        open_workload(which, tmp_path, **{"data.image_size": 16}).processor.is_saved(tmp_path / "processor")
+        open_workload(case, tmp_path, **{"data.image_size": 16}).processor.is_saved(tmp_path / "processor")
 
 
-@pytest.mark.parametrize("which", ["image_vae", "image_tokens", "classify", "image"])
-def test_images_of_another_aspect_ratio_are_refused(which: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["image_vae", "image_tokens", "classify", "image"])
+def test_images_of_another_aspect_ratio_are_refused(case: str, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for height, width in ((8, 16), (16, 8)):
         image = rng.integers(0, 256, (36, height, width), np.uint8)
         np.savez(tmp_path / f"{height}.npz", image=image, label=np.array(small_media.NAMES)[np.arange(36) % 3])
-    workload = open_workload(which, tmp_path, **{"data.train.path": str(tmp_path / "8.npz")})
+    workload = open_workload(case, tmp_path, **{"data.train.path": str(tmp_path / "8.npz")})
     assert len(workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "8.npz"))))) == 36
     with pytest.raises(DataError, match=r"16\.npz: is of 16 x 8 x 1, and this run has learnt from 8 x 16 x 1"):
         workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "16.npz"))))

@@ -62,20 +62,20 @@ rows = st.lists(
 
 
 @given(rows)
-def test_the_loss_is_binary_cross_entropy_over_the_counted_pairs(drawn: list[Any]) -> None:
-    batch = build_batch([[True, *counted] for _, counted, _ in drawn], [weight for *_, weight in drawn])
-    output = TASK.loss({"model": fixed_model([s for s, _, _ in drawn])}, batch, RNG)
+def test_the_loss_is_binary_cross_entropy_over_the_counted_pairs(examples: list[Any]) -> None:
+    batch = build_batch([[True, *counted] for _, counted, _ in examples], [weight for *_, weight in examples])
+    output = TASK.loss({"model": fixed_model([s for s, _, _ in examples])}, batch, RNG)
     expected = correct = 0.0
-    for scores, counted, weight in drawn:
+    for scores, counted, weight in examples:
         probabilities = [1 / (1 + math.exp(-s)) for s in scores]
         others = [-math.log1p(-p) for p, counts in zip(probabilities[1:], counted, strict=True) if counts]
         expected += weight * (-math.log(probabilities[0]) + sum(others)) / 4
         rivals = [s for s, counts in zip(scores[1:], counted, strict=True) if counts]
         correct += weight * all(scores[0] > rival for rival in rivals)
     assert output.terms["loss"][0].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    assert [part.item() for part in output.metrics["accuracy"]] == [correct, sum(weight for *_, weight in drawn)]
+    assert [part.item() for part in output.metrics["accuracy"]] == [correct, sum(weight for *_, weight in examples)]
     host = {name: value.numpy() for name, value in batch.items()}
-    assert TASK.counts(host) == {"loss": sum(weight for *_, weight in drawn)}
+    assert TASK.counts(host) == {"loss": sum(weight for *_, weight in examples)}
 
 
 def real_batch() -> dict[str, torch.Tensor]:

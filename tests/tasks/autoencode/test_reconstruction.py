@@ -69,10 +69,10 @@ def test_sums_and_counts_do_not_depend_on_the_split(name: str) -> None:
 def test_padding_rows_do_not_count(name: str) -> None:
     task, images = TASKS[name], smooth_images(3)
     models = build_models(task, 0)
-    alone = {"image": images[:2]}
+    single = {"image": images[:2]}
     padded = {"image": images, "weight": np.array([1, 1, 0], np.float32)}
-    assert task.counts(padded) == task.counts(alone)
-    with_padding, without_padding = compute_loss(task, models, padded), compute_loss(task, models, alone)
+    assert task.counts(padded) == task.counts(single)
+    with_padding, without_padding = compute_loss(task, models, padded), compute_loss(task, models, single)
     for term in with_padding.terms:
         assert with_padding.terms[term][0].item() == pytest.approx(without_padding.terms[term][0].item(), rel=1e-6)
     for metric in with_padding.metrics:
@@ -114,7 +114,7 @@ def test_summary_adds_psnr() -> None:
     assert unit.summary({"mse": 0.01})["psnr"] == pytest.approx(20.0)
 
 
-def test_usage_counts_codes() -> None:
+def test_code_usage_and_perplexity() -> None:
     assert measure_code_usage(np.arange(8).reshape(2, 2, 2), 8) == {
         "codes_used": 1.0,
         "code_perplexity": pytest.approx(8.0),

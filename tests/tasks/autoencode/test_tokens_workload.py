@@ -241,7 +241,7 @@ def test_the_language_model_opens_in_transformers(run: Path, tmp_path: Path) -> 
         torch.testing.assert_close(theirs(tokens).logits, models["model"](tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tokenizer: Path, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal(tokenizer: Path, tmp_path: Path) -> None:
     options = {"model.tokenizer": str(tokenizer), "training.scheduler.name": "constant", "name": "resumed"}
     options |= {"training.ema": 0.9, "model.dropout": 0.1}
     straight = train_generator(tmp_path / "a", **options)

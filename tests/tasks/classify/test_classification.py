@@ -218,7 +218,7 @@ def test_multi_label_metrics_match_their_definitions() -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_rows_are_scored(several: bool) -> None:
+def test_score_returns_the_classification_metrics(several: bool) -> None:
     classifier, batch = task(multi_label=several), host_batch(60)
     models = build_models(classifier, 0)
     rows = {name: array.numpy() for name, array in classifier.loss(models, on_device(batch), noise(0, 60)).rows.items()}

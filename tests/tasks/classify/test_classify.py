@@ -48,11 +48,11 @@ def test_the_mean_does_not_depend_on_the_split() -> None:
 
 def test_padding_rows_do_not_count_even_if_they_are_nan() -> None:
     models, batch = build_models(TASK, 0), host_batch(2)
-    alone = {name: array[:1] for name, array in batch.items()}
+    single = {name: array[:1] for name, array in batch.items()}
     padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
     padded["image"] = np.concatenate([batch["image"][:1], np.full_like(batch["image"][1:], np.nan)])
-    assert TASK.counts(padded) == TASK.counts(alone) == {"loss": 1.0}
-    output, expected = loss(models, padded), loss(models, alone)
+    assert TASK.counts(padded) == TASK.counts(single) == {"loss": 1.0}
+    output, expected = loss(models, padded), loss(models, single)
     assert output.terms["loss"][0].item() == pytest.approx(expected.terms["loss"][0].item(), rel=1e-6)
     assert output.metrics["accuracy"][1].item() == 1
 

@@ -126,8 +126,8 @@ def test_predict_with_features_does_not_change_the_model(trained: Path) -> None:
     assert features.shape == (24, workload.shape.num_features)
     np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
     assert (probabilities.argmax(1) == batch["label"]).mean() >= 0.9
-    alone, _ = workload.predict_with_features({"model": run.model}, batch["image"][5:6], device="cpu")
-    np.testing.assert_allclose(alone[0], probabilities[5], atol=1e-5)
+    single, _ = workload.predict_with_features({"model": run.model}, batch["image"][5:6], device="cpu")
+    np.testing.assert_allclose(single[0], probabilities[5], atol=1e-5)
     assert workload.predict_with_features({"model": run.model}, batch["image"][:0], device="cpu")[0].shape == (0, 3)
     with pytest.raises(UsageError, match=r"reads image of shape \(n, 8, 8, 1\), not \(24, 8, 8\)"):
         workload.predict_with_features({"model": run.model}, batch["image"][..., 0], device="cpu")
@@ -244,6 +244,6 @@ def test_the_loss_follows_the_recipe(tmp_path: Path) -> None:
 def test_unusable_settings_and_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.buckets: a classifier reads images of one size"):
         open_workload("image", tmp_path, **{"data.buckets": 3, "data.image_size": 8})
-    alone = write_images(tmp_path / "alone", names=("top",), count=16)
+    single = write_images(tmp_path / "alone", names=("top",), count=16)
     with pytest.raises(DataError, match="only the class top; a classifier needs two"):
-        open_workload("image", tmp_path, **{"data.train.path": str(alone)})
+        open_workload("image", tmp_path, **{"data.train.path": str(single)})

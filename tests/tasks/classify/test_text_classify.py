@@ -49,9 +49,9 @@ def test_it_learns_and_predicts_new_texts(run: Path) -> None:
     rows = small_texts.rows(30, seed=5)
     with saved.engine.sampling() as models:
         probabilities = saved.workload.predict(models, [row["text"] for row in rows], device="cpu", batch_size=7)
-        alone = saved.workload.predict(models, [rows[4]["text"]], device="cpu")
+        single = saved.workload.predict(models, [rows[4]["text"]], device="cpu")
     np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
-    np.testing.assert_allclose(alone[0], probabilities[4], atol=1e-5)
+    np.testing.assert_allclose(single[0], probabilities[4], atol=1e-5)
     predictions = [saved.workload.classes.names[i] for i in probabilities.argmax(1)]
     assert np.mean([name == row["label"] for name, row in zip(predictions, rows, strict=True)]) > 0.9
 
@@ -163,8 +163,8 @@ def test_evaluation_batches_by_length_and_returns_rows_in_order(run: Path) -> No
     np.testing.assert_array_equal(rows["label"], source.labels)
     texts = [source.table.row("text", row) for row in range(len(source))]
     with saved.engine.sampling() as models:
-        alone = saved.workload.predict(models, texts, device="cpu", batch_size=1)
-    np.testing.assert_allclose(rows["probability"], alone, atol=1e-5)
+        single = saved.workload.predict(models, texts, device="cpu", batch_size=1)
+    np.testing.assert_allclose(rows["probability"], single, atol=1e-5)
 
 
 def test_multi_label_texts_are_learned(tmp_path: Path) -> None:

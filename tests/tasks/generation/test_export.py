@@ -215,7 +215,7 @@ def test_flow_pipeline_matches_our_samples_after_many_steps(shift: float, tmp_pa
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("objective", ["noise", "v"])
-def test_a_dit_pipeline_draws_what_we_draw(vae: Path, objective: Any, guidance: float, tmp_path: Path) -> None:
+def test_dit_pipeline_matches_our_samples(vae: Path, objective: Any, guidance: float, tmp_path: Path) -> None:
     workload = build_workload(dit(), NoisePath(objective=objective, schedule="cosine"), vae=vae)
     models = build_perturbed_models(workload)
     assert export_generator(workload, models, tmp_path)["library_name"] == "diffusers"
@@ -372,7 +372,7 @@ def test_an_export_replaces_an_earlier_export_and_no_other_files(tmp_path: Path)
     open_exported_generator(tmp_path)
 
 
-def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
+def test_a_damaged_export_is_refused(tmp_path: Path) -> None:
     workload = build_workload(unet("class"), NoisePath())
     export_generator(workload, build_perturbed_models(workload), tmp_path)
     (tmp_path / "model.safetensors").unlink()

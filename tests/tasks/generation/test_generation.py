@@ -198,8 +198,8 @@ def test_rows_with_weight_zero_do_not_count() -> None:
     weight = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     padded = {**batch, "image": torch.where(weight.view(-1, 1, 1, 1) > 0, batch["image"], 1e6), "weight": weight}
     indices = torch.tensor([0, 2, 3, 5])
-    alone = compute_loss(generation, models, rows(indices.numpy()), Noise(0, 0, indices, torch))
-    assert compute_loss(generation, models, padded, rng(6)) == pytest.approx(alone, rel=1e-6)
+    single = compute_loss(generation, models, rows(indices.numpy()), Noise(0, 0, indices, torch))
+    assert compute_loss(generation, models, padded, rng(6)) == pytest.approx(single, rel=1e-6)
     assert generation.counts({name: value.numpy() for name, value in padded.items()}) == {"loss": 4.0}
     assert generation.counts({name: value.numpy() for name, value in batch.items()}) == {"loss": 6.0}
 
@@ -260,11 +260,11 @@ def test_a_sample_does_not_depend_on_its_batch(kind: str, method: Any) -> None:
     generation = task(kind)
     models = randomise_models(generation)
     guidance = 1.0 if kind == "none" else 2.0
-    together = sample_rows(generation, models, range(8), method=method, guidance=guidance)
-    assert together.shape == (8, 4, 4, 1)
+    batched = sample_rows(generation, models, range(8), method=method, guidance=guidance)
+    assert batched.shape == (8, 4, 4, 1)
     for i in range(8):
-        alone = sample_rows(generation, models, [i], method=method, guidance=guidance)
-        torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=1e-5)
+        single = sample_rows(generation, models, [i], method=method, guidance=guidance)
+        torch.testing.assert_close(single[0], batched[i], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["class", "vector", "text"])

@@ -120,7 +120,7 @@ def test_an_image_does_not_depend_on_the_sampling_batch_size(run: Path) -> None:
     assert progress[-1] == (27, 27)
 
 
-def test_guidance_and_samplers_reach_the_model(run: Path) -> None:
+def test_guidance_sampler_steps_and_seed_change_the_images(run: Path) -> None:
     saved = bottega.load(run)
     plain = saved.generate(count=3, steps=4)
     assert plain.dtype == np.uint8

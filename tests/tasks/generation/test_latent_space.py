@@ -117,7 +117,7 @@ def test_other_data_is_evaluated_in_the_same_latents(run: Any, tmp_path: Path) -
     assert np.isfinite(bottega.load(run.path).evaluate(tmp_path / "large.npz")["loss"])
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(run: Any, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal(run: Any, tmp_path: Path) -> None:
     options = {
         **WITH_VAE,
         "model.vae": str(find_vae(run)),
@@ -246,7 +246,7 @@ def test_precomputed_latents_give_the_same_losses(run: Any, monkeypatch: pytest.
 
     with monkeypatch.context() as patched:
         patched.setattr(Autoencoder, "encode", fail)
-        cached = train(run.path.parent, name="kept", **WITH_VAE, **{"data.latents": True})
+        cached = train(run.path.parent, name="cached", **WITH_VAE, **{"data.latents": True})
     assert len(losses(cached)) == 6
     assert losses(cached) == pytest.approx(losses(run), abs=1e-5)
 

@@ -86,9 +86,9 @@ def test_times_of_the_flow_are_logit_normal_or_uniform() -> None:
     quantiles = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
     # Of the standard normal; 200,000 draws are within 0.01 of them, by far.
     normal = torch.tensor([-1.28155, -0.67449, 0.0, 0.67449, 1.28155])
-    drawn = NoisePath().draw_times(many_draws())
-    assert ((drawn > 0) & (drawn < 1)).all()
-    torch.testing.assert_close(drawn.quantile(quantiles), normal.sigmoid(), rtol=0, atol=4e-3)
+    times_of_training = NoisePath().draw_times(many_draws())
+    assert ((times_of_training > 0) & (times_of_training < 1)).all()
+    torch.testing.assert_close(times_of_training.quantile(quantiles), normal.sigmoid(), rtol=0, atol=4e-3)
     even = NoisePath(times="uniform").draw_times(many_draws())
     torch.testing.assert_close(even.quantile(quantiles), quantiles, rtol=0, atol=4e-3)
 
@@ -171,8 +171,8 @@ def test_shift_multiplies_the_noise_to_data_ratio(times: Literal["logit_normal",
     def ratio(t: Tensor) -> Tensor:
         return t / (1 - t)
 
-    drawn = [ratio(path.draw_times(many_draws(1000)).double()) for path in (plain, shifted)]
-    torch.testing.assert_close(drawn[1], 3 * drawn[0], rtol=1e-3, atol=0)
+    times_of_training = [ratio(path.draw_times(many_draws(1000)).double()) for path in (plain, shifted)]
+    torch.testing.assert_close(times_of_training[1], 3 * times_of_training[0], rtol=1e-3, atol=0)
     grid = shifted.grid(8, "cpu")
     torch.testing.assert_close(ratio(grid[1:]), 3 * ratio(plain.grid(8, "cpu")[1:]))
     assert grid[0] == 1

@@ -50,16 +50,16 @@ def test_the_mean_does_not_depend_on_the_split() -> None:
 
 def test_padding_rows_and_ignored_tokens_do_not_count() -> None:
     models, batch = build_models(TASK, 0), host_batch(2)
-    alone = {name: array[:1] for name, array in batch.items()}
+    single = {name: array[:1] for name, array in batch.items()}
     padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
-    assert TASK.counts(padded) == TASK.counts(alone)
-    assert total(models, padded) == pytest.approx(total(models, alone), rel=1e-6)
-    short = {**alone, "attention_mask": (np.arange(13) < 9).astype(np.int32)[None]}
+    assert TASK.counts(padded) == TASK.counts(single)
+    assert total(models, padded) == pytest.approx(total(models, single), rel=1e-6)
+    short = {**single, "attention_mask": (np.arange(13) < 9).astype(np.int32)[None]}
     assert TASK.counts(short) == {"loss": 8.0}
-    assert total(models, short) == pytest.approx(total(models, {"input_ids": alone["input_ids"][:, :9]}), rel=1e-6)
+    assert total(models, short) == pytest.approx(total(models, {"input_ids": single["input_ids"][:, :9]}), rel=1e-6)
 
 
-def test_tokens_may_be_narrow_integers() -> None:
+def test_tokens_may_be_int32() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     assert total(models, {"input_ids": batch["input_ids"].astype(np.int32)}) == total(models, batch)
 

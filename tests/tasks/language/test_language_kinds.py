@@ -87,33 +87,33 @@ def test_terms_metrics_and_stats_add_up_over_any_split(changes: dict[str, Any]) 
 def test_padding_does_not_count() -> None:
     task, batch = build_task(capacity_factor=1.0), host_batch(2)
     models = build_skewed_models(task)
-    alone = {"input_ids": batch["input_ids"][:1, :9]}
+    single = {"input_ids": batch["input_ids"][:1, :9]}
     filled = {
         "input_ids": batch["input_ids"],
         "attention_mask": np.stack([np.arange(13) < 9, np.ones(13, bool)]).astype(np.int64),
         "weight": np.array([1.0, 0.0], np.float32),
     }
-    a, b = compute_loss(task, models, alone), compute_loss(task, models, filled)
-    assert task.counts(alone) == task.counts(filled) == dict.fromkeys(("loss", "balance", "router_z"), 8.0)
+    a, b = compute_loss(task, models, single), compute_loss(task, models, filled)
+    assert task.counts(single) == task.counts(filled) == dict.fromkeys(("loss", "balance", "router_z"), 8.0)
     for name, (total, _) in a.terms.items():
         assert b.terms[name][0].item() == pytest.approx(total.item(), rel=1e-5), name
     for name, stat in a.stats.items():
         torch.testing.assert_close(b.stats[name], stat)
     assert float(b.metrics["drop_rate"][0]) == float(a.metrics["drop_rate"][0]) > 0
     models["model"].eval()
-    assert "drop_rate" not in compute_loss(task, models, alone).metrics, "capacity is limited in training only"
-    assert "drop_rate" not in compute_loss(build_task(), build_skewed_models(build_task()), alone).metrics
+    assert "drop_rate" not in compute_loss(task, models, single).metrics, "capacity is limited in training only"
+    assert "drop_rate" not in compute_loss(build_task(), build_skewed_models(build_task()), single).metrics
 
 
 def test_padding_does_not_change_firing_rates() -> None:
     task, batch = build_task(router="spiking"), host_batch(2)
     models = build_spiking_models(task)
-    alone = {"input_ids": batch["input_ids"][:1, :9]}
+    single = {"input_ids": batch["input_ids"][:1, :9]}
     ids = batch["input_ids"].copy()
     ids[0, 9:] = 0
     filled = {"input_ids": ids, "attention_mask": np.stack([np.arange(13) < 9, np.zeros(13, bool)]).astype(np.int64)}
     models["model"].eval()
-    a, b = compute_loss(task, models, alone), compute_loss(task, models, filled)
+    a, b = compute_loss(task, models, single), compute_loss(task, models, filled)
     (fired, count), (other, number) = a.metrics["firing_rate"], b.metrics["firing_rate"]
     assert float(count) == float(number) == 8
     assert 0 < float(fired) == pytest.approx(float(other), rel=1e-5)
@@ -314,9 +314,9 @@ def test_cached_greedy_decoding_matches_full_forwards_beyond_the_context(model: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_does_not_depend_on_its_batch(model: Transformer, temperature: float) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_p": 0.9}
-    together = texts(model, PROMPTS, **settings)
-    assert texts(model, PROMPTS[:1], **settings)[0] == together[0]
-    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == together[0]
+    batched = texts(model, PROMPTS, **settings)
+    assert texts(model, PROMPTS[:1], **settings)[0] == batched[0]
+    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
 
 
 def test_a_prompt_longer_than_the_context_is_truncated_with_attention(model: Transformer) -> None:

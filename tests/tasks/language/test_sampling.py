@@ -47,9 +47,9 @@ def test_cached_greedy_decoding_matches_full_forwards_beyond_the_context(model: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_does_not_depend_on_its_batch(model: Transformer, temperature: float) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_p": 0.9}
-    together = texts(model, PROMPTS, **settings)
-    assert texts(model, PROMPTS[:1], **settings)[0] == together[0]
-    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == together[0]
+    batched = texts(model, PROMPTS, **settings)
+    assert texts(model, PROMPTS[:1], **settings)[0] == batched[0]
+    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
 
 
 def test_tokens_are_a_function_of_the_seed(model: Transformer) -> None:
@@ -68,8 +68,8 @@ def test_a_row_stops_at_its_stop_token(model: Transformer) -> None:
         end = complete.index(stop) + 1 if stop in complete else len(complete)
         assert row == (complete[:end] + [None] * 20)[: len(row)]
     assert None in stopped[0]
-    alone = texts(model, PROMPTS[:1], max_new_tokens=20, seed=3, stop_token=stop)
-    assert alone[0] == free[0][: free[0].index(stop) + 1], "generation ends when all rows have stopped"
+    single = texts(model, PROMPTS[:1], max_new_tokens=20, seed=3, stop_token=stop)
+    assert single[0] == free[0][: free[0].index(stop) + 1], "generation ends when all rows have stopped"
 
 
 def test_generation_restores_the_training_mode(model: Transformer) -> None:

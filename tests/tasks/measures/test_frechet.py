@@ -15,8 +15,8 @@ from bottega.tasks.measures.frechet import distance_of_moments, feature_moments,
 
 def draw_with_moments(name: str, mean: np.ndarray, root: np.ndarray, n: int) -> np.ndarray:
     """Return samples with mean `mean` and unbiased covariance root @ root.T, up to rounding."""
-    drawn = numpy_generator(0, name).standard_normal((n, len(mean)))
-    white, _ = np.linalg.qr(drawn - drawn.mean(0))
+    samples = numpy_generator(0, name).standard_normal((n, len(mean)))
+    white, _ = np.linalg.qr(samples - samples.mean(0))
     return mean + math.sqrt(n - 1) * white @ root.T
 
 

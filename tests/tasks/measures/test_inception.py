@@ -24,11 +24,13 @@ def random_state() -> dict[str, Tensor]:
     for name, tensor in state.items():
         if name.endswith("num_batches_tracked"):
             continue
-        drawn = torch.from_numpy(numpy_generator(0, name).standard_normal(tuple(tensor.shape), dtype="float32"))
+        values = torch.from_numpy(numpy_generator(0, name).standard_normal(tuple(tensor.shape), dtype="float32"))
         if name.endswith("conv.weight"):
-            result[name] = drawn * math.sqrt(2 / drawn[0].numel())
+            result[name] = values * math.sqrt(2 / values[0].numel())
         else:
-            result[name] = 1 + 0.1 * drawn.clamp(-3, 3) if name.endswith(("running_var", "bn.weight")) else 0.1 * drawn
+            result[name] = (
+                1 + 0.1 * values.clamp(-3, 3) if name.endswith(("running_var", "bn.weight")) else 0.1 * values
+            )
     return result
 
 

@@ -69,11 +69,11 @@ def test_each_part_is_evaluated_as_it_would_be_alone(run: Path) -> None:
     sizes = {name: len(part.data.validation() or ()) for name, part in saved.workload.parts.items()}
     assert len(set(sizes.values())) == 2
     for name, part in saved.workload.parts.items():
-        alone = TorchEngine(part.task, saved.recipe.training, rate=lambda step: 0.0, device="cpu")
-        alone.model.load_state_dict(saved.model.part(name).state_dict())
+        engine = TorchEngine(part.task, saved.recipe.training, rate=lambda step: 0.0, device="cpu")
+        engine.model.load_state_dict(saved.model.part(name).state_dict())
         source = part.data.validation()
         assert source is not None
-        own_metrics = evaluate(alone, iter_eval_batches(source, 3), score=part.task.score)
+        own_metrics = evaluate(engine, iter_eval_batches(source, 3), score=part.task.score)
         for key, value in part.summarise(own_metrics).items():
             assert metrics[f"{name}/{key}"] == pytest.approx(value, rel=1e-5), key
 

@@ -123,8 +123,8 @@ def test_a_missing_weight_is_refused() -> None:
 
 def test_a_part_is_initialised_as_it_would_be_alone() -> None:
     """The first part initialises the trunk, and every part its own last layer."""
-    combined, alone = build_models(task(), 3)["model"], build_models(Language(shape=DECODER), 3)["model"]
-    for name, tensor in alone.state_dict().items():
+    combined, single = build_models(task(), 3)["model"], build_models(Language(shape=DECODER), 3)["model"]
+    for name, tensor in single.state_dict().items():
         assert torch.equal(combined.part("text").state_dict()[name], tensor)
 
 
@@ -167,8 +167,8 @@ def test_fixed_weights_give_the_weighted_sum_of_losses_and_gradients() -> None:
     expected_total, expected = 0.0, {name: torch.zeros_like(g) for name, g in gradients.items()}
     for name, part in multitask.parts.items():
         models["model"].zero_grad()
-        alone = part.loss({"model": models["model"].part(name)}, batch()[name], noise())
-        mean = alone.terms["loss"][0] / counts[f"{name}/loss"]
+        output_of_part = part.loss({"model": models["model"].part(name)}, batch()[name], noise())
+        mean = output_of_part.terms["loss"][0] / counts[f"{name}/loss"]
         mean.backward()
         expected_total += WEIGHTS[name] * float(mean.detach())
         for key, p in models["model"].named_parameters():
@@ -256,9 +256,9 @@ def test_parts_draw_different_noise() -> None:
 def test_a_part_gets_the_batches_it_would_get_alone() -> None:
     combined = loader(6)
     for name, source in (("text", texts(10)), ("topics", topics(23))):
-        alone = Loader(source, 6, seed=5)
+        single = Loader(source, 6, seed=5)
         for step in (0, 1, 5, 40):
-            for key, values in alone.batch(step).items():
+            for key, values in single.batch(step).items():
                 np.testing.assert_array_equal(combined.batch(step)[name][key], values)
 
 

@@ -240,10 +240,10 @@ def test_decoded_keywords_are_among_the_allowed_words(
     assert steps[-1] == (36, 36)
     assert generator.notes == []
     # The answers do not depend on the batch.
-    alone = _generator(model_folder, SHORT, cache=tmp_path / "other")
-    assert alone.preferences(records[5:6], model, "cpu", _quiet) == keywords[5:6]
+    other_generator = _generator(model_folder, SHORT, cache=tmp_path / "other")
+    assert other_generator.preferences(records[5:6], model, "cpu", _quiet) == keywords[5:6]
     assert (
-        alone.targets(["a star", "a star"], model, "cpu", _quiet)[0]
+        other_generator.targets(["a star", "a star"], model, "cpu", _quiet)[0]
         == generator.targets(["a star"], model, "cpu", _quiet)[0]
     )
 

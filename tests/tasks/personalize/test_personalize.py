@@ -122,9 +122,9 @@ def test_each_part_of_the_condition_has_its_weight(
     task: Personalize, models: Models, batch: dict[str, Tensor], part: str
 ) -> None:
     with torch.no_grad():
-        alone = {name: 1.0 if name == part else 0.0 for name in ("soft", "keywords", "target")}
-        once = task.build_condition(models, batch, ConditionWeights(**alone)).tokens
-        twice = task.build_condition(models, batch, ConditionWeights(**{**alone, part: 2.0})).tokens
+        weights = {name: 1.0 if name == part else 0.0 for name in ("soft", "keywords", "target")}
+        once = task.build_condition(models, batch, ConditionWeights(**weights)).tokens
+        twice = task.build_condition(models, batch, ConditionWeights(**{**weights, part: 2.0})).tokens
         torch.testing.assert_close(twice, 2 * once)
         complete = task.build_condition(models, batch, ConditionWeights()).tokens
         without = task.build_condition(models, batch, ConditionWeights(**{part: 0.0})).tokens
@@ -197,9 +197,7 @@ def test_without_guidance_there_is_no_second_forward(
     assert torch.equal(plain, sample_images(task, models, batch, guidance=1.0)), "no negative prompt is needed"
 
 
-def test_guidance_leads_away_from_the_negative_prompt(
-    task: Personalize, models: Models, batch: dict[str, Tensor]
-) -> None:
+def test_guidance_uses_the_negative_prompt(task: Personalize, models: Models, batch: dict[str, Tensor]) -> None:
     other = {**batch, "negative_0": batch["preference_0"]}
     assert not torch.equal(
         sample_images(task, models, batch, guidance=3.0), sample_images(task, models, other, guidance=3.0)
@@ -211,9 +209,9 @@ def test_guidance_leads_away_from_the_negative_prompt(
 
 
 def test_an_image_does_not_depend_on_its_batch(task: Personalize, models: Models, batch: dict[str, Tensor]) -> None:
-    alone = sample_images(task, models, {name: value[:1] for name, value in batch.items()}, guidance=2.0)
-    torch.testing.assert_close(alone[0], sample_images(task, models, batch, guidance=2.0)[0], rtol=1e-4, atol=1e-4)
-    assert alone.shape == (1, small_personal.SIDE, small_personal.SIDE, 3)
+    single = sample_images(task, models, {name: value[:1] for name, value in batch.items()}, guidance=2.0)
+    torch.testing.assert_close(single[0], sample_images(task, models, batch, guidance=2.0)[0], rtol=1e-4, atol=1e-4)
+    assert single.shape == (1, small_personal.SIDE, small_personal.SIDE, 3)
 
 
 def test_image_tokens_can_be_initialised_from_words(task: Personalize, models: Models) -> None:

@@ -254,7 +254,7 @@ def test_the_chat_template_is_part_of_the_tokenizer_hash(tmp_path: Path) -> None
     assert hash_prompt_files(folder) != before
 
 
-def test_an_export_is_small_and_opens_again(run: Path, saved: SavedRun, tmp_path: Path) -> None:
+def test_an_export_holds_the_soft_prompts_and_their_config_only(run: Path, saved: SavedRun, tmp_path: Path) -> None:
     folder = saved.export(tmp_path / "out")
     assert {path.name for path in folder.iterdir()} == {"README.md", "config.json", "model.safetensors"}
     config = ExportConfig.model_validate_json((folder / "config.json").read_bytes())
@@ -275,7 +275,7 @@ def test_an_export_is_small_and_opens_again(run: Path, saved: SavedRun, tmp_path
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_soft_prompts_of_one(tmp_path: Path) -> None:
+def test_two_ranks_train_the_same_soft_prompts_as_one(tmp_path: Path) -> None:
     """All trainable parameters are used inside one call of the wrapped model, so DDP reduces their gradients."""
     changes: dict[str, Any] = {"training.max_steps": 4, "model.keyword_dropout": 0.5, "name": "mine"}
     single = small_personal.train(tmp_path, **changes).path
@@ -295,17 +295,17 @@ def test_two_ranks_train_the_soft_prompts_of_one(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_in_a_new_process_gives_the_same_pixels(run: Path, saved: SavedRun, tmp_path: Path) -> None:
-    here = np.asarray(saved.generate(user="v3", wish="a star", count=2, seed=7))
+    expected = np.asarray(saved.generate(user="v3", wish="a star", count=2, seed=7))
     command = ["generate", str(run), "--user", "v3", "--wish", "a star", "--count", "2", "--seed", "7", "--json"]
     process = bottega([*command, "--out", str(tmp_path / "drawn")])
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     for number, image in enumerate(result["pictures"]):
-        assert np.array_equal(np.asarray(Image.open(image["file"])), here[number])
+        assert np.array_equal(np.asarray(Image.open(image["file"])), expected[number])
         assert (image["user"], image["wish"]) == ("v3", "a star")
         assert set(image) == {"file", "user", "wish", "keywords", "weighting", "scores"}
     assert (tmp_path / "drawn" / "sheet.png").is_file()
-    assert not np.array_equal(here, np.asarray(saved.generate(user="v3", wish="a star", count=2, seed=8)))
+    assert not np.array_equal(expected, np.asarray(saved.generate(user="v3", wish="a star", count=2, seed=8)))
 
 
 def test_generation_uses_the_trained_tokens(saved: SavedRun) -> None:
@@ -541,9 +541,9 @@ def test_long_wishes_fit_the_sheet_and_omitted_rows_are_counted(
 
     monkeypatch.setattr(Canvas, "draw_text", record_text)
     write_contact_sheet(build_rows(1, wish="a star that shines " * 20), tmp_path / "sheet.png")
-    assert any(words.startswith("for user somebody") for words in texts)
+    assert any(text.startswith("for user somebody") for text in texts)
     write_contact_sheet(build_rows(400, num_images=4), tmp_path / "sheet.png")
-    shown = sum(words == "a star" for words in texts)
+    shown = sum(text == "a star" for text in texts)
     assert f"{400 - shown} more are not shown" in texts[-1]
 
 

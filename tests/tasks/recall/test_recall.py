@@ -61,15 +61,15 @@ def test_answers_of_a_stream_follow_from_its_first_segment() -> None:
     assert rows["tokens"].shape == rows["answers"].shape == (40, 4, 12)
     assert (rows["answers"][:, 0] == IGNORE_INDEX).all(), "the first segment has no query"
     for tokens, answers in zip(rows["tokens"], rows["answers"], strict=True):
-        facts = dict(stated_pairs(tokens[0], TOKENS))
-        assert len(facts) == 4
+        values = dict(stated_pairs(tokens[0], TOKENS))
+        assert len(values) == 4
         for segment in range(1, 4):
             assert stated_pairs(tokens[segment], TOKENS) == [], "facts are stated once"
             positions = np.flatnonzero(answers[segment] != IGNORE_INDEX)
             assert len(positions) == 3
             for position in positions:
                 assert tokens[segment, position - 1] == QUERY_TOKEN
-                assert answers[segment, position] == facts[int(tokens[segment, position]) - 1]
+                assert answers[segment, position] == values[int(tokens[segment, position]) - 1]
 
 
 def test_a_stream_is_a_function_of_its_index() -> None:
@@ -238,7 +238,7 @@ def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     assert memory.episodic.written[memory.episodic.valid].tolist() == [4, 4]
 
 
-def test_a_forward_changes_no_memory(tmp_path: Path) -> None:
+def test_a_forward_does_not_change_the_memory(tmp_path: Path) -> None:
     model = build_models(facts_task(tmp_path), 0)["model"]
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     model(torch.randint(0, 15, (2, 8)))
@@ -416,7 +416,7 @@ def test_recall_is_accurate_with_memory_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_facts_outlive_the_sequence_that_stated_them(tmp_path: Path) -> None:
+def test_lasting_memory_recalls_facts_of_earlier_sequences(tmp_path: Path) -> None:
     metrics = train_recipe("recall/lasting", 300, tmp_path)
     assert metrics["retrieval_accuracy"] >= 0.95
     assert metrics["retrieval_accuracy_without_memory"] < 0.3, "32 queries; chance is 1 in 16"

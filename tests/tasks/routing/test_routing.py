@@ -104,9 +104,9 @@ def test_a_prediction_does_not_depend_on_its_batch(routing_task: RoutingTask) ->
     models, data = build_models(routing_task, 0), batch()
     models["model"].eval()
     batched = routing_task.predict(models, data["x"])
-    alone = [routing_task.predict(models, data["x"][i : i + 1]) for i in range(24)]
-    torch.testing.assert_close(torch.cat([single.logits for single in alone]), batched.logits, rtol=1e-5, atol=1e-5)
-    assert torch.equal(torch.cat([single.routing.chosen for single in alone]), batched.routing.chosen)
+    outputs = [routing_task.predict(models, data["x"][i : i + 1]) for i in range(24)]
+    torch.testing.assert_close(torch.cat([single.logits for single in outputs]), batched.logits, rtol=1e-5, atol=1e-5)
+    assert torch.equal(torch.cat([single.routing.chosen for single in outputs]), batched.routing.chosen)
 
 
 def test_every_weight_gets_a_gradient(routing_task: RoutingTask) -> None:
@@ -199,9 +199,11 @@ def test_dead_and_saturated_units_are_counted() -> None:
 
 def test_units_of_a_spiking_router_are_counted() -> None:
     """A spiking router's units are counted with those of the trunk."""
-    alone, both = (task(experts={"router": "spiking"}, shape=shape) for shape in (None, {**SPIKING, "num_layers": 2}))
+    router_only, both = (
+        task(experts={"router": "spiking"}, shape=shape) for shape in (None, {**SPIKING, "num_layers": 2})
+    )
     num_router_units = 3 * 8
-    for routing_task, num_trunk_units in ((alone, 0), (both, 32)):
+    for routing_task, num_trunk_units in ((router_only, 0), (both, 32)):
         models, data = build_models(routing_task, 0), batch(48)
         model = models["model"].eval()
         with torch.no_grad():
