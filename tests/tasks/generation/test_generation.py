@@ -153,7 +153,7 @@ def test_evaluation_is_deterministic_for_any_batch_size_and_order(kind: str) -> 
 
 
 def test_a_one_dimensional_grid_uses_mel_bands_as_channels() -> None:
-    """The data have [b, frames, bands, 1]; the noise and the loss are the same numbers either way."""
+    """The data is [b, frames, bands, 1]; noise and loss are equal for both grids."""
     spectrum = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 6, 4, 1), dtype=np.float32))
     losses = []
     for sides in ({"grid": (6,), "patch": (2,), "channels": 4}, {"grid": (6, 4), "patch": (2, 4), "channels": 1}):

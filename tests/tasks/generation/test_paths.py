@@ -77,14 +77,14 @@ def test_alphas_cumprod_match_diffusers(schedule: Schedule) -> None:
 
 @pytest.mark.parametrize(("schedule", "signal_variance"), [("linear", 4.0358e-5), ("scaled_linear", 4.6600e-3)])
 def test_the_last_step_has_the_published_signal_variance(schedule: Schedule, signal_variance: float) -> None:
-    """Of DDPM and of Stable Diffusion, as Lin et al. (2024) tabulate them: sqrt is 0.006353 and 0.068265."""
+    """DDPM and Stable Diffusion, from the table of Lin et al. (2024), whose square roots are 0.006353 and 0.068265."""
     alpha, _ = NoisePath(objective="v", schedule=schedule).levels(torch.tensor([0.999]))
     assert alpha.square().item() == pytest.approx(signal_variance, rel=2e-4)
 
 
 def test_times_of_the_flow_are_logit_normal_or_uniform() -> None:
     quantiles = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9])
-    # Of the standard normal; 200,000 draws are within 0.01 of them, by far.
+    # Quantiles of the standard normal; those of 200,000 draws are well within 0.01.
     normal = torch.tensor([-1.28155, -0.67449, 0.0, 0.67449, 1.28155])
     times_of_training = NoisePath().draw_times(many_draws())
     assert ((times_of_training > 0) & (times_of_training < 1)).all()

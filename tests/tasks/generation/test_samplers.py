@@ -55,7 +55,7 @@ def test_noise_becomes_the_data_distribution(path: NoisePath, method: Method) ->
     start = Noise(0, 0, torch.arange(20_000), torch).normal("start", (1,))
     samples = sample(exact_model(path), start, path, steps=64, method=method)
     start_error = path.grid_levels(path.grid(1, "cpu"))[0][0].item() * MU * S
-    # Of 20,000 draws the mean is within 3 S / sqrt(n) and the deviation within 3 S / sqrt(2 n); Euler is off by 0.04.
+    # The mean of 20,000 draws is within 3 S / sqrt(n), the deviation within 3 S / sqrt(2 n); Euler is off by 0.04.
     solver_error = 0.04 if method == "euler" else 0.01
     assert samples.mean().item() == pytest.approx(MU, abs=start_error + solver_error + 0.011)
     assert samples.std().item() == pytest.approx(S, abs=solver_error + 0.008)
@@ -63,9 +63,9 @@ def test_noise_becomes_the_data_distribution(path: NoisePath, method: Method) ->
 
 @pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=path_id)
 def test_orders_of_convergence(path: NoisePath) -> None:
-    """Twice the steps: half the error of Euler, a quarter of the others'. Over three doublings, since that of dpm changes sign.
+    """Doubling the steps halves Euler's error and quarters the others'; over three doublings, since dpm's error changes sign.
 
-    scaled_linear is not here: its noise grows like the root of the time, which even steps in time follow badly.
+    scaled_linear is excluded: its noise grows like the square root of time, which uniform steps resolve badly.
     """
     for method, least in (("euler", 1.7), ("heun", 3.0), ("dpm", 3.0)):
         few, many = error(path, method, 8), error(path, method, 64)  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ AVERAGES = [f"{mean}_{name}" for mean in ("macro", "weighted", "micro") for name
 
 
 def draw_single_label(seed: int, n: int, k: int, *, absent: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return normalised probabilities, rounded to a tenth beforehand so that there are ties, and labels."""
+    """Return normalised probabilities, rounded to a tenth beforehand to have ties, and labels."""
     rng = numpy_generator(seed, "single", n, k)
     raw = np.round(rng.random((n, k)), 1) + 0.1
     labels = rng.integers(0, k - 1 if absent and k > 2 else k, n)

@@ -315,7 +315,7 @@ def test_invalid_settings_are_refused_in_one_line(
 
 
 def test_distance_is_checked_against_the_global_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradient accumulation multiplies by the number of processes, which the recipe need not state; batch_size does not."""
+    """batch_size is global; with gradient accumulation it is per process, and WORLD_SIZE gives their number."""
     plain, own = ({"training.batch_size": 4}, {"training.batch_size": 2, "training.gradient_accumulation_steps": 2})
     for world, changes, is_refused in ((1, own, False), (2, plain, False), (2, own, True)):
         monkeypatch.setenv("WORLD_SIZE", str(world))

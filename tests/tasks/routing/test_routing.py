@@ -242,7 +242,7 @@ def test_load_entropy_of_a_step_is_that_of_its_batch_under_any_split() -> None:
     assert a[0] == pytest.approx(measures.load_entropy(measures.expert_load(chosen_experts.numpy(), 3)), rel=1e-5)
 
 
-# Measures
+# Metrics
 
 
 def test_load_entropy_is_one_for_even_and_zero_for_collapsed_load() -> None:
@@ -268,7 +268,7 @@ def test_mutual_information_of_rule_and_expert() -> None:
     )
     assert information(rng.integers(0, 4, 20_000)) < 0.001
     assert information(np.zeros(20_000, int)) == 0.0
-    assert information(rule // 2, 2) == pytest.approx(1.0, abs=1e-3), "normalised by the smaller of both entropies"
+    assert information(rule // 2, 2) == pytest.approx(1.0, abs=1e-3), "normalised by the log of the smaller count"
     assert information(rule // 2) == pytest.approx(0.5, abs=1e-3)
     noisy = np.where(rng.random(20_000) < 0.25, (rule + rng.integers(1, 4, 20_000)) % 4, rule)
     # Mutual information of a symmetric channel: log 4 - H(1/4) - 1/4 log 3.
