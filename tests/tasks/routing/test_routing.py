@@ -268,7 +268,7 @@ def test_mutual_information_of_rule_and_expert() -> None:
     )
     assert information(rng.integers(0, 4, 20_000)) < 0.001
     assert information(np.zeros(20_000, int)) == 0.0
-    assert information(rule // 2, 2) == pytest.approx(1.0, abs=1e-3), "normalised by the log of the smaller count"
+    assert information(rule // 2, 2) == pytest.approx(1.0, abs=1e-3), "normalised by min(H(rule), log experts)"
     assert information(rule // 2) == pytest.approx(0.5, abs=1e-3)
     noisy = np.where(rng.random(20_000) < 0.25, (rule + rng.integers(1, 4, 20_000)) % 4, rule)
     # Mutual information of a symmetric channel: log 4 - H(1/4) - 1/4 log 3.
