@@ -1,4 +1,4 @@
-"""What a model starts from: found again where it lies by now, never asked of the network by a path, and told how much learns."""
+"""Base models: found after a move, paths never looked up on the hub, trainable parameter counts, and refusals."""
 
 from __future__ import annotations
 
@@ -31,37 +31,44 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    asked: list[str] = []
+    requests: list[str] = []
 
     def download(name: str, **_: Any) -> str:
-        asked.append(name)
+        requests.append(name)
         raise LocalEntryNotFoundError("An error happened\nGot: ConnectError")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    return asked
+    return requests
 
 
 @pytest.fixture
 def home(bases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the base under runs/, named by a relative path as people do."""
+    """A working directory with the base model under runs/, referred to by a relative path."""
     (tmp_path / "work").mkdir()
     shutil.copytree(bases / "language", tmp_path / "work" / "runs" / "tb")
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path / "work"
 
 
-def adapted(home: Path, *, technique: Any = LORA, start: str = "runs/tb", **changes: Any) -> Path:
+def fine_tune(home: Path, *, technique: Any = LORA, start: str = "runs/tb", **changes: Any) -> Path:
     text = small_run.write_text(home.parent / "other.txt", seed=1)
-    own = {"output_dir": "runs", "name": "k1", "data.train.path": str(text), "model.from": start}
-    settings = {**LANGUAGE, **EMPTY, **STEADY, **own, "techniques": [technique] if technique else [], **changes}
+    run_settings = {"output_dir": "runs", "name": "k1", "data.train.path": str(text), "model.from": start}
+    settings = {
+        **LANGUAGE,
+        **EMPTY,
+        **STEADY,
+        **run_settings,
+        "techniques": [technique] if technique else [],
+        **changes,
+    }
     return bottega.train("language/shakespeare", settings).path
 
 
 @pytest.mark.parametrize("technique", [LORA, None], ids=["lora", "full"])
-def test_a_run_that_moved_with_its_base_is_evaluated_exported_and_goes_on(
+def test_a_run_moved_with_its_base_evaluates_exports_and_resumes(
     home: Path, tmp_path: Path, technique: Any, no_hub: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = adapted(home, technique=technique)
+    run = fine_tune(home, technique=technique)
     before = bottega.load(run, device="cpu").evaluate()
     (tmp_path / "mv").mkdir()
     for name in ("k1", "tb"):
@@ -80,66 +87,66 @@ def test_a_run_that_moved_with_its_base_is_evaluated_exported_and_goes_on(
 
 
 def test_a_full_run_is_evaluated_when_its_base_is_gone(home: Path, no_hub: list[str]) -> None:
-    run = adapted(home, technique=None)
+    run = fine_tune(home, technique=None)
     before = bottega.load(run, device="cpu").evaluate()
     shutil.rmtree(home / "runs" / "tb")
     assert bottega.load(run, device="cpu").evaluate() == before
     assert no_hub == []
 
 
-def test_a_classifier_is_evaluated_by_the_tokenizer_it_kept(bases: Path, tmp_path: Path, no_hub: list[str]) -> None:
+def test_a_classifier_evaluates_with_its_saved_tokenizer(bases: Path, tmp_path: Path, no_hub: list[str]) -> None:
     recipe, settings = classify(bases, tmp_path)
     shutil.copytree(bases / "encoder", tmp_path / "encoder")
-    more = {"model.from": str(tmp_path / "encoder"), "name": "texts", "training.max_steps": 2}
-    run = bottega.train(recipe, {**settings, **STEADY, **more}).path
+    changes = {"model.from": str(tmp_path / "encoder"), "name": "texts", "training.max_steps": 2}
+    run = bottega.train(recipe, {**settings, **STEADY, **changes}).path
     before = bottega.load(run, device="cpu").evaluate()
     shutil.rmtree(tmp_path / "encoder")
     assert bottega.load(run, device="cpu").evaluate() == before
 
 
-def test_evaluating_and_resuming_without_the_base_say_the_same(home: Path, no_hub: list[str]) -> None:
-    run = adapted(home)
+def test_evaluate_and_resume_without_the_base_raise_the_same_error(home: Path, no_hub: list[str]) -> None:
+    run = fine_tune(home)
     shutil.rmtree(home / "runs" / "tb")
-    said = r"^the base of this run is gone: model\.from runs/tb; put it back$"
-    with pytest.raises(CheckpointError, match=said):
+    message = r"^the base of this run is gone: model\.from runs/tb; put it back$"
+    with pytest.raises(CheckpointError, match=message):
         bottega.load(run)
-    with pytest.raises(CheckpointError, match=said):
-        adapted(home, **{"training.max_steps": 12})
+    with pytest.raises(CheckpointError, match=message):
+        fine_tune(home, **{"training.max_steps": 12})
     assert no_hub == []
 
 
-def test_a_base_outside_the_runs_is_remembered_as_a_folder(
+def test_a_base_outside_the_runs_is_found_by_its_absolute_path(
     home: Path, tmp_path: Path, no_hub: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (home / "runs").rename(home / "bases")
-    run = adapted(home, start="bases/tb").absolute()
+    run = fine_tune(home, start="bases/tb").absolute()
     monkeypatch.chdir(tmp_path)
-    assert bottega.load(run, device="cpu").model is not None, "it still lies where it was"
+    assert bottega.load(run, device="cpu").model is not None, "the base model has not moved"
     shutil.rmtree(home / "bases")
     with pytest.raises(CheckpointError, match=r"gone: model\.from bases/tb; put it back$"):
         bottega.load(run)
     assert no_hub == []
 
 
-def test_a_path_is_never_asked_of_the_hub(home: Path, no_hub: list[str]) -> None:
+def test_a_path_is_never_looked_up_on_the_hub(home: Path, no_hub: list[str]) -> None:
     (home / "kept").mkdir()
     for name in ("./no", "/no/where", "~/no", "runs/no", "a/b/c", "kept/no", "../no"):
         with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is not a folder here; ") as caught:
             resolve_model(name, key="model.from")
         assert "\n" not in str(caught.value)
     with pytest.raises(UsageError, match=r"^model\.from: mine/no is not a folder here; "):
-        adapted(home, start="mine/no", output_dir="mine")
+        fine_tune(home, start="mine/no", output_dir="mine")
     assert no_hub == []
     for name in ("nosuchdir", "owner/model"):
-        said = rf"^model\.from: {name} is not a folder here, and the hub could not be reached; .*$"
-        with pytest.raises(EnvironmentProblem, match=said):
+        message = rf"^model\.from: {name} is not a folder here, and the hub could not be reached; .*$"
+        with pytest.raises(EnvironmentProblem, match=message):
             resolve_base_folder(name)
     assert no_hub == ["nosuchdir", "owner/model"]
 
 
-def test_an_adapter_alone_is_no_model_to_start_from(home: Path) -> None:
+def test_an_adapter_is_refused_as_a_base_model(home: Path) -> None:
     narrow = {"name": "adapter", "options": {"size": 2}}
-    run = adapted(home, technique=narrow)
+    run = fine_tune(home, technique=narrow)
     with pytest.raises(UsageError, match="holds only an adapter, not a whole model"):
         resolve_base_folder(str(run))
     final = bottega.load(run, device="cpu").export()
@@ -151,27 +158,27 @@ def test_an_adapter_alone_is_no_model_to_start_from(home: Path) -> None:
             resolve_base_folder(str(name))
 
 
-def test_how_much_learns_is_said_alike_at_the_start_and_in_the_card(home: Path) -> None:
-    run = adapted(home)
+def test_trainable_parameters_are_equal_in_log_and_model_card(home: Path) -> None:
+    run = fine_tune(home)
     log = (run / "log.txt").read_text()
-    found = re.search(r"([\d,]+) of ([\d,]+) parameters trainable", log)
-    assert found is not None
+    counts = re.search(r"([\d,]+) of ([\d,]+) parameters trainable", log)
+    assert counts is not None
     saved = bottega.load(run, device="cpu")
     sizes = {name: p.numel() for name, p in saved.model.named_parameters()}
-    assert found[1] == f"{sum(size for name, size in sizes.items() if 'lora_' in name):,}"
-    assert found[2] == f"{sum(sizes.values()):,}"
+    assert counts[1] == f"{sum(size for name, size in sizes.items() if 'lora_' in name):,}"
+    assert counts[2] == f"{sum(sizes.values()):,}"
     card = (saved.export() / "README.md").read_text()
-    assert f"- {found[1]} of {found[2]} parameters trainable" in card
-    assert re.findall(r"[\d,]+ parameters", card) == [f"{found[2]} parameters"]
+    assert f"- {counts[1]} of {counts[2]} parameters trainable" in card
+    assert re.findall(r"[\d,]+ parameters", card) == [f"{counts[2]} parameters"]
     assert f"- data: path `{home.parent / 'other.txt'}`\n" in card
     assert "null" not in card
-    held = adapted(home, technique=None, name="held", **{"training.freeze": ["model.embed_tokens"]})
-    learning = sum(size for name, size in sizes.items() if "lora_" not in name and "embed" not in name)
-    assert f" {learning:,} of " in (held / "log.txt").read_text()
+    frozen = fine_tune(home, technique=None, name="held", **{"training.freeze": ["model.embed_tokens"]})
+    num_trainable = sum(size for name, size in sizes.items() if "lora_" not in name and "embed" not in name)
+    assert f" {num_trainable:,} of " in (frozen / "log.txt").read_text()
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027])
-def test_an_export_is_as_readable_as_any_new_file(bases: Path, tmp_path: Path, mask: int) -> None:
+def test_exported_files_follow_the_umask(bases: Path, tmp_path: Path, mask: int) -> None:
     before = os.umask(mask)
     try:
         for name in ("language", "image"):
@@ -184,7 +191,7 @@ def test_an_export_is_as_readable_as_any_new_file(bases: Path, tmp_path: Path, m
 
 
 @pytest.mark.parametrize(
-    ("options", "more", "said"),
+    ("options", "changes", "message"),
     [
         ({"targets": ["("]}, {}, r"^techniques\.lora\.targets: '\(' is not a regular expression"),
         ({"train": ["nix"]}, {}, r"^techniques\.lora\.train: 'nix' is not a module"),
@@ -199,27 +206,29 @@ def test_an_export_is_as_readable_as_any_new_file(bases: Path, tmp_path: Path, m
         ({}, {"training.freeze": ["backbone"]}, r"^training\.freeze: backbone: .* already freezes the base model"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused_by_their_key(
-    home: Path, options: dict[str, Any], more: dict[str, Any], said: str
+def test_invalid_lora_options_are_refused_by_key(
+    home: Path, options: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
-        adapted(home, technique={"name": "lora", "options": options}, **more)
+    with pytest.raises(UsageError, match=message):
+        fine_tune(home, technique={"name": "lora", "options": options}, **changes)
 
 
 def test_a_rank_beyond_the_matrix_is_noted(home: Path) -> None:
-    run = adapted(home, technique={"name": "lora", "options": {"rank": 17}}, **{"training.max_steps": 1})
+    run = fine_tune(home, technique={"name": "lora", "options": {"rank": 17}}, **{"training.max_steps": 1})
     assert "techniques.lora.rank: 17 is above the full rank of" in (run / "log.txt").read_text()
-    other = adapted(home, name="low", technique={"name": "lora", "options": {"rank": 16}}, **{"training.max_steps": 1})
+    other = fine_tune(
+        home, name="low", technique={"name": "lora", "options": {"rank": 16}}, **{"training.max_steps": 1}
+    )
     assert "techniques.lora.rank" not in (other / "log.txt").read_text()
 
 
-def test_the_backbone_of_an_encoder_can_be_frozen_with_what_was_put_in(bases: Path, tmp_path: Path) -> None:
-    more = {"training.freeze": ["backbone"], "training.max_steps": 1, "name": "head"}
-    run = train(bases, tmp_path, "classify", technique=LORA, **more).path
+def test_freezing_the_backbone_freezes_its_lora_layers(bases: Path, tmp_path: Path) -> None:
+    changes = {"training.freeze": ["backbone"], "training.max_steps": 1, "name": "head"}
+    run = train(bases, tmp_path, "classify", technique=LORA, **changes).path
     saved = bottega.load(run, device="cpu")
-    learning = {name for name, one in saved.engine.settings.items() if one.scale is not None}
-    assert learning
-    assert all(name.startswith("head.") for name in learning)
+    trainable = {name for name, group in saved.engine.settings.items() if group.scale is not None}
+    assert trainable
+    assert all(name.startswith("head.") for name in trainable)
 
 
 def test_a_sequence_is_evaluated_by_source_as_training_does(tmp_path: Path) -> None:
@@ -227,11 +236,11 @@ def test_a_sequence_is_evaluated_by_source_as_training_does(tmp_path: Path) -> N
     second = small_run.write_text(tmp_path / "two.txt", seed=1, words=500)
     sources = [{"path": str(first), "name": "first"}, {"path": str(second), "name": "second"}]
     settings = {k: v for k, v in small_run.settings(tmp_path, first).items() if k != "data.train.path"}
-    more = {"data.sources": sources, "data.mixture": "sequence", "data.validation.split": 0.2, "name": "turns"}
-    run = bottega.train("language", {**settings, **more, "evaluation.max_batches": None})
-    measured = [row for row in run.history() if row["kind"] == "eval"][-1]
-    found = bottega.load(run.path, checkpoint="last", device="cpu").evaluate()
-    assert {"loss", "first/loss", "second/loss", "first/bits_per_byte"} <= found.keys()
-    assert found == {name: measured[name] for name in found}
+    changes = {"data.sources": sources, "data.mixture": "sequence", "data.validation.split": 0.2, "name": "turns"}
+    run = bottega.train("language", {**settings, **changes, "evaluation.max_batches": None})
+    logged = [row for row in run.history() if row["kind"] == "eval"][-1]
+    metrics = bottega.load(run.path, checkpoint="last", device="cpu").evaluate()
+    assert {"loss", "first/loss", "second/loss", "first/bits_per_byte"} <= metrics.keys()
+    assert metrics == {name: logged[name] for name in metrics}
     other = small_run.write_text(tmp_path / "other.txt", seed=2)
     assert "first/loss" not in bottega.load(run.path, device="cpu").evaluate(other)

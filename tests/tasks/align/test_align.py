@@ -1,4 +1,4 @@
-"""What alignment minimises and what it reports, against its definition."""
+"""The alignment task: its loss and metrics against their definitions."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ TASK = Alignment(shape=clip_shape(MODEL, image_size=8, tokens=20, bos=18, eos=19
 RNG = Noise(0, 0, torch.arange(4), torch)
 
 
-class Said(NamedTuple):
+class PairOutput(NamedTuple):
     scores: torch.Tensor
     images: torch.Tensor
     texts: torch.Tensor
 
 
-def scored(scores: list[list[float]]) -> Any:
-    """A model that says this of any pairs."""
-    found = torch.tensor(scores)
-    return lambda *asked: Said(found, torch.zeros(len(found), 2), torch.zeros(len(found), 2))
+def fixed_model(scores: list[list[float]]) -> Any:
+    """Return a model with fixed scores for any pairs."""
+    tensor = torch.tensor(scores)
+    return lambda *args: PairOutput(tensor, torch.zeros(len(tensor), 2), torch.zeros(len(tensor), 2))
 
 
-def batch_of(counts: list[list[bool]], weight: list[float] | None = None) -> dict[str, Any]:
+def build_batch(counts: list[list[bool]], weight: list[float] | None = None) -> dict[str, Any]:
     size = len(counts)
-    found = {"image": torch.zeros(size, 8, 8, 3), "texts": torch.zeros(size, 4, 6, dtype=torch.int32)}
-    found |= {"caption": torch.zeros(size, 4, dtype=torch.int64), "counts": torch.tensor(counts)}
-    return found if weight is None else {**found, "weight": torch.tensor(weight)}
+    batch = {"image": torch.zeros(size, 8, 8, 3), "texts": torch.zeros(size, 4, 6, dtype=torch.int32)}
+    batch |= {"caption": torch.zeros(size, 4, dtype=torch.int64), "counts": torch.tensor(counts)}
+    return batch if weight is None else {**batch, "weight": torch.tensor(weight)}
 
 
 rows = st.lists(
@@ -62,34 +62,34 @@ rows = st.lists(
 
 
 @given(rows)
-def test_the_loss_asks_of_each_pair_that_counts_whether_it_belongs(drawn: list[Any]) -> None:
-    batch = batch_of([[True, *kept] for _, kept, _ in drawn], [weight for *_, weight in drawn])
-    found = TASK.loss({"model": scored([s for s, _, _ in drawn])}, batch, RNG)
-    wanted = right = 0.0
-    for scores, kept, weight in drawn:
-        chances = [1 / (1 + math.exp(-s)) for s in scores]
-        others = [-math.log1p(-p) for p, counts in zip(chances[1:], kept, strict=True) if counts]
-        wanted += weight * (-math.log(chances[0]) + sum(others)) / 4
-        rivals = [s for s, counts in zip(scores[1:], kept, strict=True) if counts]
-        right += weight * all(scores[0] > rival for rival in rivals)
-    assert found.terms["loss"][0].item() == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-    assert [part.item() for part in found.metrics["accuracy"]] == [right, sum(weight for *_, weight in drawn)]
+def test_the_loss_is_binary_cross_entropy_over_the_counted_pairs(examples: list[Any]) -> None:
+    batch = build_batch([[True, *counted] for _, counted, _ in examples], [weight for *_, weight in examples])
+    output = TASK.loss({"model": fixed_model([s for s, _, _ in examples])}, batch, RNG)
+    expected = correct = 0.0
+    for scores, counted, weight in examples:
+        probabilities = [1 / (1 + math.exp(-s)) for s in scores]
+        others = [-math.log1p(-p) for p, counts in zip(probabilities[1:], counted, strict=True) if counts]
+        expected += weight * (-math.log(probabilities[0]) + sum(others)) / 4
+        rivals = [s for s, counts in zip(scores[1:], counted, strict=True) if counts]
+        correct += weight * all(scores[0] > rival for rival in rivals)
+    assert output.terms["loss"][0].item() == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    assert [part.item() for part in output.metrics["accuracy"]] == [correct, sum(weight for *_, weight in examples)]
     host = {name: value.numpy() for name, value in batch.items()}
-    assert TASK.counts(host) == {"loss": sum(weight for *_, weight in drawn)}
+    assert TASK.counts(host) == {"loss": sum(weight for *_, weight in examples)}
 
 
 def real_batch() -> dict[str, torch.Tensor]:
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     captions = np.full((5, 6), 19)
     captions[:, 0] = 18
-    captions[:, 1:4] = draw.integers(0, 18, (5, 3))
-    number = draw.integers(0, 5, (4, 4))
-    counts = number != number[:, :1]
+    captions[:, 1:4] = rng.integers(0, 18, (5, 3))
+    indices = rng.integers(0, 5, (4, 4))
+    counts = indices != indices[:, :1]
     counts[:, 0] = True
     return {
-        "image": torch.from_numpy(draw.uniform(-1, 1, (4, 8, 8, 3)).astype(np.float32)),
-        "texts": torch.from_numpy(captions[number].astype(np.int32)),
-        "caption": torch.from_numpy(number),
+        "image": torch.from_numpy(rng.uniform(-1, 1, (4, 8, 8, 3)).astype(np.float32)),
+        "texts": torch.from_numpy(captions[indices].astype(np.int32)),
+        "caption": torch.from_numpy(indices),
         "counts": torch.from_numpy(counts),
     }
 
@@ -105,29 +105,29 @@ def gradients(model: Any, batches: list[Batch]) -> dict[str, torch.Tensor]:
 def test_gradients_are_the_same_under_any_split(cut: int) -> None:
     model, batch = build_models(TASK, 0)["model"].eval(), real_batch()
     parts = [{n: v[:cut] for n, v in batch.items()}, {n: v[cut:] for n, v in batch.items()}]
-    whole, split = gradients(model, [batch]), gradients(model, parts)
-    for name, wanted in whole.items():
-        torch.testing.assert_close(split[name], wanted, atol=1e-5, rtol=1e-4, msg=name)
-    assert all(found.abs().max() > 0 for name, found in whole.items() if not name.endswith("k_proj.bias"))
+    unsplit, split = gradients(model, [batch]), gradients(model, parts)
+    for name, expected in unsplit.items():
+        torch.testing.assert_close(split[name], expected, atol=1e-5, rtol=1e-4, msg=name)
+    assert all(gradient.abs().max() > 0 for name, gradient in unsplit.items() if not name.endswith("k_proj.bias"))
 
 
-def test_a_few_steps_learn_which_caption_is_whose() -> None:
+def test_a_few_steps_fit_the_captions() -> None:
     model, batch = build_models(TASK, 0)["model"].train(), real_batch()
     batch["counts"] = batch["counts"].clone()
-    learner = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     losses = []
     for _ in range(60):
         loss = TASK.loss({"model": model}, batch, RNG).terms["loss"][0]
-        learner.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        learner.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
 
 
 def test_recall_is_over_all_distinct_captions_of_the_data() -> None:
-    words = np.eye(3, dtype=np.float32)
-    number = np.array([7, 8, 9, 7])
-    seen = np.array([[1, 0, 0], [0, 0.4, 0.6], [0, 0, 1], [0.9, 0.1, 0]], np.float32)
-    found = TASK.score({"picture": seen, "words": words[number - 7], "caption": number})
-    assert found == {"caption_recall": 0.75}
+    text_embeddings = np.eye(3, dtype=np.float32)
+    captions = np.array([7, 8, 9, 7])
+    image_embeddings = np.array([[1, 0, 0], [0, 0.4, 0.6], [0, 0, 1], [0.9, 0.1, 0]], np.float32)
+    metrics = TASK.score({"picture": image_embeddings, "words": text_embeddings[captions - 7], "caption": captions})
+    assert metrics == {"caption_recall": 0.75}

@@ -1,4 +1,4 @@
-"""Pictures and captions from a folder to a CLIP that others open, and that a generator reads with."""
+"""CLIP from a folder of images and captions: training, export to transformers, and use by a generator."""
 
 from __future__ import annotations
 
@@ -58,79 +58,79 @@ def train(output: Path, data: Path, **changes: Any) -> Path:
     return Path(bottega.train({}, values).path)
 
 
-def drawn(colour: str, shape: str, draw: np.random.Generator) -> np.ndarray:
-    pixels = draw.integers(200, 256, (8, 8, 3)).astype(np.uint8)
-    start = int(draw.integers(1, 5))
-    place = (slice(start, start + 3), slice(None)) if shape == "bar" else (slice(None), slice(start, start + 3))
-    pixels[place] = COLOURS[colour]
+def draw_shape(colour: str, shape: str, rng: np.random.Generator) -> np.ndarray:
+    pixels = rng.integers(200, 256, (8, 8, 3)).astype(np.uint8)
+    start = int(rng.integers(1, 5))
+    region = (slice(start, start + 3), slice(None)) if shape == "bar" else (slice(None), slice(start, start + 3))
+    pixels[region] = COLOURS[colour]
     return pixels
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """96 of 8 x 8 pixels: a bar or a pole in one of three colours, and what it is."""
-    folder, draw = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """96 images of 8 x 8 pixels: a bar or a pole in one of three colours, with a caption."""
+    folder, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     rows = []
     for number in range(96):
         colour, shape = list(COLOURS)[number % 3], SHAPES[number % 2]
-        Image.fromarray(drawn(colour, shape, draw)).save(folder / f"{number:02d}.png")
+        Image.fromarray(draw_shape(colour, shape, rng)).save(folder / f"{number:02d}.png")
         rows.append(json.dumps({"file_name": f"{number:02d}.png", "text": f"a {colour} {shape}"}))
     (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
     return folder
 
 
 @pytest.fixture(scope="module")
-def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = train(tmp_path_factory.mktemp("run"), pictures)
+def run(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = train(tmp_path_factory.mktemp("run"), image_folder)
     bottega.load(path).export()
     return path
 
 
-def test_it_learns_what_the_captions_say(run: Path) -> None:
+def test_training_aligns_images_and_captions(run: Path) -> None:
     metrics = bottega.load(run).evaluate()
     assert metrics.keys() == {"loss", "accuracy", "caption_recall"}
     assert metrics["accuracy"] > 0.9
     assert metrics["caption_recall"] > 0.9
 
 
-def test_new_pictures_are_told_by_the_exported_folder_alone(run: Path) -> None:
+def test_the_export_classifies_new_images(run: Path) -> None:
     folder = resolve_clip_folder(run)
     clip, tokens = load_clip(folder), load_clip_tokens(folder)
-    draw = np.random.default_rng(1)
-    said = [(colour, shape) for colour in COLOURS for shape in SHAPES]
-    seen = np.stack([drawn(*one, draw) for one in said])
-    ids = torch.from_numpy(tokens.encode([f"a {colour} {shape}" for colour, shape in said])["input_ids"])
+    rng = np.random.default_rng(1)
+    labels = [(colour, shape) for colour in COLOURS for shape in SHAPES]
+    images = np.stack([draw_shape(*pair, rng) for pair in labels])
+    ids = torch.from_numpy(tokens.encode([f"a {colour} {shape}" for colour, shape in labels])["input_ids"])
     with torch.no_grad():
-        best = (clip.images(torch.from_numpy(seen / 127.5 - 1)) @ clip.texts(ids).T).argmax(1)
+        best = (clip.images(torch.from_numpy(images / 127.5 - 1)) @ clip.texts(ids).T).argmax(1)
     assert (best.numpy() == np.arange(6)).mean() > 0.8
 
 
-def test_transformers_opens_all_of_the_export(run: Path) -> None:
+def test_the_export_opens_in_transformers(run: Path) -> None:
     final = run / "final"
     theirs = transformers.CLIPModel.from_pretrained(final).eval()
-    words = transformers.AutoTokenizer.from_pretrained(final)
-    assert type(words).__name__.startswith("CLIPTokenizer")
-    assert words.model_max_length == 8
-    told = words(["a red bar", "a very green pole indeed, is it not"], padding="max_length", truncation=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    assert type(tokenizer).__name__.startswith("CLIPTokenizer")
+    assert tokenizer.model_max_length == 8
+    expected = tokenizer(["a red bar", "a very green pole indeed, is it not"], padding="max_length", truncation=True)
     ours = load_clip_tokens(final).encode(["a red bar", "a very green pole indeed, is it not"])
-    np.testing.assert_array_equal(ours["input_ids"], told.input_ids)
+    np.testing.assert_array_equal(ours["input_ids"], expected.input_ids)
     text = transformers.CLIPTextModel.from_pretrained(final).eval()
     config = text.config
-    assert (config.eos_token_id, config.pad_token_id) == (words.eos_token_id, words.pad_token_id)
-    ids = torch.tensor(told.input_ids)
+    assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    ids = torch.tensor(expected.input_ids)
     with torch.no_grad():
         pooled = theirs.get_text_features(input_ids=ids).pooler_output
-        found = load_clip(final).texts(ids)
-    torch.testing.assert_close(found, torch.nn.functional.normalize(pooled, dim=-1), atol=1e-6, rtol=0)
+        features = load_clip(final).texts(ids)
+    torch.testing.assert_close(features, torch.nn.functional.normalize(pooled, dim=-1), atol=1e-6, rtol=0)
 
 
-def test_a_generator_reads_with_it(run: Path, pictures: Path, tmp_path: Path) -> None:
-    """As `bottega train image model.text.from=RUN`: its tower, its tokens, its length."""
+def test_a_generator_uses_the_text_encoder(run: Path, image_folder: Path, tmp_path: Path) -> None:
+    """As `bottega train image model.text.from=RUN`: text tower, tokenizer and sequence length come from the run."""
     values: dict[str, Any] = {
         "task": "image",
         "name": "drawn",
         "output_dir": str(tmp_path),
-        "data.train.path": str(pictures),
+        "data.train.path": str(image_folder),
         "data.workers": 0,
         "model.condition": "text",
         "model.text.from": str(run),
@@ -154,7 +154,7 @@ def test_a_generator_reads_with_it(run: Path, pictures: Path, tmp_path: Path) ->
     assert saved.generate("a red bar", count=1, steps=2).shape == (1, 8, 8, 3)
 
 
-def test_nothing_is_generated_and_that_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run)]) == 2
     assert "a CLIP does not generate" in capsys.readouterr().err
     assert main(["generate", str(run), "--prompt", "a bar"]) == 2
@@ -162,49 +162,49 @@ def test_nothing_is_generated_and_that_is_said(run: Path, capsys: pytest.Capture
     assert json.loads(capsys.readouterr().out)["metrics"]["accuracy"] > 0.9
 
 
-def test_a_sheet_shows_pictures_with_what_fits_best(run: Path, tmp_path: Path) -> None:
+def test_samples_show_images_with_their_best_caption(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
     with saved.engine.sampling() as models:
         saved.workload.sampler.sample(models, tmp_path / "sheet", device="cpu")
     assert len(list((tmp_path / "sheet").glob("*.png"))) == 5
 
 
-def test_other_data_are_measured_with_the_runs_own_tokens(run: Path, pictures: Path) -> None:
-    assert bottega.load(run).evaluate(pictures)["accuracy"] > 0.9
+def test_other_data_is_evaluated_with_the_tokenizer_of_the_run(run: Path, image_folder: Path) -> None:
+    assert bottega.load(run).evaluate(image_folder)["accuracy"] > 0.9
 
 
-def test_a_run_goes_on_with_its_own_processor_and_begins_from_another(
-    run: Path, pictures: Path, tmp_path: Path
+def test_fine_tuning_starts_from_the_weights_of_a_run_and_a_damaged_processor_is_refused(
+    run: Path, image_folder: Path, tmp_path: Path
 ) -> None:
     before = load_clip(run / "final")
-    begun = train(
-        tmp_path, pictures, **{"model.from": str(run), "training.max_steps": 1, "training.learning_rate": 1e-9}
+    fine_tuned = train(
+        tmp_path, image_folder, **{"model.from": str(run), "training.max_steps": 1, "training.learning_rate": 1e-9}
     )
-    after = bottega.load(begun).model
-    for (name, one), other in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-6, rtol=0, msg=name)
+    after = bottega.load(fine_tuned).model
+    for (name, expected), tensor in zip(before.state_dict().items(), after.state_dict().values(), strict=True):
+        torch.testing.assert_close(expected, tensor, atol=1e-6, rtol=0, msg=name)
     copied = shutil.copytree(run, tmp_path / "copied", symlinks=True)
     (copied / "processor" / "align.json").write_text("{")
     with pytest.raises(CheckpointError, match="cannot be read"):
         bottega.load(copied)
 
 
-def test_grey_pictures_are_seen_as_colour(pictures: Path, tmp_path: Path) -> None:
-    path = train(tmp_path, pictures, **{"data.channels": 1, "training.max_steps": 2})
+def test_greyscale_images_are_accepted(image_folder: Path, tmp_path: Path) -> None:
+    path = train(tmp_path, image_folder, **{"data.channels": 1, "training.max_steps": 2})
     assert bottega.load(path).workload.tables.frame == (8, 8, 1)
 
 
-def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path: Path) -> None:
+def test_invalid_data_and_settings_are_refused_before_training(image_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="captions are found by their usual names"):
-        train(tmp_path, pictures, **{"data.condition_field": "mood"})
+        train(tmp_path, image_folder, **{"data.condition_field": "mood"})
     with pytest.raises(UsageError, match="scales pixels by itself"):
-        train(tmp_path, pictures, **{"data.normalise": "unit"})
+        train(tmp_path, image_folder, **{"data.normalise": "unit"})
     with pytest.raises(UsageError, match="patches of 3 do not divide a side of 8"):
-        train(tmp_path, pictures, **{"model.patch_size": 3, "data.image_size": 8})
+        train(tmp_path, image_folder, **{"model.patch_size": 3, "data.image_size": 8})
     with pytest.raises(UsageError, match="3 does not divide the side of the images, 8"):
-        train(tmp_path, pictures, **{"model.patch_size": 3})
+        train(tmp_path, image_folder, **{"model.patch_size": 3})
     with pytest.raises(UsageError, match=r"32 is not a multiple of model\.num_heads 5"):
-        train(tmp_path, pictures, **{"model.num_heads": 5})
+        train(tmp_path, image_folder, **{"model.num_heads": 5})
     plain = tmp_path / "plain"
     plain.mkdir()
     for number in range(8):
@@ -227,12 +227,12 @@ def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path
         train(tmp_path, wide, **{"data.validation": None})
 
 
-def test_folders_of_no_use_are_told(run: Path, tmp_path: Path) -> None:
-    empty = shutil.copytree(run, tmp_path / "empty", symlinks=True)
-    shutil.rmtree(empty / "final")
+def test_unusable_clip_folders_are_refused(run: Path, tmp_path: Path) -> None:
+    not_exported = shutil.copytree(run, tmp_path / "empty", symlinks=True)
+    shutil.rmtree(not_exported / "final")
     with pytest.raises(UsageError, match="was not exported"):
-        resolve_clip_folder(empty)
-    bare = shutil.copytree(run / "final", tmp_path / "bare")
-    (bare / "tokenizer.json").unlink()
+        resolve_clip_folder(not_exported)
+    without_tokenizer = shutil.copytree(run / "final", tmp_path / "bare")
+    (without_tokenizer / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"has no tokenizer\.json"):
-        load_clip_tokens(bare)
+        load_clip_tokens(without_tokenizer)

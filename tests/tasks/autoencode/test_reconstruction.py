@@ -1,4 +1,4 @@
-"""The autoencoder tasks: sums and counts agree under any split, padding counts nowhere, and both learn."""
+"""The autoencoder tasks: split-invariant sums and counts, padding, loss terms and overfitting."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ Host = dict[str, np.ndarray]
 
 
 def smooth_images(count: int = 8, side: int = 16) -> np.ndarray:
-    """A wave of its own direction, length and phase in each channel."""
-    draw = np.random.default_rng(0)
+    """Return images with a wave of random direction, length and phase in each channel."""
+    rng = np.random.default_rng(0)
     y, x = np.mgrid[:side, :side] / side
-    waves = draw.uniform(0.5, 2.0, (2, count, 1, 1, 3))
-    phase = draw.uniform(0, 2 * math.pi, (count, 1, 1, 3))
+    waves = rng.uniform(0.5, 2.0, (2, count, 1, 1, 3))
+    phase = rng.uniform(0, 2 * math.pi, (count, 1, 1, 3))
     return (0.8 * np.sin(2 * math.pi * (waves[0] * x[..., None] + waves[1] * y[..., None]) + phase)).astype(np.float32)
 
 
@@ -44,7 +44,7 @@ def on_device(batch: Host) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
-def loss_of(task: Task, models: dict[str, Any], batch: Host, *, first: int = 0, step: int = 0) -> Any:
+def compute_loss(task: Task, models: dict[str, Any], batch: Host, *, first: int = 0, step: int = 0) -> Any:
     positions = torch.arange(first, first + len(batch["image"]))
     return task.loss(models, on_device(batch), Noise(0, step, positions, torch))
 
@@ -53,57 +53,59 @@ def loss_of(task: Task, models: dict[str, Any], batch: Host, *, first: int = 0, 
 def test_sums_and_counts_do_not_depend_on_the_split(name: str) -> None:
     task, batch = TASKS[name], {"image": smooth_images(4)}
     models = build_models(task, 0)
-    whole = loss_of(task, models, batch)
-    parts = [loss_of(task, models, {"image": batch["image"][i : i + 1]}, first=i) for i in range(4)]
+    total_output = compute_loss(task, models, batch)
+    parts = [compute_loss(task, models, {"image": batch["image"][i : i + 1]}, first=i) for i in range(4)]
     assert task.counts(batch) == dict.fromkeys(TERMS[name], 4.0)
-    assert set(whole.terms) == TERMS[name]
-    for term, (total, _) in whole.terms.items():
+    assert set(total_output.terms) == TERMS[name]
+    for term, (total, _) in total_output.terms.items():
         assert sum(part.terms[term][0].item() for part in parts) == pytest.approx(total.item(), rel=1e-6)
-    for metric, (total, count) in whole.metrics.items():
+    for metric, (total, count) in total_output.metrics.items():
         assert sum(part.metrics[metric][0].item() for part in parts) == pytest.approx(total.item(), rel=1e-6)
         assert count.item() == 4
         assert not total.requires_grad
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_padding_rows_count_nowhere(name: str) -> None:
+def test_padding_rows_do_not_count(name: str) -> None:
     task, images = TASKS[name], smooth_images(3)
     models = build_models(task, 0)
-    alone = {"image": images[:2]}
+    single = {"image": images[:2]}
     padded = {"image": images, "weight": np.array([1, 1, 0], np.float32)}
-    assert task.counts(padded) == task.counts(alone)
-    one, other = loss_of(task, models, padded), loss_of(task, models, alone)
-    for term in one.terms:
-        assert one.terms[term][0].item() == pytest.approx(other.terms[term][0].item(), rel=1e-6)
-    for metric in one.metrics:
-        assert one.metrics[metric][0].item() == pytest.approx(other.metrics[metric][0].item(), rel=1e-6)
-        assert one.metrics[metric][1].item() == 2
+    assert task.counts(padded) == task.counts(single)
+    with_padding, without_padding = compute_loss(task, models, padded), compute_loss(task, models, single)
+    for term in with_padding.terms:
+        assert with_padding.terms[term][0].item() == pytest.approx(without_padding.terms[term][0].item(), rel=1e-6)
+    for metric in with_padding.metrics:
+        assert with_padding.metrics[metric][0].item() == pytest.approx(
+            without_padding.metrics[metric][0].item(), rel=1e-6
+        )
+        assert with_padding.metrics[metric][1].item() == 2
 
 
 @pytest.mark.parametrize("distance", ["l1", "l2"])
-def test_the_terms_are_what_they_are_called(distance: Any) -> None:
+def test_loss_terms_match_their_definitions(distance: Any) -> None:
     task, images = Reconstruction(key="image", shape=SHAPE, distance=distance, kl_weight=0.5), smooth_images(2)
     mean, log_variance = np.full((2, 8, 8, 4), 0.5, np.float32), np.full((2, 8, 8, 4), -1.0, np.float32)
-    shown = torch.from_numpy(images) + 0.25
-    model = lambda x, noise: (shown, torch.from_numpy(mean), torch.from_numpy(log_variance))  # noqa: E731
-    found = loss_of(task, {"model": model}, {"image": images})
-    assert found.terms["loss"][0].item() / 2 == pytest.approx(0.25 if distance == "l1" else 0.0625, rel=1e-5)
-    assert found.metrics["mse"][0].item() / 2 == pytest.approx(0.0625, rel=1e-5)
+    reconstruction = torch.from_numpy(images) + 0.25
+    model = lambda x, noise: (reconstruction, torch.from_numpy(mean), torch.from_numpy(log_variance))  # noqa: E731
+    output = compute_loss(task, {"model": model}, {"image": images})
+    assert output.terms["loss"][0].item() / 2 == pytest.approx(0.25 if distance == "l1" else 0.0625, rel=1e-5)
+    assert output.metrics["mse"][0].item() / 2 == pytest.approx(0.0625, rel=1e-5)
     # The divergence of N(0.5, 1/e) from N(0, 1) is ln(1/sigma) + (sigma^2 + mu^2 - 1) / 2; 256 of them to 768 values.
     nats = 0.5 + (math.exp(-1) + 0.25 - 1) / 2
-    assert found.terms["kl"][0].item() / 2 == pytest.approx(nats * 256 / 768, rel=1e-5)
-    assert found.terms["kl"][1] == 0.5
+    assert output.terms["kl"][0].item() / 2 == pytest.approx(nats * 256 / 768, rel=1e-5)
+    assert output.terms["kl"][1] == 0.5
 
 
-def test_noise_reaches_the_latents_and_is_that_of_the_position() -> None:
+def test_latent_noise_depends_on_position_and_step() -> None:
     models, batch = build_models(VAE, 0), {"image": np.repeat(smooth_images(1), 2, axis=0)}
-    total = loss_of(VAE, models, batch).terms["loss"][0].item()
-    twice = 2 * loss_of(VAE, models, {"image": batch["image"][:1]}).terms["loss"][0].item()
+    total = compute_loss(VAE, models, batch).terms["loss"][0].item()
+    twice = 2 * compute_loss(VAE, models, {"image": batch["image"][:1]}).terms["loss"][0].item()
     assert total != pytest.approx(twice, rel=1e-6)
-    assert total != loss_of(VAE, models, batch, step=1).terms["loss"][0].item()
+    assert total != compute_loss(VAE, models, batch, step=1).terms["loss"][0].item()
 
 
-def test_summary_adds_the_signal_to_noise_ratio() -> None:
+def test_summary_adds_psnr() -> None:
     # A mean squared error of 0.04 on values from -1 to 1: 10 log10(4 / 0.04).
     assert VAE.summary({"mse": 0.04})["psnr"] == pytest.approx(20.0)
     assert VAE.summary({"mse": 0.0})["psnr"] == math.inf
@@ -112,7 +114,7 @@ def test_summary_adds_the_signal_to_noise_ratio() -> None:
     assert unit.summary({"mse": 0.01})["psnr"] == pytest.approx(20.0)
 
 
-def test_usage_counts_codes() -> None:
+def test_code_usage_and_perplexity() -> None:
     assert measure_code_usage(np.arange(8).reshape(2, 2, 2), 8) == {
         "codes_used": 1.0,
         "code_perplexity": pytest.approx(8.0),
@@ -137,15 +139,15 @@ def test_build_can_start_from_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_it_learns_eight_images(name: str) -> None:
+def test_eight_images_are_overfitted(name: str) -> None:
     task, batch = TASKS[name], {"image": smooth_images(8, side=8)}
     models, counts = build_models(task, 0), task.counts(batch)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=2e-3)
     history = []
     for step in range(60):
-        found = loss_of(task, models, batch, step=step)
+        output = compute_loss(task, models, batch, step=step)
         optimizer.zero_grad()
-        sum(weight * total / counts[term] for term, (total, weight) in found.terms.items()).backward()
+        sum(weight * total / counts[term] for term, (total, weight) in output.terms.items()).backward()
         optimizer.step()
-        history.append(found.terms["loss"][0].item() / counts["loss"])
+        history.append(output.terms["loss"][0].item() / counts["loss"])
     assert history[-1] < history[0] / 5

@@ -1,4 +1,4 @@
-"""Tokenizers and the generators over their codes, from data to files; and what a person gets wrong on the way."""
+"""Image and audio tokenizers and the generators over their codes: training, sampling, export, resume and refusals."""
 
 from __future__ import annotations
 
@@ -42,10 +42,12 @@ def train_tokenizer(folder: Path, medium: str = "image", **changes: Any) -> Path
 
 
 def train_generator(folder: Path, **changes: Any) -> Path:
-    return Path(small_media.train(folder, **{"model.backbone": "tokens", "needs": judged("image"), **changes}).path)
+    return Path(
+        small_media.train(folder, **{"model.backbone": "tokens", "needs": judge_settings("image"), **changes}).path
+    )
 
 
-def judged(medium: str) -> dict[str, Any]:
+def judge_settings(medium: str) -> dict[str, Any]:
     return {"judge": {"recipe": f"classify/{medium}", "settings": {"training.max_steps": 2, "training.batch_size": 8}}}
 
 
@@ -73,35 +75,35 @@ def run(folder: Path, tokenizer: Path) -> Path:
 # The tokenizer
 
 
-def test_a_tokenizer_learns_to_give_pictures_back(tokenizer: Path) -> None:
+def test_a_tokenizer_learns_to_reconstruct_images(tokenizer: Path) -> None:
     saved = bottega.load(tokenizer)
-    found = saved.evaluate()
-    # Pictures of one brightness each with noise of deviation 10: guessing the mean of all would have 15 dB or less.
-    assert found["psnr"] > 20
-    assert found["psnr"] == pytest.approx(10 * np.log10(4 / found["mse"]))
-    made = {path.name for path in (tokenizer / "samples" / "step-00000080").iterdir()}
-    assert {f"{n:02d}.png" for n in range(6)} | {"sheet.png"} == made, "three originals, each beside what came back"
+    metrics = saved.evaluate()
+    # Each image has one brightness and noise of standard deviation 10; predicting the global mean gives at most 15 dB.
+    assert metrics["psnr"] > 20
+    assert metrics["psnr"] == pytest.approx(10 * np.log10(4 / metrics["mse"]))
+    names = {path.name for path in (tokenizer / "samples" / "step-00000080").iterdir()}
+    assert {f"{n:02d}.png" for n in range(6)} | {"sheet.png"} == names, "three originals, each with its reconstruction"
 
 
-def test_the_codes_of_a_data_set_are_counted_over_all_of_it(tokenizer: Path) -> None:
+def test_code_usage_is_computed_over_the_validation_data(tokenizer: Path) -> None:
     saved = bottega.load(tokenizer)
     workload = saved.workload
     assert isinstance(workload, TokensWorkload)
     source = workload.data.validation()
     assert source is not None
     with saved.engine.sampling() as models:
-        found = workload.code_usage(models, source, device="cpu")
+        usage = workload.code_usage(models, source, device="cpu")
         index = np.arange(len(source))
         codes = models["model"].encode(torch.from_numpy(source.rows(index, 0 * index)["image"]))
     assert codes.shape == (9, 4, 4)
-    assert found["codes_used"] == len(codes.unique()) / 16
-    assert 1 <= found["code_perplexity"] <= 16
-    shown = bottega.evaluate(tokenizer)["metrics"]
-    assert {name: shown[name] for name in found} == found
-    assert shown["psnr"] == pytest.approx(saved.evaluate()["psnr"])
+    assert usage["codes_used"] == len(codes.unique()) / 16
+    assert 1 <= usage["code_perplexity"] <= 16
+    metrics = bottega.evaluate(tokenizer)["metrics"]
+    assert {name: metrics[name] for name in usage} == usage
+    assert metrics["psnr"] == pytest.approx(saved.evaluate()["psnr"])
 
 
-def test_an_exported_tokenizer_opens_again(tokenizer: Path) -> None:
+def test_an_exported_tokenizer_can_be_loaded_and_fine_tuned(tokenizer: Path) -> None:
     model, saved = load_codes(tokenizer / "final"), bottega.load(tokenizer)
     x = torch.rand(2, 8, 8, 1) * 2 - 1
     with saved.engine.sampling() as models, torch.no_grad():
@@ -109,11 +111,11 @@ def test_an_exported_tokenizer_opens_again(tokenizer: Path) -> None:
         assert torch.equal(model(x)[0], models["model"](x)[0])
     assert model.num_codes == 16
     again = bottega.train({}, tokenizer_settings(tokenizer.parent, name="started", **{"model.from": str(tokenizer)}))
-    assert again.metrics["loss"] < 1.2 * saved.evaluate()["loss"], "training went on from there"
+    assert again.metrics["loss"] < 1.2 * saved.evaluate()["loss"], "training continued from the exported weights"
 
 
 @pytest.mark.parametrize("quantiser", ["fsq", "vq"])
-def test_sounds_become_codes_and_back(tmp_path: Path, quantiser: str) -> None:
+def test_audio_tokenizers_train_and_export(tmp_path: Path, quantiser: str) -> None:
     options = {"model.quantiser": quantiser, "model.codebook_size": 12, "model.code_size": 4}
     path = train_tokenizer(
         tmp_path, "audio", **options, **{"training.max_steps": 2, "samples.every": 2, "samples.count": 1}
@@ -128,7 +130,7 @@ def test_sounds_become_codes_and_back(tmp_path: Path, quantiser: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model.downsample": 16}, "height 8 (a multiple of 16"),
         ({"model.dropout": 0.1}, "model.dropout"),
@@ -138,13 +140,13 @@ def test_sounds_become_codes_and_back(tmp_path: Path, quantiser: str) -> None:
         ({"model.from": "nowhere/at/all"}, "nowhere/at/all"),
     ],
 )
-def test_what_a_tokenizer_cannot_be_is_said(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_invalid_tokenizer_settings_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         bottega.train({}, tokenizer_settings(tmp_path, **changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_start_with_another_model_is_refused_by_name(tokenizer: Path, tmp_path: Path) -> None:
+def test_a_base_model_of_another_shape_is_refused_by_name(tokenizer: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"hidden_size|widths"):
         train_tokenizer(tmp_path, **{"model.from": str(tokenizer), "model.hidden_size": 16})
 
@@ -152,68 +154,70 @@ def test_a_start_with_another_model_is_refused_by_name(tokenizer: Path, tmp_path
 # The generator
 
 
-def test_a_generator_over_codes_draws_the_class_that_is_asked_for(run: Path) -> None:
+def test_a_generator_over_codes_samples_the_requested_class(run: Path) -> None:
     saved = bottega.load(run)
-    made = saved.generate(**{"class": [0, 1, 2]}, count=8, seed=1)
-    assert made.dtype == np.uint8
-    assert made.shape == (24, 8, 8, 1)
-    level = made.reshape(3, -1).mean(1)
+    images = saved.generate(**{"class": [0, 1, 2]}, count=8, seed=1)
+    assert images.dtype == np.uint8
+    assert images.shape == (24, 8, 8, 1)
+    level = images.reshape(3, -1).mean(1)
     names = saved.workload.metadata.classes
     order = [small_media.NAMES.index(name) for name in names]
     assert np.abs(level - (30 + 100 * np.array(order))).max() < 40, dict(zip(names, level, strict=True))
-    found = saved.evaluate()
-    assert found["bits_per_code"] == pytest.approx(found["loss"] / np.log(2), rel=1e-6)
-    assert found["loss"] < np.log(16)
+    metrics = saved.evaluate()
+    assert metrics["bits_per_code"] == pytest.approx(metrics["loss"] / np.log(2), rel=1e-6)
+    assert metrics["loss"] < np.log(16)
     assert len(list((run / "samples" / "step-00000080").glob("0*.png"))) == 4
 
 
-def test_the_command_line_reaches_the_codes(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def say(*words: Any) -> tuple[int, str, str]:
+def test_generate_options_of_a_generator_over_codes(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def generate(*arguments: Any) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = cli.main([str(word) for word in ("generate", run, "--count", 2, *words)])
+        code = cli.main([str(word) for word in ("generate", run, "--count", 2, *arguments)])
         out, err = capsys.readouterr()
         return code, out, err
 
     file = tmp_path / "made.png"
     images = []
-    for words in ([], ["--temperature", 0], ["--temperature", 0, "--seed", 9], ["--top_k", 1], ["--guidance", 3]):
-        code, out, err = say("--class", "grey", "--out", file, *words)
+    for arguments in ([], ["--temperature", 0], ["--temperature", 0, "--seed", 9], ["--top_k", 1], ["--guidance", 3]):
+        code, out, err = generate("--class", "grey", "--out", file, *arguments)
         assert code == 0, err
         images.append(file.read_bytes())
     plain, greedy, seeded, single, guided = images
-    assert greedy == seeded == single, "the likeliest code leaves nothing to chance"
+    assert greedy == seeded == single, "greedy sampling does not depend on the seed"
     assert plain != greedy
     assert plain != guided
-    for words, said in (
+    for arguments, message in (
         (["--steps", 3], "--steps: this run does not support it"),
         (["--sampler", "heun"], "--sampler"),
         (["--temperature", -1], "--temperature -1"),
         (["--top_p", 2], "--top_p 2"),
         (["--top_k", 0], "--top_k 0"),
     ):
-        code, out, err = say(*words)
+        code, out, err = generate(*arguments)
         assert (code, out) == (2, "")
-        assert said in err
+        assert message in err
 
 
-def test_codes_are_refused_by_generators_without_them(tmp_path: Path) -> None:
+def test_diffusion_generators_refuse_temperature(tmp_path: Path) -> None:
     path = small_media.train(tmp_path, **{"training.max_steps": 1}).path
     with pytest.raises(UsageError, match=r"^temperature: this run does not support it"):
         bottega.load(path).generate(temperature=0.5)
 
 
-def test_a_judge_compares_with_real_data_through_the_codes(run: Path) -> None:
-    found = bottega.evaluate(run, count=12)
-    assert set(found["through_codec"]) == set(found["real"])
-    assert "conditional_accuracy" in found["real"]
-    assert found["through_codec"]["nearest_ratio"] != found["real"]["nearest_ratio"], "codes lose something"
-    assert found["counts"]["generated"] == 12
+def test_evaluation_compares_with_real_data_through_the_tokenizer(run: Path) -> None:
+    result = bottega.evaluate(run, count=12)
+    assert set(result["through_codec"]) == set(result["real"])
+    assert "conditional_accuracy" in result["real"]
+    assert result["through_codec"]["nearest_ratio"] != result["real"]["nearest_ratio"], "the tokenizer is lossy"
+    assert result["counts"]["generated"] == 12
 
 
-def test_an_exported_generator_opens_with_nothing_else(run: Path, tmp_path: Path) -> None:
+def test_an_exported_generator_is_self_contained(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
     folder = saved.export(tmp_path / "out")
-    saved.export(folder)  # and again over the first
+    saved.export(folder)  # overwrites the first export
     elsewhere = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
     task, models = open_exported_code_generator(elsewhere)
     rows = {"label": torch.tensor([0, 1, 2])}
@@ -237,28 +241,28 @@ def test_the_language_model_opens_in_transformers(run: Path, tmp_path: Path) -> 
         torch.testing.assert_close(theirs(tokens).logits, models["model"](tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tokenizer: Path, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal(tokenizer: Path, tmp_path: Path) -> None:
     options = {"model.tokenizer": str(tokenizer), "training.scheduler.name": "constant", "name": "resumed"}
     options |= {"training.ema": 0.9, "model.dropout": 0.1}
     straight = train_generator(tmp_path / "a", **options)
     train_generator(tmp_path / "b", **options, **{"training.max_steps": 4})
-    halves = train_generator(tmp_path / "b", **options)
-    assert different(tensors(straight), tensors(halves)) == []
+    resumed = train_generator(tmp_path / "b", **options)
+    assert different(tensors(straight), tensors(resumed)) == []
 
 
-def test_a_tokenizer_that_is_needed_is_trained_first(tmp_path: Path) -> None:
+def test_a_tokenizer_dependency_is_trained_first(tmp_path: Path) -> None:
     settings = {**TOKENIZER, "training.max_steps": 2, "samples.every": None, "training.batch_size": 8}
     options = {"model.tokenizer": "needs.tokens", "training.max_steps": 2, "name": "first"}
-    part = {"recipe": "image_tokens/digits", "settings": settings}
-    path = train_generator(tmp_path, **options, needs={"tokens": part})
-    made = bottega.load(path).generate(count=1)
+    dependency = {"recipe": "image_tokens/digits", "settings": settings}
+    path = train_generator(tmp_path, **options, needs={"tokens": dependency})
+    images = bottega.load(path).generate(count=1)
     parts = tmp_path / "parts"
     assert [p.is_dir() for p in parts.glob("*/final")] == [True]
     moved = Path(shutil.move(tmp_path, tmp_path.with_name("moved"))) / "first"
-    np.testing.assert_array_equal(bottega.load(moved).generate(count=1), made)
+    np.testing.assert_array_equal(bottega.load(moved).generate(count=1), images)
 
 
-def test_another_tokenizer_is_refused(
+def test_a_changed_tokenizer_is_refused(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -272,15 +276,15 @@ def test_another_tokenizer_is_refused(
     bottega.load(other).export(codes)
     assert cli.main(["generate", str(path), "--count", "1"]) == 4
     assert "another tokenizer than this run was trained with" in capsys.readouterr().err
-    words = small_media.words(tmp_path, **{"model.backbone": "tokens", **options, "training.max_steps": 4})
-    assert cli.main(words) == 4
-    said = capsys.readouterr().err
-    assert "another tokenizer than this run began with" in said
-    assert "--fresh" in said
+    command = small_media.words(tmp_path, **{"model.backbone": "tokens", **options, "training.max_steps": 4})
+    assert cli.main(command) == 4
+    message = capsys.readouterr().err
+    assert "another tokenizer than this run began with" in message
+    assert "--fresh" in message
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model.tokenizer": None}, "model.tokenizer: missing"),
         ({"model.tokenizer": "needs.other"}, "needs.other"),
@@ -293,29 +297,29 @@ def test_another_tokenizer_is_refused(
         ({"samples.guidance": 2.0, "model.condition_dropout": 0.0}, "samples.guidance"),
     ],
 )
-def test_what_a_generator_over_codes_cannot_be_is_said(
-    tokenizer: Path, tmp_path: Path, changes: dict[str, Any], said: str
+def test_invalid_settings_of_a_generator_over_codes_are_refused(
+    tokenizer: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
         train_generator(tmp_path, **{"model.tokenizer": str(tokenizer), **changes})
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_sounds_are_generated_over_codes_on_the_tokenizers_scale(tmp_path: Path) -> None:
+def test_audio_over_codes_uses_the_mel_scale_of_the_tokenizer(tmp_path: Path) -> None:
     path = train_tokenizer(tmp_path, "audio", name="sounds", **{"training.max_steps": 2})
     file = bottega.load(path).export() / "mel.json"
-    kept = json.loads(file.read_text())
-    kept["scale"]["mean"] += 0.5  # as if it had learnt from louder sounds
-    file.write_text(json.dumps(kept))
+    mel = json.loads(file.read_text())
+    mel["scale"]["mean"] += 0.5  # as if it had been trained on louder audio
+    file.write_text(json.dumps(mel))
     settings = {**small_media.audio(tmp_path), "model.backbone": "tokens", "model.tokenizer": str(path)}
-    settings |= {"model.axes": 2, "needs": judged("audio")}
-    made = bottega.train("audio", {**settings, "training.max_steps": 2, "name": "over"})
-    saved = bottega.load(made.path)
-    assert saved.workload.mel.scale.model_dump() == kept["scale"]
-    sounds = saved.generate(count=3)
-    assert sounds.shape == (3, 800)
-    assert np.isfinite(sounds).all()
-    assert bottega.evaluate(made.path, count=6)["counts"]["generated"] == 6
+    settings |= {"model.axes": 2, "needs": judge_settings("audio")}
+    result = bottega.train("audio", {**settings, "training.max_steps": 2, "name": "over"})
+    saved = bottega.load(result.path)
+    assert saved.workload.mel.scale.model_dump() == mel["scale"]
+    waveforms = saved.generate(count=3)
+    assert waveforms.shape == (3, 800)
+    assert np.isfinite(waveforms).all()
+    assert bottega.evaluate(result.path, count=6)["counts"]["generated"] == 6
     with pytest.raises(UsageError, match=r"data\.hop_size: 32"):
         registry.open_workload(
             load_recipe(["audio", {**settings, "data.hop_size": 32}]).recipe, progress=lambda *_: None

@@ -1,4 +1,4 @@
-"""Autoencoders of images, sound and video: trained, looked at, exported, and read again by others."""
+"""Autoencoders of images, audio and video: training, samples, export to diffusers, fine-tuning and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {
     "samples.every": None,
 }
 SPECTRUM = {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64}
-SOUND = {"data.input": "audio", **SPECTRUM}
+AUDIO = {"data.input": "audio", **SPECTRUM}
 
 
 def settings(folder: Path, data: Path, **changes: Any) -> dict[str, Any]:
@@ -40,12 +40,12 @@ def train(folder: Path, data: Path, **changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Forty steps on the digits that come with the program, with a look at what comes back."""
+    """Forty steps on the bundled digits, with samples of reconstructions."""
     small = {"model.hidden_size": 16, "training.max_steps": 40, "training.batch_size": 16, "evaluation.every": 20}
-    more = {"samples.every": 40, "samples.count": 3, "training.learning_rate": 3e-3, "name": "digits"}
+    schedule = {"samples.every": 40, "samples.count": 3, "training.learning_rate": 3e-3, "name": "digits"}
     quiet = {"logging.tensorboard": False, "logging.resources": False, "training.scheduler.warmup_steps": 5}
     out = {"output_dir": str(tmp_path_factory.mktemp("runs")), "logging.every": 1}
-    return bottega.train("image_vae/digits", {**small, **more, **quiet, **out})
+    return bottega.train("image_vae/digits", {**small, **schedule, **quiet, **out})
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def exported(digits: Any) -> Path:
     return bottega.load(digits.path).export()
 
 
-def test_it_loses_error(digits: Any) -> None:
+def test_training_lowers_the_reconstruction_error(digits: Any) -> None:
     losses = [row["loss"] for row in digits.history() if row["kind"] == "train"]
     assert np.mean(losses[-5:]) < 0.5 * np.mean(losses[:5])
     first, last = (row for row in digits.history() if row["kind"] == "eval")
@@ -62,38 +62,38 @@ def test_it_loses_error(digits: Any) -> None:
     assert last["kl"] > 0
 
 
-def test_originals_are_shown_beside_what_comes_back(digits: Any) -> None:
+def test_samples_are_originals_and_reconstructions(digits: Any) -> None:
     names = sorted(path.name for path in (digits.path / "samples" / "step-00000040").iterdir())
     assert names == [*(f"0{number}.png" for number in range(6)), "sheet.png"]
 
 
-def test_what_was_measured_is_measured_again(digits: Any) -> None:
+def test_evaluate_repeats_the_logged_metrics(digits: Any) -> None:
     last = [row for row in digits.history() if row["kind"] == "eval"][-1]
     again = bottega.load(digits.path, checkpoint="last").evaluate()
     assert again == pytest.approx({name: last[name] for name in VaeWorkload.metrics}, rel=1e-5)
 
 
-def test_nothing_is_generated(digits: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_is_refused(digits: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(digits.path)]) == 2
-    said = capsys.readouterr().err
-    assert "an autoencoder does not generate" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "an autoencoder does not generate" in message
+    assert message.count("\n") == 1
     assert bottega.load(digits.path).workload.sampler.example_flags() is None
 
 
-def test_exported_latents_are_as_large_as_noise(digits: Any, exported: Path) -> None:
+def test_exported_latents_have_unit_variance(digits: Any, exported: Path) -> None:
     workload, vae = bottega.load(digits.path).workload, load_autoencoder(exported)
     index = np.arange(len(workload.data.training()))
     x = torch.from_numpy(workload.data.training().rows(index, 0 * index)["image"])
     with torch.no_grad():
         mean, log_variance = vae.encode(x)
     noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(0))
-    assert vae.shape.shift_factor == 0, "stock pipelines know a scale alone"
-    seen = (mean + (log_variance / 2).exp() * noise) * vae.shape.scaling_factor
-    assert float(seen.square().mean()) == pytest.approx(1, abs=0.05)
+    assert vae.shape.shift_factor == 0, "stock pipelines support a scale only"
+    latents = (mean + (log_variance / 2).exp() * noise) * vae.shape.scaling_factor
+    assert float(latents.square().mean()) == pytest.approx(1, abs=0.05)
 
 
-def test_an_export_is_the_same_each_time(digits: Any, exported: Path, tmp_path: Path) -> None:
+def test_export_is_deterministic(digits: Any, exported: Path, tmp_path: Path) -> None:
     again = bottega.load(digits.path).export(tmp_path / "again")
     for file in ("config.json", "diffusion_pytorch_model.safetensors"):
         assert (again / file).read_bytes() == (exported / file).read_bytes()
@@ -121,17 +121,17 @@ def test_training_starts_from_an_exported_run(digits: Any, exported: Path, tmp_p
     }
     data = small_media.pictures(tmp_path)
     path = train(tmp_path, data, **same, **{"model.from": str(digits.path), "name": "more"}).path
-    found, before = bottega.load(path).model.state_dict(), load_autoencoder(exported).state_dict()
+    after, before = bottega.load(path).model.state_dict(), load_autoencoder(exported).state_dict()
     for name, value in before.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        torch.testing.assert_close(after[name], value, rtol=0, atol=1e-6)
     with pytest.raises(UsageError, match=r"model\.from: .* has widths"):
         train(tmp_path, data, **{**same, "model.hidden_size": 8, "model.from": str(digits.path), "name": "other"})
 
 
 @pytest.mark.parametrize("axes", [1, 2])
-def test_sound(tmp_path: Path, axes: int) -> None:
-    sound = {**SOUND, "model.axes": axes, "training.max_steps": 3, "samples.every": 3, "samples.count": 2}
-    run = train(tmp_path, small_media.sounds(tmp_path), **sound)
+def test_audio_of_one_and_two_axes(tmp_path: Path, axes: int) -> None:
+    options = {**AUDIO, "model.axes": axes, "training.max_steps": 3, "samples.every": 3, "samples.count": 2}
+    run = train(tmp_path, small_media.sounds(tmp_path), **options)
     assert (run.path / "samples" / "step-00000003" / "03.wav").is_file()
     saved = bottega.load(run.path)
     assert saved.workload.task.shape.dims == axes
@@ -164,7 +164,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "changes", "said"),
+    ("write_data", "changes", "message"),
     [
         (small_media.pictures, {"model.dropout": 0.1}, r"model\.dropout: 0\.1, and an autoencoder has none"),
         (small_media.pictures, {"data.normalise": "unit"}, r"data\.normalise: unit"),
@@ -175,7 +175,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
         (small_media.pictures, {"model.from": "nowhere"}, r"model\.from: nowhere is not a folder"),
         (
             small_media.sounds,
-            {**SOUND, "data.num_mels": 9},
+            {**AUDIO, "data.num_mels": 9},
             r"data\.num_mels: 9 is not a multiple of model\.downsample 2",
         ),
         (
@@ -191,6 +191,6 @@ def test_video_is_causal(tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_cannot_be_trained(tmp_path: Path, make: Any, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        train(tmp_path, make(tmp_path), **changes)
+def test_invalid_settings_are_refused(tmp_path: Path, write_data: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        train(tmp_path, write_data(tmp_path), **changes)

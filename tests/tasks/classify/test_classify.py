@@ -1,6 +1,6 @@
-"""The classifying task: sums agree under any split, padding counts nowhere, the loss is a known number, and it learns.
+"""The classification task: split-invariant sums, padding, reference values of the loss, and learning.
 
-What texts, several labels and the other losses add is in test_classification.py.
+Texts, multi-label targets and other losses are tested in test_classification.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ RNG = Noise(0, 0, np.arange(4))
 
 
 def host_batch(rows: int = 4, **more: Any) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(0)
-    images = draw.standard_normal((rows, 8, 8, 1)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    images = rng.standard_normal((rows, 8, 8, 1)).astype(np.float32)
     return {"image": images, "label": (np.arange(rows) % 4).astype(np.int32), **more}
 
 
@@ -40,24 +40,24 @@ def test_the_mean_does_not_depend_on_the_split() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     parts = [{name: array[i : i + 1] for name, array in batch.items()} for i in range(4)]
     assert sum(TASK.counts(part)["loss"] for part in parts) == TASK.counts(batch)["loss"] == 4
-    whole = loss(models, batch)
+    total = loss(models, batch)
     split = [loss(models, part) for part in parts]
-    assert sum(s.terms["loss"][0].item() for s in split) == pytest.approx(whole.terms["loss"][0].item(), rel=1e-6)
-    assert sum(s.metrics["accuracy"][0].item() for s in split) == whole.metrics["accuracy"][0].item()
+    assert sum(s.terms["loss"][0].item() for s in split) == pytest.approx(total.terms["loss"][0].item(), rel=1e-6)
+    assert sum(s.metrics["accuracy"][0].item() for s in split) == total.metrics["accuracy"][0].item()
 
 
-def test_padding_rows_count_nowhere_even_where_they_are_no_numbers() -> None:
+def test_padding_rows_do_not_count_even_if_they_are_nan() -> None:
     models, batch = build_models(TASK, 0), host_batch(2)
-    alone = {name: array[:1] for name, array in batch.items()}
+    single = {name: array[:1] for name, array in batch.items()}
     padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
     padded["image"] = np.concatenate([batch["image"][:1], np.full_like(batch["image"][1:], np.nan)])
-    assert TASK.counts(padded) == TASK.counts(alone) == {"loss": 1.0}
-    found, wanted = loss(models, padded), loss(models, alone)
-    assert found.terms["loss"][0].item() == pytest.approx(wanted.terms["loss"][0].item(), rel=1e-6)
-    assert found.metrics["accuracy"][1].item() == 1
+    assert TASK.counts(padded) == TASK.counts(single) == {"loss": 1.0}
+    output, expected = loss(models, padded), loss(models, single)
+    assert output.terms["loss"][0].item() == pytest.approx(expected.terms["loss"][0].item(), rel=1e-6)
+    assert output.metrics["accuracy"][1].item() == 1
 
 
-def test_a_head_that_knows_nothing_costs_the_logarithm_of_the_classes() -> None:
+def test_a_zero_head_has_the_loss_of_uniform_predictions() -> None:
     models = build_models(TASK, 0)
     torch.nn.init.zeros_(models["model"].head.weight)
     assert loss(models, host_batch()).terms["loss"][0].item() == pytest.approx(4 * math.log(4), rel=1e-6)
@@ -67,14 +67,14 @@ def test_accuracy_counts_the_largest_logit() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     logits = models["model"](on_device(batch)["image"])
     batch["label"] = logits.argmax(dim=1).numpy().astype(np.int32)
-    right, count = loss(models, batch).metrics["accuracy"]
-    assert (right.item(), count.item()) == (4, 4)
+    correct, count = loss(models, batch).metrics["accuracy"]
+    assert (correct.item(), count.item()) == (4, 4)
     batch["label"] = logits.argmin(dim=1).numpy().astype(np.int32)
     assert loss(models, batch).metrics["accuracy"][0].item() == 0
-    assert not right.requires_grad
+    assert not correct.requires_grad
 
 
-def test_smoothing_gives_its_share_to_all_classes() -> None:
+def test_label_smoothing_matches_its_formula() -> None:
     """Szegedy et al. (2016): (1 - e) H(onehot, p) + e H(uniform, p)."""
     models, batch = build_models(TASK, 0), host_batch()
     smooth = loss(models, batch, Classification(key="image", shape=SHAPE, label_smoothing=0.2)).terms["loss"][0]
@@ -82,7 +82,7 @@ def test_smoothing_gives_its_share_to_all_classes() -> None:
     assert smooth.item() == pytest.approx((0.8 * loss(models, batch).terms["loss"][0] + 0.2 * uniform).item(), rel=1e-5)
 
 
-def test_under_autocast_the_loss_is_float32_and_near() -> None:
+def test_under_autocast_the_loss_is_float32() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     plain = loss(models, batch).terms["loss"][0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -105,18 +105,18 @@ def test_build_is_a_function_of_the_seed_and_can_start_from_a_folder(tmp_path: A
 
 
 @pytest.mark.parametrize(("key", "grid"), [("image", (8, 8)), ("mel", (16, 8)), ("video", (4, 8, 8))])
-def test_it_learns_where_the_bright_part_is(key: Any, grid: tuple[int, ...]) -> None:
+def test_classifiers_of_each_medium_learn_the_bright_region(key: Any, grid: tuple[int, ...]) -> None:
     shape = ConvNetShape(grid=grid, channels=1, num_labels=4, hidden_size=8)
     task = Classification(key=key, shape=shape)
-    models, draw = build_models(task, 0), np.random.default_rng(0)
+    models, rng = build_models(task, 0), np.random.default_rng(0)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
     for _ in range(40):
-        x = draw.standard_normal((16, *grid, 1)).astype(np.float32)
-        label = draw.integers(0, 4, 16).astype(np.int32)
+        x = rng.standard_normal((16, *grid, 1)).astype(np.float32)
+        label = rng.integers(0, 4, 16).astype(np.int32)
         for row, quarter in enumerate(label):
             x[row, ..., 2 * quarter : 2 * quarter + 2, :] += 2
-        found = task.loss(models, on_device({key: x, "label": label}), RNG)
+        output = task.loss(models, on_device({key: x, "label": label}), RNG)
         optimizer.zero_grad()
-        (found.terms["loss"][0] / 16).backward()
+        (output.terms["loss"][0] / 16).backward()
         optimizer.step()
-    assert found.metrics["accuracy"][0].item() >= 15
+    assert output.metrics["accuracy"][0].item() >= 15

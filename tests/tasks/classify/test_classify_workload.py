@@ -1,4 +1,4 @@
-"""The classifying branch from data to judge: each medium, its codec, other data, a start from weights, and the export."""
+"""Classification workloads of each medium: training, predictions, processor, other data, base models and export."""
 
 from __future__ import annotations
 
@@ -35,55 +35,62 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write(folder: Path, **fields: np.ndarray) -> Path:
+def write_fields(folder: Path, **fields: np.ndarray) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for name, values in fields.items():
         np.save(folder / f"{name}.npy", values)
     return folder
 
 
-def pictures(folder: Path, names: tuple[str, ...] = ("top", "middle", "bottom"), count: int = 96) -> Path:
-    """A bright stripe of two rows, and its name says where."""
+def write_images(folder: Path, names: tuple[str, ...] = ("top", "middle", "bottom"), count: int = 96) -> Path:
+    """Write images with a bright stripe of two rows, labelled by its position."""
     rows = {"top": 0, "middle": 3, "bottom": 6}
-    draw = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     labels = np.array([names[i % len(names)] for i in range(count)])
-    images = draw.integers(0, 80, (count, 8, 8)).astype(np.uint8)
+    images = rng.integers(0, 80, (count, 8, 8)).astype(np.uint8)
     for image, label in zip(images, labels, strict=True):
         image[rows[label] : rows[label] + 2] += 150
-    return write(folder, image=images, label=labels)
+    return write_fields(folder, image=images, label=labels)
 
 
-def sounds(folder: Path, count: int = 48) -> Path:
-    draw, time = np.random.default_rng(0), np.arange(2000) / RATE
+def write_audio(folder: Path, count: int = 48) -> Path:
+    rng, time = np.random.default_rng(0), np.arange(2000) / RATE
     hertz = np.array([300, 600, 1200])[np.arange(count) % 3]
-    audio = np.sin(2 * np.pi * hertz[:, None] * time + draw.random((count, 1)) * 6).astype(np.float32) / 2
+    audio = np.sin(2 * np.pi * hertz[:, None] * time + rng.random((count, 1)) * 6).astype(np.float32) / 2
     labels = np.array(["low", "middle", "high"])[np.arange(count) % 3]
-    return write(folder, audio=audio, label=labels, sample_rate=np.full(count, RATE, np.int32))
+    return write_fields(folder, audio=audio, label=labels, sample_rate=np.full(count, RATE, np.int32))
 
 
-def films(folder: Path, count: int = 48) -> Path:
+def write_video(folder: Path, count: int = 48) -> Path:
     video = np.zeros((count, 4, 8, 8), np.uint8)
     for i in range(count):
         for frame in range(4):
             video[i, frame, :, (frame if i % 2 else 3 - frame) + i % 5] = 255
     labels = np.array(["left", "right"])[np.arange(count) % 2]
-    return write(folder, video=video, label=labels, fps=np.full(count, 4, np.uint8))
+    return write_fields(folder, video=video, label=labels, fps=np.full(count, 4, np.uint8))
 
 
 MEDIA: dict[str, tuple[Any, dict[str, Any]]] = {
-    "image": (pictures, {}),
-    "audio": (sounds, {"data.fft_size": 256, "data.hop_size": 64, "data.num_mels": 16}),
-    "video": (films, {"data.num_frames": 4, "data.channels": 1}),
+    "image": (write_images, {}),
+    "audio": (write_audio, {"data.fft_size": 256, "data.hop_size": 64, "data.num_mels": 16}),
+    "video": (write_video, {"data.num_frames": 4, "data.channels": 1}),
 }
 
 
 def settings(medium: str, folder: Path, **changes: Any) -> dict[str, Any]:
-    make, own = MEDIA[medium]
-    source = make(folder / medium)
-    return {**SMALL, "data.input": medium, "data.train.path": str(source), "output_dir": str(folder), **own, **changes}
+    write_data, options = MEDIA[medium]
+    source = write_data(folder / medium)
+    return {
+        **SMALL,
+        "data.input": medium,
+        "data.train.path": str(source),
+        "output_dir": str(folder),
+        **options,
+        **changes,
+    }
 
 
-def opened(medium: str, folder: Path, **changes: Any) -> MediaClassifyWorkload:
+def open_workload(medium: str, folder: Path, **changes: Any) -> MediaClassifyWorkload:
     workload = registry.open_workload(
         load_recipe([settings(medium, folder, **changes)]).recipe, progress=lambda *_: None
     )
@@ -96,7 +103,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bottega.train(settings("image", tmp_path_factory.mktemp("judge"), name="judge")).path
 
 
-def test_a_run_learns_measures_accuracy_and_draws_nothing(trained: Path) -> None:
+def test_a_run_learns_and_does_not_generate(trained: Path) -> None:
     run = bottega.load(trained, device="cpu")
     assert run.evaluate()["accuracy"] >= 0.9
     assert not (trained / "samples").exists() or not list((trained / "samples").iterdir())
@@ -104,42 +111,44 @@ def test_a_run_learns_measures_accuracy_and_draws_nothing(trained: Path) -> None
         run.generate()
 
 
-def test_a_judge_reads_samples_as_they_are_and_leaves_the_model_as_it_was(trained: Path) -> None:
+def test_predict_with_features_does_not_change_the_model(trained: Path) -> None:
     run = bottega.load(trained, device="cpu")
     workload, source = run.workload, run.workload.data.validation()
     assert isinstance(workload, MediaClassifyWorkload)
     assert source is not None
     batch = next(iter(iter_eval_batches(source, 24)))
     run.model.train()
-    chances, features = workload.predict_with_features({"model": run.model}, batch["image"], device="cpu", batch_size=7)
+    probabilities, features = workload.predict_with_features(
+        {"model": run.model}, batch["image"], device="cpu", batch_size=7
+    )
     assert run.model.training
-    assert chances.shape == (24, 3)
+    assert probabilities.shape == (24, 3)
     assert features.shape == (24, workload.shape.num_features)
-    np.testing.assert_allclose(chances.sum(1), 1, atol=1e-5)
-    assert (chances.argmax(1) == batch["label"]).mean() >= 0.9
-    alone, _ = workload.predict_with_features({"model": run.model}, batch["image"][5:6], device="cpu")
-    np.testing.assert_allclose(alone[0], chances[5], atol=1e-5)
+    np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+    assert (probabilities.argmax(1) == batch["label"]).mean() >= 0.9
+    single, _ = workload.predict_with_features({"model": run.model}, batch["image"][5:6], device="cpu")
+    np.testing.assert_allclose(single[0], probabilities[5], atol=1e-5)
     assert workload.predict_with_features({"model": run.model}, batch["image"][:0], device="cpu")[0].shape == (0, 3)
     with pytest.raises(UsageError, match=r"reads image of shape \(n, 8, 8, 1\), not \(24, 8, 8\)"):
         workload.predict_with_features({"model": run.model}, batch["image"][..., 0], device="cpu")
 
 
 def test_other_data_is_numbered_by_the_classes_of_the_run(trained: Path, tmp_path: Path) -> None:
-    """bottom, middle, top are 0, 1, 2; data that has the last alone must not call it 0."""
+    """bottom, middle, top are 0, 1, 2; data with top only must not number it 0."""
     run = bottega.load(trained, device="cpu")
-    other = pictures(tmp_path / "top", names=("top",), count=20)
+    other = write_images(tmp_path / "top", names=("top",), count=20)
     assert run.evaluate(other)["accuracy"] >= 0.9
     np.save(other / "label.npy", np.array(["left"] * 20))
     with pytest.raises(DataError, match="label 'left' is not one of the 3 classes"):
         run.evaluate(other)
 
 
-def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Path) -> None:
+def test_an_export_is_complete_and_can_be_fine_tuned(trained: Path, tmp_path: Path) -> None:
     final = bottega.load(trained, device="cpu").export()
     config = json.loads((final / "config.json").read_text())
     assert config["classes"] == ["bottom", "middle", "top"]
     assert (config["input"], config["normalise"], config["mel"]) == ("image", "symmetric", None)
-    workload = opened("image", tmp_path, **{"model.from": str(trained)})
+    workload = open_workload("image", tmp_path, **{"model.from": str(trained)})
     models = build_models(workload.task, 0)
     source = workload.data.validation()
     assert source is not None
@@ -148,16 +157,16 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
         workload.predict_with_features(models, batch["image"], device="cpu")[0].argmax(1) == batch["label"]
     ).mean() >= 0.9
     with pytest.raises(UsageError, match=r"model\.from: .* has hidden_size 8, but this run needs 16"):
-        opened("image", tmp_path, **{"model.from": str(trained), "model.hidden_size": 16})
+        open_workload("image", tmp_path, **{"model.from": str(trained), "model.hidden_size": 16})
     with pytest.raises(UsageError, match=r"model\.from: .* is not an exported classifier"):
-        opened("image", tmp_path, **{"model.from": str(tmp_path)})
+        open_workload("image", tmp_path, **{"model.from": str(tmp_path)})
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_a_workload_comes_back_from_its_processor(medium: str, tmp_path: Path) -> None:
-    workload = opened(medium, tmp_path)
+def test_a_workload_reopens_from_its_processor(medium: str, tmp_path: Path) -> None:
+    workload = open_workload(medium, tmp_path)
     assert workload.data.prepared.metadata["task"] == medium, (
-        "a generator of the same medium and classes can use it too"
+        "the prepared data can be shared with a generator of the same medium"
     )
     workload.processor.save(tmp_path / "processor")
     workload.processor.save(tmp_path / "processor")
@@ -176,13 +185,13 @@ def test_a_workload_comes_back_from_its_processor(medium: str, tmp_path: Path) -
     row = second.rows(np.arange(2), np.zeros(2, int))
     assert row[workload.batch_key].shape[1:] == (*workload.shape.grid, workload.shape.channels)
     assert row["label"].dtype == np.int32
-    wider = opened(medium, tmp_path, **{"model.hidden_size": 16})
+    wider = open_workload(medium, tmp_path, **{"model.hidden_size": 16})
     with pytest.raises(DataError, match="other sizes or classes than this run has"):
         wider.processor.save(tmp_path / "processor")
 
 
 @pytest.mark.parametrize("medium", ["audio", "video"])
-def test_sound_and_video_are_learned_and_judged(medium: str, tmp_path: Path) -> None:
+def test_audio_and_video_are_learned_and_predicted(medium: str, tmp_path: Path) -> None:
     run = bottega.train(settings(medium, tmp_path, name="run"))
     assert run.metrics["accuracy"] >= 0.9
     saved = bottega.load(run.path, device="cpu")
@@ -193,16 +202,16 @@ def test_sound_and_video_are_learned_and_judged(medium: str, tmp_path: Path) -> 
     else:
         labels = np.load(tmp_path / "video" / "label.npy")
         samples = np.load(tmp_path / "video" / "video.npy")[..., None] / np.float32(127.5) - 1
-    chances, _ = workload.predict_with_features({"model": saved.model}, samples, device="cpu")
-    assert (np.array(workload.classes.names)[chances.argmax(1)] == labels).mean() >= 0.9
+    probabilities, _ = workload.predict_with_features({"model": saved.model}, samples, device="cpu")
+    assert (np.array(workload.classes.names)[probabilities.argmax(1)] == labels).mean() >= 0.9
 
 
-def test_held_out_sounds_are_as_long_as_those_learned_from(tmp_path: Path) -> None:
-    """With data.seconds left out, the longest of a table decides; of a longer one in validation the centre is heard."""
-    folder = sounds(tmp_path / "other", count=12)
+def test_validation_audio_is_cropped_to_the_training_length(tmp_path: Path) -> None:
+    """Without data.seconds the longest training clip sets the length; longer validation clips are centre-cropped."""
+    folder = write_audio(tmp_path / "other", count=12)
     audio = np.pad(np.load(folder / "audio.npy"), ((0, 0), (0, 1000)))
     np.save(folder / "audio.npy", audio)
-    workload = opened("audio", tmp_path, **{"data.validation.path": str(folder), "data.validation.split": None})
+    workload = open_workload("audio", tmp_path, **{"data.validation.path": str(folder), "data.validation.split": None})
     held_out = workload.data.validation()
     assert held_out is not None
     assert workload.mel is not None
@@ -211,13 +220,13 @@ def test_held_out_sounds_are_as_long_as_those_learned_from(tmp_path: Path) -> No
     np.testing.assert_array_equal(row["mel"], workload.mel.encode(audio[:1, 500:2500]))
 
 
-def test_the_loss_is_the_one_of_the_recipe(tmp_path: Path) -> None:
-    few = pictures(tmp_path / "few", count=40)
+def test_the_loss_follows_the_recipe(tmp_path: Path) -> None:
+    few = write_images(tmp_path / "few", count=40)
     labels = np.load(few / "label.npy")
     labels[:20] = "top"
     np.save(few / "label.npy", labels)
     loss = {"loss.name": "focal", "loss.gamma": 1.5, "loss.class_weights": "balanced"}
-    workload = opened("image", tmp_path, **{"data.train.path": str(few), **loss})
+    workload = open_workload("image", tmp_path, **{"data.train.path": str(few), **loss})
     counts = np.bincount(
         workload.data.training().rows(
             np.arange(len(workload.data.training())), np.zeros(len(workload.data.training()), int)
@@ -232,9 +241,9 @@ def test_the_loss_is_the_one_of_the_recipe(tmp_path: Path) -> None:
     )
 
 
-def test_what_cannot_be_classified_is_refused_by_name(tmp_path: Path) -> None:
+def test_unusable_settings_and_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.buckets: a classifier reads images of one size"):
-        opened("image", tmp_path, **{"data.buckets": 3, "data.image_size": 8})
-    alone = pictures(tmp_path / "alone", names=("top",), count=16)
+        open_workload("image", tmp_path, **{"data.buckets": 3, "data.image_size": 8})
+    single = write_images(tmp_path / "alone", names=("top",), count=16)
     with pytest.raises(DataError, match="only the class top; a classifier needs two"):
-        opened("image", tmp_path, **{"data.train.path": str(alone)})
+        open_workload("image", tmp_path, **{"data.train.path": str(single)})

@@ -1,4 +1,4 @@
-"""What a classifier takes for its classes and calls its loss: slips in held-out labels, nats, weights by name, notes."""
+"""Classes and losses of classifiers: unknown held-out labels, the loss in nats, class weights by name, and notes."""
 
 from __future__ import annotations
 
@@ -21,42 +21,45 @@ from bottega.tasks.classify.task import Classification
 from bottega.tasks.recipes import load_recipe
 
 
-def written(path: Path, rows: list[dict[str, Any]]) -> str:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
 
-def prepared(folder: Path, changes: dict[str, Any], recipe: str = "classify") -> Any:
+def open_workload(folder: Path, changes: dict[str, Any], recipe: str = "classify") -> Any:
     values = {k: v for k, v in small_texts.settings(folder).items() if k != "data.test"} | changes
     return registry.open_workload(load_recipe([recipe, values]).recipe, progress=lambda stage, done, total: None)
 
 
 @pytest.mark.parametrize("part", ["validation", "test"])
-def test_a_slip_in_a_held_out_label_is_no_class(part: str, tmp_path: Path) -> None:
+def test_an_unknown_held_out_label_suggests_the_nearest_class(part: str, tmp_path: Path) -> None:
     slip = [*small_texts.rows(12, seed=1), {"text": "salt", "label": "coook"}]
-    held = {f"data.{part}.path": written(tmp_path / "held.jsonl", slip)}
+    held = {f"data.{part}.path": write_rows(tmp_path / "held.jsonl", slip)}
     held |= {"data.validation.split": None} if part == "validation" else {}
     with pytest.raises(DataError, match=r"held.jsonl:13.* 'coook' is not one of the 3 classes .* did you mean 'cook'"):
-        prepared(tmp_path, held)
-    assert len(prepared(tmp_path, {**held, "model.num_labels": 4}).classes) == 4
+        open_workload(tmp_path, held)
+    assert len(open_workload(tmp_path, {**held, "model.num_labels": 4}).classes) == 4
 
 
-def test_folds_have_the_classes_of_all_folds_and_a_rare_one_is_told(tmp_path: Path) -> None:
-    path = written(tmp_path / "rare.jsonl", [*small_texts.rows(48), {"text": "salt and rope", "label": "coook"}])
+def test_folds_share_their_classes_and_rare_ones_are_noted(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "rare.jsonl", [*small_texts.rows(48), {"text": "salt and rope", "label": "coook"}])
     folds = {"data.train.path": path, "data.validation.split": None, "data.split.folds": 3}
-    found = [prepared(tmp_path, {**folds, "data.split.fold": fold}) for fold in range(3)]
-    assert {workload.classes.names for workload in found} == {("cook", "coook", "sail", "sing")}
-    assert all(any("1 of 4 classes have at most 2 training samples: 'coook'" in n for n in b.data.notes) for b in found)
+    workloads = [open_workload(tmp_path, {**folds, "data.split.fold": fold}) for fold in range(3)]
+    assert {workload.classes.names for workload in workloads} == {("cook", "coook", "sail", "sing")}
+    assert all(
+        any("1 of 4 classes have at most 2 training samples: 'coook'" in n for n in workload_of_fold.data.notes)
+        for workload_of_fold in workloads
+    )
 
 
-def test_a_class_of_held_out_pictures_alone_is_an_error_but_for_meta_learning(tmp_path: Path) -> None:
-    def made(recipe: str, **changes: Any) -> Any:
+def test_held_out_only_classes_are_refused_except_for_meta_learning(tmp_path: Path) -> None:
+    def open_recipe(recipe: str, **changes: Any) -> Any:
         loaded = load_recipe([recipe, {"output_dir": str(tmp_path), **changes}]).recipe
         return registry.open_workload(loaded, progress=lambda stage, done, total: None)
 
-    assert len(made("classify/few-shot").classes) == 10
+    assert len(open_recipe("classify/few-shot").classes) == 10
     with pytest.raises(DataError, match="is not one of the 6 classes"):
-        made("classify/few-shot", techniques=[])
+        open_recipe("classify/few-shot", techniques=[])
 
 
 OBJECTIVES = [
@@ -69,41 +72,41 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("changes", OBJECTIVES)
-def test_an_evaluation_measures_nats_whatever_is_minimised(changes: dict[str, Any], several: bool) -> None:
+def test_evaluation_reports_cross_entropy_for_any_objective(changes: dict[str, Any], several: bool) -> None:
     shape = {"kind": "cnn", "vocab_size": 20, "num_labels": 3, "embed_size": 4, "num_filters": 4, "dropout": 0.0}
     plain = Classification(key="text", shape=shape, multi_label=several)  # type: ignore[arg-type]
     other = Classification(key="text", shape=shape, multi_label=several, **changes)  # type: ignore[arg-type]
     assert (plain.has_modified_loss, other.has_modified_loss) == (False, True)
     model = build_models(plain, 0)["model"]
-    draw = np.random.default_rng(0)
-    batch: dict[str, Any] = {"input_ids": draw.integers(0, 20, (6, 8)), "attention_mask": np.ones((6, 8), np.int64)}
-    batch |= {"labels": draw.integers(0, 2, (6, 3))} if several else {"label": draw.integers(0, 3, 6)}
+    rng = np.random.default_rng(0)
+    batch: dict[str, Any] = {"input_ids": rng.integers(0, 20, (6, 8)), "attention_mask": np.ones((6, 8), np.int64)}
+    batch |= {"labels": rng.integers(0, 2, (6, 3))} if several else {"label": rng.integers(0, 3, 6)}
     batch["weight"] = np.array([1, 1, 1, 1, 1, 0])
-    on = {name: torch.from_numpy(value) for name, value in batch.items()}
+    tensors = {name: torch.from_numpy(value) for name, value in batch.items()}
     noise = Noise(0, 0, torch.arange(6), torch)
 
     @torch.no_grad()
-    def measured(task: Classification) -> dict[str, float]:
+    def evaluate_task(task: Classification) -> dict[str, float]:
         model.eval()
-        out, counts = task.loss({"model": model}, on, noise), task.counts(batch)
-        found = {name: float(total) / counts[name] for name, (total, _) in out.terms.items()}
-        return found | {name: float(total) / float(count) for name, (total, count) in out.metrics.items()}
+        out, counts = task.loss({"model": model}, tensors, noise), task.counts(batch)
+        metrics = {name: float(total) / counts[name] for name, (total, _) in out.terms.items()}
+        return metrics | {name: float(total) / float(count) for name, (total, count) in out.metrics.items()}
 
-    expected, found = measured(plain), measured(other)
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    expected, metrics = evaluate_task(plain), evaluate_task(other)
+    assert metrics["loss"] == pytest.approx(expected["loss"], rel=1e-6)
     assert "objective" not in expected
     with torch.no_grad():
-        out = other.loss({"model": model}, on, noise)
-    assert found["objective"] == pytest.approx(float(out.terms["loss"][0]) / other.counts(batch)["loss"], rel=1e-6)
+        out = other.loss({"model": model}, tensors, noise)
+    assert metrics["objective"] == pytest.approx(float(out.terms["loss"][0]) / other.counts(batch)["loss"], rel=1e-6)
     model.train()
     with torch.no_grad():
-        training = other.loss({"model": model}, on, noise)
-    assert not {"loss", "objective"} & training.metrics.keys(), "training reports what it minimises"
+        training = other.loss({"model": model}, tensors, noise)
+    assert not {"loss", "objective"} & training.metrics.keys(), "training reports its own objective"
     assert float(training.terms["loss"][0]) == pytest.approx(float(out.terms["loss"][0]), rel=1e-6)
 
 
-def test_weights_by_the_names_of_classes(tmp_path: Path) -> None:
-    workload = prepared(tmp_path, {"loss.class_weights": {"sing": 3, "cook": 2}})
+def test_class_weights_by_name(tmp_path: Path) -> None:
+    workload = open_workload(tmp_path, {"loss.class_weights": {"sing": 3, "cook": 2}})
     assert workload.classes.names == ("cook", "sail", "sing")
     assert workload.task.class_weights == (2.0, 1.0, 3.0)
     workload.processor.save(tmp_path / "processor")
@@ -112,42 +115,42 @@ def test_weights_by_the_names_of_classes(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=r"loss.class_weights: 'sings' is not one of the 3 classes; did you mean 'sing'"
     ):
-        prepared(tmp_path, {"loss.class_weights": {"sings": 3}})
+        open_workload(tmp_path, {"loss.class_weights": {"sings": 3}})
 
 
-def test_what_would_have_no_effect_is_said(tmp_path: Path) -> None:
+def test_settings_without_effect_are_refused_or_noted(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gamma 1 applies to the focal loss"):
         load_recipe(["classify", {"loss.gamma": 1.0}])
     values: dict[str, Any] = dict.fromkeys(("model.hidden_size", "model.num_layers", "model.num_heads"))
     values |= {"model.kind": "pretrained", "model.from": str(small_texts.encoder(tmp_path / "encoder"))}
-    workload = prepared(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
+    workload = open_workload(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
     assert any("data.tokenizer.kind: bpe is not used" in note for note in workload.data.notes)
-    assert not any("is not used" in note for note in prepared(tmp_path, values).data.notes)
+    assert not any("is not used" in note for note in open_workload(tmp_path, values).data.notes)
 
 
-def test_texts_that_are_cut_are_told(tmp_path: Path) -> None:
-    workload = prepared(tmp_path, {"data.sequence_length": 8})
-    lengths = [len(one) for one in workload._ids([row["text"] for row in small_texts.rows()])]
+def test_truncated_texts_are_noted(tmp_path: Path) -> None:
+    workload = open_workload(tmp_path, {"data.sequence_length": 8})
+    lengths = [len(ids) for ids in workload._ids([row["text"] for row in small_texts.rows()])]
     assert any(
         f"of {len(workload.data.training())} texts are truncated to 8 tokens: data.sequence_length" in n
         for n in workload.data.notes
     )
     assert workload.count_truncated([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)
-    assert not any("are cut" in note for note in prepared(tmp_path, {"data.sequence_length": 128}).data.notes)
+    assert not any("are cut" in note for note in open_workload(tmp_path, {"data.sequence_length": 128}).data.notes)
 
 
-def test_several_labels_need_no_metric_of_their_own(tmp_path: Path) -> None:
+def test_multi_label_defaults_to_exact_match(tmp_path: Path) -> None:
     rows = [{**row, "label": [row["label"]]} for row in small_texts.rows(48)]
-    values = small_texts.settings(tmp_path) | {"data.train.path": written(tmp_path / "several.jsonl", rows)}
+    values = small_texts.settings(tmp_path) | {"data.train.path": write_rows(tmp_path / "several.jsonl", rows)}
     with pytest.raises(DataError, match=r"is a list; set data.multi_label=true"):
         bottega.train("classify", values)
-    made = bottega.train("classify", {**values, "data.multi_label": True, "training.max_steps": 4})
-    assert "exact_match" in made.metrics
-    assert bottega.load(made.path).recipe.evaluation.metric == "exact_match"
+    result = bottega.train("classify", {**values, "data.multi_label": True, "training.max_steps": 4})
+    assert "exact_match" in result.metrics
+    assert bottega.load(result.path).recipe.evaluation.metric == "exact_match"
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", b""), ("a.csv", b"text,label\n"), ("b.csv", b"")])
-def test_a_file_without_rows_is_empty(
+def test_a_file_without_rows_is_refused(
     name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -156,7 +159,7 @@ def test_a_file_without_rows_is_empty(
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.txt"])
-def test_utf16_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_utf16_is_refused_by_name(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = {"csv": "text,label\na,b\nc,d\n", "jsonl": '{"text": "a", "label": "b"}\n', "txt": "a b\n"}[name[2:]]
     (tmp_path / name).write_bytes(text.encode("utf-16"))
     task = "language" if name == "a.txt" else "classify"
@@ -167,11 +170,11 @@ def test_utf16_is_named(name: str, tmp_path: Path, capsys: pytest.CaptureFixture
     )
 
 
-def test_a_row_without_label_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_without_label_suggests_skipping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [*small_texts.rows(24), {"text": "salt", "label": None}, {"text": "rope"}]
-    path = written(tmp_path / "missing.jsonl", rows[:-1])
+    path = write_rows(tmp_path / "missing.jsonl", rows[:-1])
     assert cli.main(["prepare", "classify", "--data", path, "data.split=null"]) == 3
     assert "set data.bad_records=skip" in capsys.readouterr().err
-    path = written(tmp_path / "missing.jsonl", [*rows[:-2], rows[-1]])
+    path = write_rows(tmp_path / "missing.jsonl", [*rows[:-2], rows[-1]])
     assert cli.main(["prepare", "classify", "--data", path, "data.split=null"]) == 3
     assert "set data.bad_records=skip" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A loss of classification is one file: every file of the folder is one, and a further file is all that a new one takes."""
+"""Classification losses: every file of the folder defines one, and a new loss takes one new file."""
 
 from __future__ import annotations
 
@@ -53,26 +53,26 @@ print(json.dumps([row["objective"] for row in rows if row["kind"] == "eval"]))
 """
 
 
-def test_every_file_is_a_loss_and_only_those() -> None:
+def test_every_file_defines_a_loss() -> None:
     files = {file.stem for file in Path(losses.__file__).parent.glob("*.py")} - {"__init__", "base"}
     assert set(loss_names()) == set(get_args(LossName)) == files
     assert loss_names()[:2] == ("cross_entropy", "focal"), "the order in which a schema lists them"
-    found = [find_loss(name) for name in loss_names()]
-    assert len(set(found)) == len(found)
-    for name, kind in zip(loss_names(), found, strict=True):
+    loss_classes = [find_loss(name) for name in loss_names()]
+    assert len(set(loss_classes)) == len(loss_classes)
+    for name, kind in zip(loss_names(), loss_classes, strict=True):
         assert issubclass(kind, ClassificationLoss)
         assert not inspect.isabstract(kind)
         assert LossOptions(name=name).name == name
 
 
 @pytest.mark.parametrize("name", ["base", "__init__", "hinge"])
-def test_no_other_name_is_one(name: str) -> None:
+def test_unknown_losses_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="'cross_entropy' or 'focal'"):
         LossOptions(name=name)
 
 
 def test_a_new_loss_is_one_file(tmp_path: Path) -> None:
-    """In a package that has that file besides, it is trained with, and an evaluation says its value."""
+    """A copy of the package with that file trains with it and reports its value in evaluations."""
     values = json.loads(run_with_file("tasks/classify/losses/brier.py", NEW, TRAIN, tmp_path))
     assert values
-    assert all(0 < value < 2 for value in values), "a Brier score"
+    assert all(0 < value < 2 for value in values), "the range of a Brier score"

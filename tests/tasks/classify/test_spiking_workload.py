@@ -1,4 +1,4 @@
-"""A classifier of spiking units from data to export: each coding, what is measured of its units, and the picture of them."""
+"""Spiking classifiers from data to export: input codings, firing metrics and the raster plot."""
 
 from __future__ import annotations
 
@@ -40,30 +40,30 @@ SMALL: dict[str, Any] = {
 }
 
 
-def stripes(folder: Path, count: int = 96) -> Path:
-    """A bright stripe of two rows, and its name says where."""
-    draw, places = np.random.default_rng(0), np.arange(count) % 3
-    images = draw.integers(0, 80, (count, 8, 8)).astype(np.uint8)
-    for image, place in zip(images, places, strict=True):
-        image[3 * place : 3 * place + 2] += 150
+def write_stripes(folder: Path, count: int = 96) -> Path:
+    """Write images with a bright stripe of two rows, labelled by its position."""
+    rng, positions = np.random.default_rng(0), np.arange(count) % 3
+    images = rng.integers(0, 80, (count, 8, 8)).astype(np.uint8)
+    for image, position in zip(images, positions, strict=True):
+        image[3 * position : 3 * position + 2] += 150
     folder.mkdir(parents=True, exist_ok=True)
     np.save(folder / "image.npy", images)
-    np.save(folder / "label.npy", np.array(["top", "middle", "bottom"])[places])
+    np.save(folder / "label.npy", np.array(["top", "middle", "bottom"])[positions])
     return folder
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {**SMALL, "output_dir": str(folder), "data.train.path": str(stripes(folder / "stripes")), **changes}
+    return {**SMALL, "output_dir": str(folder), "data.train.path": str(write_stripes(folder / "stripes")), **changes}
 
 
-def opened(folder: Path, **changes: Any) -> MediaClassifyWorkload:
+def open_workload(folder: Path, **changes: Any) -> MediaClassifyWorkload:
     recipe = load_recipe(["classify/spiking", settings(folder, **changes)]).recipe
     workload = registry.open_workload(recipe, progress=lambda *_: None)
     assert isinstance(workload, MediaClassifyWorkload)
     return workload
 
 
-def shown(workload: MediaClassifyWorkload) -> dict[str, torch.Tensor]:
+def read_validation(workload: MediaClassifyWorkload) -> dict[str, torch.Tensor]:
     source = workload.data.validation()
     assert source is not None
     rows = source.rows(np.arange(len(source)), np.zeros(len(source), int))
@@ -76,59 +76,59 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("coding", ["rate", "latency"])
-def test_each_coding_is_learnt_from(coding: str, tmp_path: Path) -> None:
+def test_each_coding_can_be_trained(coding: str, tmp_path: Path) -> None:
     changes = {"model.coding": coding, "samples.every": None, "data.normalise": "unit"}
     run = bottega.train("classify/spiking", settings(tmp_path, **changes))
     assert run.metrics["accuracy"] >= 0.9
     assert 0 < run.metrics["firing_rate"] < 1
 
 
-def test_an_evaluation_measures_the_units_over_the_whole_set(trained: Path) -> None:
+def test_evaluation_counts_units_over_all_samples(trained: Path) -> None:
     run = bottega.load(trained, device="cpu")
-    found = run.evaluate()
+    metrics = run.evaluate()
     workload = run.workload
     assert isinstance(workload, MediaClassifyWorkload)
-    assert found["accuracy"] >= 0.9
-    assert set(found) == set(workload.metrics)
-    seen = shown(workload)
+    assert metrics["accuracy"] >= 0.9
+    assert set(metrics) == set(workload.metrics)
+    batch = read_validation(workload)
     with torch.no_grad():
-        logits, spikes = run.model(seen["image"])
+        logits, spikes = run.model(batch["image"])
     trains = torch.cat(spikes, dim=2)
-    assert found["firing_rate"] == pytest.approx(trains.mean().item(), rel=1e-6)
-    assert found["dead"] == pytest.approx((trains.amax((0, 1)) == 0).float().mean().item())
-    assert found["saturated"] == pytest.approx((trains.amin((0, 1)) == 1).float().mean().item())
-    chances, features = workload.predict_with_features(
-        {"model": run.model}, seen["image"].numpy(), device="cpu", batch_size=7
+    assert metrics["firing_rate"] == pytest.approx(trains.mean().item(), rel=1e-6)
+    assert metrics["dead"] == pytest.approx((trains.amax((0, 1)) == 0).float().mean().item())
+    assert metrics["saturated"] == pytest.approx((trains.amin((0, 1)) == 1).float().mean().item())
+    probabilities, features = workload.predict_with_features(
+        {"model": run.model}, batch["image"].numpy(), device="cpu", batch_size=7
     )
-    np.testing.assert_allclose(chances, logits.softmax(1).numpy(), atol=1e-5)
+    np.testing.assert_allclose(probabilities, logits.softmax(1).numpy(), atol=1e-5)
     np.testing.assert_allclose(features, spikes[-1].mean(0).numpy(), atol=1e-6)
 
 
-def test_a_raster_is_drawn_beside_the_samples(trained: Path) -> None:
-    with Image.open(trained / "samples" / "step-00000040" / PLOT_FILE) as picture:
-        assert min(picture.size) > 300
+def test_a_raster_plot_is_written_with_the_samples(trained: Path) -> None:
+    with Image.open(trained / "samples" / "step-00000040" / PLOT_FILE) as image:
+        assert min(image.size) > 300
 
 
-def test_chance_is_in_training_alone_and_differs_from_step_to_step(tmp_path: Path) -> None:
-    workload = opened(tmp_path, **{"model.coding": "rate"})
-    models, batch = build_models(workload.task, 0), shown(workload)
+def test_rate_coding_is_random_in_training_only(tmp_path: Path) -> None:
+    workload = open_workload(tmp_path, **{"model.coding": "rate"})
+    models, batch = build_models(workload.task, 0), read_validation(workload)
     first, second = (Noise(0, step, torch.arange(len(batch["label"])), torch) for step in (0, 1))
 
-    def lost(noise: Noise) -> float:
+    def compute_loss(noise: Noise) -> float:
         return workload.task.loss(models, batch, noise).terms["loss"][0].item()
 
     models["model"].train()
-    assert lost(first) == lost(first) != lost(second)
+    assert compute_loss(first) == compute_loss(first) != compute_loss(second)
     models["model"].eval()
-    assert lost(first) == lost(second)
-    chances = workload.predict_with_features(models, batch["image"].numpy(), device="cpu")[0]
+    assert compute_loss(first) == compute_loss(second)
+    probabilities = workload.predict_with_features(models, batch["image"].numpy(), device="cpu")[0]
     rows = workload.task.loss(models, batch, first).rows["probability"]
-    np.testing.assert_allclose(rows.detach().numpy(), chances, atol=1e-6)
+    np.testing.assert_allclose(rows.detach().numpy(), probabilities, atol=1e-6)
 
 
-def test_rows_that_only_fill_up_count_nowhere(tmp_path: Path) -> None:
-    workload = opened(tmp_path)
-    models, batch = build_models(workload.task, 0), shown(workload)
+def test_padding_rows_do_not_count(tmp_path: Path) -> None:
+    workload = open_workload(tmp_path)
+    models, batch = build_models(workload.task, 0), read_validation(workload)
     half = {name: values[:10] for name, values in batch.items()}
     filled = {**batch, "weight": (torch.arange(len(batch["label"])) < 10).float()}
     noise = Noise(0, 0, torch.arange(len(batch["label"])), torch)
@@ -140,7 +140,7 @@ def test_rows_that_only_fill_up_count_nowhere(tmp_path: Path) -> None:
     assert workload.task.counts(host) == {"loss": 10.0, "firing": 10.0}
 
 
-def test_a_rate_that_is_asked_for_is_come_nearer_to(tmp_path: Path) -> None:
+def test_firing_rate_loss_moves_the_rate_towards_its_target(tmp_path: Path) -> None:
     rates = []
     for weight in (0.0, 20.0):
         changes = {"model.firing_rate": 0.05, "model.firing_rate_weight": weight, "samples.every": None}
@@ -150,15 +150,15 @@ def test_a_rate_that_is_asked_for_is_come_nearer_to(tmp_path: Path) -> None:
     assert abs(rates[1] - 0.05) < 0.5 * abs(rates[0] - 0.05)
 
 
-def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Path) -> None:
+def test_an_export_is_complete_and_can_be_fine_tuned(trained: Path, tmp_path: Path) -> None:
     run = bottega.load(trained, device="cpu")
     final = run.export()
     config = json.loads((final / "config.json").read_text())
     assert config["model_type"] == "bottega-spiking"
     task = Classification(key="image", shape=config["shape"], pretrained=str(final))
     assert isinstance(task.shape, SpikingNetShape)
-    workload = opened(tmp_path, **{"model.from": str(trained)})
-    batch = shown(workload)
+    workload = open_workload(tmp_path, **{"model.from": str(trained)})
+    batch = read_validation(workload)
     for models in (build_models(task, 0), build_models(workload.task, 0)):
         assert isinstance(models["model"], SpikingNet)
         with torch.no_grad():
@@ -170,7 +170,7 @@ def test_an_export_says_all_and_can_be_started_from(trained: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["spiking", "convnet"])
-def test_a_workload_comes_back_from_its_processor_as_the_kind_it_was(kind: str, tmp_path: Path) -> None:
+def test_a_workload_reopens_from_its_processor_with_the_same_kind(kind: str, tmp_path: Path) -> None:
     units = {"leak": 0.5, "spike_threshold": 0.7, "refractory": 2, "coding": "latency", "adaptation": 0.1}
     changes = {f"model.{key}": value for key, value in units.items()} if kind == "spiking" else {}
     base = ["classify/spiking" if kind == "spiking" else "classify/image", {**settings(tmp_path), **changes}]
@@ -189,7 +189,7 @@ def test_a_workload_comes_back_from_its_processor_as_the_kind_it_was(kind: str, 
 
 
 @pytest.mark.slow
-def test_the_recipe_tells_digits(tmp_path: Path) -> None:
+def test_the_recipe_classifies_digits(tmp_path: Path) -> None:
     run = bottega.train("classify/spiking", {"output_dir": str(tmp_path)})
     assert run.metrics["accuracy"] >= 0.97
     assert run.metrics["firing_rate"] < 0.2

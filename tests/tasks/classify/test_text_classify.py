@@ -1,4 +1,4 @@
-"""The branch of text classification from data to prediction: each model, its codec, other data, and the export."""
+"""Text classification from data to prediction: each model, its processor, other data and export."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bottega.tasks.recipes import load_recipe
 LEARNS = {"training.max_steps": 40, "training.learning_rate": 1e-2, "evaluation.every": 40, "checkpoint.every": 40}
 
 
-def prepared(values: dict[str, Any]) -> TextClassifyWorkload:
+def open_workload(values: dict[str, Any]) -> TextClassifyWorkload:
     workload = registry.open_workload(
         load_recipe(["classify", values]).recipe, progress=lambda stage, done, total: None
     )
@@ -41,27 +41,27 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return bottega.train("classify", {**values, "name": "run"}).path
 
 
-def test_it_learns_and_says_the_same_of_texts_given_by_hand(run: Path) -> None:
+def test_it_learns_and_predicts_new_texts(run: Path) -> None:
     saved = bottega.load(run)
-    measured = saved.evaluate()
-    assert measured["accuracy"] > 0.9
-    assert {"macro_f1", "weighted_f1", "ece", "auroc"} <= measured.keys()
+    metrics = saved.evaluate()
+    assert metrics["accuracy"] > 0.9
+    assert {"macro_f1", "weighted_f1", "ece", "auroc"} <= metrics.keys()
     rows = small_texts.rows(30, seed=5)
     with saved.engine.sampling() as models:
-        chances = saved.workload.predict(models, [row["text"] for row in rows], device="cpu", batch_size=7)
-        alone = saved.workload.predict(models, [rows[4]["text"]], device="cpu")
-    np.testing.assert_allclose(chances.sum(1), 1, atol=1e-5)
-    np.testing.assert_allclose(alone[0], chances[4], atol=1e-5)
-    named = [saved.workload.classes.names[i] for i in chances.argmax(1)]
-    assert np.mean([name == row["label"] for name, row in zip(named, rows, strict=True)]) > 0.9
+        probabilities = saved.workload.predict(models, [row["text"] for row in rows], device="cpu", batch_size=7)
+        single = saved.workload.predict(models, [rows[4]["text"]], device="cpu")
+    np.testing.assert_allclose(probabilities.sum(1), 1, atol=1e-5)
+    np.testing.assert_allclose(single[0], probabilities[4], atol=1e-5)
+    predictions = [saved.workload.classes.names[i] for i in probabilities.argmax(1)]
+    assert np.mean([name == row["label"] for name, row in zip(predictions, rows, strict=True)]) > 0.9
 
 
-def test_other_data_is_read_with_the_classes_that_were_learnt(run: Path, tmp_path: Path) -> None:
+def test_other_data_is_read_with_the_classes_of_the_run(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
     two = [row for row in small_texts.rows(30, seed=9) if row["label"] != "cook"]
     path = tmp_path / "two.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in two))
-    assert saved.evaluate(path)["accuracy"] > 0.9, "classes keep their numbers where one of them is missing"
+    assert saved.evaluate(path)["accuracy"] > 0.9, "classes keep their indices if one is missing"
     path.write_text(json.dumps({"text": "salt", "label": "cooks"}) + "\n")
     with pytest.raises(
         DataError, match="'cooks' is not one of the 3 classes of the training data; did you mean 'cook'"
@@ -69,7 +69,7 @@ def test_other_data_is_read_with_the_classes_that_were_learnt(run: Path, tmp_pat
         saved.evaluate(path)
 
 
-def test_a_run_is_opened_where_its_data_and_its_start_are_gone(run: Path, tmp_path: Path) -> None:
+def test_a_run_opens_without_its_data_and_base_model(run: Path, tmp_path: Path) -> None:
     import shutil
 
     moved = tmp_path / "moved"
@@ -110,8 +110,8 @@ def test_the_export_of_a_pretrained_encoder_opens_in_transformers(run: Path, tmp
     assert model.config.id2label == dict(enumerate(saved.workload.classes.names))
 
 
-def test_an_encoder_is_frozen_then_thawed_layer_by_layer_and_exported(tmp_path: Path) -> None:
-    """The head alone, then one layer more every four steps, the embeddings never; transformers then says the same."""
+def test_gradual_unfreezing_trains_layer_by_layer_and_exports(tmp_path: Path) -> None:
+    """The head only, then one more layer every four steps, never the embeddings; transformers gives equal logits."""
     import transformers
     from safetensors.numpy import load_file
 
@@ -119,41 +119,43 @@ def test_an_encoder_is_frozen_then_thawed_layer_by_layer_and_exported(tmp_path: 
     values = {k: v for k, v in small_texts.settings(tmp_path).items() if not k.startswith("model.")}
     values |= {"model.from": str(start), "training.freeze": ["backbone.embeddings"], "training.unfreeze.layers_per": 4}
     values |= {"training.max_steps": 16, "checkpoint.every": 4, "checkpoint.keep": 9, "name": "thawed"}
-    found = bottega.train("classify", values).path
+    run_path = bottega.train("classify", values).path
     before = load_file(start / "model.safetensors")
-    at = {step: load_file(found / f"checkpoints/step-{step:08d}/model.safetensors") for step in (4, 8, 12, 16)}
+    checkpoints = {
+        step: load_file(run_path / f"checkpoints/step-{step:08d}/model.safetensors") for step in (4, 8, 12, 16)
+    }
 
-    def moved(name: str, step: int) -> bool:
-        (kept,) = (tensor for own, tensor in at[step].items() if own.endswith(name))
-        return not np.array_equal(kept, before[name])
+    def is_changed(name: str, step: int) -> bool:
+        (tensor_at_step,) = (tensor for own, tensor in checkpoints[step].items() if own.endswith(name))
+        return not np.array_equal(tensor_at_step, before[name])
 
     layers = [f"encoder.layer.{n}.attention.self.query.weight" for n in range(2)]
-    assert [[moved(name, step) for name in layers] for step in (4, 8, 12, 16)] == [
+    assert [[is_changed(name, step) for name in layers] for step in (4, 8, 12, 16)] == [
         [False, False],
         [False, True],
         [True, True],
         [True, True],
     ]
-    assert not moved("embeddings.word_embeddings.weight", 16)
+    assert not is_changed("embeddings.word_embeddings.weight", 16)
 
-    saved = bottega.load(found, checkpoint="last")
+    saved = bottega.load(run_path, checkpoint="last")
     folder = saved.export(tmp_path / "export")
     texts = [row["text"] for row in small_texts.rows(7, seed=3)]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    given = transformers.AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
+    tokens = transformers.AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
     with torch.no_grad(), saved.engine.sampling() as models:
-        theirs = model(**given).logits
-        ours = saved.task.predict(models, {k: given[k] for k in ("input_ids", "attention_mask")})
+        theirs = model(**tokens).logits
+        ours = saved.task.predict(models, {k: tokens[k] for k in ("input_ids", "attention_mask")})
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_texts_of_like_length_are_measured_together_and_told_in_their_order(run: Path) -> None:
+def test_evaluation_batches_by_length_and_returns_rows_in_order(run: Path) -> None:
     saved = bottega.load(run)
     source = saved.workload.data.validation()
     order = source.length_order(len(source))
     assert sorted(order) == list(range(len(source)))
     assert (np.diff(source.lengths()[order]) >= 0).all()
-    assert list(order) != sorted(order), "these texts come in the order of their lengths by themselves"
+    assert list(order) != sorted(order), "the texts must not be sorted by length already"
     sizes = [len(batch["input_ids"]) for batch in iter_eval_batches(source, 8)]
     assert sum(sizes) == len(source)
     _, rows, _ = saved.evaluate_data(saved.select_data(DataRequest()))
@@ -161,11 +163,11 @@ def test_texts_of_like_length_are_measured_together_and_told_in_their_order(run:
     np.testing.assert_array_equal(rows["label"], source.labels)
     texts = [source.table.row("text", row) for row in range(len(source))]
     with saved.engine.sampling() as models:
-        alone = saved.workload.predict(models, texts, device="cpu", batch_size=1)
-    np.testing.assert_allclose(rows["probability"], alone, atol=1e-5)
+        single = saved.workload.predict(models, texts, device="cpu", batch_size=1)
+    np.testing.assert_allclose(rows["probability"], single, atol=1e-5)
 
 
-def test_several_labels(tmp_path: Path) -> None:
+def test_multi_label_texts_are_learned(tmp_path: Path) -> None:
     rows = [
         {**row, "label": [row["label"], "long"] if len(row["text"]) > 40 else [row["label"]]}
         for row in small_texts.rows(96)
@@ -174,9 +176,9 @@ def test_several_labels(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = small_texts.settings(tmp_path, **LEARNS)
     values |= {"data.train.path": str(path), "data.multi_label": True, "evaluation.metric": "macro_f1"}
-    made = bottega.train("classify", values)
-    assert made.metrics["macro_f1"] > 0.8
-    assert {"exact_match", "label_accuracy"} <= made.metrics.keys()
+    result = bottega.train("classify", values)
+    assert result.metrics["macro_f1"] > 0.8
+    assert {"exact_match", "label_accuracy"} <= result.metrics.keys()
 
 
 def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> None:
@@ -184,7 +186,7 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
     path = tmp_path / "rare.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {**small_texts.settings(tmp_path), "data.train.path": str(path), "loss.class_weights": "balanced"}
-    workload = prepared(values)
+    workload = open_workload(values)
     labels = workload.data.training().rows(
         np.arange(len(workload.data.training())), np.zeros(len(workload.data.training()), int)
     )["label"]
@@ -192,7 +194,7 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
     np.testing.assert_allclose(workload.task.class_weights, counts.sum() / (3 * counts))
     workload.processor.save(tmp_path / "processor")
     again = registry.reopen_workload(workload.recipe, tmp_path / "processor", workload.data.fingerprint)
-    assert again.task == workload.task, "a run that is opened again measures the same loss"
+    assert again.task == workload.task, "a reopened run computes the same loss"
 
 
 @pytest.mark.parametrize(
@@ -207,14 +209,14 @@ def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> Non
         ({"model.vocab_size": 5, "data.tokenizer.kind": "bytes"}, "model.vocab_size: 5 is less than the tokenizer's"),
     ],
 )
-def test_what_does_not_fit_together_is_said_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_conflicting_settings_are_refused_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=message) as caught:
-        prepared({**small_texts.settings(tmp_path), **changes})
+        open_workload({**small_texts.settings(tmp_path), **changes})
     assert "\n" not in str(caught.value)
 
 
-def test_a_single_class_is_nothing_to_tell(tmp_path: Path) -> None:
+def test_a_single_class_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
     path.write_text("".join(json.dumps({**row, "label": "cook"}) + "\n" for row in small_texts.rows(40)))
     with pytest.raises(DataError, match="are all of the class 'cook'"):
-        prepared({**small_texts.settings(tmp_path), "data.train.path": str(path)})
+        open_workload({**small_texts.settings(tmp_path), "data.train.path": str(path)})

@@ -1,4 +1,4 @@
-"""What is exported samples the same elsewhere: in diffusers' own pipelines, and from the folder alone."""
+"""Exported generators give the same samples in diffusers' pipelines and when reopened from the folder."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ CLASSES = ("cat", "dog", "owl, or another bird")
 SCALE = 0.7
 
 
-# A branch without data: the task, its models, and what publishing asks for
+# A workload without data: the task, its models, and what the exporter reads
 
 
-def stirred(model: Any) -> Any:
-    draw = torch.Generator().manual_seed(0)
+def perturb(model: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn(parameter.shape, generator=draw))
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
     return model.eval()
 
 
@@ -78,7 +78,7 @@ def unet(kind: Any = "none", *, grid: tuple[int, int] = (4, 8), channels: int = 
     return GeneratorShape(backbone=backbone, condition=ConditionShape(kind=kind, size=len(CLASSES), hidden_size=width))
 
 
-def workload_of(
+def build_workload(
     shape: GeneratorShape,
     path: NoisePath,
     *,
@@ -90,8 +90,8 @@ def workload_of(
 ) -> Any:
     recipe = ImageRecipe.model_validate({"data": {"normalise": normalise}})
     latents = Latents(folder=str(vae), scale=SCALE, shift=shift) if vae is not None else None
-    more = text.task_fields if text is not None else {}
-    task = Generation(key="image", shape=shape, path=path, latents=latents, **more)
+    text_fields = text.task_fields if text is not None else {}
+    task = Generation(key="image", shape=shape, path=path, latents=latents, **text_fields)
 
     def write_processor(folder: Path) -> None:
         (folder / "generator.json").write_text("{}")
@@ -106,9 +106,9 @@ def workload_of(
     )
 
 
-def models_of(workload: Any) -> dict[str, Any]:
+def build_perturbed_models(workload: Any) -> dict[str, Any]:
     models = build_models(workload.task, 0)
-    stirred(models["model"])
+    perturb(models["model"])
     return {name: model.eval() for name, model in models.items()}
 
 
@@ -120,8 +120,8 @@ def vae(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_autoencoder(model.state_dict(), shape, tmp_path_factory.mktemp("vae"))
 
 
-class Given:
-    """Noise that was drawn already."""
+class FixedNoise:
+    """A noise source that returns one fixed tensor."""
 
     def __init__(self, start: Tensor) -> None:
         self.start = start
@@ -131,18 +131,18 @@ class Given:
         return self.start
 
 
-def drawn(
+def sample_pixels(
     workload: Any, models: Any, start: Tensor, *, batch: Any = None, steps: int = 1, guidance: float = 1.0
 ) -> Tensor:
-    """Our own sample from this noise, as pixels from 0 to 1, channels last."""
-    rng: Any = Given(start.movedim(1, -1))
+    """Return our own sample from this noise, as pixels from 0 to 1, channels last."""
+    rng: Any = FixedNoise(start.movedim(1, -1))
     with torch.no_grad():
         x = workload.task.draw(models, batch or {}, rng, steps=steps, method="euler", guidance=guidance)
     return (x / 2 + 0.5).clamp(0, 1)
 
 
-def from_the_last_step(path: NoisePath, models: Any, start: Tensor) -> Tensor:
-    """The data that predicted noise stands for at the last step of the schedule, where our samplers do not begin."""
+def predict_at_last_step(path: NoisePath, models: Any, start: Tensor) -> Tensor:
+    """Return the clean data predicted at the last step of the schedule, where our samplers do not start."""
     x, t = start.movedim(1, -1), torch.tensor((STEPS - 1) / STEPS)
     with torch.no_grad():
         predicted = models["model"](x, path.model_time(t).expand(len(x)))
@@ -163,62 +163,66 @@ PATHS = [
 ]
 
 
-# diffusers' pipelines. With one step there is one way to go, so the pictures must agree to rounding.
+# diffusers' pipelines. With one step all samplers agree, so the images must be equal up to rounding.
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.objective}-{path.schedule}")
-def test_a_ddpm_pipeline_draws_what_we_draw(path: NoisePath, tmp_path: Path) -> None:
-    workload = workload_of(unet(), path)
-    models = models_of(workload)
+def test_ddpm_pipeline_matches_our_samples(path: NoisePath, tmp_path: Path) -> None:
+    workload = build_workload(unet(), path)
+    models = build_perturbed_models(workload)
     assert export_generator(workload, models, tmp_path)["library_name"] == "diffusers"
     pipeline = diffusers.DDPMPipeline.from_pretrained(tmp_path)
     pipeline.set_progress_bar_config(disable=True)
-    made = pipeline(
+    images = pipeline(
         batch_size=2, num_inference_steps=1, generator=torch.Generator().manual_seed(5), output_type="np"
     ).images
     start = noise(2, 3, 4, 8)
-    expected = drawn(workload, models, start) if path.objective != "noise" else from_the_last_step(path, models, start)
-    assert made.shape == (2, 4, 8, 3)
+    expected = (
+        sample_pixels(workload, models, start)
+        if path.objective != "noise"
+        else predict_at_last_step(path, models, start)
+    )
+    assert images.shape == (2, 4, 8, 3)
     assert expected.std() > 0.02
-    np.testing.assert_allclose(made, expected.numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(images, expected.numpy(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "scaled_linear", "cosine"])
-def test_schedulers_have_our_levels(schedule: Any) -> None:
+def test_diffusers_schedulers_have_our_noise_levels(schedule: Any) -> None:
     path = NoisePath(objective="v", schedule=schedule)
     config = scheduler_config(path, "DDPMPipeline")
     scheduler = diffusers.DDPMScheduler.from_config(config)
-    kept = torch.cumprod(1 - path.betas(), 0)
-    np.testing.assert_allclose(scheduler.alphas_cumprod.double().sqrt(), kept.sqrt(), rtol=1e-4, atol=1e-6)
+    alphas_cumprod = torch.cumprod(1 - path.betas(), 0)
+    np.testing.assert_allclose(scheduler.alphas_cumprod.double().sqrt(), alphas_cumprod.sqrt(), rtol=1e-4, atol=1e-6)
     scheduler.set_timesteps(10)
     assert int(scheduler.timesteps[0]) == STEPS - 1
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
-def test_many_steps_of_a_flow_end_where_ours_end(shift: float, tmp_path: Path) -> None:
-    workload = workload_of(unet(), NoisePath(objective="flow", shift=shift))
-    models = models_of(workload)
+def test_flow_pipeline_matches_our_samples_after_many_steps(shift: float, tmp_path: Path) -> None:
+    workload = build_workload(unet(), NoisePath(objective="flow", shift=shift))
+    models = build_perturbed_models(workload)
     export_generator(workload, models, tmp_path)
     pipeline = diffusers.DDPMPipeline.from_pretrained(tmp_path)
     pipeline.set_progress_bar_config(disable=True)
-    made = pipeline(
+    images = pipeline(
         batch_size=2, num_inference_steps=60, generator=torch.Generator().manual_seed(5), output_type="np"
     ).images
-    expected, one_step = (drawn(workload, models, noise(2, 3, 4, 8), steps=n).numpy() for n in (60, 1))
-    assert np.abs(made - expected).max() < 0.01
+    expected, one_step = (sample_pixels(workload, models, noise(2, 3, 4, 8), steps=n).numpy() for n in (60, 1))
+    assert np.abs(images - expected).max() < 0.01
     assert np.abs(one_step - expected).max() > 0.03
 
 
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("objective", ["noise", "v"])
-def test_a_dit_pipeline_draws_what_we_draw(vae: Path, objective: Any, guidance: float, tmp_path: Path) -> None:
-    workload = workload_of(dit(), NoisePath(objective=objective, schedule="cosine"), vae=vae)
-    models = models_of(workload)
+def test_dit_pipeline_matches_our_samples(vae: Path, objective: Any, guidance: float, tmp_path: Path) -> None:
+    workload = build_workload(dit(), NoisePath(objective=objective, schedule="cosine"), vae=vae)
+    models = build_perturbed_models(workload)
     assert export_generator(workload, models, tmp_path)["library_name"] == "diffusers"
     pipeline = diffusers.DiTPipeline.from_pretrained(tmp_path)
     pipeline.set_progress_bar_config(disable=True)
     assert pipeline.get_label_ids(["dog", "owl  or another bird"]) == [1, 2]
-    made = pipeline(
+    images = pipeline(
         class_labels=[2, 0],
         guidance_scale=guidance,
         num_inference_steps=1,
@@ -226,22 +230,24 @@ def test_a_dit_pipeline_draws_what_we_draw(vae: Path, objective: Any, guidance: 
         output_type="np",
     ).images
     batch = {"label": torch.tensor([2, 0])}
-    expected = drawn(workload, models, noise(2, 3, 4, 4), batch=batch, guidance=guidance)
-    assert made.shape == (2, 8, 8, 3)
-    np.testing.assert_allclose(made, expected.numpy(), rtol=0, atol=1e-4)
+    expected = sample_pixels(workload, models, noise(2, 3, 4, 4), batch=batch, guidance=guidance)
+    assert images.shape == (2, 8, 8, 3)
+    np.testing.assert_allclose(images, expected.numpy(), rtol=0, atol=1e-4)
 
 
-def test_stable_diffusion_draws_what_we_draw(vae: Path, tmp_path: Path) -> None:
+def test_stable_diffusion_pipeline_matches_our_samples(vae: Path, tmp_path: Path) -> None:
     encoder = tiny_clip.save(tmp_path / "clip")
-    facts = TextMetadata(max_tokens=9, prompts=("a red square",), encoder=str(encoder), width=16, is_masked=False)
-    text = TextCondition(CaptionTokenizer(encoder, 9), facts, TextEncoderOptions(), facts.prompts)
-    workload = workload_of(unet("text", grid=(4, 4)), NoisePath(objective="v", schedule="linear"), vae=vae, text=text)
-    models = models_of(workload)
+    metadata = TextMetadata(max_tokens=9, prompts=("a red square",), encoder=str(encoder), width=16, is_masked=False)
+    text = TextCondition(CaptionTokenizer(encoder, 9), metadata, TextEncoderOptions(), metadata.prompts)
+    workload = build_workload(
+        unet("text", grid=(4, 4)), NoisePath(objective="v", schedule="linear"), vae=vae, text=text
+    )
+    models = build_perturbed_models(workload)
     folder = tmp_path / "final"
     assert export_generator(workload, models, folder) == {"library_name": "diffusers", "pipeline_tag": "text-to-image"}
     pipeline = diffusers.StableDiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
-    made = pipeline(
+    images = pipeline(
         ["a red square", "bright"],
         guidance_scale=3.0,
         num_inference_steps=1,
@@ -249,18 +255,18 @@ def test_stable_diffusion_draws_what_we_draw(vae: Path, tmp_path: Path) -> None:
         output_type="np",
     ).images
     batch = {name: torch.from_numpy(rows) for name, rows in text.encode(["a red square", "bright"]).items()}
-    expected = drawn(workload, models, noise(2, 3, 4, 4), batch=batch, guidance=3.0)
-    other = drawn(
+    expected = sample_pixels(workload, models, noise(2, 3, 4, 4), batch=batch, guidance=3.0)
+    other = sample_pixels(
         workload, models, noise(2, 3, 4, 4), batch={n: rows.flip(0) for n, rows in batch.items()}, guidance=3.0
     )
-    np.testing.assert_allclose(made, expected.numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(images, expected.numpy(), rtol=0, atol=1e-4)
     assert (other - expected).abs().max() > 1e-3
 
 
-def test_our_transformer_is_that_of_diffusers() -> None:
+def test_dit_matches_the_diffusers_transformer() -> None:
     shape = dit(grid=(8, 8))
     assert isinstance(shape.backbone, DiTShape)
-    model = stirred(build_generator(shape, 0))
+    model = perturb(build_generator(shape, 0))
     config = layout.diffusers_config(shape.backbone)
     theirs = diffusers.DiTTransformer2DModel(**{k: v for k, v in config.items() if not k.startswith("_")}).eval()
     tensors = layout.to_diffusers(model.state_dict(), shape.backbone)
@@ -269,37 +275,37 @@ def test_our_transformer_is_that_of_diffusers() -> None:
     for label, drop in ((torch.tensor([0, 1, 2, 0]), False), (torch.full((4,), layout.NULL_CLASS), True)):
         with torch.no_grad():
             ours = model(x, time, label=label.clamp(max=2), drop=torch.full((4,), drop))
-            found = theirs(x.movedim(-1, 1), timestep=time, class_labels=label).sample.movedim(1, -1)
-        torch.testing.assert_close(ours, found, rtol=0, atol=1e-5)
+            expected = theirs(x.movedim(-1, 1), timestep=time, class_labels=label).sample.movedim(1, -1)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
     back = layout.from_diffusers(tensors)
     assert back.keys() == model.state_dict().keys()
     assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_stock_pipelines_are_left_alone_where_they_would_draw_something_else(vae: Path) -> None:
+def test_stock_pipelines_are_used_only_where_they_match(vae: Path) -> None:
     noise_path, flow = NoisePath(objective="noise"), NoisePath(objective="flow")
 
-    def layout(shape: GeneratorShape, path: NoisePath, **more: Any) -> str | None:
-        workload = workload_of(shape, path, **more)
-        models = {"vae": SimpleNamespace(shape=SimpleNamespace(downsample=2))} if "vae" in more else {}
+    def find_pipeline(shape: GeneratorShape, path: NoisePath, **options: Any) -> str | None:
+        workload = build_workload(shape, path, **options)
+        models = {"vae": SimpleNamespace(shape=SimpleNamespace(downsample=2))} if "vae" in options else {}
         return find_stock_pipeline(workload, models)
 
-    assert layout(unet(), noise_path) == "DDPMPipeline"
-    assert layout(dit(), noise_path, vae=vae) == "DiTPipeline"
-    assert layout(unet(), noise_path, normalise="unit") is None
-    assert layout(unet(channels=1), noise_path, medium="audio") is None
-    assert layout(unet("class"), noise_path) is None
-    assert layout(dit(), noise_path) is None
-    assert layout(dit(), flow, vae=vae) is None
-    assert layout(dit(), noise_path, vae=vae, shift=0.5) is None
-    assert layout(dit(grid=(4, 8)), noise_path, vae=vae) is None
-    assert layout(dit(grid=(2, 4, 4)), noise_path) is None
+    assert find_pipeline(unet(), noise_path) == "DDPMPipeline"
+    assert find_pipeline(dit(), noise_path, vae=vae) == "DiTPipeline"
+    assert find_pipeline(unet(), noise_path, normalise="unit") is None
+    assert find_pipeline(unet(channels=1), noise_path, medium="audio") is None
+    assert find_pipeline(unet("class"), noise_path) is None
+    assert find_pipeline(dit(), noise_path) is None
+    assert find_pipeline(dit(), flow, vae=vae) is None
+    assert find_pipeline(dit(), noise_path, vae=vae, shift=0.5) is None
+    assert find_pipeline(dit(grid=(4, 8)), noise_path, vae=vae) is None
+    assert find_pipeline(dit(grid=(2, 4, 4)), noise_path) is None
 
 
-# Our own folder
+# Our own layout
 
 
-def attributed(grid: tuple[int, ...]) -> GeneratorShape:
+def with_attributes(grid: tuple[int, ...]) -> GeneratorShape:
     """Two of the three classes share one attribute, two the other."""
     shape = dit(grid=grid)
     return shape.model_copy(
@@ -309,8 +315,8 @@ def attributed(grid: tuple[int, ...]) -> GeneratorShape:
 
 CASES = {
     "dit-class": lambda: dit(),
-    "dit-attributes": lambda: attributed((4, 4)),
-    "dit-attributes-clips": lambda: attributed((2, 4, 4)),
+    "dit-attributes": lambda: with_attributes((4, 4)),
+    "dit-attributes-clips": lambda: with_attributes((2, 4, 4)),
     "dit-none": lambda: dit("none", grid=(4, 6)),
     "dit-clips": lambda: dit("class", grid=(2, 4, 4)),
     "unet-class": lambda: unet("class"),
@@ -321,26 +327,26 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("in_latents", [False, True])
-def test_the_folder_alone_samples_as_the_run(case: str, in_latents: bool, vae: Path, tmp_path: Path) -> None:
+def test_a_reopened_export_samples_as_the_run(case: str, in_latents: bool, vae: Path, tmp_path: Path) -> None:
     if in_latents and "clips" in case:
-        pytest.skip("this autoencoder is one of pictures")
-    workload = workload_of(CASES[case](), NoisePath(), vae=vae if in_latents else None)
-    models = models_of(workload)
+        pytest.skip("this autoencoder is for images")
+    workload = build_workload(CASES[case](), NoisePath(), vae=vae if in_latents else None)
+    models = build_perturbed_models(workload)
     export_generator(workload, models, tmp_path)
-    task, opened = open_exported_generator(tmp_path)
+    task, loaded = open_exported_generator(tmp_path)
     batch = {"label": torch.tensor([0, 2]), "condition": noise(2, 3)}
     with torch.no_grad():
         expected = workload.task.draw(models, batch, Noise(3, 0, torch.arange(2), torch), steps=3, guidance=2.0)
-    found = task.draw(opened, batch, Noise(3, 0, torch.arange(2), torch), steps=3, guidance=2.0)
-    assert torch.equal(found, expected)
+    samples = task.draw(loaded, batch, Noise(3, 0, torch.arange(2), torch), steps=3, guidance=2.0)
+    assert torch.equal(samples, expected)
     assert not json.loads((tmp_path / "config.json").read_text())["task"].get("pretrained")
     names = [name for file in tmp_path.glob("*.safetensors") for name in load_file(file)]
     assert not any(name.startswith("backbone.unet.") for name in names), "weights are written once"
 
 
-def test_parts_open_in_diffusers_where_no_pipeline_does(tmp_path: Path) -> None:
-    workload = workload_of(unet("class"), NoisePath())
-    models = models_of(workload)
+def test_components_open_in_diffusers_without_a_pipeline(tmp_path: Path) -> None:
+    workload = build_workload(unet("class"), NoisePath())
+    models = build_perturbed_models(workload)
     export_generator(workload, models, tmp_path)
     model = diffusers.UNet2DModel.from_pretrained(tmp_path / "unet").eval()
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(tmp_path / "scheduler")
@@ -349,26 +355,26 @@ def test_parts_open_in_diffusers_where_no_pipeline_does(tmp_path: Path) -> None:
     with torch.no_grad():
         vector = load_file(tmp_path / "model.safetensors")["condition.embedding.weight"][label]
         step = scheduler.timesteps[0]
-        made = scheduler.step(model(start, step, class_labels=vector).sample, step, start).prev_sample
-    expected = drawn(workload, models, start, batch={"label": label})
-    torch.testing.assert_close((made / 2 + 0.5).clamp(0, 1).movedim(1, -1), expected, rtol=0, atol=1e-5)
+        images = scheduler.step(model(start, step, class_labels=vector).sample, step, start).prev_sample
+    expected = sample_pixels(workload, models, start, batch={"label": label})
+    torch.testing.assert_close((images / 2 + 0.5).clamp(0, 1).movedim(1, -1), expected, rtol=0, atol=1e-5)
 
 
-def test_a_second_export_leaves_nothing_of_the_first_and_a_first_one_clears_nothing(tmp_path: Path) -> None:
+def test_an_export_replaces_an_earlier_export_and_no_other_files(tmp_path: Path) -> None:
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "mine.txt").write_text("kept")
-    workload = workload_of(dit(), NoisePath())
-    export_generator(workload, models_of(workload), tmp_path)
+    workload = build_workload(dit(), NoisePath())
+    export_generator(workload, build_perturbed_models(workload), tmp_path)
     assert (tmp_path / "unet" / "mine.txt").is_file()
-    workload = workload_of(unet(), NoisePath())
-    export_generator(workload, models_of(workload), tmp_path)
+    workload = build_workload(unet(), NoisePath())
+    export_generator(workload, build_perturbed_models(workload), tmp_path)
     assert not (tmp_path / "transformer").exists()
     open_exported_generator(tmp_path)
 
 
-def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
-    workload = workload_of(unet("class"), NoisePath())
-    export_generator(workload, models_of(workload), tmp_path)
+def test_a_damaged_export_is_refused(tmp_path: Path) -> None:
+    workload = build_workload(unet("class"), NoisePath())
+    export_generator(workload, build_perturbed_models(workload), tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"lacks condition.embedding.weight \[4, 32\]"):
         open_exported_generator(tmp_path)
@@ -381,19 +387,19 @@ def test_a_damaged_folder_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_generator_starts_from_an_export(case: str, tmp_path: Path) -> None:
-    workload = workload_of(CASES[case](), NoisePath())
-    models = models_of(workload)
+    workload = build_workload(CASES[case](), NoisePath())
+    models = build_perturbed_models(workload)
     export_generator(workload, models, tmp_path)
-    started, given = build_generator(workload.task.shape, 9, pretrained=str(tmp_path)), models["model"]
-    kept = [name for name in given.state_dict() if case != "dit-attributes" or not name.startswith("condition.")]
-    assert all(torch.equal(started.state_dict()[name], given.state_dict()[name]) for name in kept)
-    if case == "dit-attributes":  # in diffusers' layout, which has one table
-        assert torch.equal(started.condition.folded(), given.condition.folded())
+    started, exported = build_generator(workload.task.shape, 9, pretrained=str(tmp_path)), models["model"]
+    names = [name for name in exported.state_dict() if case != "dit-attributes" or not name.startswith("condition.")]
+    assert all(torch.equal(started.state_dict()[name], exported.state_dict()[name]) for name in names)
+    if case == "dit-attributes":  # diffusers' layout has a single embedding table
+        assert torch.equal(started.condition.folded(), exported.condition.folded())
 
 
-def test_another_number_of_classes_is_told_apart(tmp_path: Path) -> None:
-    workload = workload_of(dit(), NoisePath())
-    export_generator(workload, models_of(workload), tmp_path)
+def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
+    workload = build_workload(dit(), NoisePath())
+    export_generator(workload, build_perturbed_models(workload), tmp_path)
     five = ConditionShape(kind="class", size=5, hidden_size=24)
     other = build_generator(workload.task.shape.model_copy(update={"condition": five}), 0)
     with pytest.raises(UsageError) as error:
@@ -401,7 +407,7 @@ def test_another_number_of_classes_is_told_apart(tmp_path: Path) -> None:
     assert "condition.embedding.weight of shape [4, 24], the recipe's model needs [6, 24]" in str(error.value)
 
 
-# A whole run
+# A complete run
 
 SMALL: dict[str, Any] = {
     "model.backbone": "unet",
@@ -423,7 +429,7 @@ SMALL: dict[str, Any] = {
 }
 
 
-def test_a_run_is_exported_reopened_and_started_from(tmp_path: Path) -> None:
+def test_a_run_is_exported_and_fine_tuned(tmp_path: Path) -> None:
     def train(name: str, **changes: Any) -> Path:
         return Path(bottega.train("image", {**SMALL, "output_dir": str(tmp_path), "name": name, **changes}).path)
 
@@ -433,7 +439,7 @@ def test_a_run_is_exported_reopened_and_started_from(tmp_path: Path) -> None:
     saved = bottega.load(first)
     folder = saved.export()
     assert diffusers.DDPMPipeline.from_pretrained(folder).unet.config.in_channels == 1
-    # Other sizes in the recipe: those of the folder count. A rate of nothing leaves the weights as they were.
+    # The sizes of the exported model override the recipe's. A negligible learning rate leaves the weights unchanged.
     changes = {"model.from": str(first), "model.hidden_size": 64, "training.learning_rate": 1e-12}
     second = train("second", **changes, **{"training.weight_decay": 0})
     (folder / "unet" / "config.json").unlink()  # a finished run does not need it any more

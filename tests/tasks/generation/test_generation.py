@@ -1,4 +1,4 @@
-"""The task of generation: what its loss is, what counts, what is dropped, and what guidance does."""
+"""The generation task: its loss, sample counts, condition dropout, guidance and sampling."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ def task(kind: Any = "class", *, path: NoisePath | None = None, frames: bool = F
     if frames:
         sides = {"grid": (2, 4, 4), "patch": (1, 2, 2), "attention": "factorised"}
     text: dict[str, Any] = {"vocab_size": 7, "text_size": 12, "text_layers": 1, "max_tokens": WORDS}
-    words = kind == "text"
+    is_text = kind == "text"
     backbone = DiTShape(
-        channels=1, hidden_size=24, num_layers=2, num_heads=2, context_size=12 if words else None, **sides
+        channels=1, hidden_size=24, num_layers=2, num_heads=2, context_size=12 if is_text else None, **sides
     )
-    condition = ConditionShape(kind=kind, size=0 if words else 3, hidden_size=24, **(text if words else {}))
+    condition = ConditionShape(kind=kind, size=0 if is_text else 3, hidden_size=24, **(text if is_text else {}))
     shape = GeneratorShape(backbone=backbone, condition=condition)
     return Generation(key="image", shape=shape, path=path or NoisePath(), empty_text=(0,) * WORDS, **options)
 
 
 def source(count: int = 11, *, frames: bool = False) -> ArraySource:
-    """Everything that a model can be asked for at once."""
-    draw = np.random.default_rng(0)
+    """Samples with every kind of condition."""
+    generator = np.random.default_rng(0)
     label = np.arange(count) % 3
-    image = draw.standard_normal((count, *((2, 4, 4) if frames else (4, 4)), 1), dtype=np.float32) / 4
+    image = generator.standard_normal((count, *((2, 4, 4) if frames else (4, 4)), 1), dtype=np.float32) / 4
     return ArraySource(
         {
             "image": image + label.reshape(-1, *(1,) * (image.ndim - 1)).astype(np.float32) - 1,
             "label": label.astype(np.int32),
-            "condition": draw.standard_normal((count, 3), dtype=np.float32),
+            "condition": generator.standard_normal((count, 3), dtype=np.float32),
             "input_ids": (1 + np.arange(count)[:, None] % 3 + np.zeros((1, WORDS), np.int64)).astype(np.int32),
             "attention_mask": (np.arange(WORDS) < 1 + label[:, None]).astype(np.int32),
         }
@@ -61,30 +61,30 @@ def rows(index: Any, data: ArraySource | None = None) -> dict[str, Any]:
     return {name: torch.from_numpy(value) for name, value in batch.items()}
 
 
-def engine(of: Generation, *, rate: float = 1e-2, **options: Any) -> TorchEngine:
+def engine(generation: Generation, *, rate: float = 1e-2, **options: Any) -> TorchEngine:
     training = Training(max_steps=100, batch_size=8, learning_rate=rate, mixed_precision="fp32", **options)
-    return TorchEngine(of, training, rate=lambda step: rate, device="cpu")
+    return TorchEngine(generation, training, rate=lambda step: rate, device="cpu")
 
 
-def awake(of: Generation) -> dict[str, Any]:
-    """Models of which no parameter is at the zero it begins at."""
-    models = build_models(of, 0)
+def randomise_models(generation: Generation) -> dict[str, Any]:
+    """Build models with random parameters, since several are initialised to zero."""
+    models = build_models(generation, 0)
     with torch.no_grad():
         for name, p in models["model"].named_parameters():
             p.copy_(torch.from_numpy(0.2 * numpy_generator(7, name).standard_normal(p.shape, dtype=np.float32)))
     return models
 
 
-class Spy(nn.Module):
-    """Remembers what it was asked, and answers with what it is told to."""
+class RecordingModel(nn.Module):
+    """A model that records its inputs and returns a fixed output."""
 
     def __init__(self, answer: Tensor | None = None) -> None:
         super().__init__()
-        self.asked: list[dict[str, Any]] = []
+        self.calls: list[dict[str, Any]] = []
         self.answer = answer
 
-    def forward(self, x: Tensor, time: Tensor, **asked: Any) -> Tensor:
-        self.asked.append({"x": x, "time": time, **asked})
+    def forward(self, x: Tensor, time: Tensor, **condition: Any) -> Tensor:
+        self.calls.append({"x": x, "time": time, **condition})
         return torch.zeros_like(x) if self.answer is None else self.answer
 
 
@@ -92,19 +92,19 @@ def rng(count: int, *, step: int = 0) -> Noise:
     return Noise(0, step, torch.arange(count), torch)
 
 
-def loss_of(of: Generation, models: Any, batch: Any, noise: Noise) -> float:
-    return of.loss(models, batch, noise).terms["loss"][0].item()
+def compute_loss(generation: Generation, models: Any, batch: Any, noise: Noise) -> float:
+    return generation.loss(models, batch, noise).terms["loss"][0].item()
 
 
 @pytest.mark.parametrize(
     "path", [NoisePath(), NoisePath(objective="noise"), NoisePath(objective="v")], ids=lambda p: p.objective
 )
-def test_the_first_loss_is_that_of_saying_nothing(path: NoisePath) -> None:
-    """It predicts exactly 0, so the loss is the mean square of the target: 1 for noise, 1 + the data's for the flow."""
-    of = task(path=path, condition_dropout=0.0)
+def test_the_initial_loss_is_that_of_predicting_zero(path: NoisePath) -> None:
+    """The prediction is exactly 0, so the loss is the target's mean square: 1 for noise, 1 + the data's for the flow."""
+    generation = task(path=path, condition_dropout=0.0)
     data = source(512)
     batch = rows(np.arange(512), data)
-    mean = loss_of(of, build_models(of, 0), batch, rng(512)) / 512
+    mean = compute_loss(generation, build_models(generation, 0), batch, rng(512)) / 512
     squares = float((data.arrays["image"] ** 2).mean())
     expected = {"flow": 1 + squares, "noise": 1.0, "v": None}[path.objective]
     if expected is not None:
@@ -113,204 +113,206 @@ def test_the_first_loss_is_that_of_saying_nothing(path: NoisePath) -> None:
         assert min(1, squares) < mean < max(1, squares), "v lies between the noise and the data"
 
 
-def test_what_the_model_is_shown_lies_on_the_path() -> None:
-    of, spy, batch, draw = task(), Spy(), rows(np.arange(8)), rng(8)
-    total = loss_of(of, {"model": spy}, batch, draw)
-    noise, t = draw.normal("noise", (4, 4, 1)), torch.sigmoid(draw.normal("time"))
-    (asked,) = spy.asked
+def test_the_model_input_lies_on_the_noise_path() -> None:
+    generation, spy, batch, random = task(), RecordingModel(), rows(np.arange(8)), rng(8)
+    total = compute_loss(generation, {"model": spy}, batch, random)
+    noise, t = random.normal("noise", (4, 4, 1)), torch.sigmoid(random.normal("time"))
+    (inputs,) = spy.calls
     level = t.view(-1, 1, 1, 1)
-    torch.testing.assert_close(asked["x"], (1 - level) * batch["image"] + level * noise)
-    torch.testing.assert_close(asked["time"], 1000 * t)
+    torch.testing.assert_close(inputs["x"], (1 - level) * batch["image"] + level * noise)
+    torch.testing.assert_close(inputs["time"], 1000 * t)
     assert total == pytest.approx((noise - batch["image"]).square().flatten(1).mean(1).sum().item(), rel=1e-6)
 
 
-def test_the_right_answer_costs_nothing() -> None:
-    of, batch, draw = task(), rows(np.arange(8)), rng(8)
-    spy = Spy(draw.normal("noise", (4, 4, 1)) - batch["image"])
-    assert loss_of(of, {"model": spy}, batch, draw) == 0
+def test_the_exact_target_has_zero_loss() -> None:
+    generation, batch, random = task(), rows(np.arange(8)), rng(8)
+    spy = RecordingModel(random.normal("noise", (4, 4, 1)) - batch["image"])
+    assert compute_loss(generation, {"model": spy}, batch, random) == 0
 
 
 @pytest.mark.parametrize("kind", CONDITIONS)
-def test_a_samples_loss_does_not_depend_on_its_batch_or_its_place(kind: str) -> None:
-    of = task(kind, condition_dropout=0.5)
-    models = awake(of)
-    whole = [loss_of(of, models, rows([i]), Noise(0, -1, torch.tensor([i]), torch)) for i in range(11)]
+def test_the_loss_of_a_sample_does_not_depend_on_its_batch_or_position(kind: str) -> None:
+    generation = task(kind, condition_dropout=0.5)
+    models = randomise_models(generation)
+    losses = [compute_loss(generation, models, rows([i]), Noise(0, -1, torch.tensor([i]), torch)) for i in range(11)]
     shuffled = [7, 2, 10, 0, 5]
-    together = loss_of(of, models, rows(shuffled), Noise(0, -1, torch.tensor(shuffled), torch))
-    assert together == pytest.approx(sum(whole[i] for i in shuffled), rel=1e-6)
+    total = compute_loss(generation, models, rows(shuffled), Noise(0, -1, torch.tensor(shuffled), torch))
+    assert total == pytest.approx(sum(losses[i] for i in shuffled), rel=1e-6)
 
 
 @pytest.mark.parametrize("kind", CONDITIONS)
-def test_an_evaluation_is_the_same_twice_and_in_any_batches(kind: str) -> None:
-    one = engine(task(kind))
+def test_evaluation_is_deterministic_for_any_batch_size_and_order(kind: str) -> None:
+    trained = engine(task(kind))
     loader = Loader(source(), 8, seed=0)
     for step in range(3):
-        one.train_step(step, loader.batch(step))
-    usual = evaluate(one, iter_eval_batches(source(), 4))
-    assert evaluate(one, iter_eval_batches(source(), 4)) == usual
+        trained.train_step(step, loader.batch(step))
+    expected = evaluate(trained, iter_eval_batches(source(), 4))
+    assert evaluate(trained, iter_eval_batches(source(), 4)) == expected
     backwards = list(iter_eval_batches(source(), 3))[::-1]
-    assert evaluate(one, iter(backwards)) == pytest.approx(usual, rel=1e-6)
+    assert evaluate(trained, iter(backwards)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_row_of_frames_takes_its_bands_as_channels() -> None:
-    """The data have [b, frames, bands, 1]; the noise and the loss are the same numbers either way."""
+def test_a_one_dimensional_grid_uses_mel_bands_as_channels() -> None:
+    """The data is [b, frames, bands, 1]; noise and loss are equal for both grids."""
     spectrum = torch.from_numpy(np.random.default_rng(0).standard_normal((5, 6, 4, 1), dtype=np.float32))
     losses = []
     for sides in ({"grid": (6,), "patch": (2,), "channels": 4}, {"grid": (6, 4), "patch": (2, 4), "channels": 1}):
         backbone = DiTShape(hidden_size=24, num_layers=1, num_heads=2, **sides)  # type: ignore[arg-type]
         shape = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="none"))
-        of = Generation(key="mel", shape=shape)
-        losses.append(loss_of(of, build_models(of, 0), {"mel": spectrum}, rng(5)))
+        generation = Generation(key="mel", shape=shape)
+        losses.append(compute_loss(generation, build_models(generation, 0), {"mel": spectrum}, rng(5)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
-def test_training_noise_is_another_at_every_step_and_evaluations_have_their_own() -> None:
-    of, models, batch = task(), build_models(task(), 0), rows(np.arange(4))
-    losses = {loss_of(of, models, batch, rng(4, step=step)) for step in (-1, 0, 1, 2)}
+def test_noise_differs_between_steps_and_evaluation() -> None:
+    generation, models, batch = task(), build_models(task(), 0), rows(np.arange(4))
+    losses = {compute_loss(generation, models, batch, rng(4, step=step)) for step in (-1, 0, 1, 2)}
     assert len(losses) == 4
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
-def test_conditions_are_dropped_as_often_as_the_recipe_says(share: float) -> None:
-    of, spy, count = task(condition_dropout=share), Spy(), 4000
-    loss_of(of, {"model": spy}, rows(np.arange(count), source(count)), rng(count))
-    found = spy.asked[0]["drop"].float().mean().item()
-    # Four deviations of a share of 4,000.
-    assert found == pytest.approx(share, abs=4 * (share * (1 - share) / count) ** 0.5)
+@pytest.mark.parametrize("dropout", [0.0, 0.1, 1.0])
+def test_conditions_are_dropped_at_the_configured_rate(dropout: float) -> None:
+    generation, spy, count = task(condition_dropout=dropout), RecordingModel(), 4000
+    compute_loss(generation, {"model": spy}, rows(np.arange(count), source(count)), rng(count))
+    fraction = spy.calls[0]["drop"].float().mean().item()
+    # Four standard deviations of a fraction of 4,000.
+    assert fraction == pytest.approx(dropout, abs=4 * (dropout * (1 - dropout) / count) ** 0.5)
 
 
-def test_a_dropped_caption_is_the_empty_one() -> None:
-    of, spy = task("text", condition_dropout=0.5), Spy()
+def test_a_dropped_caption_is_replaced_by_the_empty_one() -> None:
+    generation, spy = task("text", condition_dropout=0.5), RecordingModel()
     batch = rows(np.arange(11))
-    loss_of(of, {"model": spy}, batch, rng(11))
+    compute_loss(generation, {"model": spy}, batch, rng(11))
     dropped = rng(11).uniform("drop") < 0.5
     assert 0 < dropped.sum() < 11
-    (asked,) = spy.asked
-    assert (asked["input_ids"][dropped] == 0).all()
-    assert asked["mask"][dropped].tolist() == [[True] + [False] * (WORDS - 1)] * int(dropped.sum())
-    assert torch.equal(asked["input_ids"][~dropped], batch["input_ids"][~dropped].long())
-    assert torch.equal(asked["mask"][~dropped], batch["attention_mask"][~dropped] > 0)
+    (inputs,) = spy.calls
+    assert (inputs["input_ids"][dropped] == 0).all()
+    assert inputs["mask"][dropped].tolist() == [[True] + [False] * (WORDS - 1)] * int(dropped.sum())
+    assert torch.equal(inputs["input_ids"][~dropped], batch["input_ids"][~dropped].long())
+    assert torch.equal(inputs["mask"][~dropped], batch["attention_mask"][~dropped] > 0)
 
 
-def test_rows_without_weight_count_nowhere() -> None:
-    of, batch = task(), rows(np.arange(6))
-    models = awake(of)
+def test_rows_with_weight_zero_do_not_count() -> None:
+    generation, batch = task(), rows(np.arange(6))
+    models = randomise_models(generation)
     weight = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
-    broken = {**batch, "image": torch.where(weight.view(-1, 1, 1, 1) > 0, batch["image"], 1e6), "weight": weight}
-    kept = torch.tensor([0, 2, 3, 5])
-    alone = loss_of(of, models, rows(kept.numpy()), Noise(0, 0, kept, torch))
-    assert loss_of(of, models, broken, rng(6)) == pytest.approx(alone, rel=1e-6)
-    assert of.counts({name: value.numpy() for name, value in broken.items()}) == {"loss": 4.0}
-    assert of.counts({name: value.numpy() for name, value in batch.items()}) == {"loss": 6.0}
+    padded = {**batch, "image": torch.where(weight.view(-1, 1, 1, 1) > 0, batch["image"], 1e6), "weight": weight}
+    indices = torch.tensor([0, 2, 3, 5])
+    single = compute_loss(generation, models, rows(indices.numpy()), Noise(0, 0, indices, torch))
+    assert compute_loss(generation, models, padded, rng(6)) == pytest.approx(single, rel=1e-6)
+    assert generation.counts({name: value.numpy() for name, value in padded.items()}) == {"loss": 4.0}
+    assert generation.counts({name: value.numpy() for name, value in batch.items()}) == {"loss": 6.0}
 
 
 @pytest.mark.parametrize("objective", ["noise", "v"])
 def test_min_snr_weighs_each_sample(objective: Any) -> None:
     plain = task(path=NoisePath(objective=objective), condition_dropout=0.0)
     capped = task(path=NoisePath(objective=objective, min_snr=5.0), condition_dropout=0.0)
-    models, weights = awake(plain), []
+    models, weights = randomise_models(plain), []
     for i in range(40):
-        draw = Noise(0, 0, torch.tensor([i]), torch)
-        one = rows([i % 11])
-        weights.append(loss_of(capped, models, one, draw) / loss_of(plain, models, one, draw))
-        alpha, sigma = plain.path.levels(plain.path.draw_times(draw))
+        random = Noise(0, 0, torch.tensor([i]), torch)
+        batch = rows([i % 11])
+        weights.append(compute_loss(capped, models, batch, random) / compute_loss(plain, models, batch, random))
+        alpha, sigma = plain.path.levels(plain.path.draw_times(random))
         snr = (alpha**2 / sigma**2).item()
         assert weights[-1] == pytest.approx(min(snr, 5) / (snr if objective == "noise" else snr + 1), rel=1e-4)
     assert min(weights) < 0.5 < max(weights)
 
 
-@pytest.mark.parametrize("frames", [False, True], ids=["picture", "clip"])
+@pytest.mark.parametrize("frames", [False, True], ids=["image", "video"])
 @pytest.mark.parametrize("kind", CONDITIONS)
 def test_the_gradient_reaches_every_parameter(kind: str, frames: bool) -> None:
-    """From the third step on: what begins at nothing lets nothing through, first to the blocks and then into them."""
-    of = task(kind, frames=frames, condition_dropout=0.5)
-    one = engine(of, optimizer={"name": "sgd"}, rate=0.5)
+    """From the third step on: zero-initialised layers block the gradient of the layers before them at first."""
+    generation = task(kind, frames=frames, condition_dropout=0.5)
+    trained = engine(generation, optimizer={"name": "sgd"}, rate=0.5)
     data = source(frames=frames)
-    before = {name: p.detach().clone() for name, p in one.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in trained.model.named_parameters()}
     loader = Loader(data, 8, seed=0)
     for step in range(3):
-        one.train_step(step, loader.batch(step))
-    still = [name for name, p in one.model.named_parameters() if torch.equal(p, before[name])]
-    # A key's bias adds the same to all that a query sees, which a softmax does not notice.
-    assert [name for name in still if not name.endswith(("to_k.bias", "k_proj.bias"))] == []
+        trained.train_step(step, loader.batch(step))
+    unchanged = [name for name, p in trained.model.named_parameters() if torch.equal(p, before[name])]
+    # A key's bias adds the same to all logits of a query, and softmax is invariant to that.
+    assert [name for name in unchanged if not name.endswith(("to_k.bias", "k_proj.bias"))] == []
 
 
 @pytest.mark.parametrize(
     "path", [NoisePath(), NoisePath(objective="noise"), NoisePath(objective="v")], ids=lambda p: p.objective
 )
-def test_eight_samples_are_learnt(path: NoisePath) -> None:
-    one = engine(task(path=path), rate=5e-3)
+def test_eight_samples_are_overfitted(path: NoisePath) -> None:
+    trained = engine(task(path=path), rate=5e-3)
     batch = source(8).rows(np.arange(8), np.zeros(8, np.int64))
-    losses = [one.fetch(one.train_step(step, batch))["loss"] for step in range(150)]
+    losses = [trained.fetch(trained.train_step(step, batch))["loss"] for step in range(150)]
     assert np.mean(losses[-30:]) < 0.7 * np.mean(losses[:10])
 
 
 # Samples
 
 
-def drawn(of: Generation, models: Any, numbers: Any, **options: Any) -> Tensor:
-    numbers = np.asarray(numbers)
+def sample_rows(generation: Generation, models: Any, indices: Any, **options: Any) -> Tensor:
+    indices = np.asarray(indices)
     with torch.no_grad():
-        return of.draw(models, rows(numbers), Noise(3, 0, torch.from_numpy(numbers), torch), steps=4, **options)
+        return generation.draw(models, rows(indices), Noise(3, 0, torch.from_numpy(indices), torch), steps=4, **options)
 
 
 @pytest.mark.parametrize("method", ["euler", "heun", "dpm"])
 @pytest.mark.parametrize("kind", CONDITIONS)
 def test_a_sample_does_not_depend_on_its_batch(kind: str, method: Any) -> None:
-    of = task(kind)
-    models = awake(of)
+    generation = task(kind)
+    models = randomise_models(generation)
     guidance = 1.0 if kind == "none" else 2.0
-    together = drawn(of, models, range(8), method=method, guidance=guidance)
-    assert together.shape == (8, 4, 4, 1)
+    batched = sample_rows(generation, models, range(8), method=method, guidance=guidance)
+    assert batched.shape == (8, 4, 4, 1)
     for i in range(8):
-        alone = drawn(of, models, [i], method=method, guidance=guidance)
-        torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=1e-5)
+        single = sample_rows(generation, models, [i], method=method, guidance=guidance)
+        torch.testing.assert_close(single[0], batched[i], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["class", "vector", "text"])
-def test_guidance(kind: str) -> None:
-    """1 is exactly the model as it is, 0 exactly the one that is asked for nothing; beyond lies a straight line."""
-    of = task(kind)
-    models = awake(of)
-    draw, none = Noise(3, 0, torch.arange(3), torch), torch.ones(3, dtype=torch.bool)
+def test_guidance_interpolates_conditional_and_unconditional_predictions(kind: str) -> None:
+    """1 is exactly the conditional model, 0 exactly the unconditional one, and other values extrapolate linearly."""
+    generation = task(kind)
+    models = randomise_models(generation)
+    random, none = Noise(3, 0, torch.arange(3), torch), torch.ones(3, dtype=torch.bool)
 
-    def found(numbers: list[int], guidance: float) -> Tensor:
+    def sample_with(indices: list[int], guidance: float) -> Tensor:
         with torch.no_grad():
-            return of.draw(models, rows(numbers), draw, steps=3, guidance=guidance)
+            return generation.draw(models, rows(indices), random, steps=3, guidance=guidance)
 
-    def by_hand(guidance: float) -> Tensor:
-        told, plain = (of._condition(models, rows([0, 1, 2]), drop=drop) for drop in (~none, none))
+    def reference(guidance: float) -> Tensor:
+        conditional, unconditional = (
+            generation._condition(models, rows([0, 1, 2]), drop=drop) for drop in (~none, none)
+        )
 
         def predict(x: Tensor, time: Tensor) -> Tensor:
-            a, b = models["model"](x, time, **told), models["model"](x, time, **plain)
+            a, b = models["model"](x, time, **conditional), models["model"](x, time, **unconditional)
             return a if guidance == 1 else b if guidance == 0 else b + guidance * (a - b)
 
         with torch.no_grad():
-            return sample(predict, draw.normal("start", (4, 4, 1)), of.path, steps=3)
+            return sample(predict, random.normal("start", (4, 4, 1)), generation.path, steps=3)
 
     for guidance in (0.0, 1.0, 2.5):
-        assert torch.equal(found([0, 1, 2], guidance), by_hand(guidance))
-    assert not torch.allclose(found([0, 1, 2], 1.0), found([0, 1, 2], 0.0), atol=1e-3)
-    assert torch.equal(found([1, 2, 0], 0.0), found([0, 1, 2], 0.0)), "whatever is asked for"
+        assert torch.equal(sample_with([0, 1, 2], guidance), reference(guidance))
+    assert not torch.allclose(sample_with([0, 1, 2], 1.0), sample_with([0, 1, 2], 0.0), atol=1e-3)
+    assert torch.equal(sample_with([1, 2, 0], 0.0), sample_with([0, 1, 2], 0.0)), "guidance 0 ignores the condition"
 
 
-def test_guidance_one_asks_once() -> None:
-    of, spy = task(), Spy()
-    drawn(of, {"model": spy}, range(3), method="euler")
-    assert len(spy.asked) == 4
-    assert not any(one["drop"].any() for one in spy.asked)
+def test_guidance_of_one_needs_a_single_forward() -> None:
+    generation, spy = task(), RecordingModel()
+    sample_rows(generation, {"model": spy}, range(3), method="euler")
+    assert len(spy.calls) == 4
+    assert not any(call["drop"].any() for call in spy.calls)
 
 
-def test_a_trained_model_draws_the_class_it_is_asked_for() -> None:
-    """The classes are squares around -1, 0 and 1; a quarter of the spread of the data around them is left."""
-    one = engine(task(), rate=5e-3, ema=0.98)
+def test_a_trained_model_samples_the_requested_class() -> None:
+    """The classes are images around -1, 0 and 1."""
+    trained = engine(task(), rate=5e-3, ema=0.98)
     loader = Loader(source(96), 32, seed=0)
     for step in range(250):
-        one.train_step(step, loader.batch(step))
-    wanted = np.arange(60) % 3
-    batch = {"label": torch.from_numpy(wanted)}
-    with one.sampling() as models:
+        trained.train_step(step, loader.batch(step))
+    labels = np.arange(60) % 3
+    batch = {"label": torch.from_numpy(labels)}
+    with trained.sampling() as models:
         for method in ("euler", "heun", "dpm"):
-            made = one.task.draw(models, batch, rng(60), steps=8, method=method)
-            means = [made[wanted == label].mean().item() for label in range(3)]
+            images = trained.task.draw(models, batch, rng(60), steps=8, method=method)
+            means = [images[labels == label].mean().item() for label in range(3)]
             assert means == pytest.approx([-1, 0, 1], abs=0.2), method

@@ -1,4 +1,4 @@
-"""Generators in the latents of a frozen autoencoder: trained first, found again, and never taken for another one."""
+"""Generators in the latents of a frozen autoencoder: training it as a dependency, reopening it, refusing a changed one."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ TINY: dict[str, Any] = {
     "logging.resources": False,
 }
 IN_LATENTS: dict[str, Any] = {"model.vae": "needs.vae", "model.patch_size": 1}
-PART: dict[str, Any] = {"needs.vae": {"recipe": "image_vae/digits", "settings": TINY}, **IN_LATENTS}
-FIVE: dict[str, Any] = {"training.max_steps": 5, "evaluation.every": 5, "checkpoint.every": 5}
+WITH_VAE: dict[str, Any] = {"needs.vae": {"recipe": "image_vae/digits", "settings": TINY}, **IN_LATENTS}
+FIVE_STEPS: dict[str, Any] = {"training.max_steps": 5, "evaluation.every": 5, "checkpoint.every": 5}
 
 
 def train(folder: Path, **changes: Any) -> Any:
-    """Pictures of three classes in latents of 4 x 4 x 2."""
-    return bottega.train({"task": "image"}, {**small_media.image(folder), **FIVE, **changes})
+    """Train on images of three classes in latents of 4 x 4 x 2."""
+    return bottega.train({"task": "image"}, {**small_media.image(folder), **FIVE_STEPS, **changes})
 
 
 def losses(run: Any) -> list[float]:
     return [row["loss"] for row in run.history()]
 
 
-def tiny_vae(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
+def write_vae(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     nano = {"widths": (16, 32), "layers_per_block": 1, "latent_channels": 4, "norm_groups": 8}
     shape = AutoencoderShape(**{**nano, "channels": 1, "scaling_factor": 0.5, "shift_factor": 0.1, **changes})
     model = Autoencoder(shape)
@@ -60,23 +60,23 @@ def tiny_vae(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return train(tmp_path_factory.mktemp("runs"), name="pictures", **PART)
+    return train(tmp_path_factory.mktemp("runs"), name="pictures", **WITH_VAE)
 
 
-def vae_of(run: Any) -> Path:
-    (part,) = (run.path.parent / "parts").glob("*/final")
-    return part
+def find_vae(run: Any) -> Path:
+    (folder,) = (run.path.parent / "parts").glob("*/final")
+    return folder
 
 
-def test_the_part_is_trained_once(run: Any) -> None:
-    before = (vae_of(run) / "README.md").stat().st_mtime_ns
-    again = train(run.path.parent, name="again", **PART, **{"training.max_steps": 1})
-    assert (vae_of(again) / "README.md").stat().st_mtime_ns == before
+def test_the_autoencoder_is_trained_once(run: Any) -> None:
+    before = (find_vae(run) / "README.md").stat().st_mtime_ns
+    again = train(run.path.parent, name="again", **WITH_VAE, **{"training.max_steps": 1})
+    assert (find_vae(again) / "README.md").stat().st_mtime_ns == before
     assert losses(again)[0] == losses(run)[0]
 
 
-def test_the_generator_works_in_latents_as_large_as_noise(run: Any) -> None:
-    saved, config = bottega.load(run.path), json.loads((vae_of(run) / "config.json").read_text())
+def test_latents_are_scaled_to_unit_variance(run: Any) -> None:
+    saved, config = bottega.load(run.path), json.loads((find_vae(run) / "config.json").read_text())
     task, workload = saved.task, saved.workload
     assert task.shape.sample == (4, 4, 2)
     assert workload.metadata.sample == (8, 8, 1)
@@ -87,17 +87,17 @@ def test_the_generator_works_in_latents_as_large_as_noise(run: Any) -> None:
     x = torch.from_numpy(workload.data.training().rows(index, 0 * index)["image"])
     with saved.engine.sampling() as models:
         vae = models["vae"]
-        seen = task.latents.encode(vae, {"image": x}, "image", Noise(0, 0, torch.from_numpy(index), torch))
+        latents = task.latents.encode(vae, {"image": x}, "image", Noise(0, 0, torch.from_numpy(index), torch))
         mean = encode_moments(vae, x).chunk(2, dim=-1)[0]
         back = task.latents.decode(vae, (mean - task.latents.shift) * task.latents.scale)
         torch.testing.assert_close(back, reconstruct(vae, x), rtol=0, atol=1e-4)
-    assert float(seen.square().mean()) == pytest.approx(1, abs=0.2)
+    assert float(latents.square().mean()) == pytest.approx(1, abs=0.2)
 
 
-def test_it_draws_evaluates_and_exports(run: Any, tmp_path: Path) -> None:
+def test_a_latent_run_samples_evaluates_and_exports(run: Any, tmp_path: Path) -> None:
     saved = bottega.load(run.path)
-    made = saved.generate(count=2, steps=2)
-    assert (made.shape, made.dtype) == ((2, 8, 8, 1), np.uint8)
+    images = saved.generate(count=2, steps=2)
+    assert (images.shape, images.dtype) == ((2, 8, 8, 1), np.uint8)
     result = bottega.evaluate(run.path, count=20)
     assert result["counts"]["generated"] == 20
     assert set(result["through_codec"]) == set(result["real"])
@@ -112,13 +112,18 @@ def test_it_draws_evaluates_and_exports(run: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(models["vae"].state_dict()[name], value, rtol=0, atol=0)
 
 
-def test_other_data_is_measured_in_the_same_latents(run: Any, tmp_path: Path) -> None:
+def test_other_data_is_evaluated_in_the_same_latents(run: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "large.npz", image=np.full((6, 32, 32), 230, np.uint8), label=np.array(["bright"] * 6))
     assert np.isfinite(bottega.load(run.path).evaluate(tmp_path / "large.npz")["loss"])
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(run: Any, tmp_path: Path) -> None:
-    options = {**PART, "model.vae": str(vae_of(run)), "training.scheduler.name": "constant", "checkpoint.every": 2}
+def test_resume_is_bitwise_equal(run: Any, tmp_path: Path) -> None:
+    options = {
+        **WITH_VAE,
+        "model.vae": str(find_vae(run)),
+        "training.scheduler.name": "constant",
+        "checkpoint.every": 2,
+    }
     straight = train(tmp_path / "a", name="x", **options, **{"training.max_steps": 4})
     train(tmp_path / "b", name="x", **options, **{"training.max_steps": 2})
     resumed = train(tmp_path / "b", name="x", **options, **{"training.max_steps": 4})
@@ -126,24 +131,24 @@ def test_a_resumed_run_is_the_uninterrupted_one(run: Any, tmp_path: Path) -> Non
     assert "resumed" in (resumed.path / "log.txt").read_text()
 
 
-def test_a_run_that_was_moved_finds_its_part_beside_it(run: Any, tmp_path: Path) -> None:
+def test_a_moved_run_finds_its_autoencoder(run: Any, tmp_path: Path) -> None:
     before = bottega.load(run.path).generate(count=1, steps=1)
     original, moved = tmp_path / "original", tmp_path / "moved"
     shutil.copytree(run.path.parent, original, symlinks=True)
     recipe = original / "pictures" / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(run.path.parent), str(original)))
-    facts = original / "pictures" / "processor" / "generator.json"
-    facts.write_text(facts.read_text().replace(str(run.path.parent), str(original)))
+    metadata = original / "pictures" / "processor" / "generator.json"
+    metadata.write_text(metadata.read_text().replace(str(run.path.parent), str(original)))
     original.rename(moved)
-    found = bottega.load(moved / "pictures")
-    assert found.task.latents.folder.startswith(str(moved))
-    np.testing.assert_array_equal(found.generate(count=1, steps=1), before)
+    loaded = bottega.load(moved / "pictures")
+    assert loaded.task.latents.folder.startswith(str(moved))
+    np.testing.assert_array_equal(loaded.generate(count=1, steps=1), before)
     shutil.rmtree(moved / "parts")
     with pytest.raises(CheckpointError, match="the autoencoder of this run is gone"):
         bottega.load(moved / "pictures")
 
 
-def test_a_part_that_was_deleted_is_made_again_by_the_command_that_is_named(run: Any, tmp_path: Path) -> None:
+def test_a_deleted_autoencoder_is_retrained_by_the_suggested_command(run: Any, tmp_path: Path) -> None:
     runs = Path(shutil.copytree(run.path.parent, tmp_path / "runs", symlinks=True))
     for file in (runs / "pictures" / "recipe.yaml", runs / "pictures" / "processor" / "generator.json"):
         file.write_text(file.read_text().replace(str(run.path.parent), str(runs)))
@@ -158,23 +163,23 @@ def test_a_part_that_was_deleted_is_made_again_by_the_command_that_is_named(run:
     np.testing.assert_array_equal(bottega.load(runs / "pictures").generate(count=1, steps=1), before)
 
 
-def test_another_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tiny_vae(tmp_path / "vae")
+def test_a_changed_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_vae(tmp_path / "vae")
     options = {**IN_LATENTS, "model.vae": str(folder), "training.scheduler.name": "constant", "name": "x"}
     path = train(tmp_path, **options, **{"training.max_steps": 1}).path
-    tiny_vae(folder, seed=1)
+    write_vae(folder, seed=1)
     assert main(["generate", str(path)]) == 4
-    said = capsys.readouterr().err
-    assert "another autoencoder than this run was trained with" in said
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "another autoencoder than this run was trained with" in message
+    assert message.count("\n") == 1
     with pytest.raises(CheckpointError, match="another autoencoder than this run began with") as caught:
         train(tmp_path, **options, **{"training.max_steps": 2})
     assert caught.value.code == 4
-    tiny_vae(folder)
+    write_vae(folder)
     assert train(tmp_path, **options, **{"training.max_steps": 2}).step == 2
 
 
-def test_an_autoencoder_of_diffusers_works_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_diffusers_autoencoder_is_used_unchanged(tmp_path: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     torch.manual_seed(0)
     theirs = diffusers.AutoencoderKL(
@@ -194,16 +199,16 @@ def test_an_autoencoder_of_diffusers_works_and_stays_as_it_is(tmp_path: Path) ->
     assert saved.task.latents.scale == 0.18215
     assert before == {file.name: file.read_bytes() for file in (tmp_path / "pipeline" / "vae").iterdir()}
     with saved.engine.sampling() as models:
-        held = {name: value.numpy() for name, value in models["vae"].state_dict().items()}
+        tensors = {name: value.numpy() for name, value in models["vae"].state_dict().items()}
     for name, value in load_file(tmp_path / "pipeline" / "vae" / WEIGHTS).items():
-        np.testing.assert_array_equal(held[name], value)
+        np.testing.assert_array_equal(tensors[name], value)
 
 
 @pytest.mark.parametrize("axes", [1, 2])
-def test_sound_in_latents(tmp_path: Path, axes: int) -> None:
-    part = {**TINY, "data.input": "audio", "model.axes": axes, "data.num_mels": 8}
-    needs = {"recipe": "image_vae/digits", "settings": part}
-    options = {**FIVE, **IN_LATENTS, "needs.vae": needs, "model.axes": axes, "data.latents": axes == 1}
+def test_audio_in_latents(tmp_path: Path, axes: int) -> None:
+    settings = {**TINY, "data.input": "audio", "model.axes": axes, "data.num_mels": 8}
+    needs = {"recipe": "image_vae/digits", "settings": settings}
+    options = {**FIVE_STEPS, **IN_LATENTS, "needs.vae": needs, "model.axes": axes, "data.latents": axes == 1}
     path = bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **options, "training.max_steps": 2}).path
     saved = bottega.load(path)
     frames, bands, _ = saved.workload.mel.shape
@@ -213,10 +218,10 @@ def test_sound_in_latents(tmp_path: Path, axes: int) -> None:
 
 
 def test_video_in_latents(tmp_path: Path) -> None:
-    part = {**TINY, "data.input": "video", "model.temporal_downsample": 2}
-    needs = {"recipe": "image_vae/digits", "settings": part}
+    settings = {**TINY, "data.input": "video", "model.temporal_downsample": 2}
+    needs = {"recipe": "image_vae/digits", "settings": settings}
     options = {
-        **FIVE,
+        **FIVE_STEPS,
         **IN_LATENTS,
         "needs.vae": needs,
         "data.num_frames": 3,
@@ -232,43 +237,43 @@ def test_video_in_latents(tmp_path: Path) -> None:
     assert "through_codec" in bottega.evaluate(path, count=4)
 
 
-# Computed beforehand
+# Precomputed latents
 
 
-def test_latents_computed_beforehand_train_alike(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    bottega.prepare({"task": "image"}, {**small_media.image(run.path.parent), **PART, "data.latents": True})
+def test_precomputed_latents_give_the_same_losses(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    bottega.prepare({"task": "image"}, {**small_media.image(run.path.parent), **WITH_VAE, "data.latents": True})
 
-    def never(self: Any, x: Any) -> Any:
-        raise AssertionError("the autoencoder encodes what is in the cache")
+    def fail(self: Any, x: Any) -> Any:
+        raise AssertionError("the autoencoder must not run when latents are cached")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Autoencoder, "encode", never)
-        kept = train(run.path.parent, name="kept", **PART, **{"data.latents": True})
-    assert len(losses(kept)) == 6
-    assert losses(kept) == pytest.approx(losses(run), abs=1e-5)
+        patched.setattr(Autoencoder, "encode", fail)
+        cached = train(run.path.parent, name="cached", **WITH_VAE, **{"data.latents": True})
+    assert len(losses(cached)) == 6
+    assert losses(cached) == pytest.approx(losses(run), abs=1e-5)
 
 
-def test_the_command_prepares_them(run: Any, capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
+def test_prepare_writes_latents_of_both_splits(run: Any, capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
     data = f"data.train.path={small_media.pictures(run.path.parent)}"
-    words = ["prepare", "image", "model.patch_size=1", "data.train.kind=auto", data, f"model.vae={vae_of(run)}"]
+    command = ["prepare", "image", "model.patch_size=1", "data.train.kind=auto", data, f"model.vae={find_vae(run)}"]
     before = len(list(own_cache.glob("bottega/*/latent.bin")))
-    assert main([*words, "data.validation.split=0.5", "data.latents=true"]) == 0
-    assert len(list(own_cache.glob("bottega/*/latent.bin"))) == before + 2, "of training and validation"
+    assert main([*command, "data.validation.split=0.5", "data.latents=true"]) == 0
+    assert len(list(own_cache.glob("bottega/*/latent.bin"))) == before + 2, "one for training, one for validation"
     assert "validation" in capsys.readouterr().out
 
 
-def test_it_may_be_switched_on_in_the_middle(run: Any, tmp_path: Path) -> None:
-    options = {**PART, "model.vae": str(vae_of(run)), "name": "x", "training.scheduler.name": "constant"}
+def test_precomputed_latents_can_be_enabled_on_resume(run: Any, tmp_path: Path) -> None:
+    options = {**WITH_VAE, "model.vae": str(find_vae(run)), "name": "x", "training.scheduler.name": "constant"}
     train(tmp_path, **options, **{"training.max_steps": 1})
     resumed = train(tmp_path, **options, **{"training.max_steps": 2, "data.latents": True})
     assert [row["step"] for row in resumed.history() if row["kind"] == "train"] == [1, 2]
 
 
-# What a person gets wrong
+# Refusals
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"data.normalise": "unit"}, r"data\.normalise: unit, and an autoencoder reads values from -1 to 1"),
         ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, and the data has 3; set data\.channels=1"),
@@ -281,22 +286,22 @@ def test_it_may_be_switched_on_in_the_middle(run: Any, tmp_path: Path) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    folder = tiny_vae(tmp_path / "vae")
-    with pytest.raises(UsageError, match=said):
+def test_invalid_latent_settings_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    folder = write_vae(tmp_path / "vae")
+    with pytest.raises(UsageError, match=message):
         train(tmp_path, **{**IN_LATENTS, "model.vae": str(folder), **changes})
 
 
-def test_autoencoders_of_other_media_and_runs_without_export(run: Any, tmp_path: Path) -> None:
-    clips = tiny_vae(tmp_path / "clips", dims=3)
+def test_autoencoders_of_other_media_and_unexported_runs_are_refused(run: Any, tmp_path: Path) -> None:
+    video_vae = write_vae(tmp_path / "clips", dims=3)
     with pytest.raises(UsageError, match="is an autoencoder of video, and the task is image"):
-        train(tmp_path, **{**IN_LATENTS, "model.vae": str(clips)})
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "recipe.yaml").touch()
+        train(tmp_path, **{**IN_LATENTS, "model.vae": str(video_vae)})
+    not_exported = tmp_path / "bare"
+    not_exported.mkdir()
+    (not_exported / "recipe.yaml").touch()
     with pytest.raises(UsageError, match="a run that was not exported; run bottega export"):
-        train(tmp_path, **{**IN_LATENTS, "model.vae": str(bare)})
+        train(tmp_path, **{**IN_LATENTS, "model.vae": str(not_exported)})
     with pytest.raises(UsageError, match="is an autoencoder of images, and the task is audio"):
-        bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **IN_LATENTS, "model.vae": str(vae_of(run))})
+        bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **IN_LATENTS, "model.vae": str(find_vae(run))})
     with pytest.raises(UsageError, match=r"needs\.vae is not trained yet"):
-        bottega.prepare({"task": "image"}, {**small_media.image(tmp_path), **PART, "data.latents": True})
+        bottega.prepare({"task": "image"}, {**small_media.image(tmp_path), **WITH_VAE, "data.latents": True})

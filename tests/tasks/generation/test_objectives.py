@@ -1,4 +1,4 @@
-"""An objective of generation is one file: every file of the folder is one, and a further file is all that a new one takes."""
+"""Objectives of generation: every file of the folder defines one, and a new objective takes one new file."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ print(json.dumps(bottega.load(run.path).generate(count=2, steps=3).shape))
 """
 
 
-def test_every_file_is_an_objective_and_only_those() -> None:
+def test_every_file_defines_an_objective() -> None:
     files = {file.stem for file in FOLDER.glob("*.py")} - {"__init__", "base"}
     assert set(objective_names()) == set(get_args(ObjectiveName)) == files
     assert objective_names()[:3] == ("flow", "noise", "v"), "the order in which a schema lists them"
-    found = [find_objective(name) for name in objective_names()]
-    assert len(set(found)) == len(found)
-    for name, kind in zip(objective_names(), found, strict=True):
+    objective_classes = [find_objective(name) for name in objective_names()]
+    assert len(set(objective_classes)) == len(objective_classes)
+    for name, kind in zip(objective_names(), objective_classes, strict=True):
         assert issubclass(kind, Objective)
         assert not inspect.isabstract(kind)
         assert NoisePath(objective=name).scheduler(None)[0].endswith("Scheduler")
@@ -68,14 +68,14 @@ def test_every_file_is_an_objective_and_only_those() -> None:
 
 
 @pytest.mark.parametrize("name", ["base", "__init__", "velocity", "Flow"])
-def test_no_other_name_is_one(name: str) -> None:
+def test_unknown_objectives_are_refused(name: str) -> None:
     for section in (NoisePath, Generator):
         with pytest.raises(ValidationError, match="'flow', 'noise' or 'v'"):
             section.model_validate({"objective": name})
 
 
 def test_a_new_objective_is_one_file(tmp_path: Path) -> None:
-    """In a package that has that file besides, it is trained, drawn from, reloaded and exported."""
+    """A copy of the package with that file trains, samples, reloads and exports it."""
     assert json.loads(run_with_file("tasks/generation/objectives/clean.py", NEW, TRAIN, tmp_path)) == [2, 8, 8, 1]
     scheduler = json.loads((tmp_path / "exported" / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler["prediction_type"] == "sample"

@@ -1,4 +1,4 @@
-"""The samplers against the exact model of a normal distribution, whose way from noise to data is known in closed form.
+"""The samplers against the exact model of a normal distribution, whose ODE has a closed-form solution.
 
 For data N(mu, s^2) a sample at time t is N(alpha mu, v^2), v^2 = alpha^2 s^2 + sigma^2, and so the best prediction of the
 clean value is mu + alpha s^2 / v^2 (x - alpha mu), of the noise sigma / v^2 (x - alpha mu). The ODE keeps
@@ -22,50 +22,50 @@ STABLE = NoisePath(objective="noise", schedule="scaled_linear")
 METHODS: tuple[Method, ...] = ("euler", "heun", "dpm")
 
 
-def named(path: NoisePath) -> str:
+def path_id(path: NoisePath) -> str:
     return f"{path.objective}-{path.schedule}"
 
 
-def exact(path: NoisePath) -> Predict:
-    """In float64 inside, so that what is measured is the sampler."""
+def exact_model(path: NoisePath) -> Predict:
+    """Return the optimal prediction, computed in float64 so that only the sampler contributes an error."""
 
-    def predict(x: Tensor, told: Tensor) -> Tensor:
-        alpha, sigma = (level[:, None] for level in path.levels(told.double() / STEPS))
-        away = (x.double() - alpha * MU) / (alpha**2 * S**2 + sigma**2)
-        return path.target(MU + alpha * S**2 * away, sigma * away, alpha, sigma).float()
+    def predict(x: Tensor, time: Tensor) -> Tensor:
+        alpha, sigma = (level[:, None] for level in path.levels(time.double() / STEPS))
+        scaled_difference = (x.double() - alpha * MU) / (alpha**2 * S**2 + sigma**2)
+        return path.target(MU + alpha * S**2 * scaled_difference, sigma * scaled_difference, alpha, sigma).float()
 
     return predict
 
 
-def truth(path: NoisePath, start: Tensor) -> Tensor:
+def exact_solution(path: NoisePath, start: Tensor) -> Tensor:
     alpha, sigma = (level[0] for level in path.grid_levels(path.grid(1, "cpu")))
     return MU + S * (start.double() - alpha * MU) / (alpha**2 * S**2 + sigma**2).sqrt()
 
 
 def error(path: NoisePath, method: Method, steps: int) -> float:
     start = torch.linspace(-2, 2, 9)[:, None]
-    found = sample(exact(path), start, path, steps=steps, method=method)
-    return (found - truth(path, start)).square().mean().sqrt().item()
+    samples = sample(exact_model(path), start, path, steps=steps, method=method)
+    return (samples - exact_solution(path, start)).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR, STABLE, NoisePath(objective="noise")], ids=named)
+@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR, STABLE, NoisePath(objective="noise")], ids=path_id)
 @pytest.mark.parametrize("method", METHODS)
 def test_noise_becomes_the_data_distribution(path: NoisePath, method: Method) -> None:
-    """Against N(mu, s^2) itself: what a path does not begin at is an error too, of at most alpha mu s at its start."""
+    """Against N(mu, s^2) itself: a path that does not start at pure noise adds an error of at most alpha mu s."""
     start = Noise(0, 0, torch.arange(20_000), torch).normal("start", (1,))
-    found = sample(exact(path), start, path, steps=64, method=method)
-    missed = path.grid_levels(path.grid(1, "cpu"))[0][0].item() * MU * S
-    # Of 20,000 draws the mean is within 3 S / sqrt(n) and the deviation within 3 S / sqrt(2 n); Euler is off by 0.04.
-    mine = 0.04 if method == "euler" else 0.01
-    assert found.mean().item() == pytest.approx(MU, abs=missed + mine + 0.011)
-    assert found.std().item() == pytest.approx(S, abs=mine + 0.008)
+    samples = sample(exact_model(path), start, path, steps=64, method=method)
+    start_error = path.grid_levels(path.grid(1, "cpu"))[0][0].item() * MU * S
+    # The mean of 20,000 draws is within 3 S / sqrt(n), the deviation within 3 S / sqrt(2 n); Euler is off by 0.04.
+    solver_error = 0.04 if method == "euler" else 0.01
+    assert samples.mean().item() == pytest.approx(MU, abs=start_error + solver_error + 0.011)
+    assert samples.std().item() == pytest.approx(S, abs=solver_error + 0.008)
 
 
-@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=named)
+@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=path_id)
 def test_orders_of_convergence(path: NoisePath) -> None:
-    """Twice the steps: half the error of Euler, a quarter of the others'. Over three doublings, since that of dpm changes sign.
+    """Doubling the steps halves Euler's error and quarters the others'; over three doublings, since dpm's error changes sign.
 
-    scaled_linear is not here: its noise grows like the root of the time, which even steps in time follow badly.
+    scaled_linear is excluded: its noise grows like the square root of time, which uniform steps resolve badly.
     """
     for method, least in (("euler", 1.7), ("heun", 3.0), ("dpm", 3.0)):
         few, many = error(path, method, 8), error(path, method, 64)  # type: ignore[arg-type]
@@ -75,8 +75,8 @@ def test_orders_of_convergence(path: NoisePath) -> None:
     assert error(path, "heun", 16) / error(path, "heun", 32) == pytest.approx(4, abs=0.5)
 
 
-def test_second_order_pays_at_thirty_steps() -> None:
-    """With the evaluations counted: heun takes two for each step."""
+def test_second_order_methods_are_more_accurate_at_thirty_evaluations() -> None:
+    """At equal numbers of model evaluations: heun takes two for each step."""
     for path in (FLOW, COSINE, LINEAR, STABLE):
         plain = error(path, "euler", 30)
         assert error(path, "heun", 15) < plain / 3
@@ -89,45 +89,47 @@ def test_few_steps_do_not_overshoot() -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=named)
-def test_one_step_is_the_best_guess_from_noise_alone(path: NoisePath, method: Method) -> None:
+@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=path_id)
+def test_one_step_returns_the_prediction_from_pure_noise(path: NoisePath, method: Method) -> None:
     start = torch.linspace(-2, 2, 9)[:, None]
-    found = sample(exact(path), start, path, steps=1, method=method)
+    samples = sample(exact_model(path), start, path, steps=1, method=method)
     times = path.grid(1, "cpu")
     alpha, sigma = (level[0].float() for level in path.grid_levels(times))
-    told = path.model_time(times[0]).expand(9)
+    time = path.model_time(times[0]).expand(9)
     torch.testing.assert_close(
-        found, path.split_prediction(exact(path)(start, told), start, alpha, sigma)[0], rtol=1e-5, atol=1e-5
+        samples, path.split_prediction(exact_model(path)(start, time), start, alpha, sigma)[0], rtol=1e-5, atol=1e-5
     )
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=named)
-def test_a_perfect_straight_answer_needs_one_step(path: NoisePath, method: Method) -> None:
-    """A model that knows which sample it is asked for arrives in any number of steps."""
+@pytest.mark.parametrize("path", [FLOW, COSINE, LINEAR], ids=path_id)
+def test_a_constant_clean_prediction_is_reached_in_any_number_of_steps(path: NoisePath, method: Method) -> None:
+    """A model that predicts one fixed sample reaches it in any number of steps."""
     clean, start = torch.linspace(-1, 1, 8)[:, None], torch.linspace(2, -3, 8)[:, None]
 
-    def predict(x: Tensor, told: Tensor) -> Tensor:
-        alpha, sigma = (level[:, None] for level in path.levels(told.double() / STEPS))
+    def predict(x: Tensor, time: Tensor) -> Tensor:
+        alpha, sigma = (level[:, None] for level in path.levels(time.double() / STEPS))
         noise = (x - alpha * clean) / sigma
         return path.target(clean.double(), noise, alpha, sigma).float()
 
     for steps in (1, 2, 7, 30):
-        found = sample(predict, start, path, steps=steps, method=method)
-        torch.testing.assert_close(found, clean, rtol=0, atol=1e-4)
+        samples = sample(predict, start, path, steps=steps, method=method)
+        torch.testing.assert_close(samples, clean, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_model_is_asked_as_often_as_the_method_says(method: Method) -> None:
-    told: list[float] = []
+def test_number_of_model_evaluations_per_method(method: Method) -> None:
+    times: list[float] = []
 
     def predict(x: Tensor, time: Tensor) -> Tensor:
         assert time.shape == (len(x),)
         assert len(set(time.tolist())) == 1
-        told.append(time[0].item())
+        times.append(time[0].item())
         return torch.zeros_like(x)
 
-    seen: list[tuple[int, int]] = []
-    sample(predict, torch.zeros(3, 2, 2), FLOW, steps=4, method=method, progress=lambda *at: seen.append(at))
-    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    assert told == ([1000, 750, 750, 500, 500, 250, 250] if method == "heun" else [1000, 750, 500, 250])
+    progress: list[tuple[int, int]] = []
+    sample(
+        predict, torch.zeros(3, 2, 2), FLOW, steps=4, method=method, progress=lambda *report: progress.append(report)
+    )
+    assert progress == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert times == ([1000, 750, 750, 500, 500, 250, 250] if method == "heun" else [1000, 750, 500, 250])

@@ -1,4 +1,4 @@
-"""Autoencoder, CLIP and UNet that were trained here, as the one folder that Stable Diffusion's pipeline opens."""
+"""Our own autoencoder, CLIP and UNet, exported as one folder for diffusers' Stable Diffusion pipeline."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         **TRAINING,
         "model.hidden_size": 16,
         "model.num_heads": 2,
-        # So that two steps are enough to ask for something: a UNet begins by predicting nothing.
+        # Large enough for two steps to have an effect: a UNet predicts zero at first.
         "training.learning_rate": 0.05,
         "training.scheduler.warmup_steps": 0,
         "training.ema": None,
@@ -58,22 +58,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipeline(folder: Path) -> Any:
-    found = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
-    found.set_progress_bar_config(disable=True)
-    return found
+    loaded = diffusers.StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
+    loaded.set_progress_bar_config(disable=True)
+    return loaded
 
 
-def test_the_pipeline_reads_the_same_tokens(folder: Path, pipeline: Any) -> None:
+def test_the_pipeline_tokenizes_as_we_do(folder: Path, pipeline: Any) -> None:
     length = load_recipe(["image/stickers"]).recipe.model.text.max_tokens
-    told = pipeline.tokenizer(list(PROMPTS), padding="max_length", truncation=True, return_tensors="np").input_ids
-    assert told.shape == (2, length)
-    np.testing.assert_array_equal(told, CaptionTokenizer(folder / "tokenizer", length).encode(PROMPTS)["input_ids"])
+    ids = pipeline.tokenizer(list(PROMPTS), padding="max_length", truncation=True, return_tensors="np").input_ids
+    assert ids.shape == (2, length)
+    np.testing.assert_array_equal(ids, CaptionTokenizer(folder / "tokenizer", length).encode(PROMPTS)["input_ids"])
 
 
-def test_the_pipeline_draws_what_we_draw(folder: Path, pipeline: Any) -> None:
+def test_the_pipeline_matches_our_samples(folder: Path, pipeline: Any) -> None:
     task, models = open_exported_generator(folder)
     start = torch.randn(2, 8, 8, 4, generator=torch.Generator().manual_seed(3))
-    made = pipeline(
+    images = pipeline(
         list(PROMPTS),
         height=32,
         width=32,
@@ -83,39 +83,40 @@ def test_the_pipeline_draws_what_we_draw(folder: Path, pipeline: Any) -> None:
         output_type="np",
     ).images
 
-    class Given:
+    class FixedNoise:
         def normal(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
             return start
 
     tokens = CaptionTokenizer(folder / "tokenizer", len(task.empty_text)).encode(PROMPTS)
     batch = {name: torch.from_numpy(rows) for name, rows in tokens.items()}
-    rng: Any = Given()
-    turned = {name: rows.flip(0) for name, rows in batch.items()}
+    rng: Any = FixedNoise()
+    swapped = {name: rows.flip(0) for name, rows in batch.items()}
     with torch.no_grad():
         expected, other = (
-            task.draw(models, asked, rng, steps=1, method="euler", guidance=3.0) for asked in (batch, turned)
+            task.draw(models, rows_of_prompts, rng, steps=1, method="euler", guidance=3.0)
+            for rows_of_prompts in (batch, swapped)
         )
-    assert made.shape == (2, 32, 32, 3)
-    assert made.std() > 0.02
+    assert images.shape == (2, 32, 32, 3)
+    assert images.std() > 0.02
     assert (other - expected).abs().max() > 1e-3
-    np.testing.assert_allclose(made, (expected / 2 + 0.5).clamp(0, 1).numpy(), rtol=0, atol=1e-4)
+    np.testing.assert_allclose(images, (expected / 2 + 0.5).clamp(0, 1).numpy(), rtol=0, atol=1e-4)
 
 
-def test_several_texts_one_after_the_other_are_a_condition(pipeline: Any) -> None:
-    """A person's keywords before the wish: places have no order in cross-attention, so only what is said counts."""
+def test_concatenated_texts_are_a_condition_in_any_order(pipeline: Any) -> None:
+    """A user's keywords before the wish: cross-attention has no order, so only the tokens themselves matter."""
     ids = pipeline.tokenizer(["red, striped", "star"], padding="max_length", return_tensors="pt").input_ids
     with torch.no_grad():
         first, second = pipeline.text_encoder(ids).last_hidden_state[:, None]
         x = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-        both, turned, one = (
+        both, swapped, single = (
             pipeline.unet(x, 500, encoder_hidden_states=torch.cat(parts, 1)).sample
             for parts in ((first, second), (second, first), (second,))
         )
-    torch.testing.assert_close(both, turned, rtol=0, atol=1e-5)
-    assert (both - one).abs().max() > 1e-4
+    torch.testing.assert_close(both, swapped, rtol=0, atol=1e-5)
+    assert (both - single).abs().max() > 1e-4
 
 
-def test_one_clip_is_trained_for_the_generator_and_for_who_judges_it() -> None:
+def test_generator_and_personalize_share_one_clip_run() -> None:
     recipe = check_recipe(["personalize"]).recipe
     generator = dependencies.dependency_recipe(recipe, "diffusion")
     assert generator.run_name() == load_recipe(["image/stickers"]).recipe.run_name()

@@ -1,4 +1,4 @@
-"""Pictures, sounds and clips that are asked for in words, from captions beside the data to what a prompt draws."""
+"""Text conditions for images, audio and video: captions in the data, prompts, and frozen text encoders."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def train(output: Path, data: Path, **changes: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Squares of 8 x 8 pixels around 200 and around 55, with a caption each."""
-    folder, draw = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    folder, rng = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
     rows = []
     for number in range(64):
-        pixels = draw.normal((200, 55)[number % 2], 10, (8, 8)).clip(0, 255).astype(np.uint8)
+        pixels = rng.normal((200, 55)[number % 2], 10, (8, 8)).clip(0, 255).astype(np.uint8)
         Image.fromarray(pixels).save(folder / f"{number:02d}.png")
         rows.append(json.dumps({"file_name": f"{number:02d}.png", "text": PROMPTS[number % 2]}))
     (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
@@ -63,72 +63,70 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(train(tmp_path_factory.mktemp("run"), pictures).path)
+def run(image_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(train(tmp_path_factory.mktemp("run"), image_folder).path)
 
 
-def brightness(made: np.ndarray, prompts: int = 2) -> np.ndarray:
-    return made.reshape(prompts, -1).mean(1)
+def brightness(samples: np.ndarray, prompts: int = 2) -> np.ndarray:
+    return samples.reshape(prompts, -1).mean(1)
 
 
-def test_a_prompt_draws_what_it_says(run: Path) -> None:
+def test_a_prompt_determines_the_image(run: Path) -> None:
     saved = bottega.load(run)
     for guidance in (1.0, 3.0):
         bright, dark = brightness(saved.generate(list(PROMPTS), count=4, steps=8, guidance=guidance))
         assert bright > 150
         assert dark < 100
-    one, other = (saved.generate(prompt, count=2, steps=2, guidance=0) for prompt in PROMPTS)
-    np.testing.assert_array_equal(one, other, "guidance 0 asks for nothing")
+    first, second = (saved.generate(prompt, count=2, steps=2, guidance=0) for prompt in PROMPTS)
+    np.testing.assert_array_equal(first, second, "guidance 0 ignores the prompt")
     empty = saved.generate("", count=2, steps=2, guidance=1)
-    np.testing.assert_array_equal(one, empty, "nothing is the empty caption")
+    np.testing.assert_array_equal(first, empty, "no condition is the empty caption")
 
 
-def test_a_sample_depends_on_its_own_prompt_alone(run: Path) -> None:
+def test_a_sample_depends_on_its_own_prompt_only(run: Path) -> None:
     saved = bottega.load(run)
     both = saved.generate(list(PROMPTS), count=1, steps=2)
     np.testing.assert_array_equal(saved.generate(PROMPTS[0], count=1, steps=2)[0], both[0])
 
 
-def test_without_a_prompt_the_captions_of_the_data_are_drawn(run: Path, tmp_path: Path) -> None:
+def test_without_a_prompt_the_captions_of_the_data_are_used(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
-    assert len(set(saved.workload.sampler.encoder.captions({}, 4) or ())) == 2, (
-        "there are two different captions, in turn"
-    )
-    made = saved.generate(count=3, steps=2)
-    shown = saved.workload.sampler.present(made, tmp_path / "out", run=run, count=3)
-    assert shown["count"] == 3
+    assert len(set(saved.workload.sampler.encoder.captions({}, 4) or ())) == 2, "the two captions alternate"
+    samples = saved.generate(count=3, steps=2)
+    written = saved.workload.sampler.present(samples, tmp_path / "out", run=run, count=3)
+    assert written["count"] == 3
     with saved.engine.sampling() as models:
         saved.workload.sampler.sample(models, tmp_path / "sheet", device="cpu")
     assert any((tmp_path / "sheet").iterdir())
 
 
-def test_the_command_draws_a_prompt_and_refuses_a_class(
+def test_generate_takes_a_prompt_and_refuses_a_class(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["generate", str(run), "--count", "2", "--guidance", "3", "--steps", "2", "--out", str(tmp_path / "out")]
-    assert main([*words, "--prompt", "a bright square"]) == 0
+    command = ["generate", str(run), "--count", "2", "--guidance", "3", "--steps", "2", "--out", str(tmp_path / "out")]
+    assert main([*command, "--prompt", "a bright square"]) == 0
     assert list((tmp_path / "out").glob("*.png"))
-    assert main([*words, "--class", "0"]) == 2
+    assert main([*command, "--class", "0"]) == 2
     assert "condition text; it takes --prompt" in capsys.readouterr().err
 
 
-def test_the_processor_holds_a_tokenizer_that_others_open(run: Path) -> None:
+def test_the_processor_tokenizer_opens_in_transformers(run: Path) -> None:
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(run / "processor" / "text", local_files_only=True)
-    told = theirs(list(PROMPTS), padding="max_length", max_length=8, truncation=True)
+    expected = theirs(list(PROMPTS), padding="max_length", max_length=8, truncation=True)
     ours = bottega.load(run).workload.text.encode(list(PROMPTS))
-    np.testing.assert_array_equal(ours["input_ids"], told.input_ids)
+    np.testing.assert_array_equal(ours["input_ids"], expected.input_ids)
 
 
-def test_it_evaluates_on_its_own_and_on_other_captions(run: Path, pictures: Path) -> None:
+def test_evaluate_accepts_own_and_other_captions(run: Path, image_folder: Path) -> None:
     saved = bottega.load(run)
     assert 0 < saved.evaluate()["loss"] < 2
-    assert 0 < saved.evaluate(pictures)["loss"] < 2
+    assert 0 < saved.evaluate(image_folder)["loss"] < 2
 
 
-def test_pictures_without_captions_are_refused_by_name(pictures: Path, tmp_path: Path) -> None:
+def test_images_without_captions_are_refused_by_name(image_folder: Path, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
-    shutil.copytree(pictures, bare)
+    shutil.copytree(image_folder, bare)
     lines = (bare / "metadata.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     rows[5]["text"] = ""
@@ -138,20 +136,20 @@ def test_pictures_without_captions_are_refused_by_name(pictures: Path, tmp_path:
     assert caught.value.code == 3
 
 
-def test_a_field_of_another_name_is_not_passed_over_in_silence(pictures: Path, tmp_path: Path) -> None:
+def test_condition_field_is_refused_for_captions(image_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data\.condition_field: .*data\.train\.label"):
-        train(tmp_path, pictures, **{"data.condition_field": "text"})
+        train(tmp_path, image_folder, **{"data.condition_field": "text"})
 
 
 @pytest.mark.parametrize("task", ["audio", "video"])
-def test_names_of_classes_are_prompts_of_sounds_and_clips(task: str, tmp_path: Path) -> None:
-    data, draw = tmp_path / "data", np.random.default_rng(0)
-    shown = {
-        "audio": {"audio": draw.normal(0, 0.1, (16, 1024)).astype(np.float32), "sample_rate": np.full(16, 8000)},
-        "video": {"video": draw.integers(0, 256, (16, 2, 8, 8), np.uint8), "fps": np.full(16, 8)},
+def test_class_names_are_prompts_of_audio_and_video(task: str, tmp_path: Path) -> None:
+    data, rng = tmp_path / "data", np.random.default_rng(0)
+    arrays = {
+        "audio": {"audio": rng.normal(0, 0.1, (16, 1024)).astype(np.float32), "sample_rate": np.full(16, 8000)},
+        "video": {"video": rng.integers(0, 256, (16, 2, 8, 8), np.uint8), "fps": np.full(16, 8)},
     }
     data.mkdir()
-    for name, values in {**shown[task], "label": np.array(["low", "high"] * 8)}.items():
+    for name, values in {**arrays[task], "label": np.array(["low", "high"] * 8)}.items():
         np.save(data / f"{name}.npy", values)
     own = {
         "audio": {"data.fft_size": 256, "data.hop_size": 128, "data.num_mels": 16},
@@ -159,9 +157,9 @@ def test_names_of_classes_are_prompts_of_sounds_and_clips(task: str, tmp_path: P
     }
     small = {"training.max_steps": 1, "model.num_layers": 1, "training.batch_size": 4, "data.train.kind": "numpy"}
     saved = bottega.load(train(tmp_path, data, **{"task": task, **small, **own[task]}).path)
-    made = saved.generate(["low", "high"], count=1, steps=1)
-    assert len(made) == 2
-    assert np.isfinite(made.astype(np.float64)).all()
+    samples = saved.generate(["low", "high"], count=1, steps=1)
+    assert len(samples) == 2
+    assert np.isfinite(samples.astype(np.float64)).all()
     assert set(saved.workload.text.prompts) == {"low", "high"}
 
 
@@ -179,54 +177,54 @@ def frozen(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def frozen_run(pictures: Path, clip: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def frozen_run(image_folder: Path, clip: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = {file.name: file.read_bytes() for file in clip.iterdir()}
-    done = train(tmp_path_factory.mktemp("frozen"), pictures, **frozen(clip))
+    result = train(tmp_path_factory.mktemp("frozen"), image_folder, **frozen(clip))
     assert before == {file.name: file.read_bytes() for file in clip.iterdir()}
-    return Path(done.path)
+    return Path(result.path)
 
 
-def test_a_frozen_encoder_is_understood_and_stays_as_it_is(frozen_run: Path, clip: Path) -> None:
+def test_a_frozen_encoder_conditions_samples_and_is_not_changed(frozen_run: Path, clip: Path) -> None:
     saved = bottega.load(frozen_run)
-    assert saved.workload.task.text.is_masked is False, "CLIP is read with all its places in view"
+    assert saved.workload.task.text.is_masked is False, "CLIP attends to padding tokens too"
     bright, dark = brightness(saved.generate(list(PROMPTS), count=4, steps=8))
     assert bright > 150
     assert dark < 100
     with saved.engine.sampling() as models:
-        held = {name: value.numpy() for name, value in models["text_encoder"].state_dict().items()}
+        tensors = {name: value.numpy() for name, value in models["text_encoder"].state_dict().items()}
     for name, value in load_file(clip / "model.safetensors").items():
-        np.testing.assert_array_equal(held[name], value)
+        np.testing.assert_array_equal(tensors[name], value)
 
 
-def test_it_is_not_in_the_checkpoint(frozen_run: Path) -> None:
+def test_a_frozen_encoder_is_not_in_the_checkpoint(frozen_run: Path) -> None:
     for file in (frozen_run / "checkpoints").rglob("*.safetensors"):
         names = list(load_file(file))
         assert names
         assert not [name for name in names if "condition" in name or "encoder" in name]
 
 
-def test_no_condition_is_the_empty_caption_as_clip_reads_it(frozen_run: Path) -> None:
-    told = tiny_clip.tokenizer()("", padding="max_length", max_length=tiny_clip.LENGTH)
-    assert list(bottega.load(frozen_run).workload.task.empty_text) == told.input_ids
+def test_the_empty_caption_is_tokenized_as_clip_does(frozen_run: Path) -> None:
+    expected = tiny_clip.tokenizer()("", padding="max_length", max_length=tiny_clip.LENGTH)
+    assert list(bottega.load(frozen_run).workload.task.empty_text) == expected.input_ids
 
 
-def test_another_encoder_is_refused(frozen_run: Path, pictures: Path, clip: Path, tmp_path: Path) -> None:
+def test_a_changed_text_encoder_is_refused(frozen_run: Path, image_folder: Path, clip: Path, tmp_path: Path) -> None:
     runs, base = tmp_path / "runs", tmp_path / "base"
     shutil.copytree(clip, base)
     changes = frozen(base, **{"training.max_steps": 2, "checkpoint.every": 1})
-    done = train(runs, pictures, **changes)
+    result = train(runs, image_folder, **changes)
     tiny_clip.save(base, seed=1)
     with pytest.raises(CheckpointError, match="another text encoder than this run was trained with") as caught:
-        bottega.load(done.path)
+        bottega.load(result.path)
     assert caught.value.code == 4
     with pytest.raises(CheckpointError, match="another text encoder than this run began with"):
-        train(runs, pictures, **{**changes, "training.max_steps": 3})
+        train(runs, image_folder, **{**changes, "training.max_steps": 3})
     shutil.rmtree(base)
     with pytest.raises(CheckpointError, match="gone"):
-        bottega.load(done.path)
+        bottega.load(result.path)
 
 
-def test_encoder_and_tokenizer_may_lie_as_in_a_pipeline_of_diffusers(clip: Path, tmp_path: Path) -> None:
+def test_encoder_and_tokenizer_are_found_in_a_diffusers_pipeline(clip: Path, tmp_path: Path) -> None:
     from bottega.tasks.generation.text_condition import resolve_encoder_folders
 
     for name, files in (("text_encoder", ("config.json", "model.safetensors")), ("tokenizer", ("tokenizer.json",))):
@@ -239,20 +237,20 @@ def test_encoder_and_tokenizer_may_lie_as_in_a_pipeline_of_diffusers(clip: Path,
     assert resolve_encoder_folders(str(clip)) == (clip, clip)
 
 
-def test_files_of_older_tokenizers_give_the_same_tokens(pictures: Path, clip: Path, tmp_path: Path) -> None:
+def test_legacy_tokenizer_files_give_the_same_tokens(image_folder: Path, clip: Path, tmp_path: Path) -> None:
     old = tmp_path / "old"
     shutil.copytree(clip, old)
-    whole = json.loads((old / "tokenizer.json").read_text())["model"]
-    (old / "vocab.json").write_text(json.dumps(whole["vocab"]))
-    merges = "\n".join(" ".join(pair) if isinstance(pair, list) else pair for pair in whole["merges"])
+    model = json.loads((old / "tokenizer.json").read_text())["model"]
+    (old / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "\n".join(" ".join(pair) if isinstance(pair, list) else pair for pair in model["merges"])
     (old / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
     (old / "tokenizer.json").unlink()
-    done = train(tmp_path / "runs", pictures, **frozen(old, **{"training.max_steps": 1}))
-    told = tiny_clip.tokenizer()(list(PROMPTS), padding="max_length", max_length=tiny_clip.LENGTH)
-    found = bottega.load(done.path).workload.text.encode(list(PROMPTS))
-    np.testing.assert_array_equal(found["input_ids"], told.input_ids)
+    result = train(tmp_path / "runs", image_folder, **frozen(old, **{"training.max_steps": 1}))
+    expected = tiny_clip.tokenizer()(list(PROMPTS), padding="max_length", max_length=tiny_clip.LENGTH)
+    tokens = bottega.load(result.path).workload.text.encode(list(PROMPTS))
+    np.testing.assert_array_equal(tokens["input_ids"], expected.input_ids)
 
 
-def test_more_tokens_than_an_encoder_reads_are_refused(pictures: Path, clip: Path, tmp_path: Path) -> None:
+def test_more_tokens_than_an_encoder_reads_are_refused(image_folder: Path, clip: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"model\.text\.max_tokens: 99 is more than the 12"):
-        train(tmp_path, pictures, **frozen(clip, **{"model.text.max_tokens": 99}))
+        train(tmp_path, image_folder, **frozen(clip, **{"model.text.max_tokens": 99}))

@@ -1,4 +1,4 @@
-"""The language task: counts and sums agree under any split, padding counts nowhere, and it can learn."""
+"""The language task: split-invariant counts and sums, padding, metrics, and learning."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def test_the_mean_does_not_depend_on_the_split() -> None:
     assert sum(total(models, part) for part in parts) == pytest.approx(total(models, batch), rel=1e-6)
 
 
-def test_padding_rows_and_ignored_tokens_count_nowhere() -> None:
+def test_padding_rows_and_ignored_tokens_do_not_count() -> None:
     models, batch = build_models(TASK, 0), host_batch(2)
-    alone = {name: array[:1] for name, array in batch.items()}
+    single = {name: array[:1] for name, array in batch.items()}
     padded = {**batch, "weight": np.array([1.0, 0.0], np.float32)}
-    assert TASK.counts(padded) == TASK.counts(alone)
-    assert total(models, padded) == pytest.approx(total(models, alone), rel=1e-6)
-    short = {**alone, "attention_mask": (np.arange(13) < 9).astype(np.int32)[None]}
+    assert TASK.counts(padded) == TASK.counts(single)
+    assert total(models, padded) == pytest.approx(total(models, single), rel=1e-6)
+    short = {**single, "attention_mask": (np.arange(13) < 9).astype(np.int32)[None]}
     assert TASK.counts(short) == {"loss": 8.0}
-    assert total(models, short) == pytest.approx(total(models, {"input_ids": alone["input_ids"][:, :9]}), rel=1e-6)
+    assert total(models, short) == pytest.approx(total(models, {"input_ids": single["input_ids"][:, :9]}), rel=1e-6)
 
 
-def test_tokens_may_be_narrow_integers() -> None:
+def test_tokens_may_be_int32() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     assert total(models, {"input_ids": batch["input_ids"].astype(np.int32)}) == total(models, batch)
 
 
-def test_documents_reach_the_model() -> None:
+def test_document_boundaries_change_the_loss() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     documents = np.repeat(np.arange(2)[None, :], 4, axis=0).repeat([6, 7], axis=1)
     assert total(models, {**batch, "documents": documents}) != pytest.approx(total(models, batch), rel=1e-6)
@@ -112,8 +112,8 @@ def test_build_can_start_from_a_folder(tmp_path: Any) -> None:
     assert all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def test_it_learns_a_rule() -> None:
-    """Each token is the one before plus one: after the first, nothing is left to guess."""
+def test_a_deterministic_sequence_is_learned() -> None:
+    """Each token is the previous one plus one, so only the first is unpredictable."""
     models = build_models(TASK, 0)
     optimizer = torch.optim.AdamW(models["model"].parameters(), lr=1e-2)
     generator = np.random.default_rng(0)

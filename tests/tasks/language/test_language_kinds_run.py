@@ -1,4 +1,4 @@
-"""Every kind of language model through the verbs: trained, measured, adapted, exported and started from."""
+"""Runs of every kind of language model: evaluation, generation, export, fine-tuning, adapters and resume."""
 
 from __future__ import annotations
 
@@ -37,33 +37,33 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=KINDS)
 def run(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp(request.param)
-    found = small_run.train(folder, text, name=request.param, **KINDS[request.param])
-    bottega.load(found.path).export()
-    return found
+    result = small_run.train(folder, text, name=request.param, **KINDS[request.param])
+    bottega.load(result.path).export()
+    return result
 
 
-def test_it_is_measured_and_writes(run: Any) -> None:
+def test_evaluate_and_generate(run: Any) -> None:
     saved = bottega.load(run.path)
-    measured = saved.evaluate()
-    assert measured["loss"] > 0
+    metrics = saved.evaluate()
+    assert metrics["loss"] > 0
     if run.path.name == "moe":
-        assert {"load_entropy", "load_max", "load_min", "load/0", "load/3"} <= measured.keys()
+        assert {"load_entropy", "load_max", "load_min", "load/0", "load/3"} <= metrics.keys()
         rows = [row for row in run.history() if row["kind"] == "train"]
         assert all({"router_z", "load_entropy", "gate_entropy"} <= row.keys() for row in rows)
         biases = {k: v for k, v in tensors(run.path).items() if k.endswith("router.bias")}
         assert biases
-        assert all(v.any() for v in biases.values()), "routers learn without a gradient"
+        assert all(v.any() for v in biases.values()), "router biases are updated without a gradient"
     assert saved.generate(prompt="alpha", max_tokens=5) == saved.generate(prompt="alpha", max_tokens=5)
 
 
-def test_its_export_says_what_opens_it_and_is_started_from(run: Any, text: Path, tmp_path: Path) -> None:
+def test_export_names_its_library_and_can_be_fine_tuned(run: Any, text: Path, tmp_path: Path) -> None:
     final = run.path / "final"
     is_stock = run.path.name == "ssm"
     config = json.loads((final / "config.json").read_text())
     assert config["model_type"] == ("mamba2" if is_stock else "bottega-decoder")
     assert f"library_name: {'transformers' if is_stock else 'bottega'}" in (final / "README.md").read_text()
     dims = [key for key in small_run.SMALL if key.startswith("model.")]
-    # The recipe has dimensions of its own, which the folder decides now.
+    # The dimensions come from the exported model, not from the recipe.
     options = {**dict.fromkeys(dims, None), "model.from": str(run.path), "training.max_steps": 2, "evaluation.every": 1}
     recipe = load_recipe(["language/shakespeare", small_run.settings(tmp_path, text, **options)]).recipe
     built = build_models(registry.open_workload(recipe, progress=lambda stage, done, total: None).task, 0)[
@@ -76,7 +76,7 @@ def test_its_export_says_what_opens_it_and_is_started_from(run: Any, text: Path,
     assert again.step == 2
 
 
-def test_what_is_said_of_weights_must_be_true_of_them(run: Any, text: Path, tmp_path: Path) -> None:
+def test_model_keys_must_agree_with_the_base_model(run: Any, text: Path, tmp_path: Path) -> None:
     dims = dict.fromkeys([key for key in small_run.SMALL if key.startswith("model.")], None)
     wrong = {"moe": ("num_experts", 3), "ssm": ("state_size", 9), "hybrid": ("attention_every", 3)}
     key, value = wrong[run.path.name]
@@ -92,58 +92,60 @@ def test_what_is_said_of_weights_must_be_true_of_them(run: Any, text: Path, tmp_
             small_run.train(tmp_path, text, **dims, **{"model.from": str(run.path), "model.balance_weight": 0.1})
 
 
-WHY = {"moe": "its experts are chosen with a bias (balance: bias)", "hybrid": "it has state spaces and attention"}
+REASONS = {"moe": "its experts are chosen with a bias (balance: bias)", "hybrid": "it has state spaces and attention"}
 
 
-def test_export_says_what_no_class_of_transformers_computes(
+def test_export_explains_why_transformers_cannot_open_it(
     run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["export", str(run.path), "--out", str(tmp_path / "out")]) == 0
-    said = capsys.readouterr().out.splitlines()[1:]
-    why = WHY.get(run.path.name)
-    own = "written in Bottega's own layout (bottega-decoder), which model.from reads; transformers has no class for it"
-    assert said == ([f"{own}, because {why}"] if why is not None else [])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    reason = REASONS.get(run.path.name)
+    message = (
+        "written in Bottega's own layout (bottega-decoder), which model.from reads; transformers has no class for it"
+    )
+    assert lines == ([f"{message}, because {reason}"] if reason is not None else [])
 
 
-def test_a_folder_to_export_to_may_be_text(run: Any, tmp_path: Path) -> None:
+def test_the_export_folder_may_be_a_string(run: Any, tmp_path: Path) -> None:
     folder = bottega.load(run.path, device="cpu").export(str(tmp_path / "text"))
     assert folder == tmp_path / "text"
     assert (folder / "config.json").is_file()
 
 
-def test_the_first_line_says_how_many_parameters_a_token_meets(run: Any) -> None:
+def test_the_log_states_total_and_active_parameters(run: Any) -> None:
     shape = bottega.load(run.path, device="cpu").workload.shape
     log = (run.path / "log.txt").read_text()
-    said = f"{shape.num_parameters():,} parameters"
+    counts = f"{shape.num_parameters():,} parameters"
     if shape.experts is not None:
-        said += f", {shape.num_active_parameters():,} active per token"
-    assert f"{said}, cpu" in log
+        counts += f", {shape.num_active_parameters():,} active per token"
+    assert f"{counts}, cpu" in log
     assert (shape.num_parameters() > shape.num_active_parameters()) == (shape.experts is not None)
 
 
 @pytest.mark.parametrize("technique", ["lora", "adapter"])
-def test_it_can_be_adapted(run: Any, text: Path, tmp_path: Path, technique: str) -> None:
+def test_lora_and_adapter_train(run: Any, text: Path, tmp_path: Path, technique: str) -> None:
     dims = dict.fromkeys([key for key in small_run.SMALL if key.startswith("model.")], None)
     options = {**dims, "model.from": str(run.path), "techniques": [{"name": technique}], "training.max_steps": 2}
     adapted = small_run.train(tmp_path, text, name="adapted", **options, **{"evaluation.every": 2})
-    learnt = {name.partition("/")[2] for name in tensors(adapted.path) if name.startswith("model.safetensors/")}
-    assert any("lora" in name or "adapter" in name for name in learnt)
-    assert not any("router." in name or ".experts." in name for name in learnt), "stacked experts stay as they are"
+    trained = {name.partition("/")[2] for name in tensors(adapted.path) if name.startswith("model.safetensors/")}
+    assert any("lora" in name or "adapter" in name for name in trained)
+    assert not any("router." in name or ".experts." in name for name in trained), "stacked experts are not adapted"
     if run.path.name == "moe":
-        told = [row["load_entropy"] for row in adapted.history() if row["kind"] == "train"]
-        assert len(set(told)) == len(told) == 2, "of each step, and not of a running load that stays"
+        entropies = [row["load_entropy"] for row in adapted.history() if row["kind"] == "train"]
+        assert len(set(entropies)) == len(entropies) == 2, "computed for each step, not from the running load"
 
 
-def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal(text: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {**KINDS["moe"], "training.scheduler.name": "constant", "checkpoint.every": 3}
-    whole = small_run.train(tmp_path / "a", text, name="run", **options, **{"training.max_steps": 6})
+    uninterrupted = small_run.train(tmp_path / "a", text, name="run", **options, **{"training.max_steps": 6})
     small_run.train(tmp_path / "b", text, name="run", **options, **{"training.max_steps": 3})
-    halves = small_run.train(tmp_path / "b", text, name="run", **options, **{"training.max_steps": 6})
-    assert different(tensors(whole.path), tensors(halves.path)) == []
+    resumed = small_run.train(tmp_path / "b", text, name="run", **options, **{"training.max_steps": 6})
+    assert different(tensors(uninterrupted.path), tensors(resumed.path)) == []
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("model", "message"),
     [
         ({"num_experts": 4}, "model.num_experts: 4, but kind transformer has no experts; set model.kind: moe"),
         ({"kind": "ssm", "expert_size": 4}, "model.expert_size: 4, but kind ssm has no experts; set model.num_experts"),
@@ -178,19 +180,21 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -
         ({"kind": "moe", "experts_every": 9}, "model.experts_every: experts_every 9: none of the 4 layers has experts"),
     ],
 )
-def test_what_a_kind_cannot_be_is_said_by_the_key(said: dict[str, Any], message: str) -> None:
+def test_invalid_settings_of_a_kind_are_refused_by_key(model: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        check_recipe(["language", {f"model.{key}": value for key, value in said.items()}])
+        check_recipe(["language", {f"model.{key}": value for key, value in model.items()}])
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("said", [{"balance": "bias"}, {"balance": "none"}, {"balance": "loss", "balance_weight": 0.1}])
-def test_what_is_not_said_of_balancing_is_no_contradiction(said: dict[str, Any]) -> None:
-    check_recipe(["language", {"model.kind": "moe", **{f"model.{key}": value for key, value in said.items()}}])
+@pytest.mark.parametrize(
+    "model", [{"balance": "bias"}, {"balance": "none"}, {"balance": "loss", "balance_weight": 0.1}]
+)
+def test_consistent_balancing_settings_are_accepted(model: dict[str, Any]) -> None:
+    check_recipe(["language", {"model.kind": "moe", **{f"model.{key}": value for key, value in model.items()}}])
 
 
-def test_a_name_of_a_run_is_that_of_before() -> None:
-    """Keys that were not there before are null, so a run of an old recipe is found again."""
+def test_the_run_name_depends_on_keys_that_are_set_only() -> None:
+    """New keys default to null, so that a run of an older recipe keeps its name."""
     recipe = load_recipe(["language"]).recipe
-    said = {key for key in recipe.results_key() if key.startswith("model.")}
-    assert said == {"model.kind", "model.size"}
+    keys = {key for key in recipe.results_key() if key.startswith("model.")}
+    assert keys == {"model.kind", "model.size"}

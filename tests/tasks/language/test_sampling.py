@@ -1,4 +1,4 @@
-"""Generation: equal to reading everything again, independent of the company, a function of the seed."""
+"""Token generation: cached decoding matches full forwards, does not depend on the batch, and is a function of the seed."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def model() -> Transformer:
     return model
 
 
-def test_greedy_equals_reading_everything_again_beyond_the_context(model: Transformer) -> None:
-    """Rows of 3, 8 and 1 tokens fill the context at different moments; 40 new tokens fill it several times."""
-    found = texts(model, PROMPTS, max_new_tokens=40, temperature=0)
-    assert found == [greedy_by_reading_again(model, prompt, 40) for prompt in PROMPTS]
-    assert len({tuple(row) for row in found}) == 3, "the rows differ, or the comparison says nothing"
+def test_cached_greedy_decoding_matches_full_forwards_beyond_the_context(model: Transformer) -> None:
+    """Rows of 3, 8 and 1 tokens fill the context at different steps; 40 new tokens fill it several times."""
+    result = texts(model, PROMPTS, max_new_tokens=40, temperature=0)
+    assert result == [greedy_by_reading_again(model, prompt, 40) for prompt in PROMPTS]
+    assert len({tuple(row) for row in result}) == 3, "the rows must differ for the comparison to mean anything"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_does_not_depend_on_its_company(model: Transformer, temperature: float) -> None:
+def test_a_row_does_not_depend_on_its_batch(model: Transformer, temperature: float) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_p": 0.9}
-    together = texts(model, PROMPTS, **settings)
-    assert texts(model, PROMPTS[:1], **settings)[0] == together[0]
-    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == together[0]
+    batched = texts(model, PROMPTS, **settings)
+    assert texts(model, PROMPTS[:1], **settings)[0] == batched[0]
+    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
 
 
-def test_the_seed_decides(model: Transformer) -> None:
+def test_tokens_are_a_function_of_the_seed(model: Transformer) -> None:
     first, again, other = (texts(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
@@ -64,15 +64,15 @@ def test_a_row_stops_at_its_stop_token(model: Transformer) -> None:
     free = texts(model, PROMPTS, max_new_tokens=20, seed=3)
     stop = free[0][4]
     stopped = texts(model, PROMPTS, max_new_tokens=20, seed=3, stop_token=stop)
-    for row, whole in zip(stopped, free, strict=True):
-        end = whole.index(stop) + 1 if stop in whole else len(whole)
-        assert row == (whole[:end] + [None] * 20)[: len(row)]
+    for row, complete in zip(stopped, free, strict=True):
+        end = complete.index(stop) + 1 if stop in complete else len(complete)
+        assert row == (complete[:end] + [None] * 20)[: len(row)]
     assert None in stopped[0]
-    alone = texts(model, PROMPTS[:1], max_new_tokens=20, seed=3, stop_token=stop)
-    assert alone[0] == free[0][: free[0].index(stop) + 1], "nothing comes after all have stopped"
+    single = texts(model, PROMPTS[:1], max_new_tokens=20, seed=3, stop_token=stop)
+    assert single[0] == free[0][: free[0].index(stop) + 1], "generation ends when all rows have stopped"
 
 
-def test_the_model_is_left_in_its_mode(model: Transformer) -> None:
+def test_generation_restores_the_training_mode(model: Transformer) -> None:
     model.train()
     stream = generate_tokens(model, PROMPTS, max_new_tokens=5)
     next(stream)
@@ -89,8 +89,8 @@ def test_a_prompt_longer_than_the_context_keeps_its_end(model: Transformer) -> N
     assert texts(model, [long], **settings) == texts(model, [long[-CONTEXT:]], **settings)
 
 
-def many(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """Frequencies of 20,000 draws from one row of logits."""
+def draw_frequencies(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
+    """Return the token frequencies of 20,000 draws from one row of logits."""
     noise = Noise(0, 0, torch.arange(20000), xp=torch)
     fields: dict[str, Any] = {"temperature": 1.0, "top_k": None, "top_p": None, **settings}
     chosen = sample_tokens(logits.expand(20000, -1), noise, **fields)
@@ -98,20 +98,20 @@ def many(logits: torch.Tensor, **settings: Any) -> torch.Tensor:
 
 
 def test_draws_follow_the_distribution() -> None:
-    chances = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    logits = chances.log()[None]
-    # The deviation of a frequency over 20,000 draws is at most 0.0036; this is four of them.
-    assert (many(logits) - chances).abs().max() < 0.015
-    assert (many(logits, temperature=0.5) - (2 * logits[0]).softmax(0)).abs().max() < 0.015
-    assert (many(logits, top_k=2) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
-    assert (many(logits, top_p=0.6) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
-    assert many(logits, top_p=0.01).tolist() == [1, 0, 0, 0]
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    logits = probabilities.log()[None]
+    # The standard deviation of a frequency over 20,000 draws is at most 0.0036; this is four of them.
+    assert (draw_frequencies(logits) - probabilities).abs().max() < 0.015
+    assert (draw_frequencies(logits, temperature=0.5) - (2 * logits[0]).softmax(0)).abs().max() < 0.015
+    assert (draw_frequencies(logits, top_k=2) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
+    assert (draw_frequencies(logits, top_p=0.6) - torch.tensor([0.625, 0.375, 0, 0])).abs().max() < 0.015
+    assert draw_frequencies(logits, top_p=0.01).tolist() == [1, 0, 0, 0]
 
 
-def test_the_penalty_lowers_what_was_said_in_each_row_alone() -> None:
+def test_repetition_penalty_applies_to_each_row_separately() -> None:
     logits = torch.tensor([[2.0, -2.0, 1.0], [2.0, -2.0, 1.0]])
-    found = apply_repetition_penalty(logits, [[0, 1], [2, 2]], penalty=2.0)
-    assert found.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.5]]
+    result = apply_repetition_penalty(logits, [[0, 1], [2, 2]], penalty=2.0)
+    assert result.tolist() == [[1.0, -4.0, 1.0], [2.0, -2.0, 0.5]]
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_the_penalty_lowers_what_was_said_in_each_row_alone() -> None:
         ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be positive, not 0.0"),
     ],
 )
-def test_wrong_settings_are_named_at_once(model: Transformer, prompts: Any, settings: Any, message: str) -> None:
+def test_invalid_settings_are_refused_by_name(model: Transformer, prompts: Any, settings: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         generate_tokens(model, prompts, max_new_tokens=1, **settings)

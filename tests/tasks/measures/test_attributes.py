@@ -1,4 +1,4 @@
-"""Attributes are read off the names of classes only where all classes have them."""
+"""Attributes are parsed from class names only where all classes have them."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def test_attributes_of_classes() -> None:
     "names",
     [[], [""], ["cat", "dog"], ["digit=0", "dog"], ["digit=0", "colour=red"], ["digit=0 digit=1"], ["digit="], ["=3"]],
 )
-def test_other_names_have_none(names: list[str]) -> None:
+def test_other_class_names_have_no_attributes(names: list[str]) -> None:
     assert parse_attributes(names) == {}
 
 
-def test_accuracy_as_a_whole_and_by_attribute() -> None:
-    predicted, asked = np.array([0, 1, 3, 2, -1]), np.array([0, 0, 2, 2, 3])
-    # Right: 1st and 4th. The digit also of 2nd and 3rd. The last is seen as no class at all.
-    found = conditional_accuracy(predicted, asked, NAMES)
-    assert found == {"conditional_accuracy": 0.4, "digit_accuracy": 0.8, "direction_accuracy": 0.4}
-    assert conditional_accuracy(predicted, asked, ["a", "b", "c", "d"]) == {"conditional_accuracy": 0.4}
-    assert conditional_accuracy(predicted[:0], asked[:0], NAMES) == {}
+def test_accuracy_overall_and_by_attribute() -> None:
+    predicted, labels = np.array([0, 1, 3, 2, -1]), np.array([0, 0, 2, 2, 3])
+    # Correct: 1st and 4th. The digit also of 2nd and 3rd. The last is predicted as no class.
+    accuracies = conditional_accuracy(predicted, labels, NAMES)
+    assert accuracies == {"conditional_accuracy": 0.4, "digit_accuracy": 0.8, "direction_accuracy": 0.4}
+    assert conditional_accuracy(predicted, labels, ["a", "b", "c", "d"]) == {"conditional_accuracy": 0.4}
+    assert conditional_accuracy(predicted[:0], labels[:0], NAMES) == {}
 
 
 def test_classes_share_a_row_for_each_attribute_they_have_in_common() -> None:
     assert shared_rows(NAMES) == ((0, 2), (0, 3), (1, 2), (1, 3))
-    assert shared_rows(["pitch=A4", "pitch=B4"]) == (), "one attribute is the class itself"
+    assert shared_rows(["pitch=A4", "pitch=B4"]) == (), "a single attribute is the class itself"
     assert shared_rows(["cat", "dog"]) == ()

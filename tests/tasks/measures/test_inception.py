@@ -1,4 +1,4 @@
-"""The network of the FID: its size and names are those of the published weights, and only safetensors opens."""
+"""The Inception network of FID: parameter names and counts of the published weights, and loading from safetensors only."""
 
 from __future__ import annotations
 
@@ -17,24 +17,26 @@ from bottega.models.metric_networks.inception import Inception, Mixed, inception
 
 
 def random_state() -> dict[str, Tensor]:
-    """Weights under which the features stay finite and depend on the picture."""
+    """Return weights with which the features are finite and depend on the image."""
     with torch.device("meta"):
         state = Inception().state_dict()
     result = {}
     for name, tensor in state.items():
         if name.endswith("num_batches_tracked"):
             continue
-        drawn = torch.from_numpy(numpy_generator(0, name).standard_normal(tuple(tensor.shape), dtype="float32"))
+        values = torch.from_numpy(numpy_generator(0, name).standard_normal(tuple(tensor.shape), dtype="float32"))
         if name.endswith("conv.weight"):
-            result[name] = drawn * math.sqrt(2 / drawn[0].numel())
+            result[name] = values * math.sqrt(2 / values[0].numel())
         else:
-            result[name] = 1 + 0.1 * drawn.clamp(-3, 3) if name.endswith(("running_var", "bn.weight")) else 0.1 * drawn
+            result[name] = (
+                1 + 0.1 * values.clamp(-3, 3) if name.endswith(("running_var", "bn.weight")) else 0.1 * values
+            )
     return result
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As a converted file of pytorch-fid has them: with the classifier of 1,008 classes."""
+    """A file as converted from pytorch-fid, with its classifier of 1,008 classes."""
     path = tmp_path_factory.mktemp("inception") / "inception.safetensors"
     save_file({**random_state(), "fc.weight": torch.zeros(1008, 2048), "fc.bias": torch.zeros(1008)}, path)
     return path
@@ -45,12 +47,12 @@ def model(weights: Path) -> Inception:
     return load_inception(weights)
 
 
-def pictures(size: tuple[int, ...]) -> Tensor:
+def draw_images(size: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(numpy_generator(1, "pictures", size).uniform(-1, 1, size).astype("float32"))
 
 
-def test_it_has_the_published_number_of_parameters() -> None:
-    """torchvision's 27,161,264 less 3,326,696 of its second classifier and 2,049,000 of its first."""
+def test_number_of_parameters_is_the_published_one() -> None:
+    """torchvision's 27,161,264 minus 3,326,696 of the auxiliary and 2,049,000 of the main classifier."""
     with torch.device("meta"):
         model = Inception()
     assert sum(parameter.numel() for parameter in model.parameters()) == 21_785_568
@@ -71,32 +73,32 @@ def test_it_has_the_published_number_of_parameters() -> None:
     assert len(names) == 94 * 6
 
 
-def test_features_are_finite_and_a_function_of_the_picture(model: Inception) -> None:
-    images = pictures((2, 3, 40, 56))
+def test_features_are_finite_and_depend_on_the_image(model: Inception) -> None:
+    images = draw_images((2, 3, 40, 56))
     images[1] *= 0.1
-    found = model(images)
-    assert found.shape == (2, 2048)
-    assert torch.isfinite(found).all()
-    assert found.std(0).mean() > 0.05
-    assert not found.requires_grad
-    assert torch.equal(model(images), found)
+    features = model(images)
+    assert features.shape == (2, 2048)
+    assert torch.isfinite(features).all()
+    assert features.std(0).mean() > 0.05
+    assert not features.requires_grad
+    assert torch.equal(model(images), features)
 
 
-def test_bytes_stand_for_minus_one_to_one(model: Inception) -> None:
+def test_bytes_are_scaled_to_minus_one_to_one(model: Inception) -> None:
     images = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8).expand(1, 9, 9, 3)
     assert torch.equal(
         inception_features(model, images), model(torch.tensor([-1, -0.6, 1]).view(1, 3, 1, 1).expand(1, 3, 9, 9))
     )
 
 
-def test_pictures_are_brought_to_299_without_antialiasing(model: Inception) -> None:
-    grey = pictures((1, 1, 28, 28))
-    ready = F.interpolate(grey, size=(299, 299), mode="bilinear", align_corners=False).repeat(1, 3, 1, 1)
-    torch.testing.assert_close(model(grey), model(ready), rtol=1e-4, atol=1e-4)
+def test_images_are_resized_to_299_without_antialiasing(model: Inception) -> None:
+    grey = draw_images((1, 1, 28, 28))
+    resized = F.interpolate(grey, size=(299, 299), mode="bilinear", align_corners=False).repeat(1, 3, 1, 1)
+    torch.testing.assert_close(model(grey), model(resized), rtol=1e-4, atol=1e-4)
 
 
-def test_pools_are_those_of_the_graph() -> None:
-    """Averages of a constant picture stay constant up to the border; the last block takes maxima."""
+def test_pooling_matches_the_original_graph() -> None:
+    """Average pooling keeps a constant image constant up to the border; the last block uses max pooling."""
     with torch.device("meta"):
         model = Inception()
     ones, rising = torch.ones(1, 1, 8, 8), torch.arange(64.0).reshape(1, 1, 8, 8)
@@ -131,7 +133,7 @@ def test_other_names_shapes_and_damage_are_refused(tmp_path: Path) -> None:
         load_inception(tmp_path / "absent.safetensors")
 
 
-def test_one_tensor_too_many_or_of_another_shape_is_refused(tmp_path: Path) -> None:
+def test_unexpected_tensors_and_shapes_are_refused(tmp_path: Path) -> None:
     state, path = random_state(), tmp_path / "weights.safetensors"
     save_file({**state, "AuxLogits.fc.bias": torch.zeros(1000)}, path)
     with pytest.raises(CheckpointError, match=r"holds AuxLogits.fc.bias \(0 missing, 1 unexpected.*torchvision's own"):

@@ -1,4 +1,4 @@
-"""Means are told by their variance, copies by their distance to the training data, and real data by neither."""
+"""Diversity metrics: class means have a low variance ratio, copies a low nearest ratio, real data neither."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, vari
 
 
 def dataset(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Five classes of 6 x 6 pictures, each with a mean of its own and four ways to differ from it."""
+    """Return images of 6 x 6 in five classes, each with its own mean and four directions of variation."""
     labels = np.arange(n) % 5
     means = numpy_generator(0, "means").standard_normal((5, 36))
-    ways = numpy_generator(0, "ways").standard_normal((5, 4, 36))
+    directions = numpy_generator(0, "ways").standard_normal((5, 4, 36))
     amounts = numpy_generator(0, name).standard_normal((n, 4))
-    return (means[labels] + np.einsum("nk,nkd->nd", amounts, ways[labels])).reshape(n, 6, 6), labels
+    return (means[labels] + np.einsum("nk,nkd->nd", amounts, directions[labels])).reshape(n, 6, 6), labels
 
 
-def test_real_data_beside_real_data_are_about_one() -> None:
+def test_ratios_of_real_data_are_about_one() -> None:
     (x, x_labels), (y, y_labels), (held, _) = dataset("x", 2000), dataset("y", 2000), dataset("held", 1000)
     assert variance_ratio(x, x_labels, y, y_labels) == pytest.approx(1, abs=0.05)
     assert nearest_ratio(nearest_distances(x, y), nearest_distances(held, y)) == pytest.approx(1, abs=0.1)
@@ -40,13 +40,13 @@ def test_a_model_of_class_means_has_no_variance() -> None:
 def test_a_model_that_copies_is_at_distance_zero() -> None:
     (train, labels), (held, _) = dataset("x", 500), dataset("held", 200)
     assert nearest_ratio(nearest_distances(train[::-1][:100], train), nearest_distances(held, train)) == 0
-    # It is told by the distance alone: its variance is that of the data.
+    # Only the distance detects it: its variance is that of the data.
     assert variance_ratio(train[:250], labels[:250], train, labels) == pytest.approx(1, abs=0.2)
 
 
-def test_variance_by_hand() -> None:
+def test_variance_ratio_of_small_examples() -> None:
     x, labels = np.array([[0.0, 0], [2, 0], [5, 5], [5, 9], [7, 7]]), np.array([3, 3, 1, 1, 0])
-    # Class 3: 2 + 0; class 1: 0 + 8; class 0 has one sample, which says nothing.
+    # Class 3: 2 + 0; class 1: 0 + 8; class 0 has a single sample and is ignored.
     assert variance_ratio(x, labels, np.array([[0.0, 0], [0, 2], [0, 0], [0, 1]]), np.array([3, 3, 1, 1])) == 10 / 2.5
     # Classes 3 and 1 are in both; 4 is not.
     assert variance_ratio(np.concatenate([x, x[:2] + 100]), np.append(labels, [4, 4]), 2 * x, labels) == 0.25
@@ -55,7 +55,7 @@ def test_variance_by_hand() -> None:
     assert math.isnan(variance_ratio(x, labels, 0 * x, labels))
 
 
-def test_bytes_are_no_overflow() -> None:
+def test_bytes_do_not_overflow() -> None:
     x = np.array([[0], [255], [10]], np.uint8)
     labels = np.array([0, 0, 1])
     assert variance_ratio(x, labels, x.astype(np.float64), labels) == 1
@@ -63,7 +63,7 @@ def test_bytes_are_no_overflow() -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 7), st.integers(1, 50), st.floats(-1e3, 1e3))
-def test_the_nearest_is_the_nearest_whatever_the_chunks(n: int, m: int, chunk: int, d: int, offset: float) -> None:
+def test_nearest_distances_do_not_depend_on_the_chunk_size(n: int, m: int, chunk: int, d: int, offset: float) -> None:
     x, reference = (
         numpy_generator(1, name, size).standard_normal((size, d)) + offset for name, size in (("x", n), ("r", m))
     )
@@ -72,35 +72,35 @@ def test_the_nearest_is_the_nearest_whatever_the_chunks(n: int, m: int, chunk: i
     assert (nearest_distances(reference, reference, chunk=chunk) == 0).all()
 
 
-def test_memory_is_that_of_a_few_chunks() -> None:
+def test_nearest_distances_use_memory_of_a_few_chunks() -> None:
     """All distances would be 128 MB, and the differences of all pairs 2 GB."""
     reference = numpy_generator(2, "reference").random((8000, 16), dtype=np.float32)
     tracemalloc.start()
-    found = nearest_distances(reference[:4000] + np.float32(0.5), reference, chunk=500)
+    distances = nearest_distances(reference[:4000] + np.float32(0.5), reference, chunk=500)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert found.shape == (4000,)
+    assert distances.shape == (4000,)
     assert peak < 4e6
 
 
-def test_samples_that_are_not_finite_have_no_distance() -> None:
+def test_nan_samples_have_no_distance() -> None:
     x = np.zeros((3, 4))
     x[1, 2] = np.nan
     assert np.isnan(nearest_distances(x, np.ones((5, 4)))).tolist() == [False, True, False]
     assert math.isnan(nearest_ratio(np.ones(2), np.zeros(2)))
 
 
-def test_variances_of_bytes_need_little_memory() -> None:
-    """As floats at once, these 32 MB would be 256 more."""
+def test_variance_ratio_of_bytes_needs_little_memory() -> None:
+    """Converted to float64 at once, these 32 MB would need 256 MB more."""
     x = numpy_generator(0, "bytes").integers(0, 256, (8000, 4096), np.uint8)
     labels = np.zeros(8000, int)
     tracemalloc.start()
     try:
-        found = variance_ratio(x, labels, x[:2000], labels[:2000])
+        ratio = variance_ratio(x, labels, x[:2000], labels[:2000])
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 128 << 20
-    few = x[:2000].astype(np.float64)
-    expected = x.var(0, ddof=1).sum() / few.var(0, ddof=1).sum()
-    assert found == pytest.approx(expected, rel=1e-9)
+    subset = x[:2000].astype(np.float64)
+    expected = x.var(0, ddof=1).sum() / subset.var(0, ddof=1).sum()
+    assert ratio == pytest.approx(expected, rel=1e-9)

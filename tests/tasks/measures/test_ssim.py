@@ -1,4 +1,4 @@
-"""Structural similarity: exact against a slow reading of the paper, and no range is ever guessed."""
+"""Structural similarity: exact against a direct implementation of the paper; the data range is never guessed."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from bottega.core.noise import numpy_generator
 from bottega.tasks.measures.ssim import gaussian_window, ssim
 
 
-def pictures(seed: int, *, n: int = 2, height: int = 17, width: int = 14) -> np.ndarray:
+def draw_images(seed: int, *, n: int = 2, height: int = 17, width: int = 14) -> np.ndarray:
     return numpy_generator(seed, "ssim").integers(0, 256, (n, height, width, 3), dtype=np.uint8)
 
 
-def paper(a: np.ndarray, b: np.ndarray, extent: float) -> float:
-    """Equations 13 to 16 of Wang et al. place by place, in loops, with two-dimensional weights."""
+def reference_ssim(a: np.ndarray, b: np.ndarray, extent: float) -> float:
+    """Equations 13 to 16 of Wang et al. window by window, in loops, with two-dimensional weights."""
     weights = np.array(
         [[math.exp(-((i - 5) ** 2 + (j - 5) ** 2) / (2 * 1.5**2)) for j in range(11)] for i in range(11)]
     )
     weights /= weights.sum()
     c1, c2 = (0.01 * extent) ** 2, (0.03 * extent) ** 2
-    found = []
+    values = []
     for channel in range(a.shape[2]):
         x, y = a[..., channel].astype(float), b[..., channel].astype(float)
         for top in range(x.shape[0] - 10):
@@ -36,12 +36,12 @@ def paper(a: np.ndarray, b: np.ndarray, extent: float) -> float:
                 var_p, var_q = (weights * (p - mean_p) ** 2).sum(), (weights * (q - mean_q) ** 2).sum()
                 both = (weights * (p - mean_p) * (q - mean_q)).sum()
                 top_line = (2 * mean_p * mean_q + c1) * (2 * both + c2)
-                found.append(top_line / ((mean_p**2 + mean_q**2 + c1) * (var_p + var_q + c2)))
-    return float(np.mean(found))
+                values.append(top_line / ((mean_p**2 + mean_q**2 + c1) * (var_p + var_q + c2)))
+    return float(np.mean(values))
 
 
-def filtered(a: np.ndarray, b: np.ndarray, extent: float) -> float:
-    """The usual formula with scipy's filter, cut where the window would leave the picture."""
+def scipy_ssim(a: np.ndarray, b: np.ndarray, extent: float) -> float:
+    """The usual formula with scipy's filter, cropped to windows inside the image."""
     line = np.exp(-((np.arange(11) - 5.0) ** 2) / 4.5)
     kernel = np.outer(line, line)[..., None] / line.sum() ** 2
     cut = (slice(5, -5), slice(5, -5))
@@ -56,31 +56,31 @@ def filtered(a: np.ndarray, b: np.ndarray, extent: float) -> float:
     return float(((2 * mx * my + c1) * (2 * both + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))).mean())
 
 
-def test_it_is_the_papers_number() -> None:
-    a = pictures(0)
+def test_it_matches_the_paper_and_scipy() -> None:
+    a = draw_images(0)
     b = np.clip(a.astype(int) + numpy_generator(1, "n").integers(-60, 60, a.shape), 0, 255).astype(np.uint8)
-    found = ssim(a, b)
+    values = ssim(a, b)
     for i in range(len(a)):
-        assert found[i] == pytest.approx(paper(a[i], b[i], 255), abs=1e-10)
-        assert found[i] == pytest.approx(filtered(a[i], b[i], 255), abs=1e-10)
-    assert 0.3 < found[0] < 0.95  # neither end, where a wrong constant would not show
+        assert values[i] == pytest.approx(reference_ssim(a[i], b[i], 255), abs=1e-10)
+        assert values[i] == pytest.approx(scipy_ssim(a[i], b[i], 255), abs=1e-10)
+    assert 0.3 < values[0] < 0.95  # not near 0 or 1, where a wrong constant would not show
 
 
-def test_floats_have_the_bytes_number_in_their_own_range() -> None:
-    """The usual error: floats in -1..1 measured as if they were bytes, which makes all alike, or in a range of 1."""
-    a, b = pictures(2), pictures(3)
+def test_floats_in_their_range_match_bytes() -> None:
+    """The usual error is a wrong range for floats in -1..1: 255 makes all images similar, and 1 is too small."""
+    a, b = draw_images(2), draw_images(3)
     ours = ssim(a, b)
     zero_one = [x.astype(np.float64) / 255 for x in (a, b)]
     assert ssim(*zero_one, data_range=1) == pytest.approx(ours, abs=1e-9)
     shifted = [x.astype(np.float64) / 127.5 - 1 for x in (a, b)]
-    assert ssim(*shifted, data_range=2)[0] == pytest.approx(paper(shifted[0][0], shifted[1][0], 2), abs=1e-10)
-    assert ssim(*shifted, data_range=255).min() > 0.9 > ours.max() + 0.5  # what that error looks like
+    assert ssim(*shifted, data_range=2)[0] == pytest.approx(reference_ssim(shifted[0][0], shifted[1][0], 2), abs=1e-10)
+    assert ssim(*shifted, data_range=255).min() > 0.9 > ours.max() + 0.5  # the effect of that error
 
 
-def test_no_range_is_guessed() -> None:
-    a = pictures(4)
+def test_missing_or_wrong_ranges_are_refused() -> None:
+    a = draw_images(4)
     floats = a.astype(np.float32) / 127.5 - 1
-    for bad in (
+    for compute in (
         lambda: ssim(floats, floats),
         lambda: ssim(floats, -floats, data_range=1),
         lambda: ssim(a, a, data_range=1),
@@ -92,37 +92,37 @@ def test_no_range_is_guessed() -> None:
         lambda: ssim(a[:, :10], a[:, :10]),
     ):
         with pytest.raises(UsageError, match="SSIM"):
-            bad()
+            compute()
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10_000), st.integers(11, 20), st.integers(11, 20))
-def test_its_properties(seed: int, height: int, width: int) -> None:
-    a, b = pictures(seed, height=height, width=width), pictures(seed + 1, height=height, width=width)
-    found = ssim(a, b)
-    assert np.abs(found).max() <= 1
+def test_bounds_symmetry_and_invariances(seed: int, height: int, width: int) -> None:
+    a, b = draw_images(seed, height=height, width=width), draw_images(seed + 1, height=height, width=width)
+    values = ssim(a, b)
+    assert np.abs(values).max() <= 1
     assert ssim(a, a) == pytest.approx(np.ones(2), abs=1e-12)
-    assert ssim(b, a) == pytest.approx(found, abs=1e-12)
-    # A mirror, a turn and other channels first show the same two pictures.
+    assert ssim(b, a) == pytest.approx(values, abs=1e-12)
+    # Flips, a transposition and reversed channels do not change the result.
     for changed in (lambda x: x[:, ::-1], lambda x: x[:, :, ::-1], lambda x: x.swapaxes(1, 2), lambda x: x[..., ::-1]):
-        assert ssim(changed(a), changed(b)) == pytest.approx(found, abs=1e-12)
-    # Colour is the mean of its channels, and each pair stands for itself.
+        assert ssim(changed(a), changed(b)) == pytest.approx(values, abs=1e-12)
+    # Colour is the mean over channels, and pairs are independent.
     each = np.mean([ssim(a[..., i : i + 1], b[..., i : i + 1]) for i in range(3)], axis=0)
-    assert each == pytest.approx(found, abs=1e-12)
-    assert ssim(a[1:], b[1:])[0] == found[1]
+    assert each == pytest.approx(values, abs=1e-12)
+    assert ssim(a[1:], b[1:])[0] == values[1]
 
 
-def test_more_noise_is_less_alike_and_flat_pictures_are_told_by_light() -> None:
+def test_more_noise_lowers_ssim_and_flat_images_differ_by_luminance() -> None:
     flat = np.full((1, 16, 16, 3), 100, np.uint8)
     other = np.full((1, 16, 16, 3), 150, np.uint8)
     c1 = (0.01 * 255) ** 2
     assert ssim(flat, other)[0] == pytest.approx((2 * 100 * 150 + c1) / (100**2 + 150**2 + c1), abs=1e-12)
-    base = pictures(5, height=32, width=32).astype(int)
+    base = draw_images(5, height=32, width=32).astype(int)
     noise = numpy_generator(6, "n").normal(size=base.shape)
-    found = [ssim(base.astype(np.uint8), np.clip(base + s * noise, 0, 255).astype(np.uint8))[0] for s in (0, 10, 40)]
-    assert found[0] > found[1] > found[2]
+    values = [ssim(base.astype(np.uint8), np.clip(base + s * noise, 0, 255).astype(np.uint8))[0] for s in (0, 10, 40)]
+    assert values[0] > values[1] > values[2]
 
 
-def test_the_window_weighs_all_places_as_one() -> None:
+def test_the_window_sums_to_one() -> None:
     assert gaussian_window().sum() == pytest.approx(1, abs=1e-15)
     assert gaussian_window()[5] / gaussian_window()[4] == pytest.approx(math.exp(1 / 4.5))

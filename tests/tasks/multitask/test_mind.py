@@ -1,4 +1,4 @@
-"""The composite: one state-space trunk under routing, text and memory, with a spiking router, also as a stream."""
+"""The recipe routing/mind: routing, language and recall over one state-space trunk with a spiking router, also online."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def train(folder: Path, **changes: Any) -> Path:
     return bottega.train("routing/mind", small_mind.settings(folder, **changes)).path
 
 
-def test_the_three_share_their_trunk_and_each_has_its_measure(tmp_path: Path) -> None:
+def test_the_parts_share_their_trunk_and_have_their_own_metrics(tmp_path: Path) -> None:
     path = train(tmp_path)
     model = bottega.load(path, device="cpu").model
     mixers = [model.part(name).model.layers[0].mixer for name in ("routing", "language", "memory")]
     for layer in ("in_proj", "conv1d", "dynamics", "norm", "out_proj"):
         assert len({id(getattr(mixer, layer)) for mixer in mixers}) == 1, layer
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    measured = [row for row in rows if row["kind"] == "eval"]
-    assert measured
-    assert all(name in row for row in measured for name in METRICS)
-    _says_which_parts_generate(path)
+    evaluations = [row for row in rows if row["kind"] == "eval"]
+    assert evaluations
+    assert all(name in row for row in evaluations for name in METRICS)
+    _assert_generate_names_the_parts(path)
 
 
-def _says_which_parts_generate(path: Path) -> None:
+def _assert_generate_names_the_parts(path: Path) -> None:
     saved = bottega.load(path, device="cpu")
     with pytest.raises(UsageError, match=r"part memory: this part does not generate; choose part language$"):
         saved.generate(part="memory")
@@ -46,50 +46,50 @@ def _says_which_parts_generate(path: Path) -> None:
         saved.generate(part="foo")
 
 
-def test_the_screen_has_what_each_task_is_known_by(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_console_shows_the_headline_metric_of_each_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bottega.train("routing/mind", small_mind.settings(tmp_path), quiet=False)
     lines = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
     assert lines
     for line in lines:
         assert all(name in line for name in METRICS)
-        assert "load/0" not in line, "which is in the files"
+        assert "load/0" not in line, "only in the files"
 
 
 @pytest.mark.parametrize("weights", ["fixed", "dynamic"])
-def test_weights_are_as_given_or_learnt(tmp_path: Path, weights: str) -> None:
+def test_dynamic_weights_are_learned_and_fixed_ones_are_not(tmp_path: Path, weights: str) -> None:
     last = tensors(train(tmp_path, **{"data.weights": weights}))
-    learnt = [name for name in last if "log_variance" in name and name.startswith("model.safetensors")]
-    assert len(learnt) == (3 if weights == "dynamic" else 0)
+    learned = [name for name in last if "log_variance" in name and name.startswith("model.safetensors")]
+    assert len(learned) == (3 if weights == "dynamic" else 0)
 
 
 ONLINE = {"data.online": {"replay": 0.25, "memory": 12}, "training.max_steps": 6, "training.scheduler.name": "constant"}
 
 
-def test_a_stream_of_all_three_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Plasticity of the routers, load of the experts, memory and moments: a restart finds all of it."""
-    whole = train(tmp_path / "whole", name="run", **ONLINE)
+def test_online_resume_is_bitwise_equal(tmp_path: Path) -> None:
+    """The checkpoint holds plasticity, expert load, memory and optimizer moments."""
+    uninterrupted = train(tmp_path / "whole", name="run", **ONLINE)
     for steps in (3, 6):
-        halves = train(tmp_path / "halves", name="run", **{**ONLINE, "training.max_steps": steps})
-    assert different(tensors(whole), tensors(halves)) == []
-    rows = [json.loads(line) for line in (halves / "metrics.jsonl").read_text().splitlines()]
+        resumed = train(tmp_path / "halves", name="run", **{**ONLINE, "training.max_steps": steps})
+    assert different(tensors(uninterrupted), tensors(resumed)) == []
+    rows = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
     assert all(f"online/{name}" in rows[-1] for name in METRICS)
 
 
-def test_facts_that_have_no_end_are_measured_past_their_first_epoch(tmp_path: Path) -> None:
-    """Eight segments are called an epoch here, and each of the later ones is as new as these."""
+def test_online_metrics_continue_past_the_first_epoch(tmp_path: Path) -> None:
+    """An epoch has eight segments here, and later epochs generate new ones."""
     settings = small_mind.settings(tmp_path, **ONLINE)
     settings["data.parts.memory"]["settings"]["data.num_samples"] = 8
     path = bottega.train("routing/mind", settings).path
     counted = json.loads((path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
-    facts = bottega.load(path, device="cpu").workload.parts["memory"].data.training()
+    source = bottega.load(path, device="cpu").workload.parts["memory"].data.training()
     batch = load_recipe([path / "recipe.yaml"]).recipe.training.batch_size
-    number = np.arange(6 * batch)
-    answers = facts.rows(number % 8, number // 8)["answers"]
-    assert len(facts) == 8 < len(number)
+    indices = np.arange(6 * batch)
+    answers = source.rows(indices % 8, indices // 8)["answers"]
+    assert len(source) == 8 < len(indices)
     assert counted["memory/retrieval_accuracy"][1] == (answers != IGNORE_INDEX).sum() > 8
 
 
-def test_a_stream_changes_the_router_by_the_timing_of_its_spikes(tmp_path: Path) -> None:
+def test_plasticity_changes_the_router_weights(tmp_path: Path) -> None:
     timed = tensors(train(tmp_path / "timed", **ONLINE))
     off = {"techniques": [{"name": "plasticity", "options": {"rate": 0.0}}]}
     plain = tensors(train(tmp_path / "plain", **ONLINE, **off))
@@ -98,8 +98,10 @@ def test_a_stream_changes_the_router_by_the_timing_of_its_spikes(tmp_path: Path)
     assert any(not np.array_equal(timed[name], plain[name]) for name in synapses)
 
 
-def test_what_is_remembered_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_the_memory_is_in_the_checkpoint(tmp_path: Path) -> None:
     last = tensors(train(tmp_path))
-    kept = {name: value for name, value in last.items() if ".memory." in name and name.startswith("model.safetensors")}
-    assert kept
-    assert any(value.any() for value in kept.values())
+    memory = {
+        name: value for name, value in last.items() if ".memory." in name and name.startswith("model.safetensors")
+    }
+    assert memory
+    assert any(value.any() for value in memory.values())

@@ -1,4 +1,4 @@
-"""Several tasks in one run: trained, measured part by part, used part by part, and refused in one line."""
+"""Several tasks in one run: training, evaluation, use and export of each part, and refusals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(tmp_path_factory.mktemp("parts"), name="both").path
 
 
-def refused(folder: Path, **changes: Any) -> str:
+def refusal_message(folder: Path, **changes: Any) -> str:
     with pytest.raises(BottegaError) as caught:
         train(folder, **changes)
     assert "\n" not in str(caught.value)
@@ -42,47 +42,47 @@ def refused(folder: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("weights", ["fixed", "uncertainty", "pcgrad"])
-def test_a_run_in_two_halves_is_the_same_run_bit_for_bit(weights: str, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal(weights: str, tmp_path: Path) -> None:
     options = {"data.weights": weights, "training.scheduler.name": "constant", "training.ema": 0.9}
-    whole = train(tmp_path / "a", name="x", **options)
+    uninterrupted = train(tmp_path / "a", name="x", **options)
     train(tmp_path / "b", name="x", **options, **{"training.max_steps": 4})
-    halves = train(tmp_path / "b", name="x", **options)
-    assert different(tensors(whole.path), tensors(halves.path)) == []
-    rows = [r for r in read_metrics(whole.path / "metrics.jsonl") if r["kind"] == "train"]
+    resumed = train(tmp_path / "b", name="x", **options)
+    assert different(tensors(uninterrupted.path), tensors(resumed.path)) == []
+    rows = [r for r in read_metrics(uninterrupted.path / "metrics.jsonl") if r["kind"] == "train"]
     assert ("gradient_cosine" in rows[0]) == (weights == "pcgrad")
     assert ("text/weight" in rows[0]) == ("penalty" in rows[0]) == (weights == "uncertainty")
 
 
-def test_an_evaluation_has_the_measures_of_each_part_and_their_weighted_loss(run: Path) -> None:
-    found = bottega.load(run).evaluate()
-    assert list(found)[:3] == ["loss", "text/perplexity", "topics/accuracy"], "what the recipe asked for first"
-    assert found["loss"] == pytest.approx(0.5 * found["text/loss"] + found["topics/loss"])
-    assert {"text/bits_per_byte", "topics/macro_f1", "topics/auroc"} <= found.keys()
+def test_evaluation_has_the_metrics_of_each_part_and_the_weighted_loss(run: Path) -> None:
+    metrics = bottega.load(run).evaluate()
+    assert list(metrics)[:3] == ["loss", "text/perplexity", "topics/accuracy"], "the recipe's metrics come first"
+    assert metrics["loss"] == pytest.approx(0.5 * metrics["text/loss"] + metrics["topics/loss"])
+    assert {"text/bits_per_byte", "topics/macro_f1", "topics/auroc"} <= metrics.keys()
     last = [r for r in read_metrics(run / "metrics.jsonl") if r["kind"] == "eval"][-1]
-    assert {key: last[key] for key in found} == pytest.approx(found, rel=1e-5)
+    assert {key: last[key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
 
 
-def test_each_part_is_measured_as_it_would_be_alone(run: Path) -> None:
-    """On its own validation samples, each once: the parts have 4 and 24 of them."""
+def test_each_part_is_evaluated_as_it_would_be_alone(run: Path) -> None:
+    """Each on its own validation samples, 4 and 24 of them."""
     saved = bottega.load(run)
-    together = saved.evaluate()
+    metrics = saved.evaluate()
     sizes = {name: len(part.data.validation() or ()) for name, part in saved.workload.parts.items()}
     assert len(set(sizes.values())) == 2
     for name, part in saved.workload.parts.items():
-        alone = TorchEngine(part.task, saved.recipe.training, rate=lambda step: 0.0, device="cpu")
-        alone.model.load_state_dict(saved.model.part(name).state_dict())
+        engine = TorchEngine(part.task, saved.recipe.training, rate=lambda step: 0.0, device="cpu")
+        engine.model.load_state_dict(saved.model.part(name).state_dict())
         source = part.data.validation()
         assert source is not None
-        measured = evaluate(alone, iter_eval_batches(source, 3), score=part.task.score)
-        for key, value in part.summarise(measured).items():
-            assert together[f"{name}/{key}"] == pytest.approx(value, rel=1e-5), key
+        own_metrics = evaluate(engine, iter_eval_batches(source, 3), score=part.task.score)
+        for key, value in part.summarise(own_metrics).items():
+            assert metrics[f"{name}/{key}"] == pytest.approx(value, rel=1e-5), key
 
 
-def test_it_generates_predicts_and_exports_by_part(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_parts_generate_predict_and_export(run: Path, tmp_path: Path, capsys: Any) -> None:
     saved = bottega.load(run)
     (text,) = saved.generate("alpha", max_tokens=4, part="text")
     assert text.startswith("alpha")
-    assert saved.generate("alpha", max_tokens=4) == [text], "only one part can"
+    assert saved.generate("alpha", max_tokens=4) == [text], "only one part generates"
     (row,) = bottega.predict(run, ["mast and rope"])
     assert row["predicted"] in small_texts.WORDS
     assert cli.main(["predict", str(run), "mast", "--part", "topics"]) == 0
@@ -91,27 +91,27 @@ def test_it_generates_predicts_and_exports_by_part(run: Path, tmp_path: Path, ca
     folder = saved.export(tmp_path / "out")
     from transformers import AutoModelForCausalLM
 
-    opened = AutoModelForCausalLM.from_pretrained(folder / "text")
-    assert opened.config.hidden_size == 16
+    model = AutoModelForCausalLM.from_pretrained(folder / "text")
+    assert model.config.hidden_size == 16
     exported = load_file(folder / "topics" / "model.safetensors")
-    assert exported["embedding.weight"].tobytes() == opened.model.embed_tokens.weight.detach().numpy().tobytes()
+    assert exported["embedding.weight"].tobytes() == model.model.embed_tokens.weight.detach().numpy().tobytes()
 
 
-def test_a_batch_can_be_watched_again(run: Path) -> None:
+def test_a_step_can_be_replayed(run: Path) -> None:
     report = list_step_samples(run, step=3, replay=True)
     assert report["described"][0].startswith("text: ")
     assert report["replay"]["loss"] > 0
 
 
-def test_other_data_is_of_one_part(run: Path, tmp_path: Path) -> None:
+def test_other_data_must_name_its_part(run: Path, tmp_path: Path) -> None:
     more = small_texts.texts(tmp_path, "more.jsonl", count=30, seed=9)
-    found = bottega.load(run).evaluate(f"topics={more}")
-    assert {name.partition("/")[0] for name in found} == {"loss", "topics"}
+    metrics = bottega.load(run).evaluate(f"topics={more}")
+    assert {name.partition("/")[0] for name in metrics} == {"loss", "topics"}
     with pytest.raises(UsageError, match="name the part it belongs to: text=PATH or topics=PATH"):
         bottega.load(run).evaluate(more)
 
 
-def test_a_run_remembers_the_recipes_of_its_parts(tmp_path: Path) -> None:
+def test_a_run_stores_the_recipes_of_its_parts(tmp_path: Path) -> None:
     own = tmp_path / "mine.yaml"
     own.write_text("extends: classify\ndata: {sequence_length: 32}\n")
     options = {"name": "x", "data.parts.topics.recipe": str(own)}
@@ -125,23 +125,23 @@ def test_a_run_remembers_the_recipes_of_its_parts(tmp_path: Path) -> None:
         train(tmp_path, **options, **{"training.max_steps": 9})
 
 
-def test_all_parts_of_text_read_with_one_tokenizer(tmp_path: Path) -> None:
+def test_text_parts_share_one_tokenizer(tmp_path: Path) -> None:
     run = train(tmp_path, name="x", **{"data.tokenizer.kind": "bpe", "data.tokenizer.vocab_size": 270})
     assert json.loads((run.path / "processor" / "parts.json").read_text())["given_tokenizer"] == ["topics"]
     workload = bottega.load(run.path).workload
     assert workload.parts["text"].tokenizer.fingerprint == workload.parts["topics"].tokenizer.fingerprint
-    assert "text, topics" in (run.path / "log.txt").read_text(), "and the run says what is shared"
+    assert "text, topics" in (run.path / "log.txt").read_text(), "the log lists the parts that share layers"
     state = tensors(run.path)
     assert state["model.safetensors/shared.embedding.weight"].shape == (270, 16)
 
 
-def test_two_classifiers_of_pictures_share_their_convolutions(tmp_path: Path) -> None:
+def test_two_image_classifiers_share_their_convolutions(tmp_path: Path) -> None:
     shared = {k: v for k, v in image(tmp_path).items() if k.startswith("data.")}
-    one = {"recipe": "classify/image", "settings": shared}
-    blank = dict.fromkeys(("data.parts.text", "data.parts.topics"))
-    parts = {"data.parts.a": one, "data.parts.b": {**one, "weight": 2.0}}
+    part_settings = {"recipe": "classify/image", "settings": shared}
+    without_defaults = dict.fromkeys(("data.parts.text", "data.parts.topics"))
+    parts = {"data.parts.a": part_settings, "data.parts.b": {**part_settings, "weight": 2.0}}
     sizes = {"model.hidden_size": 8, "model.num_layers": 1, "model.num_heads": None, "data.tokenizer": None}
-    run = train(tmp_path, name="pictures", **blank, **parts, **sizes)
+    run = train(tmp_path, name="pictures", **without_defaults, **parts, **sizes)
     names = {name for name in tensors(run.path) if name.startswith("model.")}
     assert "model.safetensors/shared.stem.weight" in names
     assert {name for name in names if "head.weight" in name} == {
@@ -149,7 +149,7 @@ def test_two_classifiers_of_pictures_share_their_convolutions(tmp_path: Path) ->
     }
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
+INVALID: list[tuple[dict[str, Any], str]] = [
     ({"data.parts.topics": None}, "data.parts: expected at least two tasks, got text"),
     (
         {"data.parts.topics.recipe": "clasify"},
@@ -179,12 +179,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "said"), BAD, ids=[next(iter(changes)) for changes, _ in BAD])
-def test_what_cannot_be_is_said_in_one_line(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    assert said in refused(tmp_path, **changes)
+@pytest.mark.parametrize(("changes", "message"), INVALID, ids=[next(iter(changes)) for changes, _ in INVALID])
+def test_invalid_settings_are_refused_in_one_line(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    assert message in refusal_message(tmp_path, **changes)
 
 
-def test_weights_that_change_by_themselves_are_those_by_uncertainty() -> None:
+def test_dynamic_weights_mean_uncertainty() -> None:
     recipe = load_recipe(["multitask", {"data.weights": "dynamic"}]).recipe
     assert isinstance(recipe, MultitaskRecipe)
     assert recipe.data.weights == "uncertainty"

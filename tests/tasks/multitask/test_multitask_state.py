@@ -1,4 +1,4 @@
-"""State of several tasks: each part's own, and what they share once, by what all of them have seen."""
+"""State updates of several tasks: each part's own state, and shared buffers updated by every part."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from bottega.tasks.multitask.task import Multitask
 from toy_task import advance, engine, state, training
 
 
-class Scaled(nn.Linear):
+class ScaledLinear(nn.Linear):
     """A layer with a buffer that a forward reads."""
 
-    seen: Tensor
+    num_seen: Tensor
 
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("num_seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / (1 + self.seen)
+        return super().forward(x) / (1 + self.num_seen)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Scaled(), nn.Linear(3, 1)])
+        self.layers = nn.ModuleList([ScaledLinear(), nn.Linear(3, 1)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -46,61 +46,61 @@ class Net(nn.Module):
         return x.squeeze(-1)
 
 
-def drawn(config: None, *, seed: int) -> Net:
+def build_net(config: None, *, seed: int) -> Net:
     torch.manual_seed(seed)
     return Net()
 
 
 class Counting(Task):
-    """How many examples its layer has seen is a buffer of the layer, and a number of its own beside it."""
+    """A task that counts its examples in a buffer of the shared layer and in a state of its own."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        return {"model": ModelSpec(drawn, is_seeded=True)}
+        return {"model": ModelSpec(build_net, is_seeded=True)}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"loss": float(len(batch["x"]))}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        wrong = (models["model"](batch["x"]) ** 2).sum()
-        return Loss({"loss": (wrong, 1.0)}, stats={"n": torch.tensor(float(len(batch["x"])))})
+        loss = (models["model"](batch["x"]) ** 2).sum()
+        return Loss({"loss": (loss, 1.0)}, stats={"n": torch.tensor(float(len(batch["x"])))})
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         return {"own": torch.zeros(())}
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        return {"layers.0.seen": tensors["layers.0.seen"] + seen["n"], "own": tensors["own"] + seen["n"]}
+    def update(self, tensors: Mapping[str, Array], stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        return {"layers.0.num_seen": tensors["layers.0.num_seen"] + stats["n"], "own": tensors["own"] + stats["n"]}
 
 
-def test_what_parts_share_is_changed_by_each_of_them() -> None:
+def test_shared_buffers_are_updated_by_every_part() -> None:
     x = np.random.default_rng(0).standard_normal((16, 3), dtype=np.float32)
     task = Multitask(parts={"a": Counting(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
-    one = engine(training(batch_size=4), task=task, micro=3)
+    trained = engine(training(batch_size=4), task=task, micro=3)
     together = Zip({"a": ArraySource({"x": x}), "b": ArraySource({"x": x})})
-    advance(one, Loader(together, 4, seed=0, order=Unshuffled(len(together))), 0, 2)
-    found = state(one)
-    assert found["model.safetensors/shared.layers.0.seen"] == 16, "eight examples for each of two parts"
-    assert found["state.safetensors/a/own"] == found["state.safetensors/b/own"] == 8
-    assert one.model.part("a").layers[0].seen == 16, "and both parts read the same"
+    advance(trained, Loader(together, 4, seed=0, order=Unshuffled(len(together))), 0, 2)
+    tensors = state(trained)
+    assert tensors["model.safetensors/shared.layers.0.num_seen"] == 16, "eight examples for each of two parts"
+    assert tensors["state.safetensors/a/own"] == tensors["state.safetensors/b/own"] == 8
+    assert trained.model.part("a").layers[0].num_seen == 16, "both parts read the same buffer"
 
 
-class Listing(Counting):
-    """Keeps what it was shown last."""
+class RowReader(Counting):
+    """A task whose update reads rows of the batch."""
 
     update_inputs: ClassVar[tuple[str, ...]] = ("x",)
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         return super().loss(models, batch, rng)._replace(rows={"x": batch["x"], "more": batch["x"]})
 
-    def update(self, tensors: Mapping[str, Array], seen: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        assert set(seen) == {"n", "x"}
-        return {"own": seen["x"].sum(), "layers.0.seen": torch.tensor(rng.seed % 1000)}
+    def update(self, tensors: Mapping[str, Array], stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
+        assert set(stats) == {"n", "x"}
+        return {"own": stats["x"].sum(), "layers.0.num_seen": torch.tensor(rng.seed % 1000)}
 
-    def batch_metrics(self, seen: Mapping[str, Array]) -> dict[str, Array]:
-        return {"asked": seen["n"] / 2}
+    def batch_metrics(self, stats: Mapping[str, Array]) -> dict[str, Array]:
+        return {"half_count": stats["n"] / 2}
 
 
-def test_a_part_is_shown_its_own_rows_that_count_and_draws_by_a_seed_of_its_own() -> None:
-    task = Multitask(parts={"a": Listing(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
+def test_update_gets_the_counted_rows_and_the_seed_of_its_part() -> None:
+    task = Multitask(parts={"a": RowReader(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
     assert set(task.update_inputs) == {"a/x", "a/counted"}
     x = torch.arange(12.0).view(4, 3)
     models, rng = build_models(task, 0), Noise(7, 0, torch.arange(4), torch)
@@ -108,13 +108,13 @@ def test_a_part_is_shown_its_own_rows_that_count_and_draws_by_a_seed_of_its_own(
     tensors = {**dict(models["model"].named_buffers(remove_duplicate=False)), **task.state({})}
     for weight, expected in ((None, x), (torch.tensor([1.0, 0, 1, 0]), x[::2])):
         own = {"x": x} if weight is None else {"x": x, "weight": weight}
-        seen = BatchStats(task.update_inputs)
+        stats = BatchStats(task.update_inputs)
         out = task.loss(models, {"a": own, "b": {"x": x}}, rng)
-        assert ("a/counted" in out.rows) is (weight is not None), "where all count, nobody waits to select"
-        seen.add(out, None)
-        assert "a/more" not in seen.reduce()
-        new = task.update(tensors, seen.reduce(), rng)
+        assert ("a/counted" in out.rows) is (weight is not None), "no selection where all rows count"
+        stats.add(out, None)
+        assert "a/more" not in stats.reduce()
+        new = task.update(tensors, stats.reduce(), rng)
         assert new["a/own"] == expected.sum()
-        assert task.batch_metrics(seen.reduce()) == {"a/asked": 2}
-    own_seed = Listing().update({}, {"n": x, "x": x}, Noise(derive_seed("part", "a", 7), 0, ()))["layers.0.seen"]
-    assert new["parts.b.layers.0.seen"] == own_seed + 4, "a's, and then b's four on top of it"
+        assert task.batch_metrics(stats.reduce()) == {"a/half_count": 2}
+    own_seed = RowReader().update({}, {"n": x, "x": x}, Noise(derive_seed("part", "a", 7), 0, ()))["layers.0.num_seen"]
+    assert new["parts.b.layers.0.num_seen"] == own_seed + 4, "the value of a, plus the four examples of b"

@@ -1,4 +1,4 @@
-"""Keywords: prompts that fit, answers read from whatever is said, and each asked for once."""
+"""Keywords: prompts within the token limit, parsing of free answers, and a cache that decodes each prompt once."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ FREE = SHORT.model_copy(update={"allowed": None})
 
 
 @pytest.fixture(scope="session")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return llama(tmp_path_factory.mktemp("language_model"))
 
 
 @pytest.fixture(scope="session")
-def model(place: Path) -> FrozenLanguageModel:
-    return load_language_model(place, precision="fp32", checkpointing=False)
+def model(model_folder: Path) -> FrozenLanguageModel:
+    return load_language_model(model_folder, precision="fp32", checkpointing=False)
 
 
 def _record(captions: Iterable[str], *, wish: str = "star", user: str = "7") -> Record:
@@ -54,22 +54,22 @@ def _decode(prompts: PromptBuilder, ids: Any) -> str:
     return prompts.tokenizer.decode(ids)
 
 
-def _quiet(what: str, done: int, total: int) -> None:
-    assert what == "keywords"
+def _quiet(stage: str, done: int, total: int) -> None:
+    assert stage == "keywords"
 
 
-def _never() -> Any:
+def _fail_if_loaded() -> Any:
     raise AssertionError("the language model is not needed")
 
 
-class _Speaker:
-    """Answers as it is told, and counts."""
+class _ScriptedModel:
+    """A language model with scripted answers that counts the decoded rows."""
 
     def __init__(self, generator: KeywordGenerator, *texts: str) -> None:
         self.answers = [generator.prompts.tokenizer.encode(text) for text in texts]
         self.rows = 0
 
-    def to(self, device: Any) -> _Speaker:
+    def to(self, device: Any) -> _ScriptedModel:
         return self
 
     def decode(self, ids: Any, mask: Any, **options: Any) -> list[list[int]]:
@@ -77,66 +77,70 @@ class _Speaker:
         return [self.answers[row % len(self.answers)] for row in range(len(ids))]
 
 
-# What is asked
+# Prompts
 
 
-def test_prompts_say_what_the_templates_say(place: Path, tmp_path: Path) -> None:
-    by = PromptBuilder(place, SHORT)
+def test_prompts_follow_the_templates(model_folder: Path, tmp_path: Path) -> None:
+    builder = PromptBuilder(model_folder, SHORT)
     record = _record(["a red\n star", "a {wish} blue moon"])
-    assert _decode(by, by.preference_prompt(record)) == "likes: a red star\na {wish} blue moon of 2 keywords:"
-    assert _decode(by, by.target_prompt("moon")) == "a moon, keywords:"
-    assert _decode(by, by.image_prompt(record)) == "a star\nlikes: a red star\na {wish} blue moon of 2 keywords:"
-    assert by.image_prompt(record).dtype.name == "int64"
-    assert by.image_prompt(record)[0] == by.tokenizer.tokenizer.bos_token_id
+    assert _decode(builder, builder.preference_prompt(record)) == "likes: a red star\na {wish} blue moon of 2 keywords:"
+    assert _decode(builder, builder.target_prompt("moon")) == "a moon, keywords:"
+    assert (
+        _decode(builder, builder.image_prompt(record)) == "a star\nlikes: a red star\na {wish} blue moon of 2 keywords:"
+    )
+    assert builder.image_prompt(record).dtype.name == "int64"
+    assert builder.image_prompt(record)[0] == builder.tokenizer.tokenizer.bos_token_id
 
 
-def test_the_images_prompt_may_have_its_wish_elsewhere(place: Path, tmp_path: Path) -> None:
+def test_the_wish_may_be_anywhere_in_the_preference_template(model_folder: Path, tmp_path: Path) -> None:
     options = SHORT.model_copy(update={"preference_prompt": "{history}; now a {wish}:"})
-    by = PromptBuilder(place, options)
-    assert _decode(by, by.image_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
-    assert _decode(by, by.preference_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
+    builder = PromptBuilder(model_folder, options)
+    assert _decode(builder, builder.image_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
+    assert _decode(builder, builder.preference_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
 
 
 @pytest.mark.parametrize("length", [40, 55, 70, 200])
-def test_the_oldest_are_left_out_first_and_never_the_question(place: Path, tmp_path: Path, length: int) -> None:
-    by = PromptBuilder(place, SHORT, length=length)
+def test_the_oldest_captions_are_truncated_first(model_folder: Path, tmp_path: Path, length: int) -> None:
+    builder = PromptBuilder(model_folder, SHORT, length=length)
     captions = [f"a red star {number}" for number in range(20)]
-    for prompt, start in ((by.preference_prompt, "likes: "), (by.image_prompt, "a star\nlikes: ")):
+    for prompt, start in ((builder.preference_prompt, "likes: "), (builder.image_prompt, "a star\nlikes: ")):
         ids = prompt(_record(captions))
-        text = _decode(by, ids)
+        text = _decode(builder, ids)
         assert len(ids) <= length
         assert text.startswith(start)
         assert text.endswith(" of 2 keywords:")
-        kept = text.removeprefix(start).removesuffix(" of 2 keywords:").split("\n")
-        assert kept == captions[-len(kept) :]
-        longer = _record(captions[-len(kept) - 1 :])
-        whole = PromptBuilder(place, SHORT, length=480)
-        asks = whole.preference_prompt if start == "likes: " else whole.image_prompt
-        assert len(kept) == len(captions) or len(asks(longer)) > length  # not one more would have fitted
+        remaining = text.removeprefix(start).removesuffix(" of 2 keywords:").split("\n")
+        assert remaining == captions[-len(remaining) :]
+        longer = _record(captions[-len(remaining) - 1 :])
+        unlimited = PromptBuilder(model_folder, SHORT, length=480)
+        build_prompt = unlimited.preference_prompt if start == "likes: " else unlimited.image_prompt
+        assert (
+            len(remaining) == len(captions) or len(build_prompt(longer)) > length
+        )  # one more caption would not have fitted
 
 
-def test_long_captions_leave_room_and_long_questions_are_refused(place: Path, tmp_path: Path) -> None:
-    by = PromptBuilder(place, SHORT, length=80)
-    wordy = " ".join(["star moon"] * 100)
-    ids = by.image_prompt(_record(["a red star", wordy], wish=wordy))
+def test_long_captions_are_truncated_and_long_templates_are_refused(model_folder: Path, tmp_path: Path) -> None:
+    builder = PromptBuilder(model_folder, SHORT, length=80)
+    long_text = " ".join(["star moon"] * 100)
+    ids = builder.image_prompt(_record(["a red star", long_text], wish=long_text))
     assert len(ids) <= 80
-    assert "star moon star moon" in _decode(by, ids)
-    assert len(by.target_prompt(wordy)) <= 80
-    tight = PromptBuilder(place, SHORT, length=3)
-    for ask in (lambda: tight.preference_prompt(_record(["red"])), lambda: tight.target_prompt("moon")):
+    assert "star moon star moon" in _decode(builder, ids)
+    assert len(builder.target_prompt(long_text)) <= 80
+    tight = PromptBuilder(model_folder, SHORT, length=3)
+    for build_prompt in (lambda: tight.preference_prompt(_record(["red"])), lambda: tight.target_prompt("moon")):
         with pytest.raises(UsageError, match=r"data\.sequence_length: 3 tokens cannot hold model\.keywords\."):
-            ask()
+            build_prompt()
 
 
-def test_the_answer_and_the_learned_tokens_have_positions_too(place: Path, tmp_path: Path) -> None:
-    most = 512
-    assert PromptBuilder(place, SHORT, length=600).length == most - 12
-    assert PromptBuilder(place, SHORT, length=600, reserved=40).length == most - 40
+def test_the_prompt_leaves_positions_for_the_answer_and_the_soft_tokens(model_folder: Path, tmp_path: Path) -> None:
+    context = 512
+    assert PromptBuilder(model_folder, SHORT, length=600).length == context - 12
+    assert PromptBuilder(model_folder, SHORT, length=600, reserved=40).length == context - 40
 
 
-def test_tokens_that_the_model_does_not_know_are_refused(place: Path, tmp_path: Path) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused(model_folder: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    shutil.copytree(place, other)
+    shutil.copytree(model_folder, other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 40}))
     with pytest.raises(UsageError, match="belongs to the model"):
@@ -151,37 +155,37 @@ TEMPLATE = (
 )
 
 
-def _with_template(place: Path, target: Path, template: str) -> Path:
-    shutil.copytree(place, target)
+def _with_template(model_folder: Path, target: Path, template: str) -> Path:
+    shutil.copytree(model_folder, target)
     (target / "chat_template.jinja").write_text(template)
     return target
 
 
-def test_a_model_that_converses_is_asked_in_its_own_form(place: Path, tmp_path: Path) -> None:
-    by = PromptBuilder(_with_template(place, tmp_path / "chat", TEMPLATE), SHORT)
-    assert by.tokenizer.is_chat
-    assert _decode(by, by.target_prompt("moon")) == "<<user>>a moon, keywords:<<assistant>>"
-    # A turn ends in a token that the model has never learnt to say: the template is another model's.
-    foreign = _with_template(place, tmp_path / "base", TEMPLATE.replace("eos_token if", "'star' if"))
+def test_the_chat_template_is_used_if_it_ends_turns_with_eos(model_folder: Path, tmp_path: Path) -> None:
+    builder = PromptBuilder(_with_template(model_folder, tmp_path / "chat", TEMPLATE), SHORT)
+    assert builder.tokenizer.is_chat
+    assert _decode(builder, builder.target_prompt("moon")) == "<<user>>a moon, keywords:<<assistant>>"
+    # A turn ends in a token that is not this model's EOS: the template belongs to another model.
+    foreign = _with_template(model_folder, tmp_path / "base", TEMPLATE.replace("eos_token if", "'star' if"))
     assert not PromptBuilder(foreign, SHORT).tokenizer.is_chat
 
 
-def test_a_template_runs_in_a_sandbox_and_its_failure_is_one_line(place: Path, tmp_path: Path) -> None:
+def test_chat_templates_run_in_a_sandbox(model_folder: Path, tmp_path: Path) -> None:
     evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}{{ raise_exception('no such role') }}"
-    by = PromptBuilder(_with_template(place, tmp_path / "evil", evil), SHORT)
+    builder = PromptBuilder(_with_template(model_folder, tmp_path / "evil", evil), SHORT)
     with pytest.raises(UsageError, match=r"the chat template of .* fails") as problem:
-        by.target_prompt("moon")
+        builder.target_prompt("moon")
     assert "\n" not in str(problem.value)
 
 
-def test_a_model_that_converses_may_speak_in_lines(place: Path, tmp_path: Path) -> None:
-    chat = _generator(_with_template(place, tmp_path / "chat", TEMPLATE), FREE, cache=tmp_path)
-    base = _generator(place, FREE, cache=tmp_path)
+def test_only_base_models_stop_at_line_breaks(model_folder: Path, tmp_path: Path) -> None:
+    chat = _generator(_with_template(model_folder, tmp_path / "chat", TEMPLATE), FREE, cache=tmp_path)
+    base = _generator(model_folder, FREE, cache=tmp_path)
     assert chat.decoder.line_breaks == []
     assert [base.prompts.tokenizer.decode([number]) for number in base.decoder.line_breaks] == ["\n"]
 
 
-# What is answered
+# Parsing of answers
 
 
 @pytest.mark.parametrize(
@@ -218,70 +222,73 @@ def test_keywords_are_parsed_from_free_answers(answer: str, keywords: str) -> No
     assert "|".join(parse_keywords(answer, 6)) == keywords
 
 
-def test_half_a_word_is_not_heard() -> None:
+def test_a_truncated_last_word_is_dropped() -> None:
     assert parse_keywords("red, blue, gre", 6, is_truncated=True) == ("red", "blue")
     assert parse_keywords("red", 6, is_truncated=True) == ("red",)
 
 
-def test_allowed_words_come_out_of_the_model(place: Path, model: FrozenLanguageModel, tmp_path: Path) -> None:
-    by = _generator(place, SHORT, cache=tmp_path)
-    records = [_record([f"a {one} star", f"a {other} moon"]) for one in ALLOWED for other in ALLOWED]
+def test_decoded_keywords_are_among_the_allowed_words(
+    model_folder: Path, model: FrozenLanguageModel, tmp_path: Path
+) -> None:
+    generator = _generator(model_folder, SHORT, cache=tmp_path)
+    records = [_record([f"a {first} star", f"a {second} moon"]) for first in ALLOWED for second in ALLOWED]
     steps: list[tuple[int, int]] = []
-    found = by.preferences(records, model, "cpu", lambda what, done, total: steps.append((done, total)))
-    assert all(1 <= len(words) <= 2 and set(words) <= set(ALLOWED) for words in found)
-    assert len(set(found)) > 1  # the prompt decides
+    keywords = generator.preferences(records, model, "cpu", lambda stage, done, total: steps.append((done, total)))
+    assert all(1 <= len(words) <= 2 and set(words) <= set(ALLOWED) for words in keywords)
+    assert len(set(keywords)) > 1  # the keywords depend on the prompt
     assert steps[0] == (0, 36)
     assert steps[-1] == (36, 36)
-    assert by.notes == []
-    # The same, whatever else is asked at once.
-    alone = _generator(place, SHORT, cache=tmp_path / "other")
-    assert alone.preferences(records[5:6], model, "cpu", _quiet) == found[5:6]
+    assert generator.notes == []
+    # The answers do not depend on the batch.
+    other_generator = _generator(model_folder, SHORT, cache=tmp_path / "other")
+    assert other_generator.preferences(records[5:6], model, "cpu", _quiet) == keywords[5:6]
     assert (
-        alone.targets(["a star", "a star"], model, "cpu", _quiet)[0] == by.targets(["a star"], model, "cpu", _quiet)[0]
+        other_generator.targets(["a star", "a star"], model, "cpu", _quiet)[0]
+        == generator.targets(["a star"], model, "cpu", _quiet)[0]
     )
 
 
-def test_free_answers_are_read_and_empty_ones_counted(place: Path, tmp_path: Path) -> None:
-    by = _generator(place, FREE, cache=tmp_path)
-    speaker = _Speaker(by, "Keywords: red, blue, moon", "")
+def test_empty_answers_are_counted_in_a_note(model_folder: Path, tmp_path: Path) -> None:
+    generator = _generator(model_folder, FREE, cache=tmp_path)
+    scripted = _ScriptedModel(generator, "Keywords: red, blue, moon", "")
     records = [_record(["red"]), _record(["blue star"])]
-    assert by.preferences(records, speaker, "cpu", _quiet) == [("red", "blue"), ()]
-    assert by.targets(["moon"], speaker, "cpu", _quiet) == [("red", "blue")]
-    (note,) = by.notes
+    assert generator.preferences(records, scripted, "cpu", _quiet) == [("red", "blue"), ()]
+    assert generator.targets(["moon"], scripted, "cpu", _quiet) == [("red", "blue")]
+    (note,) = generator.notes
     assert note.startswith("keywords: 1 of 2 preference answers contain no keyword")
 
 
-# Answers are kept
+# Cache
 
 
-def test_the_second_time_nothing_is_decoded(place: Path, tmp_path: Path) -> None:
-    by = _generator(place, FREE, cache=tmp_path)
-    speaker = _Speaker(by, "red", "blue", "")
+def test_cached_prompts_are_not_decoded_again(model_folder: Path, tmp_path: Path) -> None:
+    generator = _generator(model_folder, FREE, cache=tmp_path)
+    scripted = _ScriptedModel(generator, "red", "blue", "")
     records = [_record([word]) for word in ALLOWED]
-    found = by.preferences([*records, *records], speaker, "cpu", _quiet)
-    assert speaker.rows == 6  # the same history is asked about once
-    again = _generator(place, FREE, cache=tmp_path)
-    assert again.preferences([*records, *records], _never, "cpu", _quiet) == found
-    more = again.preferences([*records, _record(["new"])], speaker, "cpu", _quiet)
-    assert speaker.rows == 7
-    assert more[:6] == found[:6]
+    keywords = generator.preferences([*records, *records], scripted, "cpu", _quiet)
+    assert scripted.rows == 6  # each distinct history is decoded once
+    again = _generator(model_folder, FREE, cache=tmp_path)
+    assert again.preferences([*records, *records], _fail_if_loaded, "cpu", _quiet) == keywords
+    more = again.preferences([*records, _record(["new"])], scripted, "cpu", _quiet)
+    assert scripted.rows == 7
+    assert more[:6] == keywords[:6]
 
 
-def test_another_model_or_another_question_is_asked_anew(place: Path, tmp_path: Path) -> None:
+def test_the_cache_depends_on_the_model_and_the_prompt(model_folder: Path, tmp_path: Path) -> None:
     records = [_record(["a red star"])]
 
-    def asked(folder: Path, options: Keywords) -> int:
-        by = _generator(folder, options, cache=tmp_path)
-        speaker = _Speaker(by, "red")
-        by.preferences(records, speaker, "cpu", _quiet)
-        return speaker.rows
+    def count_decoded_rows(folder: Path, options: Keywords) -> int:
+        generator = _generator(folder, options, cache=tmp_path)
+        scripted = _ScriptedModel(generator, "red")
+        generator.preferences(records, scripted, "cpu", _quiet)
+        return scripted.rows
 
-    assert asked(place, FREE) == 1
-    assert asked(place, FREE) == 0
-    same = tmp_path / "moved"
-    shutil.copytree(place, same)
-    assert asked(same, FREE) == 0
-    assert asked(llama(tmp_path / "weights", seed=1), FREE) == 1
+    assert count_decoded_rows(model_folder, FREE) == 1
+    assert count_decoded_rows(model_folder, FREE) == 0
+    copy = tmp_path / "moved"
+    shutil.copytree(model_folder, copy)
+    assert count_decoded_rows(copy, FREE) == 0
+    assert count_decoded_rows(llama(tmp_path / "weights", seed=1), FREE) == 1
     for change in (
         {"count": 1},
         {"max_tokens": 5},
@@ -289,11 +296,11 @@ def test_another_model_or_another_question_is_asked_anew(place: Path, tmp_path: 
         {"preference_prompt": "likes {history}:"},
         {"item": "- {caption}\n"},
     ):
-        assert asked(place, FREE.model_copy(update=change)) == 1, change
-    tokens = json.loads((same / "tokenizer.json").read_text())
+        assert count_decoded_rows(model_folder, FREE.model_copy(update=change)) == 1, change
+    tokens = json.loads((copy / "tokenizer.json").read_text())
     tokens["added_tokens"].append({**tokens["added_tokens"][0], "id": 290, "content": "<new>"})
-    (same / "tokenizer.json").write_text(json.dumps(tokens))
-    assert asked(same, FREE) == 1
+    (copy / "tokenizer.json").write_text(json.dumps(tokens))
+    assert count_decoded_rows(copy, FREE) == 1
 
 
 def _damage_last_line(text: str) -> str:
@@ -305,21 +312,23 @@ def _damage_a_word(text: str) -> str:
 
 
 @pytest.mark.parametrize("damage", [_damage_last_line, _damage_a_word, lambda _: "[]\n3\nnull\n{}\n\x00"])
-def test_a_damaged_answer_is_asked_again(place: Path, tmp_path: Path, damage: Callable[[str], str]) -> None:
-    by = _generator(place, FREE, cache=tmp_path)
+def test_a_damaged_cache_line_is_decoded_again(
+    model_folder: Path, tmp_path: Path, damage: Callable[[str], str]
+) -> None:
+    generator = _generator(model_folder, FREE, cache=tmp_path)
     records = [_record(["red"]), _record(["blue star"])]
-    found = by.preferences(records, _Speaker(by, "red", "blue"), "cpu", _quiet)
+    keywords = generator.preferences(records, _ScriptedModel(generator, "red", "blue"), "cpu", _quiet)
     (file,) = (tmp_path / "keywords").glob("*.jsonl")
     file.write_text(damage(file.read_text()))
-    speaker = _Speaker(by, *(" ".join(words) for words in found))
-    again = by.preferences(records, speaker, "cpu", _quiet)
-    assert speaker.rows >= 1
+    scripted = _ScriptedModel(generator, *(" ".join(words) for words in keywords))
+    again = generator.preferences(records, scripted, "cpu", _quiet)
+    assert scripted.rows >= 1
     assert len(again) == 2
-    assert by.preferences(records, _never, "cpu", _quiet) == again
+    assert generator.preferences(records, _fail_if_loaded, "cpu", _quiet) == again
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(place: Path, tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_reported_with_its_remedy(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keywords").write_text("a file")
-    by = _generator(place, FREE, cache=tmp_path)
+    generator = _generator(model_folder, FREE, cache=tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"cannot write keywords to .* set XDG_CACHE_HOME"):
-        by.targets(["moon"], _Speaker(by, "red"), "cpu", _quiet)
+        generator.targets(["moon"], _ScriptedModel(generator, "red"), "cpu", _quiet)

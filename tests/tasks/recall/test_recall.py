@@ -1,4 +1,4 @@
-"""Recall: the data can be answered from what it states alone, memory is the only way there, and it lasts."""
+"""Recall: synthetic data that only memory can answer, models with working and lasting memory, and their runs."""
 
 from __future__ import annotations
 
@@ -37,97 +37,97 @@ STREAMS = Streams(TOKENS, 12, 3, 4, 3, seed=1, first=0, count=40)
 FACTS = Facts(Tokens(44, 6, 3), 4, 12, 8, 2, 2, 3, seed=1, count=50)
 
 
-def every(source: Any, count: int | None = None) -> dict[str, np.ndarray]:
-    """The rows of a source one after the other, beyond the end of an epoch where asked for."""
-    numbers = np.arange(count or len(source))
-    return source.rows(numbers % len(source), numbers // len(source))
+def read_rows(source: Any, count: int | None = None) -> dict[str, np.ndarray]:
+    """Return the rows of a source in order; a `count` beyond its length continues into the next epochs."""
+    indices = np.arange(count or len(source))
+    return source.rows(indices % len(source), indices // len(source))
 
 
-def pairs(tokens: np.ndarray, known: Tokens) -> list[tuple[int, int]]:
-    """(key, value) of what a segment states, read off its tokens."""
-    first = 1 + known.num_keys
-    found = []
-    for here, after in zip(tokens.tolist(), tokens.tolist()[1:], strict=False):
-        if 1 <= here < first <= after < first + known.num_values:
-            found.append((here - 1, after - first))
-    return found
+def stated_pairs(tokens: np.ndarray, vocabulary: Tokens) -> list[tuple[int, int]]:
+    """Return the (key, value) pairs that a segment states, parsed from its tokens."""
+    first = 1 + vocabulary.num_keys
+    result = []
+    for current, following in zip(tokens.tolist(), tokens.tolist()[1:], strict=False):
+        if 1 <= current < first <= following < first + vocabulary.num_values:
+            result.append((current - 1, following - first))
+    return result
 
 
 # The data
 
 
-def test_a_stream_is_answered_by_who_remembers_its_first_segment() -> None:
-    rows = every(STREAMS)
+def test_answers_of_a_stream_follow_from_its_first_segment() -> None:
+    rows = read_rows(STREAMS)
     assert rows["tokens"].shape == rows["answers"].shape == (40, 4, 12)
-    assert (rows["answers"][:, 0] == IGNORE_INDEX).all(), "nothing is asked while it is in sight"
+    assert (rows["answers"][:, 0] == IGNORE_INDEX).all(), "the first segment has no query"
     for tokens, answers in zip(rows["tokens"], rows["answers"], strict=True):
-        facts = dict(pairs(tokens[0], TOKENS))
-        assert len(facts) == 4
+        values = dict(stated_pairs(tokens[0], TOKENS))
+        assert len(values) == 4
         for segment in range(1, 4):
-            assert pairs(tokens[segment], TOKENS) == [], "and nothing is said again"
-            asked = np.flatnonzero(answers[segment] != IGNORE_INDEX)
-            assert len(asked) == 3
-            for place in asked:
-                assert tokens[segment, place - 1] == QUERY_TOKEN
-                assert answers[segment, place] == facts[int(tokens[segment, place]) - 1]
+            assert stated_pairs(tokens[segment], TOKENS) == [], "facts are stated once"
+            positions = np.flatnonzero(answers[segment] != IGNORE_INDEX)
+            assert len(positions) == 3
+            for position in positions:
+                assert tokens[segment, position - 1] == QUERY_TOKEN
+                assert answers[segment, position] == values[int(tokens[segment, position]) - 1]
 
 
-def test_a_stream_is_a_function_of_its_number() -> None:
-    whole = every(STREAMS)["tokens"]
+def test_a_stream_is_a_function_of_its_index() -> None:
+    in_order = read_rows(STREAMS)["tokens"]
     backwards = STREAMS.rows(np.arange(40)[::-1], np.full(40, 3))["tokens"]
-    np.testing.assert_array_equal(whole, backwards[::-1])
+    np.testing.assert_array_equal(in_order, backwards[::-1])
     held_out = Streams(TOKENS, 12, 3, 4, 3, seed=1, first=40, count=40)
-    assert not (every(held_out)["tokens"][:, None] == whole).all(axis=(2, 3)).any()
+    assert not (read_rows(held_out)["tokens"][:, None] == in_order).all(axis=(2, 3)).any()
     assert held_out.fingerprint != STREAMS.fingerprint
 
 
-def test_every_value_is_as_likely_as_the_others() -> None:
-    answers = every(Streams(TOKENS, 12, 3, 4, 3, seed=0, first=0, count=3000))["answers"]
-    shares = np.bincount(answers[answers != IGNORE_INDEX], minlength=5) / (answers != IGNORE_INDEX).sum()
-    assert shares == pytest.approx([0.2] * 5, abs=0.02)
+def test_values_are_uniformly_distributed() -> None:
+    answers = read_rows(Streams(TOKENS, 12, 3, 4, 3, seed=0, first=0, count=3000))["answers"]
+    fractions = np.bincount(answers[answers != IGNORE_INDEX], minlength=5) / (answers != IGNORE_INDEX).sum()
+    assert fractions == pytest.approx([0.2] * 5, abs=0.02)
 
 
-def test_facts_are_answered_by_who_remembers_the_last_statement() -> None:
-    rows = every(FACTS, 200)
-    known: dict[int, int] = {}
-    right = changed = asked_ever = 0
+def test_answers_follow_from_the_last_statement_of_a_key() -> None:
+    rows = read_rows(FACTS, 200)
+    memory: dict[int, int] = {}
+    correct = changed = queried = 0
     for number in range(200):
-        for place in np.flatnonzero(rows["answers"][number] != IGNORE_INDEX):
-            key = int(rows["tokens"][number, place]) - 1
-            assert key < FACTS.num_changing, "what lasts is never asked for here"
-            asked_ever += number >= 2 * FACTS.distance
-            right += number >= 2 * FACTS.distance and known.get(key) == rows["answers"][number, place]
-        stated = pairs(rows["tokens"][number], FACTS.tokens)
+        for position in np.flatnonzero(rows["answers"][number] != IGNORE_INDEX):
+            key = int(rows["tokens"][number, position]) - 1
+            assert key < FACTS.num_changing, "lasting keys are not queried here"
+            queried += number >= 2 * FACTS.distance
+            correct += number >= 2 * FACTS.distance and memory.get(key) == rows["answers"][number, position]
+        stated = stated_pairs(rows["tokens"][number], FACTS.tokens)
         assert len(stated) >= 3
-        carried = rows["stated"][number] - [1, 1 + FACTS.tokens.num_keys]
-        assert {tuple(pair) for pair in carried.tolist()} <= set(stated)
-        for key, value in carried.tolist():
-            changed += known.get(key, value) != value
-            known[key] = value
-    assert right == asked_ever > 300
-    assert changed > 50, "and values do change"
+        facts_of_segment = rows["stated"][number] - [1, 1 + FACTS.tokens.num_keys]
+        assert {tuple(pair) for pair in facts_of_segment.tolist()} <= set(stated)
+        for key, value in facts_of_segment.tolist():
+            changed += memory.get(key, value) != value
+            memory[key] = value
+    assert correct == queried > 300
+    assert changed > 50, "values must change for the test to mean anything"
 
 
-def test_what_was_never_stated_has_no_answer() -> None:
-    rows = every(FACTS, 60)
-    known: set[int] = set()
+def test_queries_of_unstated_keys_are_ignored() -> None:
+    rows = read_rows(FACTS, 60)
+    stated_keys: set[int] = set()
     answered = []
     for number in range(60):
-        asked = np.flatnonzero(rows["tokens"][number] == QUERY_TOKEN) + 1
-        for place in asked:
-            is_known = int(rows["tokens"][number, place]) in known
-            assert (rows["answers"][number, place] != IGNORE_INDEX) == is_known
-            answered.append((number, is_known))
-        known |= set(rows["stated"][number, :, 0].tolist())
-    assert not any(is_known for number, is_known in answered if number < FACTS.distance)
-    assert all(is_known for number, is_known in answered if number >= 2 * FACTS.distance)
+        positions = np.flatnonzero(rows["tokens"][number] == QUERY_TOKEN) + 1
+        for position in positions:
+            is_stated = int(rows["tokens"][number, position]) in stated_keys
+            assert (rows["answers"][number, position] != IGNORE_INDEX) == is_stated
+            answered.append((number, is_stated))
+        stated_keys |= set(rows["stated"][number, :, 0].tolist())
+    assert not any(is_stated for number, is_stated in answered if number < FACTS.distance)
+    assert all(is_stated for number, is_stated in answered if number >= 2 * FACTS.distance)
     task = RecallFacts.model_construct()
     first = {name: array[: FACTS.distance] for name, array in rows.items()}
     assert task.counts(first) == {"loss": 0.0}
 
 
-def test_a_statement_is_asked_for_long_before_the_key_is_stated_anew() -> None:
-    rows = every(FACTS, 300)
+def test_queries_come_one_to_two_distances_after_the_statement() -> None:
+    rows = read_rows(FACTS, 300)
     last: dict[int, int] = {}
     gaps = []
     for number in range(300):
@@ -136,15 +136,15 @@ def test_a_statement_is_asked_for_long_before_the_key_is_stated_anew() -> None:
     assert set(gaps) == set(range(FACTS.distance, 2 * FACTS.distance))
 
 
-def test_what_lasts_is_stated_alike_in_every_epoch_and_asked_for_elsewhere() -> None:
-    rows, first = every(FACTS, 200), FACTS.num_changing + 1
-    said = {tuple(pair) for pair in rows["stated"].reshape(-1, 2).tolist() if pair[0] >= first}
-    assert len(said) == 4, "one value each"
-    asked = every(Lasting(FACTS, 2))
-    for tokens, answers in zip(asked["tokens"], asked["answers"], strict=True):
-        for place in np.flatnonzero(answers != IGNORE_INDEX):
-            assert (tokens[place], answers[place] + 1 + FACTS.tokens.num_keys) in said
-    assert not pairs(asked["tokens"].reshape(-1), FACTS.tokens)
+def test_lasting_facts_are_constant_and_queried_in_evaluation_only() -> None:
+    rows, first = read_rows(FACTS, 200), FACTS.num_changing + 1
+    stated = {tuple(pair) for pair in rows["stated"].reshape(-1, 2).tolist() if pair[0] >= first}
+    assert len(stated) == 4, "one value for each lasting key"
+    lasting = read_rows(Lasting(FACTS, 2))
+    for tokens, answers in zip(lasting["tokens"], lasting["answers"], strict=True):
+        for position in np.flatnonzero(answers != IGNORE_INDEX):
+            assert (tokens[position], answers[position] + 1 + FACTS.tokens.num_keys) in stated
+    assert not stated_pairs(lasting["tokens"].reshape(-1), FACTS.tokens)
 
 
 # The models
@@ -157,22 +157,22 @@ def streams_task(folder: Path, **changes: Any) -> RecallStreams:
     return task
 
 
-def test_a_stream_in_parts_is_the_stream_as_a_whole(tmp_path: Path) -> None:
-    """Memory is an argument and a result, and all that passes."""
+def test_a_stream_in_segments_equals_one_forward(tmp_path: Path) -> None:
+    """Memory is an argument and a result, and the only state that passes between segments."""
     model = build_models(streams_task(tmp_path), 0)["model"].eval()
     tokens = torch.randint(0, 15, (3, 5, 4))
-    whole, end = model(tokens)
+    expected, end = model(tokens)
     memory, parts = None, []
     for segment in range(5):
         scores, memory = model(tokens[:, segment : segment + 1], memory, clock=segment)
         parts.append(scores)
-    torch.testing.assert_close(torch.cat(parts, dim=1), whole)
-    assert (end.time == 4).all(), "and a tick is a segment"
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected)
+    assert (end.time == 4).all(), "time is counted in segments"
     for a, b in zip(memory, end, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_without_memory_a_segment_knows_of_no_other(tmp_path: Path) -> None:
+def test_without_memory_segments_are_independent(tmp_path: Path) -> None:
     model = build_models(streams_task(tmp_path), 0)["model"].eval()
     tokens = torch.randint(0, 15, (2, 3, 4))
     other = tokens.clone()
@@ -195,7 +195,7 @@ def test_a_segment_may_be_one_token_and_a_stream_one_segment(tmp_path: Path, kin
 def test_every_weight_of_a_memory_has_a_gradient(tmp_path: Path) -> None:
     task = streams_task(tmp_path)
     model = build_models(task, 0)["model"]
-    rows = every(Streams(Tokens(6, 4, 4), 4, 2, 1, 2, seed=0, first=0, count=8))
+    rows = read_rows(Streams(Tokens(6, 4, 4), 4, 2, 1, 2, seed=0, first=0, count=8))
     batch = {name: torch.from_numpy(array) for name, array in rows.items()}
     total, _ = task.loss({"model": model}, batch, None).terms["loss"]  # type: ignore[arg-type]
     total.backward()
@@ -205,13 +205,13 @@ def test_every_weight_of_a_memory_has_a_gradient(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["transformer", "ssm", "hybrid"])
-def test_its_trunk_is_that_of_a_language_model(tmp_path: Path, kind: str) -> None:
-    """So that a run of several tasks can share it."""
+def test_the_trunk_is_shared_with_a_language_model(tmp_path: Path, kind: str) -> None:
+    """A multi-task run can then share it."""
     task = streams_task(tmp_path, **{"model.kind": kind, "model.num_layers": 3})
     language = Transformer(task.shape.model_copy(update={"vocab_size": 99}))
     plan = shared_layers({"recall": build_models(task, 0)["model"], "language": language})
     assert {name.partition(".")[0] for name in plan} == {"layers"}
-    # The last layer of a language model with one table for reading and telling is its own.
+    # The last layer of a language model with tied embeddings is not shared.
     assert {name.split(".")[1] for name in plan} >= {"0", "1"}
 
 
@@ -225,27 +225,27 @@ def facts_task(folder: Path, **changes: Any) -> RecallFacts:
 def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     task = facts_task(tmp_path)
     model = build_models(task, 0)["model"]
-    now = dict(model.named_buffers())
+    buffers = dict(model.named_buffers())
     stated = torch.tensor([[[1, 11]], [[2, 12]], [[1, 13]]])
-    before = {name: tensor.clone() for name, tensor in now.items()}
-    new = task.update(now, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
-    assert all(torch.equal(before[name], now[name]) for name in before), "pure"
+    before = {name: tensor.clone() for name, tensor in buffers.items()}
+    new = task.update(buffers, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
+    assert all(torch.equal(before[name], buffers[name]) for name in before), "update must not modify its arguments"
     assert {f"memory.{name}" for name in memories.flatten_memory(model.memory.state())} == set(new)
     memory = memories.unflatten_memory({name.removeprefix("memory."): tensor for name, tensor in new.items()})
-    found = memories.search(memory, model.codes[torch.tensor([1, 2, 3])], 1, same=0.95)
-    assert torch.equal(found.values[:2, 0], model.codes[torch.tensor([13, 12])]), "the last one counts"
-    assert found.scores[2, 0] < 0.95
+    matches = memories.search(memory, model.codes[torch.tensor([1, 2, 3])], 1, same=0.95)
+    assert torch.equal(matches.values[:2, 0], model.codes[torch.tensor([13, 12])]), "the last statement of a key counts"
+    assert matches.scores[2, 0] < 0.95
     assert memory.episodic.written[memory.episodic.valid].tolist() == [4, 4]
 
 
-def test_a_forward_changes_no_memory(tmp_path: Path) -> None:
+def test_a_forward_does_not_change_the_memory(tmp_path: Path) -> None:
     model = build_models(facts_task(tmp_path), 0)["model"]
     before = {name: tensor.clone() for name, tensor in model.named_buffers()}
     model(torch.randint(0, 15, (2, 8)))
     assert all(torch.equal(before[name], tensor) for name, tensor in model.named_buffers())
 
 
-def test_codes_are_a_function_of_the_seed_and_in_no_checkpoint(tmp_path: Path) -> None:
+def test_codes_depend_on_the_seed_and_are_not_in_checkpoints(tmp_path: Path) -> None:
     task = facts_task(tmp_path)
     a, b, c = (build_models(task, seed)["model"] for seed in (0, 0, 1))
     assert torch.equal(a.codes, b.codes)
@@ -253,7 +253,7 @@ def test_codes_are_a_function_of_the_seed_and_in_no_checkpoint(tmp_path: Path) -
     assert "codes" not in a.state_dict()
 
 
-# What a person can type
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -303,19 +303,19 @@ def test_codes_are_a_function_of_the_seed_and_in_no_checkpoint(tmp_path: Path) -
         ("recall/lasting", ["data.segment_length=5"], "cannot hold the queries as well; raise it to 6"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(
+def test_invalid_settings_are_refused_in_one_line(
     recipe: str, settings: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
 
     assert cli.main(["plan", "--check", recipe, *settings]) == 2
-    said = capsys.readouterr().err.strip()
-    assert re.search(message, said), said
-    assert "Traceback" not in said
-    assert len(said.splitlines()) <= 2
+    stderr = capsys.readouterr().err.strip()
+    assert re.search(message, stderr), stderr
+    assert "Traceback" not in stderr
+    assert len(stderr.splitlines()) <= 2
 
 
-def test_every_process_may_bring_a_batch_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many there are, a recipe need not say; batch_size alone is of all of them together."""
+def test_distance_is_checked_against_the_global_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """batch_size is global; with gradient accumulation it is per process, and WORLD_SIZE gives their number."""
     plain, own = ({"training.batch_size": 4}, {"training.batch_size": 2, "training.gradient_accumulation_steps": 2})
     for world, changes, is_refused in ((1, own, False), (2, plain, False), (2, own, True)):
         monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -334,25 +334,27 @@ def lasting_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return bottega.train("recall/lasting", small_recall.lasting(folder, **{"samples.every": 8})).path
 
 
-def test_a_run_keeps_its_memory_and_is_evaluated_with_it(lasting_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_hold_the_memory_that_evaluation_uses(
+    lasting_run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = bottega.load(lasting_run, checkpoint="last")
     assert len(memories.flatten_memory(saved.model.memory.state())) == 14
     assert saved.model.memory.state().semantic.valid.sum() == 4
     rows = [json.loads(line) for line in (lasting_run / "metrics.jsonl").read_text().splitlines()]
-    measured = [row for row in rows if row["kind"] == "eval"][-1]
+    logged = [row for row in rows if row["kind"] == "eval"][-1]
     capsys.readouterr()
     assert cli.main(["evaluate", str(lasting_run), "--checkpoint", "last", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["metrics"]
-    assert said == pytest.approx({name: measured[name] for name in said}, rel=1e-6)
-    assert set(said) == {"loss", "retrieval_accuracy", "retrieval_accuracy_without_memory"}
+    metrics = json.loads(capsys.readouterr().out)["metrics"]
+    assert metrics == pytest.approx({name: logged[name] for name in metrics}, rel=1e-6)
+    assert set(metrics) == {"loss", "retrieval_accuracy", "retrieval_accuracy_without_memory"}
     assert "predicted v" in (lasting_run / "samples" / "step-00000008" / "00.txt").read_text()
 
 
-def test_an_export_has_everything_that_answers(lasting_run: Path, tmp_path: Path) -> None:
+def test_an_export_includes_memory_and_codes(lasting_run: Path, tmp_path: Path) -> None:
     assert cli.main(["export", str(lasting_run), "--out", str(tmp_path / "out")]) == 0
-    held = load_file(tmp_path / "out" / "model.safetensors")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
     saved = bottega.load(lasting_run)
-    assert set(held) == {*saved.model.state_dict(), "codes"}
+    assert set(tensors) == {*saved.model.state_dict(), "codes"}
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["model_type"] == "bottega-recall"
     assert config["memory"]["episodic_slots"] == 16
@@ -366,7 +368,7 @@ def test_an_export_has_everything_that_answers(lasting_run: Path, tmp_path: Path
         (["evaluate", "--data", "x.txt"], "--data x.txt: the data of recall is generated"),
     ],
 )
-def test_verbs_that_make_no_sense_say_so(
+def test_unsupported_commands_are_refused(
     lasting_run: Path, verb: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -375,22 +377,22 @@ def test_verbs_that_make_no_sense_say_so(
     assert message in capsys.readouterr().err
 
 
-def test_there_is_nothing_to_prepare(capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_is_refused_for_generated_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["prepare", "recall"]) == 2
     assert "is generated during training" in capsys.readouterr().err
 
 
-# What it is for
+# Quality
 
 
-def trained(recipe: str, steps: int, folder: Path, **changes: Any) -> dict[str, float]:
-    """As the recipe has it, for fewer steps; the measures of what is held out."""
+def train_recipe(recipe: str, steps: int, folder: Path, **changes: Any) -> dict[str, float]:
+    """Train the recipe for `steps` steps and return the metrics on the held-out data."""
     settings = {"output_dir": str(folder), "training.max_steps": steps, "device": "cpu", **changes}
-    one = load_recipe([recipe, settings]).recipe
-    workload = registry.open_workload(one, progress=None)
-    engine = build_engine(one, workload.task)
-    loader = build_loader(one, workload.data.training(), engine, workload.data.order)
-    set_learning_rate_schedule(one, engine, total=steps, steps_per_epoch=100)
+    loaded = load_recipe([recipe, settings]).recipe
+    workload = registry.open_workload(loaded, progress=None)
+    engine = build_engine(loaded, workload.task)
+    loader = build_loader(loaded, workload.data.training(), engine, workload.data.order)
+    set_learning_rate_schedule(loaded, engine, total=steps, steps_per_epoch=100)
     stream = loader(0)
     for step in range(steps):
         engine.train_step(step, next(stream))
@@ -403,34 +405,34 @@ SHORT = {"data.distance": 4, "data.segment_length": 16, "data.num_pairs": 3, "da
 
 
 @pytest.mark.slow
-def test_memory_answers_and_nothing_else_does(tmp_path: Path) -> None:
-    """Half as far as the recipe goes, and so half as dear; a guess is right once in 16."""
-    found = trained("recall", 120, tmp_path, **SHORT)
-    assert found["retrieval_accuracy"] >= 0.95
-    assert all(found[f"distance_{d}/retrieval_accuracy"] >= 0.95 for d in range(1, 5))
-    assert found["retrieval_accuracy_without_memory"] < 0.12
-    bare = trained("recall", 80, tmp_path, **SHORT, **{"model.memory": None})
-    assert bare["retrieval_accuracy"] < 0.12
+def test_recall_is_accurate_with_memory_only(tmp_path: Path) -> None:
+    """Half the distance of the recipe, for half the cost; chance is 1 in 16."""
+    metrics = train_recipe("recall", 120, tmp_path, **SHORT)
+    assert metrics["retrieval_accuracy"] >= 0.95
+    assert all(metrics[f"distance_{d}/retrieval_accuracy"] >= 0.95 for d in range(1, 5))
+    assert metrics["retrieval_accuracy_without_memory"] < 0.12
+    without_memory = train_recipe("recall", 80, tmp_path, **SHORT, **{"model.memory": None})
+    assert without_memory["retrieval_accuracy"] < 0.12
 
 
 @pytest.mark.slow
-def test_facts_outlive_the_sequence_that_stated_them(tmp_path: Path) -> None:
-    found = trained("recall/lasting", 300, tmp_path)
-    assert found["retrieval_accuracy"] >= 0.95
-    assert found["retrieval_accuracy_without_memory"] < 0.3, "32 questions, and a guess is right once in 16"
+def test_lasting_memory_recalls_facts_of_earlier_sequences(tmp_path: Path) -> None:
+    metrics = train_recipe("recall/lasting", 300, tmp_path)
+    assert metrics["retrieval_accuracy"] >= 0.95
+    assert metrics["retrieval_accuracy_without_memory"] < 0.3, "32 queries; chance is 1 in 16"
 
 
 @pytest.mark.slow
-def test_two_ranks_remember_what_one_does(tmp_path: Path) -> None:
+def test_two_ranks_store_the_same_memory_as_one(tmp_path: Path) -> None:
 
-    alone = bottega.train("recall/lasting", small_recall.lasting(tmp_path, name="one")).path
+    single = bottega.train("recall/lasting", small_recall.lasting(tmp_path, name="one")).path
     keys = {**small_recall.lasting(tmp_path), "name": "two"}
-    words = [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in keys.items()]
+    assignments = [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in keys.items()]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *launch, "-m", "bottega", "train", "recall/lasting", *words]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    a, b = tensors(alone), tensors(tmp_path / "two")
+    command = [sys.executable, *launch, "-m", "bottega", "train", "recall/lasting", *assignments]
+    process = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert process.returncode == 0, process.stderr
+    a, b = tensors(single), tensors(tmp_path / "two")
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_allclose(b[name], a[name], rtol=1e-4, atol=2e-6, err_msg=name)

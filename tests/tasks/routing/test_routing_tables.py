@@ -1,4 +1,4 @@
-"""Tables of a person's own on their way to a model that routes: their columns by name, and what is said of a wrong one."""
+"""Routing on the user's own tables: columns matched by name, and errors that name the faulty column or cell."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from bottega.tasks.routing.workload import RoutingWorkload
 NAMES = [f"c{number}" for number in range(small_routing.INPUTS)]
 
 
-def table(path: Path, *, columns: Sequence[str] = (*NAMES, "rule", "label"), **changed: Any) -> str:
-    """The rows of small_routing with named columns; `changed` gives a column other values, or one more."""
+def write_table(path: Path, *, columns: Sequence[str] = (*NAMES, "rule", "label"), **changed: Any) -> str:
+    """Write the rows of small_routing as CSV with named columns; `changed` replaces a column or adds one."""
     rows = small_routing.rows(96)
-    known: dict[str, Any] = {name: rows["x"][:, i] for i, name in enumerate(NAMES)}
-    known |= {"rule": rows["rule"], "label": rows["label"], **changed}
+    values: dict[str, Any] = {name: rows["x"][:, i] for i, name in enumerate(NAMES)}
+    values |= {"rule": rows["rule"], "label": rows["label"], **changed}
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
-        writer.writerows(zip(*(known[name] for name in columns), strict=True))
+        writer.writerows(zip(*(values[name] for name in columns), strict=True))
     return str(path)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables")
-    data = {"data.train.path": table(folder / "own.csv"), "training.max_steps": 4}
+    data = {"data.train.path": write_table(folder / "own.csv"), "training.max_steps": 4}
     return small_routing.train(folder, **data, name="run").path
 
 
-def refused(folder: Path, path: str, **changes: Any) -> str:
+def refusal_message(folder: Path, path: str, **changes: Any) -> str:
     with pytest.raises(DataError) as caught:
         small_routing.train(folder, **{"data.train.path": path, **changes})
     assert caught.value.code == 3
@@ -51,49 +51,51 @@ def refused(folder: Path, path: str, **changes: Any) -> str:
     return str(caught.value)
 
 
-def test_columns_in_another_order_are_the_same_rows(run: Path, tmp_path: Path) -> None:
+def test_the_order_of_columns_does_not_matter(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
-    found = saved.evaluate(table(tmp_path / "own.csv", columns=["rule", *NAMES, "label"]))
-    permuted = table(tmp_path / "permuted.csv", columns=["label", *reversed(NAMES), "rule"])
-    assert saved.evaluate(permuted) == pytest.approx(found)
+    metrics = saved.evaluate(write_table(tmp_path / "own.csv", columns=["rule", *NAMES, "label"]))
+    permuted = write_table(tmp_path / "permuted.csv", columns=["label", *reversed(NAMES), "rule"])
+    assert saved.evaluate(permuted) == pytest.approx(metrics)
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         (["other", *NAMES[1:], "label"], "has no column 'c0' and has unknown columns 'other'"),
         ([*NAMES[:-1], "label"], "has no column 'c7'; the inputs are 'c0'"),
         ([*NAMES, "other", "label"], "has unknown columns 'other'"),
     ],
 )
-def test_other_columns_are_refused(run: Path, tmp_path: Path, columns: list[str], said: str) -> None:
-    path = table(tmp_path / "other.csv", columns=columns, other=np.ones(96))
+def test_missing_and_unknown_columns_are_refused_by_name(
+    run: Path, tmp_path: Path, columns: list[str], message: str
+) -> None:
+    path = write_table(tmp_path / "other.csv", columns=columns, other=np.ones(96))
     with pytest.raises(DataError) as caught:
         bottega.load(run).evaluate(path)
-    assert str(caught.value).startswith(f"{path}: {said}")
+    assert str(caught.value).startswith(f"{path}: {message}")
 
 
-def test_numbers_without_names_are_refused_where_there_were_names(run: Path, tmp_path: Path) -> None:
+def test_unnamed_columns_are_refused_after_training_on_named_ones(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no column names; this run was trained on the columns 'c0'"):
         bottega.load(run).evaluate(small_routing.written(tmp_path))
 
 
 def test_a_rule_without_an_expert_is_refused_by_its_row(run: Path, tmp_path: Path) -> None:
-    path = table(tmp_path / "r5.csv", rule=[0, 1, 2, 4] * 24)
+    path = write_table(tmp_path / "r5.csv", rule=[0, 1, 2, 4] * 24)
     with pytest.raises(DataError) as caught:
         bottega.load(run).evaluate(path)
     assert str(caught.value).startswith("r5.csv:5: has rule 4, but this run has 3 experts")
 
 
-def test_a_column_of_words_is_left_out_and_said(run: Path, tmp_path: Path) -> None:
-    path = table(tmp_path / "city.csv", columns=["city", *NAMES, "rule", "label"], city=["Rome", ""] * 48)
-    found = small_routing.train(tmp_path, **{"data.train.path": path, "training.max_steps": 1})
-    assert "column 'city' is not numeric and is left out" in (found.path / "log.txt").read_text()
-    assert bottega.load(found.path).workload.metadata.columns == tuple(NAMES)
+def test_a_column_of_text_is_left_out_and_logged(run: Path, tmp_path: Path) -> None:
+    path = write_table(tmp_path / "city.csv", columns=["city", *NAMES, "rule", "label"], city=["Rome", ""] * 48)
+    result = small_routing.train(tmp_path, **{"data.train.path": path, "training.max_steps": 1})
+    assert "column 'city' is not numeric and is left out" in (result.path / "log.txt").read_text()
+    assert bottega.load(result.path).workload.metadata.columns == tuple(NAMES)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [
         ("abc", "own.csv, line 4: column 'c3' is 'abc', which is not a number"),
         ("nan", "own.csv, line 4: column 'c3' is nan, which is not finite; replace it, or remove the row"),
@@ -101,21 +103,23 @@ def test_a_column_of_words_is_left_out_and_said(run: Path, tmp_path: Path) -> No
         ("1e300", "own.csv, line 4: column 'c3' is 1e+300, above the largest float32, 3.4e+38"),
     ],
 )
-def test_a_cell_that_is_no_number_is_named(tmp_path: Path, value: str, said: str) -> None:
+def test_a_cell_that_is_not_a_finite_number_is_refused_by_line_and_column(
+    tmp_path: Path, value: str, message: str
+) -> None:
     cells = ["1"] * 96
     cells[2] = value
-    assert said in refused(tmp_path, table(tmp_path / "own.csv", c3=cells))
+    assert message in refusal_message(tmp_path, write_table(tmp_path / "own.csv", c3=cells))
 
 
-def test_labels_that_are_none(tmp_path: Path) -> None:
+def test_label_columns_with_unusable_values_are_refused(tmp_path: Path) -> None:
     message = (
         "own.csv: 96 rows have 96 different labels, so this column is probably not the label; "
         "name the right one with data.train.label"
     )
-    assert refused(tmp_path, table(tmp_path / "own.csv", label=range(96))).endswith(message)
-    one = refused(tmp_path, table(tmp_path / "own.csv", label=[1] * 96))
-    assert "all of the class '1'" in one
-    assert "name another column with data.train.label" in one
+    assert refusal_message(tmp_path, write_table(tmp_path / "own.csv", label=range(96))).endswith(message)
+    message_of_one_class = refusal_message(tmp_path, write_table(tmp_path / "own.csv", label=[1] * 96))
+    assert "all of the class '1'" in message_of_one_class
+    assert "name another column with data.train.label" in message_of_one_class
     with pytest.raises(DataError, match=r"; raise data.num_samples$"):
         small_routing.train(
             tmp_path,
@@ -123,40 +127,40 @@ def test_labels_that_are_none(tmp_path: Path) -> None:
         )
 
 
-def test_rows_are_told_by_the_command(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = table(tmp_path / "new.csv", columns=["id", *reversed(NAMES)], id=range(96))
+def test_predict_prints_class_expert_and_row(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_table(tmp_path / "new.csv", columns=["id", *reversed(NAMES)], id=range(96))
     assert cli.main(["predict", str(run), "--data", path, "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["predictions"]
     assert rows == bottega.predict(run, data=path)
     assert [row["row"] for row in rows[:2]] == ["new.csv:2", "new.csv:3"]
     saved = bottega.load(run)
     with saved.engine.sampling() as models:
-        chances, chosen = saved.workload.predict_with_experts(
+        probabilities, chosen = saved.workload.predict_with_experts(
             models, small_routing.rows(96)["x"], device=saved.engine.device
         )
-    assert [row["predicted"] for row in rows] == [str(label) for label in chances.argmax(1)]
-    np.testing.assert_allclose([row["probability"] for row in rows], chances.max(1), rtol=1e-5)
+    assert [row["predicted"] for row in rows] == [str(label) for label in probabilities.argmax(1)]
+    np.testing.assert_allclose([row["probability"] for row in rows], probabilities.max(1), rtol=1e-5)
     assert [row["expert"] for row in rows] == chosen[:, 0].tolist()
     assert cli.main(["predict", str(run), "--data", path]) == 0
     assert capsys.readouterr().out.splitlines()[0].split("\t")[2:] == [f"e{chosen[0, 0]}", "new.csv:2"]
-    for words, said in (([], "give a table with --data FILE"), (["a text"], "rows of numbers, not texts")):
-        assert cli.main(["predict", str(run), *words]) == 2
-        assert said in capsys.readouterr().err
-    bad = table(tmp_path / "bad.csv", columns=["other", *NAMES[1:]], other=np.ones(96))
+    for arguments, message in (([], "give a table with --data FILE"), (["a text"], "rows of numbers, not texts")):
+        assert cli.main(["predict", str(run), *arguments]) == 2
+        assert message in capsys.readouterr().err
+    bad = write_table(tmp_path / "bad.csv", columns=["other", *NAMES[1:]], other=np.ones(96))
     assert cli.main(["predict", str(run), "--data", bad]) == 3
     assert "has no column 'c0'" in capsys.readouterr().err
 
 
-def test_a_few_measures_are_followed_and_all_are_kept(run: Path) -> None:
+def test_the_log_shows_headline_metrics_and_the_file_has_all(run: Path) -> None:
     saved, lines = bottega.load(run), (run / "log.txt").read_text().splitlines()
     line = next(line for line in lines if "validation" in line)
     shown = ["loss", "accuracy", "load_entropy", "rule_information"]
     assert [name for name in saved.workload.metrics if f" {name} " in line] == shown
-    kept = next(row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "eval")
-    assert set(saved.workload.metrics) <= set(kept)
+    record = next(row for row in read_metrics(run / "metrics.jsonl") if row["kind"] == "eval")
+    assert set(saved.workload.metrics) <= set(record)
 
 
-def test_a_sequence_shows_each_source() -> None:
+def test_headline_metrics_of_a_sequence_include_each_source() -> None:
     recipe = load_recipe(["routing/continual"]).recipe
     workload = RoutingWorkload.__new__(RoutingWorkload)
     workload.recipe = recipe  # type: ignore[assignment]
@@ -167,27 +171,27 @@ def test_a_sequence_shows_each_source() -> None:
     )
 
 
-def test_the_first_choice_is_called_so() -> None:
+def test_description_names_the_first_of_several_experts() -> None:
     counts, load = np.array([[3, 1], [0, 4]]), np.array([0.4, 0.6])
-    given: dict[str, Any] = {"accuracy": 0.5, "bayes": None, "samples": "8 samples", "load": load, "firing": None}
-    assert "mutual information of rule and expert)" in describe_routing(**given, counts=counts, top_k=1)
-    several = describe_routing(**given, counts=counts, top_k=2)
+    fields: dict[str, Any] = {"accuracy": 0.5, "bayes": None, "samples": "8 samples", "load": load, "firing": None}
+    assert "mutual information of rule and expert)" in describe_routing(**fields, counts=counts, top_k=1)
+    several = describe_routing(**fields, counts=counts, top_k=2)
     assert "mutual information of rule and the first of 2 experts)" in several
     assert several.count("the first of 2 experts") == 2
 
 
-def test_shares_of_a_picture_add_up_to_one() -> None:
-    draw = np.random.default_rng(0)
+def test_formatted_fractions_add_up_to_one() -> None:
+    rng = np.random.default_rng(0)
     for size in (1, 2, 3, 7, 30):
         for _ in range(50):
-            counts = draw.integers(0, 50, size)
-            shown = [float(words) for words in format_fractions(counts)]
+            counts = rng.integers(0, 50, size)
+            shown = [float(text) for text in format_fractions(counts)]
             assert round(sum(shown), 6) == (1 if counts.sum() else 0)
             np.testing.assert_allclose(shown, counts / max(1, counts.sum()), atol=0.0101)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"online": True, "training.num_epochs": 3},
@@ -202,14 +206,14 @@ def test_shares_of_a_picture_add_up_to_one() -> None:
         ({"online": True, "data.online": False}, "disagrees with online at settings: false and true for data.online"),
     ],
 )
-def test_a_plan_finds_what_training_would_refuse(settings: dict[str, Any], said: str) -> None:
+def test_check_recipe_refuses_what_training_would_refuse(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_recipe(["routing", settings])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_other_numbers_of_experts_are_fine_where_the_rules_are_not_known_or_not_told(tmp_path: Path) -> None:
+def test_any_number_of_experts_is_accepted_without_rules_or_routing_loss(tmp_path: Path) -> None:
     check_recipe(["routing", {"model.num_experts": 3, "model.routing_loss_weight": 0.0}])
-    check_recipe(["routing", {"model.num_experts": 3, "data.train.path": table(tmp_path / "own.csv")}])
+    check_recipe(["routing", {"model.num_experts": 3, "data.train.path": write_table(tmp_path / "own.csv")}])
     check_recipe(["routing", {"online": True}])

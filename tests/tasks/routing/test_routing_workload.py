@@ -1,4 +1,4 @@
-"""A run of the task routing, from its rows to its export, and what it refuses."""
+"""A run of the routing task from its rows to its export, and the settings and data it refuses."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from bottega.tasks.recipes import check_recipe, load_recipe
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("routing")
-    longer = {"training.max_steps": 150, "training.batch_size": 32, "training.learning_rate": 5e-3}
+    schedule = {"training.max_steps": 150, "training.batch_size": 32, "training.learning_rate": 5e-3}
     spiking = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
     data = {"data.train.path": str(small_routing.written(folder, "many.npz", count=600))}
-    watched = {"samples.every": 150, "evaluation.every": 150}
-    return small_routing.train(folder, **longer, **spiking, **data, **watched, name="run")
+    cadences = {"samples.every": 150, "evaluation.every": 150}
+    return small_routing.train(folder, **schedule, **spiking, **data, **cadences, name="run")
 
 
-def prepared(folder: Path, **changes: Any) -> Any:
+def open_workload(folder: Path, **changes: Any) -> Any:
     recipe = load_recipe(["routing", small_routing.settings(folder, **changes)]).recipe
     return registry.open_workload(recipe, progress=lambda stage, done, total: None)
 
 
-# What a run does
+# Runs, exports and fine-tuning
 
 
-def test_it_learns_the_rules_and_says_so(run: Any) -> None:
+def test_training_learns_the_rules_and_writes_samples(run: Any) -> None:
     metrics = run.metrics
     assert metrics["accuracy"] > 0.8
     assert metrics["rule_information"] > 0.9
@@ -49,24 +49,24 @@ def test_it_learns_the_rules_and_says_so(run: Any) -> None:
     assert sum(metrics[f"load/{expert}"] for expert in range(3)) == pytest.approx(1)
     assert 0 < metrics["firing_rate"] < 1
     assert 0 <= metrics["dead"] < 0.5
-    words = (run.path / "samples" / "step-00000150" / "00.txt").read_text()
+    text = (run.path / "samples" / "step-00000150" / "00.txt").read_text()
     for word in ("accuracy", "load entropy", "information", "firing rate"):
-        assert word in words
-    for picture in ("experts.png", "spikes.png"):
-        assert (run.path / "samples" / "step-00000150" / picture).read_bytes().startswith(b"\x89PNG")
+        assert word in text
+    for name in ("experts.png", "spikes.png"):
+        assert (run.path / "samples" / "step-00000150" / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_an_evaluation_is_that_of_training_and_reads_other_rows(run: Any, tmp_path: Path) -> None:
+def test_evaluate_repeats_the_metrics_of_training_and_accepts_new_rows(run: Any, tmp_path: Path) -> None:
     again = bottega.load(run.path, checkpoint="last").evaluate()
     assert {name: again[name] for name in run.metrics} == pytest.approx(run.metrics)
-    fresh = small_routing.written(tmp_path, count=300, seed=9)
-    found = bottega.load(run.path).evaluate(fresh)
-    assert found["accuracy"] > 0.75
-    blind = bottega.load(run.path).evaluate(
+    new_rows = small_routing.written(tmp_path, count=300, seed=9)
+    metrics = bottega.load(run.path).evaluate(new_rows)
+    assert metrics["accuracy"] > 0.75
+    without_rules = bottega.load(run.path).evaluate(
         small_routing.written(tmp_path, "blind.npz", count=300, seed=9, without=("rule",))
     )
-    assert blind["accuracy"] == found["accuracy"]
-    assert "rule_information" not in blind
+    assert without_rules["accuracy"] == metrics["accuracy"]
+    assert "rule_information" not in without_rules
 
 
 def test_rows_of_other_widths_and_labels_are_refused(run: Any, tmp_path: Path) -> None:
@@ -79,27 +79,27 @@ def test_rows_of_other_widths_and_labels_are_refused(run: Any, tmp_path: Path) -
         saved.evaluate(tmp_path / "odd.npz")
 
 
-def test_an_export_is_a_start(run: Any, tmp_path: Path) -> None:
+def test_training_can_start_from_an_export(run: Any, tmp_path: Path) -> None:
     saved = bottega.load(run.path)
     folder = saved.export(tmp_path / "exported")
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "bottega-routing"
     sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32, "model.from": str(folder)}
-    workload = prepared(tmp_path, **sizes)
+    workload = open_workload(tmp_path, **sizes)
     built = build_models(workload.task, 7)["model"].eval()
     for name, value in saved.model.state_dict().items():
         assert torch.equal(built.state_dict()[name], value), name
     x = torch.from_numpy(small_routing.rows(20)["x"])
     saved.model.eval()
-    assert torch.equal(built(x).logits, saved.model(x).logits), "with the scale that its weights were learnt with"
+    assert torch.equal(built(x).logits, saved.model(x).logits), "inputs are standardised as in the exported run"
     with pytest.raises(UsageError, match=r"model.from: .* has hidden_size 32 \(here 16\); set model.hidden_size=32"):
-        prepared(tmp_path, **{**sizes, "model.hidden_size": 16})
+        open_workload(tmp_path, **{**sizes, "model.hidden_size": 16})
     with pytest.raises(UsageError, match="is not an exported routing model"):
-        prepared(tmp_path, **{**sizes, "model.from": str(run.path / "processor")})
+        open_workload(tmp_path, **{**sizes, "model.from": str(run.path / "processor")})
 
 
-def test_a_start_may_be_trained_in_another_way(run: Any, tmp_path: Path) -> None:
-    """No weight depends on who sits out a step, on the room, or on what evens out the load."""
+def test_fine_tuning_may_change_dropout_capacity_and_balance(run: Any, tmp_path: Path) -> None:
+    """No weight depends on expert dropout, on the capacity, or on the load balancing method."""
     folder = bottega.load(run.path).export(tmp_path / "exported")
     sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32, "model.from": str(folder)}
     for changes in (
@@ -107,19 +107,19 @@ def test_a_start_may_be_trained_in_another_way(run: Any, tmp_path: Path) -> None
         {"model.capacity_factor": 1.5, "model.balance": "bias"},
         {"model.expert_capacity": 9, "model.balance": "none"},
     ):
-        build_models(prepared(tmp_path, **sizes, **changes).task, 0)
+        build_models(open_workload(tmp_path, **sizes, **changes).task, 0)
     dropped = small_routing.train(tmp_path, **sizes, **{"model.expert_dropout": 0.5, "training.max_steps": 2})
     assert "experts.router.absent" in bottega.load(dropped.path).model.state_dict()
     again = bottega.load(dropped.path).export(tmp_path / "again")
-    build_models(prepared(tmp_path, **{**sizes, "model.from": str(again)}).task, 0)
+    build_models(open_workload(tmp_path, **{**sizes, "model.from": str(again)}).task, 0)
     biased = small_routing.train(tmp_path, **sizes, **{"model.balance": "bias", "training.max_steps": 2})
     again = bottega.load(biased.path).export(tmp_path / "biased")
     with pytest.raises(UsageError, match=r"has balance \'bias\' \(here \'loss\'\); set model.balance=bias"):
-        prepared(tmp_path, **{**sizes, "model.from": str(again)})
+        open_workload(tmp_path, **{**sizes, "model.from": str(again)})
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model.top_k": 2}, "has top_k 1 (here 2); set model.top_k=1"),
         ({"model.shared_experts": 1}, "has shared_experts 0 (here 1); set model.shared_experts=0"),
@@ -128,57 +128,61 @@ def test_a_start_may_be_trained_in_another_way(run: Any, tmp_path: Path) -> None
         ({"model.num_layers": 1}, "has num_layers 2 (here 1); set model.num_layers=2"),
     ],
 )
-def test_a_start_says_which_field_is_another(run: Any, changes: Any, said: str, tmp_path: Path) -> None:
+def test_a_base_model_of_another_shape_is_refused_by_field(
+    run: Any, changes: Any, message: str, tmp_path: Path
+) -> None:
     sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
     with pytest.raises(UsageError) as caught:
-        prepared(tmp_path, **{**sizes, "model.from": str(bottega.load(run.path).export(tmp_path / "out")), **changes})
-    assert str(caught.value).endswith(said)
+        open_workload(
+            tmp_path, **{**sizes, "model.from": str(bottega.load(run.path).export(tmp_path / "out")), **changes}
+        )
+    assert str(caught.value).endswith(message)
 
 
-def test_a_start_tells_the_same_labels(run: Any, tmp_path: Path) -> None:
+def test_a_base_model_with_other_labels_is_refused(run: Any, tmp_path: Path) -> None:
     rows = small_routing.rows(96)
     np.savez(tmp_path / "named.npz", **{**rows, "label": np.array(["cold", "warm"])[rows["label"]]})
     sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
     start = {"model.from": str(bottega.load(run.path).export(tmp_path / "out"))}
     with pytest.raises(UsageError, match="has label 0 where the data here has cold; use data with the same labels"):
-        prepared(tmp_path, **sizes, **start, **{"data.train.path": str(tmp_path / "named.npz")})
+        open_workload(tmp_path, **sizes, **start, **{"data.train.path": str(tmp_path / "named.npz")})
 
 
-def test_rows_are_answered(run: Any) -> None:
+def test_predict_returns_class_probabilities(run: Any) -> None:
     saved, rows = bottega.load(run.path), small_routing.rows(300, seed=5)
     with saved.engine.sampling() as models:
-        chances = saved.workload.predict(models, rows["x"], device=saved.engine.device, batch_size=64)
+        probabilities = saved.workload.predict(models, rows["x"], device=saved.engine.device, batch_size=64)
         with pytest.raises(UsageError, match=r"reads rows of 8 numbers"):
             saved.workload.predict(models, rows["x"][:, :3], device=saved.engine.device)
-    np.testing.assert_allclose(chances.sum(1), 1, rtol=1e-5)
-    assert (chances.argmax(1) == rows["label"]).mean() > 0.75
+    np.testing.assert_allclose(probabilities.sum(1), 1, rtol=1e-5)
+    assert (probabilities.argmax(1) == rows["label"]).mean() > 0.75
 
 
-def test_columns_of_any_size_are_learnt_from(tmp_path: Path) -> None:
-    """A table of people: one column in the thousands, one that never changes."""
+def test_columns_of_any_scale_are_learned(tmp_path: Path) -> None:
+    """The columns range over eight orders of magnitude, and one is constant."""
     rows = small_routing.rows(120)
     rows["x"] = rows["x"] * np.logspace(-4, 4, 8, dtype=np.float32)
     rows["x"] = np.hstack([rows["x"], np.full((120, 1), 5, np.float32)])
     np.savez(tmp_path / "wild.npz", **rows)
     settings = {**small_routing.settings(tmp_path), "data.train.path": str(tmp_path / "wild.npz")}
-    longer = {"training.max_steps": 100, "training.batch_size": 32, "training.learning_rate": 1e-2}
-    assert bottega.train("routing", {**settings, **longer}).metrics["accuracy"] > 0.75
+    schedule = {"training.max_steps": 100, "training.batch_size": 32, "training.learning_rate": 1e-2}
+    assert bottega.train("routing", {**settings, **schedule}).metrics["accuracy"] > 0.75
 
 
-def test_several_experts_room_and_dropout_train(tmp_path: Path) -> None:
+def test_top_k_capacity_and_expert_dropout_train_together(tmp_path: Path) -> None:
     options = {"model.top_k": 2, "model.capacity_factor": 0.5, "model.expert_dropout": 0.3, "model.balance": "bias"}
     changes = {"model.shared_experts": 1, "model.z_weight": 1e-3, "training.label_smoothing": 0.1}
-    found = small_routing.train(tmp_path, **options, **changes)
-    steps = [row for row in found.history() if row["kind"] == "train"]
+    result = small_routing.train(tmp_path, **options, **changes)
+    steps = [row for row in result.history() if row["kind"] == "train"]
     assert any(row["drop_rate"] > 0 for row in steps)
-    assert found.metrics["loss"] < 2
+    assert result.metrics["loss"] < 2
 
 
-# What it shares
+# Shared layers
 
 
-def test_a_text_model_of_state_spaces_shares_the_trunk(tmp_path: Path) -> None:
-    workload = prepared(tmp_path, **{"model.trunk": "state_space", "model.num_layers": 2, "model.token_size": 3})
+def test_a_state_space_language_model_shares_the_trunk(tmp_path: Path) -> None:
+    workload = open_workload(tmp_path, **{"model.trunk": "state_space", "model.num_layers": 2, "model.token_size": 3})
     ssm = workload.metadata.shape.ssm
     assert ssm == SSMShape(hidden_size=16, head_size=32, norm_epsilon=1e-6)
     text = TransformerShape(
@@ -191,11 +195,11 @@ def test_a_text_model_of_state_spaces_shares_the_trunk(tmp_path: Path) -> None:
     assert {f"layers.{name}" for name in own} == set(plan)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model.top_k": 4}, "top_k 4 is more than num_experts 3; lower top_k"),
         ({"model.expert_capacity": 0}, "model.expert_capacity: must be greater than 0, got 0"),
@@ -213,15 +217,15 @@ def test_a_text_model_of_state_spaces_shares_the_trunk(tmp_path: Path) -> None:
         ({"model.num_experts": 1}, "routing_loss_weight needs several experts"),
     ],
 )
-def test_a_model_that_cannot_be(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_model_settings_are_refused_by_key(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         check_recipe(["routing", small_routing.settings(tmp_path, **changes)])
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("without", "changes", "said", "code"),
+    ("without", "changes", "message", "code"),
     [
         (("rule",), {}, "model.routing_loss_weight: 0.5 needs the correct expert of each row", 2),
         (
@@ -234,13 +238,13 @@ def test_a_model_that_cannot_be(changes: dict[str, Any], said: str, tmp_path: Pa
         ((), {"model.trunk": "state_space", "model.ssm_head_size": 7}, "head_size 7 does not divide", 2),
     ],
 )
-def test_data_that_does_not_fit(
-    without: tuple[str, ...], changes: dict[str, Any], said: str, code: int, tmp_path: Path
+def test_data_that_does_not_fit_the_model_is_refused(
+    without: tuple[str, ...], changes: dict[str, Any], message: str, code: int, tmp_path: Path
 ) -> None:
     settings = {**small_routing.settings(tmp_path, **changes)}
     small_routing.written(tmp_path, without=without)
     with pytest.raises(BottegaError) as caught:
         registry.open_workload(load_recipe(["routing", settings]).recipe, progress=lambda stage, done, total: None)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
     assert caught.value.code == code
