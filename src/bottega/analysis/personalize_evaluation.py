@@ -62,9 +62,11 @@ class RecordTable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def record(self, index: int) -> Record: ...
+    def record(self, index: int) -> Record:
+        """Return the record of one user."""
 
-    def image(self, item: Item) -> np.ndarray: ...
+    def image(self, item: Item) -> np.ndarray:
+        """Return the image of an item, uint8 (height, width, 3)."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ MIN_STANDARD_ERRORS = 3.5
 
 
 class Stream(Protocol):
+    """Returns the batch of a step, always the same for the same step."""
+
     def __call__(self, step: int) -> Any: ...
 
 
@@ -41,6 +43,7 @@ class RateSweep:
 
     @property
     def losses_after_update(self) -> np.ndarray:
+        """The loss after the update with each rate."""
         return self.losses[1:]
 
 

@@ -62,10 +62,12 @@ class SavedRun:
 
     @property
     def task(self) -> Any:
+        """The run's task."""
         return self.workload.task
 
     @property
     def model(self) -> Any:
+        """The trained model; a torch module with the torch engine."""
         return self.engine.model
 
     def evaluate(self, data: str | Path | None = None, *, split: str | None = None) -> dict[str, float]:

@@ -44,6 +44,7 @@ class DataRequest:
 
     @property
     def is_own(self) -> bool:
+        """Whether the run's own data is evaluated."""
         return self.path is None and self.config is None
 
 
@@ -59,6 +60,7 @@ class EvaluationData:
 
     @property
     def path(self) -> str | None:
+        """The path of external data; None for the run's own."""
         return self.given.path if self.given is not None else None
 
     def source(self, workload: Workload) -> Source:

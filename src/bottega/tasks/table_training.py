@@ -144,12 +144,14 @@ class TableTraining(Workload, Sampler):
 
     @classmethod
     def open(cls, recipe: Recipe, *, progress: ProgressCallback) -> Self:
+        """Return the workload of a new run: prepare the rows and fit the statistics of the training table."""
         prepared = cls.prepare(recipe, progress)
         statistics = cls.fit_statistics(recipe, _read_table(prepared, prepared.training_tables[0]))
         return cls(recipe, json.loads(json.dumps(statistics)), prepared)
 
     @classmethod
     def reopen(cls, recipe: Recipe, processor: Path, fingerprint: str) -> Self:
+        """Return the workload of a finished run, with the statistics it saved."""
         return cls(recipe, read_metadata(processor / STATISTICS, json.loads), expected=fingerprint)
 
     @classmethod

@@ -87,6 +87,7 @@ class SourceFiles:
 
     @property
     def is_media(self) -> bool:
+        """Whether its records are images, audio or video."""
         return self.kind != "shards" and self.format.is_media
 
     @cached_property
@@ -144,6 +145,7 @@ class SourceFiles:
         return [piece for file in self.paths for piece in split(file, self.relative_name(file), self.source, size)]
 
     def read(self, piece: Piece) -> Iterator[Record | BadRecord]:
+        """Yield the records of one piece, with the fields that `pattern` finds in their names."""
         records = self.format.read(piece, self.source)
         return (
             records if self.source.pattern is None else add_fields_from_names(records, re.compile(self.source.pattern))

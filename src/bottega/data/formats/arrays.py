@@ -50,6 +50,7 @@ class Array(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
+        """Size of one row in bytes."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
 

@@ -46,6 +46,7 @@ def _is_header(head: bytes) -> bool:
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the examples of the piece, with the byte offset as their location."""
     number = piece.line
     with open_decompressed(piece.file) as stream:
         if piece.start:

@@ -219,6 +219,7 @@ class BatchSizeSchedule:
         return bisect_right(self.first_steps, step) - 1
 
     def batch_size_at(self, step: int) -> int:
+        """Return the batch size of a step."""
         return self.batch_sizes[self.stage_at(step)]
 
     def samples_before(self, step: int) -> int:

@@ -62,6 +62,7 @@ class PreparedData:
 
     @property
     def training_tables(self) -> list[str]:
+        """Names of the tables to train on, one for each source."""
         return [name for name in self.tables if name.startswith("train")]
 
     def table(self, name: str) -> Table:
@@ -105,6 +106,7 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the texts were encoded with."""
         return Tokenizer.load(self.folder / "tokenizer")
 
 

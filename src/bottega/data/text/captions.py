@@ -69,6 +69,7 @@ class CaptionTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash of the tokenizer, the padding token and the length."""
         return hashlib.sha256(repr((self.tokenizer.fingerprint, self._pad_token, self.length)).encode()).hexdigest()
 
     @cached_property

@@ -123,12 +123,14 @@ class LabelledTexts(Source):
         return len(self.table)
 
     def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each text as the model reads it."""
         return self.collator.compute_lengths(self.table.lengths("input_ids"))
 
     def length_order(self, count: int) -> np.ndarray:
         return np.argsort(self.lengths()[:count], kind="stable")
 
     def scores(self, name: str) -> np.ndarray:
+        """Return the difficulty of each text, from the field `name`."""
         if self.meta.get("score_field") != name:
             raise DataError(f"data.curriculum.by: the data was prepared without the field {name!r}; prepare it again")
         return self.table.values("score")
@@ -156,6 +158,7 @@ class LabelledTexts(Source):
 
     @cached_property
     def meta(self) -> dict[str, Any]:
+        """The preparation's meta.json."""
         return json.loads((self.folder / "meta.json").read_text())
 
 

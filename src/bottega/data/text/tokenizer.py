@@ -101,6 +101,7 @@ class Tokenizer:
         return b"".join([self.bytes_by_id[i] for i in numbers]).decode("utf-8", "replace")
 
     def stream_decoder(self) -> StreamDecoder:
+        """Return a decoder that takes one id at a time."""
         return StreamDecoder(self)
 
     @cached_property
@@ -242,6 +243,7 @@ class StreamDecoder:
         self.given = 0
 
     def push(self, number: int) -> str:
+        """Return the text that this id completes; empty inside a character."""
         if self.tokenizer.bytes_by_id is not None:
             return self.bytes.decode(self.tokenizer.bytes_by_id[number])
         self.ids.append(int(number))
@@ -250,6 +252,7 @@ class StreamDecoder:
         return text
 
     def finish(self) -> str:
+        """Return the rest of the text, with incomplete characters replaced."""
         if self.tokenizer.bytes_by_id is not None:
             return self.bytes.decode(b"", final=True)
         return self.tokenizer.decode(self.ids)[self.given :]

@@ -20,6 +20,8 @@ from bottega.world import World
 
 @final
 class TorchBackend(Backend):
+    """PyTorch, on CPU, CUDA and MPS."""
+
     def build_engine(self, task: Task, training: Training, **options: Any) -> Engine:
         from bottega.engines.torch.engine import TorchEngine
 

@@ -260,6 +260,7 @@ class TorchEngine(Engine):
         return contextlib.nullcontext() if last or self._called is self._alone else self._called.no_sync()
 
     def autocast(self) -> Any:
+        """Context in which the forward pass runs at the engine's precision."""
         if self.dtype is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)

@@ -68,6 +68,7 @@ class Peer:
 
     @property
     def name(self) -> str:
+        """Rank, host and process number, for messages."""
         number = f" (process {self.process.pid})" if self.process is not None else ""
         return f"rank {self.rank}" + (f" on {self.host}" if self.host else "") + number
 

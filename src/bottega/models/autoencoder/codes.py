@@ -135,6 +135,7 @@ class CodeAutoencoder(nn.Module):
         self.checkpoint_blocks = False
 
     def initialise(self, seed: int) -> None:
+        """Set the initial weights, by seed and parameter name."""
         initialise_convolutional(self, seed, residual_layers=count_residual_layers(self.shape.autoencoder))
 
     @property

@@ -101,6 +101,7 @@ class ClassCondition(nn.Module):
             self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, label: Tensor, drop: Tensor | None) -> Tensor:
+        """Return the embedding of each label, (B, D); rows with `drop` have that of no class."""
         label = label.long() if drop is None else torch.where(drop, self.none, label.long())
         own = self.embedding(label)
         return own if self.shared is None else own + self.shared(self.rows[label]).sum(dim=-2)
@@ -121,6 +122,7 @@ class VectorCondition(nn.Module):
         self.none = nn.Parameter(torch.zeros(shape.hidden_size))
 
     def forward(self, vector: Tensor, drop: Tensor | None) -> Tensor:
+        """Return the embedding of each vector, (B, D); rows with `drop` have that of no vector."""
         embedded = self.linear_2(nn.functional.silu(self.linear_1(vector)))
         return embedded if drop is None else torch.where(drop[:, None], self.none.to(embedded.dtype), embedded)
 

@@ -53,6 +53,7 @@ class EpisodicSlots(NamedTuple):
 
     @property
     def valid(self) -> Tensor:
+        """(..., S): whether the slot holds an episode."""
         return self.said > 0
 
 

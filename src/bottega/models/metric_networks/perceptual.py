@@ -64,6 +64,7 @@ class Lpips(nn.Module):
         return activations
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the LPIPS distance of each pair of images, (B)."""
         if min(a.shape[1:3]) < SMALLEST:
             raise UsageError(
                 f"LPIPS needs images of at least {SMALLEST} pixels per side, got {a.shape[2]} x {a.shape[1]}"
@@ -96,6 +97,7 @@ class ClipPerceptual(nn.Module):
         return [F.normalize(state[:, first:].float(), dim=-1, eps=TINY) for state in states]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the distance of each pair of images, (B): the mean over CLIP's layers."""
         distances = [((x - y) ** 2).sum(-1).mean(1) for x, y in zip(self.layers(a), self.layers(b), strict=True)]
         return torch.stack(distances).mean(0)
 

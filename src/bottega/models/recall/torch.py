@@ -38,6 +38,7 @@ class Temperature(nn.Module):
         return np.asarray(math.log(self.start), np.float32)
 
     def forward(self) -> Tensor:
+        """Return the temperature, which is positive."""
         return self.logarithm.float().exp()
 
 
@@ -125,6 +126,7 @@ class MemoryBuffers(nn.Module):
             self.register_buffer(name, tensor)
 
     def state(self) -> MemoryState:
+        """Return the buffers as a memory."""
         return memories.unflatten_memory(dict(self.named_buffers()))
 
 

@@ -197,6 +197,7 @@ class RoutingNet(nn.Module):
 
     @torch.no_grad()
     def set_scale(self, mean: np.ndarray, scale: np.ndarray) -> None:
+        """Set the normalisation of the inputs, (x - mean) * scale."""
         self.mean.copy_(torch.from_numpy(np.asarray(mean, np.float32)))
         self.scale.copy_(torch.from_numpy(np.asarray(scale, np.float32)))
 

@@ -48,6 +48,7 @@ class CodeTokenizer:
 
     @property
     def downsample(self) -> int:
+        """Pixels per code along each side."""
         return self.shape.autoencoder.downsample
 
     def build_shape(
@@ -112,6 +113,7 @@ class CodeTokenizer:
         return own.model_copy(update={"scale": trained.scale})
 
     def save(self, processor: Path) -> None:
+        """Write what identifies the tokenizer to a processor folder."""
         (processor / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def check(self, processor: Path) -> None:

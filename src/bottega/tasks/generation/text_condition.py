@@ -92,6 +92,7 @@ class TextCondition:
         return self.tokens.encode(prompts)
 
     def save(self, processor: Path) -> None:
+        """Write the tokenizer, and what identifies the text encoder, to a processor folder."""
         folder = processor / FOLDER
         self.tokens.save(folder)
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")

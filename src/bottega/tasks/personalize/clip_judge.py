@@ -45,6 +45,7 @@ class ClipJudge:
 
     @classmethod
     def load(cls, folder: Path, device: Any) -> ClipJudge:
+        """Load a CLIP model and its tokenizer from a folder."""
         return cls(load_clip(folder).to(device), load_clip_tokens(folder), device)
 
     @torch.no_grad()

@@ -44,10 +44,12 @@ class ImageChoice:
 
     @property
     def caption(self) -> str:
+        """The weights of soft prompt, keywords and target, as "0.5 / 0.25 / 0.25"."""
         weights = self.weighting
         return f"{weights.soft:g} / {weights.keywords:g} / {weights.target:g}"
 
     def to_json(self) -> dict[str, Any]:
+        """Return the request, the weighting and the scores, for the record of the samples."""
         scores = None if self.scores is None else self.scores._asdict()
         keywords = {"preference": list(self.keywords.preference), "target": list(self.keywords.target)}
         request = {"user": self.user, "wish": self.wish, "keywords": keywords}

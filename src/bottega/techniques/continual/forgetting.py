@@ -56,10 +56,12 @@ class ForgettingMatrix(Callback):
 
     @property
     def maximise(self) -> bool:
+        """Whether a larger value of the metric is better."""
         return self.best_metric.maximise and self.metric == self.best_metric.metric
 
     @property
     def matrix(self) -> Matrix:
+        """Row i: the metric of every source after training on source i; None where it was not evaluated."""
         count = len(self.names)
         return [self.rows.get(turn, [None] * count) for turn in range(count)]
 

@@ -66,15 +66,15 @@ class _LowRankKernel(LowRankLayer):
 
 
 class LowRankConv1d(_LowRankKernel, nn.Conv1d):
-    pass
+    """A 1D convolution with a low-rank update."""
 
 
 class LowRankConv2d(_LowRankKernel, nn.Conv2d):
-    pass
+    """A 2D convolution with a low-rank update."""
 
 
 class LowRankConv3d(_LowRankKernel, nn.Conv3d):
-    pass
+    """A 3D convolution with a low-rank update."""
 
 
 CHANGED: dict[type[nn.Module], type[LowRankLayer]] = {
@@ -166,6 +166,7 @@ def inject_low_rank(layer: nn.Module, name: str, *, rank: int, scale: float, dro
 
 
 def find_low_rank_layers(model: nn.Module) -> dict[str, LowRankLayer]:
+    """Return the layers with a low-rank update, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLayer)}
 
 

@@ -35,7 +35,8 @@ class PromptTokenizer(Protocol):
     """Turns histories and wishes into prompts of a language model."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Hash of all that decides the tokens of a prompt."""
 
     def ids(self, record: Record) -> np.ndarray:
         """Return the token ids of the prompt, int64 (length,)."""
@@ -45,7 +46,8 @@ class TextTokenizer(Protocol):
     """Turns texts into the token ids that the text encoders of an image generator read."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Hash of all that decides the tokens of a text."""
 
     def encode(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         """Return token ids, int64 (texts, length), for each encoder."""
@@ -60,6 +62,7 @@ class ConditionTokenizer:
 
     @property
     def fingerprint(self) -> str:
+        """Hash of all that decides the tokens of a condition."""
         return f"{self.prompts.fingerprint} {self.texts.fingerprint}"
 
     def encode(self, records: Sequence[Record], keywords: Sequence[RecordKeywords]) -> dict[str, np.ndarray]:

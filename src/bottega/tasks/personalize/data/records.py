@@ -94,6 +94,7 @@ class PersonalRows(Source):
         return {"image": normalise_pixels(self.pixels(numbers), mode="symmetric"), "person": index.astype(np.int64)}
 
     def record(self, index: int) -> Record:
+        """Return the record of one row."""
         return self._record(index)
 
     def image(self, item: Item) -> np.ndarray:

@@ -85,10 +85,12 @@ class PreparationPlan:
 
     @property
     def stop_on_bad(self) -> bool:
+        """Whether a bad record is an error rather than skipped."""
         return self.data.bad_records != "skip"
 
     @cached_property
     def all_records(self) -> list[LocatedRecord]:
+        """The records of all tables."""
         return [person for table in self.records.tables.values() for person in table]
 
     @property
