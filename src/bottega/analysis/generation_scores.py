@@ -309,7 +309,7 @@ def _draw_samples(
 
             # A sample is a function of its number, so chunks do not change it; all samples at once would be large as floats.
             x = workload.sampler.draw(
-                models, chunk, device=saved.engine.device, seed=seed, guidance=1.0, say=report_chunk
+                models, chunk, device=saved.engine.device, seed=seed, guidance=1.0, progress=report_chunk
             )
             chunks.append(workload.medium.from_values(x, device=saved.engine.device))
     return SampleSet(np.concatenate(chunks), conditions)

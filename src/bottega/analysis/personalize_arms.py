@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis import statistics as st
+from bottega.analysis import statistics
 from bottega.core.noise import numpy_generator
 from bottega.tasks.personalize.arms import ARMS
 
@@ -71,14 +71,14 @@ def summarise_arms(rows: Rows, *, level: float = 0.95) -> dict[str, dict[str, di
     return summary
 
 
-def measure_interval(values: np.ndarray, *, level: float) -> st.Interval:
+def measure_interval(values: np.ndarray, *, level: float) -> statistics.Interval:
     """Return a confidence interval of the mean: Wilson's for binary values, else a bootstrap over people.
 
     A bootstrap of 48 wrong answers would give an interval of width 0.
     """
     if are_binary([values]):
-        return st.wilson_interval(int(values.sum()), len(values), level=level)
-    return st.bootstrap_interval(values, level=level, method="percentile")
+        return statistics.wilson_interval(int(values.sum()), len(values), level=level)
+    return statistics.bootstrap_interval(values, level=level, method="percentile")
 
 
 def compare_arms(
@@ -100,16 +100,18 @@ def compare_arms(
             measure_tests.append(
                 {"measure": measure, "first": first, "second": second, **_to_dict(result), "people": len(people)}
             )
-        for test, p in zip(measure_tests, st.holm_correction([test["p"] for test in measure_tests]), strict=True):
+        for test, p in zip(
+            measure_tests, statistics.holm_correction([test["p"] for test in measure_tests]), strict=True
+        ):
             tests.append({**test, "p_adjusted": p})
     return tests
 
 
-def compare_users(second: np.ndarray, first: np.ndarray, *, level: float, is_binary: bool) -> st.Comparison:
+def compare_users(second: np.ndarray, first: np.ndarray, *, level: float, is_binary: bool) -> statistics.Comparison:
     """Compare paired values, one per person: McNemar's test if binary, else a paired t-test with Wilcoxon's beside it."""
     if is_binary:
-        return st.compare_classifiers(second > 0, first > 0, level=level)
-    return st.compare_paired(second, first, level=level)
+        return statistics.compare_classifiers(second > 0, first > 0, level=level)
+    return statistics.compare_paired(second, first, level=level)
 
 
 def are_binary(arrays: Iterable[np.ndarray]) -> bool:
@@ -120,7 +122,7 @@ def are_binary(arrays: Iterable[np.ndarray]) -> bool:
     return all(bool(np.isin(values, (0.0, 1.0)).all()) for values in arrays)
 
 
-def _to_dict(comparison: st.Comparison) -> dict[str, Any]:
+def _to_dict(comparison: statistics.Comparison) -> dict[str, Any]:
     interval = dataclasses.asdict(comparison.bootstrap["bca"])
     wilcoxon = comparison.ranks.p if comparison.ranks is not None else None
     extra = {"wilcoxon_p": wilcoxon} if wilcoxon is not None else {}

@@ -97,7 +97,8 @@ def find_unimplemented(recipe: Recipe) -> list[BottegaError]:
     is_distributed = recipe.distributed.enabled is not False
     requested = {
         "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
-        "training.label_smoothing": recipe.training.label_smoothing > 0 and not find_spec(recipe).smooths_labels,
+        "training.label_smoothing": recipe.training.label_smoothing > 0
+        and not find_spec(recipe).supports_label_smoothing,
     }
     return [
         UsageError(f"{key} is not implemented yet; leave it out")

@@ -119,7 +119,7 @@ class SavedRun:
             raise without_flag_dashes(error) from None
 
     def generate_samples(self, request: dict[str, Any], **display: Any) -> Any:
-        """Generate for the command line; `display` are the callbacks `stream` and `say`."""
+        """Generate for the command line; `display` are the callbacks `stream` and `progress`."""
         self.workload.sampler.check_request(request)
         with self.engine.sampling() as models:
             return self.workload.sampler.generate(models, device=self.engine.device, **request, **display)

@@ -138,9 +138,10 @@ class TableTraining(Workload, Sampler):
     def spec(cls, recipe: type[Recipe], **more: Any) -> TaskSpec:
         """Return the registry entry of a task of this class."""
         name = str(recipe.model_fields["task"].default)
-        asks = {"asks": lambda recipe, processor: recipe.data.train.path} if cls.predicts is not None else {}
-        functions = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
-        return TaskSpec(name=name, recipe=recipe, **{**functions, **asks, "combines": False, **more})
+        options: dict[str, Any] = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
+        if cls.predicts is not None:
+            options["example_input"] = lambda recipe, processor: recipe.data.train.path
+        return TaskSpec(name=name, recipe=recipe, **{**options, "allowed_in_multitask": False, **more})
 
     @classmethod
     def open(cls, recipe: Recipe, *, progress: ProgressCallback) -> Self:

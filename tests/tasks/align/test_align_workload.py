@@ -101,7 +101,7 @@ def test_new_pictures_are_told_by_the_exported_folder_alone(run: Path) -> None:
     seen = np.stack([drawn(*one, draw) for one in said])
     ids = torch.from_numpy(tokens.encode([f"a {colour} {shape}" for colour, shape in said])["input_ids"])
     with torch.no_grad():
-        best = (clip.images(torch.from_numpy(seen / 127.5 - 1)) @ clip.texts(ids).T).argmax(1)
+        best = (clip.encode_images(torch.from_numpy(seen / 127.5 - 1)) @ clip.encode_texts(ids).T).argmax(1)
     assert (best.numpy() == np.arange(6)).mean() > 0.8
 
 
@@ -120,7 +120,7 @@ def test_transformers_opens_all_of_the_export(run: Path) -> None:
     ids = torch.tensor(told.input_ids)
     with torch.no_grad():
         pooled = theirs.get_text_features(input_ids=ids).pooler_output
-        found = load_clip(final).texts(ids)
+        found = load_clip(final).encode_texts(ids)
     torch.testing.assert_close(found, torch.nn.functional.normalize(pooled, dim=-1), atol=1e-6, rtol=0)
 
 

@@ -109,7 +109,7 @@ def test_a_picture_does_not_depend_on_how_many_are_drawn_at_once(run: Path) -> N
         seen: list[tuple[int, int]] = []
         whole = saved.workload.sampler.draw(models, rows, **options)
         parts = saved.workload.sampler.draw(
-            models, rows, **options, batch_size=2, say=lambda stage, done, total: seen.append((done, total))
+            models, rows, **options, batch_size=2, progress=lambda stage, done, total: seen.append((done, total))
         )
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-5)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)

@@ -21,7 +21,7 @@ from bottega.engines.torch.devices import move_batch
 from bottega.engines.torch.engine import TorchEngine
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.several import Several, shared_layers
+from bottega.models.multitask import MultitaskModel, shared_layers
 from bottega.models.text_classifier.config import EncoderShape
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
@@ -129,7 +129,7 @@ def test_a_part_begins_as_it_would_alone() -> None:
 def test_weights_that_were_learnt_before_win_over_drawn_ones() -> None:
     models = {n: build_models(Classification(key="text", shape=ENCODER), s)["model"] for n, s in (("a", 0), ("b", 1))}
     kept = models["b"].embedding.weight.detach().clone()
-    assert torch.equal(Several(models, first=["b"]).part("a").embedding.weight, kept)
+    assert torch.equal(MultitaskModel(models, first=["b"]).part("a").embedding.weight, kept)
 
 
 def test_only_layers_of_one_form_are_shared() -> None:
@@ -312,7 +312,7 @@ def test_a_module_without_what_is_asked_for_offers_nothing() -> None:
             self.layers = nn.ModuleList([nn.Linear(2, 2)])
             self.head = nn.Linear(2, 2)
 
-    model = Several({"a": Plain(), "b": Plain()})
+    model = MultitaskModel({"a": Plain(), "b": Plain()})
     assert not model.checkpoint_blocks
     model.compile_blocks()
     assert list(model.plan) == ["embedding", "layers.0"]

@@ -25,7 +25,7 @@ from bottega.data.recall import IGNORE_INDEX, QUERY_TOKEN, Facts, Lasting, Strea
 from bottega.models.build import build_models
 from bottega.models.decoder.torch import Transformer
 from bottega.models.memory import torch as memories
-from bottega.models.several import shared_layers
+from bottega.models.multitask import shared_layers
 from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
 from bottega.tasks import registry
 from bottega.tasks.recall.task import RecallFacts, RecallStreams

@@ -93,7 +93,7 @@ class ClipPerceptual(nn.Module):
         """Return the hidden states (B, T, D) of each layer, of unit length, without CLIP's class token."""
         network: Any = self.clip.network
         first = 1 if network.config.model_type == "clip" else 0
-        states = _record_outputs(network.vision_model.encoder.layers, lambda: self.clip.images(pictures))  # type: ignore[operator]
+        states = _record_outputs(network.vision_model.encoder.layers, lambda: self.clip.encode_images(pictures))  # type: ignore[operator]
         return [F.normalize(state[:, first:].float(), dim=-1, eps=TINY) for state in states]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:

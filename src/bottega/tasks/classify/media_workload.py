@@ -55,10 +55,10 @@ Shape = ConvNetShape | SpikingNetShape
 SHAPES: TypeAdapter[Shape] = TypeAdapter(Shape)
 
 
-def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Workload:
+def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Workload:
     """Prepare the data of a classifier of any medium and open its workload."""
     if isinstance(recipe, ClassifyRecipe):
-        return text_classify.prepare(recipe, progress=progress)
+        return text_classify.open_workload(recipe, progress=progress)
     checked = _check_recipe(recipe)
     prepared = prepare_media(checked, progress=progress)
     classes = Classes(prepared.classes.names)
@@ -78,10 +78,10 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Wor
     return MediaClassifyWorkload(checked, shape, classes, mel, objective, prepared=prepared)
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
     """Open the workload of a finished run from its `processor` folder."""
     if isinstance(recipe, ClassifyRecipe):
-        return text_classify.reopen(recipe, processor, fingerprint)
+        return text_classify.reopen_workload(recipe, processor, fingerprint)
     checked = _check_recipe(recipe)
     mel = MelProcessor.load(processor) if isinstance(checked, AudioClassifyRecipe) else None
     objective = Objective.load(checked.loss, processor)
