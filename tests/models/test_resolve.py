@@ -97,7 +97,9 @@ def test_a_part_of_the_recipe_is_its_run(tmp_path: Path) -> None:
         run / "final", "model", "part"
     )
     moved = folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
-    found = dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae", beside=tmp_path / "elsewhere")
+    found = dependencies.resolve_model_reference(
+        recipe, "needs.vae", key="model.vae", runs_folder=tmp_path / "elsewhere"
+    )
     assert found.path == moved / "final"
 
 

@@ -1,6 +1,6 @@
 """Statistics over the arms of a personalised evaluation: means with intervals, and paired tests over people.
 
-A row holds the measures of one record in one arm. A person with several records counts once, with the mean of them:
+A row holds the measures of one record in one arm. A user with several records counts once, with the mean of them:
 people are the independent samples, records of one person are not.
 """
 
@@ -136,10 +136,10 @@ def _to_dict(comparison: statistics.Comparison) -> dict[str, Any]:
 
 
 def swap_histories(preferences: Sequence[tuple[str, ...]], *, seed: int) -> list[int] | None:
-    """Return for each person the index of somebody with other preferences; each index occurs once.
+    """Return for each user the index of one with other preferences; each index occurs once.
 
     None where more than half of the people have the same preferences, so that no such permutation exists. People are
-    sorted by preferences and rotated by the size of the largest group, which leaves nobody within their own group.
+    sorted by preferences and rotated by the size of the largest group, so that no user stays within their own group.
     """
     rng, groups = numpy_generator(seed, "strangers"), sorted(set(preferences))
     group_ranks = {groups[i]: rank for rank, i in enumerate(rng.permutation(len(groups)).tolist())}

@@ -46,7 +46,7 @@ class ImageMetrics:
 
     people: People
     judge: Any = None
-    """A CLIP whose `pictures` and `texts` return unit vectors; None where the recipe has none."""
+    """A CLIP whose `encode_images` and `encode_texts` return unit vectors; None where the recipe has none."""
     perceptual: Any = None
     """An `Lpips` or a `ClipPerceptual`."""
     device: Any = "cpu"

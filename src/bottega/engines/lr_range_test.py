@@ -14,7 +14,7 @@ from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 
 MIN_STEPS, NUM_STEPS, LOWEST_RATE, HIGHEST_RATE = 10, 100, 1e-7, 10.0
-"""Fewest steps from which a slope can be told from noise, and the defaults of the test."""
+"""Fewest steps from which a slope can be distinguished from noise, and the defaults of the test."""
 MOMENTUM = 0.7
 """Momentum of the running mean that detects divergence; it looks back about three steps."""
 HALF_WIDTH = 0.5

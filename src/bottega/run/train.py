@@ -43,7 +43,7 @@ def train(
 ) -> Run:
     """Train a recipe given by name, file or dict; of several, later ones and `overrides` win.
 
-    The same call resumes the same run. `fresh` renames an existing run and starts anew.
+    The same call resumes the same run. `fresh` renames an existing run and starts a new one.
     """
     check_launch_variables()
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
@@ -170,7 +170,7 @@ def ensure_dependency(
     name: str,
     *,
     quiet: bool = True,
-    beside: Path | None = None,
+    runs_folder: Path | None = None,
     allow_data_change: bool = False,
     started_in: tuple[Path, ...] = (),
 ) -> Path:
@@ -179,7 +179,7 @@ def ensure_dependency(
     It is identified by its recipe and its data: a judge must not be trained on samples that are held out now.
     `started_in` are folders that relative data paths of the recipe may start from, besides the working directory.
     """
-    run, need = dependency_run(recipe, name, beside=beside), recipe.needs[name]
+    run, need = dependency_run(recipe, name, runs_folder=runs_folder), recipe.needs[name]
     if need.run is not None:
         RunDirectory(run).must_exist()
         return run

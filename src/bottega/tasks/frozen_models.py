@@ -79,22 +79,22 @@ def check_same_model(what: str, *, now: str | None, before: str | None, name: st
 def find_frozen_model(
     what: str,
     content: str | None,
-    places: Iterable[Callable[[], Path]],
+    candidates: Iterable[Callable[[], Path]],
     *,
     recorded: str,
     owner: Path | None = None,
     hash_folder: Callable[[Path], str] = hash_model_folder,
 ) -> Path:
-    """Return the first of `places` whose model has the hash `content`; raise CheckpointError if none has.
+    """Return the first of `candidates` whose model has the hash `content`; raise CheckpointError if none has.
 
     `recorded` is the folder at training time, for the message. `owner` is the run that has the model as a dependency, and so
     can train it again. `hash_folder` computes the hash of a folder.
     """
     looked: list[Path] = []
     other: Path | None = None
-    for place in places:
+    for find_folder in candidates:
         try:
-            folder = place()
+            folder = find_folder()
             looked.append(folder)
             digest = hash_folder(folder)
         except BottegaError:

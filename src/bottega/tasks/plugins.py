@@ -127,15 +127,15 @@ def plugin_record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, st
 def describe_plugin_error(error: BaseException) -> str | None:
     """Return a message that locates an error in a plugin; None if no plugin file is loaded."""
     files = {plugin.path: plugin.name for plugin in _LOADED.values() if plugin.path is not None}
-    place, trace = None, error.__traceback__
+    frame, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if code.co_filename in files:
-            place = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
+            frame = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
         trace = trace.tb_next
     text = " ".join(str(error).split())
-    if place is not None:
-        return f"plugin {place}: {type(error).__name__}: {text} (--debug shows more)"
+    if frame is not None:
+        return f"plugin {frame}: {type(error).__name__}: {text} (--debug shows more)"
     if files:
         names = ", ".join(files.values())
         return f"the plugin {names}, or a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"

@@ -161,13 +161,13 @@ class TableTraining(Workload, Sampler):
         ready = open_if_prepared(recipe.data, task=recipe.task)
         if ready is not None:
             return ready
-        inputs, shares = collect_inputs(recipe.data)
+        inputs, fractions = collect_inputs(recipe.data)
         check_medium(inputs, "x")
         encoder = cls.encoder(recipe)
         plan = PreparationPlan(
             task=recipe.task,
             inputs=inputs,
-            shares=shares,
+            split_fractions=fractions,
             data=recipe.data,
             rules=Rules("x"),
             encoder=lambda texts, folder, progress: encoder,

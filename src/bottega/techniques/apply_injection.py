@@ -28,7 +28,7 @@ def build_injected_task(task: Task, technique: Technique, *, of: Task) -> Inject
     inject, options = TECHNIQUES[technique.name].inject, technique.options
     assert inject is not None, f"{technique.name} injects nothing"
     train = getattr(options, "train", None)
-    trained = {"train": train} if train is not None else {"fresh": of.new_modules()}
+    trained = {"train": train} if train is not None else {"random_modules": of.new_modules()}
     injected_task: InjectedTask = resolve_reference(inject)(
         task, options, **trained, start=getattr(options, "start", None)
     )

@@ -187,7 +187,7 @@ def test_vectors_are_a_condition_from_training_to_files(say: Any, tmp_path: Path
             saved.generate(vector=wrong)
     vectors = np.zeros((4, 3), np.float32)
     np.savez(tmp_path / "wider.npz", image=np.zeros((4, 8, 8), np.uint8), condition=vectors)
-    with pytest.raises(DataError, match=r"wider\.npz: has vectors of 3 numbers, and this run has learnt from 2"):
+    with pytest.raises(DataError, match=r"wider\.npz: has vectors of 3 numbers, but this run was trained on 2"):
         saved.evaluate(tmp_path / "wider.npz")
 
 
@@ -197,7 +197,7 @@ def test_a_width_of_vectors_that_the_data_do_not_have(tmp_path: Path) -> None:
         bottega.load(started(tmp_path, **data, **{"model.condition_size": 2})).workload.metadata.shape.condition.size
         == 2
     )
-    with pytest.raises(DataError, match=r"model\.condition_size: 3 .* have 2 numbers"):
+    with pytest.raises(DataError, match=r"model\.condition_size: 3, .* have 2 numbers"):
         started(tmp_path / "other", **data, **{"model.condition_size": 3})
 
 
@@ -218,7 +218,7 @@ def test_pictures_of_another_shape_are_resized_or_refused(say: Any, run: Path, t
         assert said.code == 3
         assert said.err.count("\n") == 1
         here = " x ".join(map(str, (*sides, 1)))
-        assert f"is of {here}, and this run has learnt from 8 x 16 x 1" in said.err
+        assert f"is of {here}, but this run was trained on 8 x 16 x 1" in said.err
 
 
 def test_without_a_class_sixteen_are_drawn_in_turn(say: Any, run: Path, tmp_path: Path) -> None:

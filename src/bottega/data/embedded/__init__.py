@@ -43,10 +43,10 @@ def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | No
     return data.model_copy(update=changes)
 
 
-def check_embedded_name(name: str | None, *known: str) -> None:
-    """Raise `UsageError` if `name` is not None and not one of the datasets `known`."""
-    if name is not None and name not in known:
-        remedy = f"use {' or '.join(known)}" if known else "leave path out"
+def check_embedded_name(name: str | None, *names: str) -> None:
+    """Raise `UsageError` if `name` is not None and not one of the datasets `names`."""
+    if name is not None and name not in names:
+        remedy = f"use {' or '.join(names)}" if names else "leave path out"
         raise UsageError(f"data.train.path: this task has no embedded dataset {name!r}; {remedy}")
 
 

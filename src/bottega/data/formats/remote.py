@@ -206,7 +206,7 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
             reason = (
                 f"sends more than the {size:,} bytes it announced; try again"
                 if size is not None
-                else f"has sent {limit:,} bytes and does not announce its size; download it by hand, and give the path"
+                else f"has sent {limit:,} bytes and does not announce its size; download it yourself and give the path"
             )
             raise DataError(f"{strip_credentials(address)}: {name} {reason}") from None
         except FileNotFoundError as error:

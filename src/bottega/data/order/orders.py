@@ -191,11 +191,11 @@ def compute_quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
     if close and block <= EXACT:
         return tuple(int(fraction * block) for fraction in fractions)
     ideal = [part * (BLOCK - len(parts)) for part in parts]
-    whole = [1 + int(amount) for amount in ideal]
+    quotas = [1 + int(amount) for amount in ideal]
     by_remainder = sorted(range(len(parts)), key=lambda i: int(ideal[i]) - ideal[i])
-    for i in by_remainder[: BLOCK - sum(whole)]:
-        whole[i] += 1
-    return tuple(whole)
+    for i in by_remainder[: BLOCK - sum(quotas)]:
+        quotas[i] += 1
+    return tuple(quotas)
 
 
 @final

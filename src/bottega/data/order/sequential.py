@@ -85,8 +85,10 @@ class ReplayMemory:
     @cached_property
     def ends(self) -> np.ndarray:
         """The samples are numbered turn by turn; where those of each turn end."""
-        kept = [turn.num_seen if self.capacity is None else min(turn.num_seen, self.capacity) for turn in self.turns]
-        return np.cumsum(kept, dtype=np.int64)
+        num_stored = [
+            turn.num_seen if self.capacity is None else min(turn.num_seen, self.capacity) for turn in self.turns
+        ]
+        return np.cumsum(num_stored, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.turns else 0

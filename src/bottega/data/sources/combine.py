@@ -181,9 +181,9 @@ def combine_sources(
         return _sequence(plain, data, seed)
     by_source = mixture_weights(plain.sizes, mixture, [option.weight for option in options], data.temperature)
     if replay is None and (by_source is None or len(parts) == 1):
-        alone = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
+        combined = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
         _check(plain)
-        return (alone if data.limit is None else Take(alone, data.limit)), None
+        return (combined if data.limit is None else Take(combined, data.limit)), None
     return _mix(plain, by_source, data, replay, seed)
 
 

@@ -65,13 +65,13 @@ class TextCollator:
 
     def compute_lengths(self, contents: np.ndarray) -> np.ndarray:
         """Return the lengths of collated texts; an empty text is one padding token, so that a mean over it exists."""
-        whole = np.maximum(contents + len(self.prefix) + len(self.suffix), 1)
-        return whole if self.max_length is None else np.minimum(whole, self.max_length)
+        lengths = np.maximum(contents + len(self.prefix) + len(self.suffix), 1)
+        return lengths if self.max_length is None else np.minimum(lengths, self.max_length)
 
     def count_truncated(self, contents: np.ndarray) -> int:
         """Return how many texts of these lengths are truncated."""
-        whole = contents + len(self.prefix) + len(self.suffix)
-        return 0 if self.max_length is None else int((whole > self.max_length).sum())
+        lengths = contents + len(self.prefix) + len(self.suffix)
+        return 0 if self.max_length is None else int((lengths > self.max_length).sum())
 
     def collate(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return `input_ids` and `attention_mask` of texts encoded without special tokens."""
@@ -226,9 +226,9 @@ def find_training_classes(
 
 
 def _check_labels(prepared: PreparedData, name: str, classes: Classes) -> None:
-    table, known = prepared.table(name), set(classes.names)
+    table, class_names = prepared.table(name), set(classes.names)
     for row, text in enumerate(read_text_column(table, "label")):
-        unknown = next((label for label in _class_names(prepared, text) if label not in known), None)
+        unknown = next((label for label in _class_names(prepared, text) if label not in class_names), None)
         if unknown is not None:
             raise DataError(
                 f"{table.row('key', row)}: in {name}, {_unknown_label_message(unknown, classes)} (model.num_labels="

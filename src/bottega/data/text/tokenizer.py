@@ -240,7 +240,7 @@ class StreamDecoder:
         self.bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self.stream = decoders.DecodeStream(skip_special_tokens=False)
         self.ids: list[int] = []
-        self.given = 0
+        self.num_returned = 0
 
     def push(self, number: int) -> str:
         """Return the text that this id completes; empty inside a character."""
@@ -248,14 +248,14 @@ class StreamDecoder:
             return self.bytes.decode(self.tokenizer.bytes_by_id[number])
         self.ids.append(int(number))
         text = self.stream.step(self.tokenizer.backend, int(number)) or ""
-        self.given += len(text)
+        self.num_returned += len(text)
         return text
 
     def finish(self) -> str:
         """Return the rest of the text, with incomplete characters replaced."""
         if self.tokenizer.bytes_by_id is not None:
             return self.bytes.decode(b"", final=True)
-        return self.tokenizer.decode(self.ids)[self.given :]
+        return self.tokenizer.decode(self.ids)[self.num_returned :]
 
 
 def _utf8(text: str, problem: type[BottegaError]) -> bytes:

@@ -204,9 +204,9 @@ class TokenDocuments(TokenSource):
     def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = self._spans(np.asarray(index))
         values = self.table.values("tokens")
-        places = start[:, None] + np.arange(self.sequence_length + 1)
-        mask = places < stop[:, None]
-        ids = values[np.minimum(places, len(values) - 1)].astype(np.int32)
+        positions = start[:, None] + np.arange(self.sequence_length + 1)
+        mask = positions < stop[:, None]
+        ids = values[np.minimum(positions, len(values) - 1)].astype(np.int32)
         return np.where(mask, ids, np.int32(self.meta["end_of_text"])), mask.astype(np.int32)
 
     @property

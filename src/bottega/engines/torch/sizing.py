@@ -43,10 +43,10 @@ def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
     """Raise OutOfMemory, before anything is allocated, if the model does not fit on the device."""
     num_local = World.from_environment().local_size  # processes that share the memory of the host
     free = available_memory() // num_local
-    needed, place = estimate.total, "memory"
+    needed, memory_kind = estimate.total, "memory"
     if device.type == "cuda":
         if estimate.weights <= free:  # the model is built on the host
-            free, place = torch.cuda.mem_get_info(device)[0], f"memory on {device}"
+            free, memory_kind = torch.cuda.mem_get_info(device)[0], f"memory on {device}"
         else:
             needed = estimate.weights
     if needed <= free:
@@ -61,7 +61,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
     each = f" for each of {num_local} processes" if num_local > 1 else ""
     raise OutOfMemory(
         f"out of memory before the first step: the model has {estimate.parameters:,} parameters and needs {sizes} GiB, "
-        f"but {free / GIB:.1f} GiB of {place} are free{each}; use a smaller model, or train a part of it (techniques: lora)"
+        f"but {free / GIB:.1f} GiB of {memory_kind} are free{each}; use a smaller model, or train a part of it (techniques: lora)"
     )
 
 

@@ -120,11 +120,11 @@ def search(memory: MemoryState, queries: Tensor, top_k: int, *, same: float) -> 
     return search_exact(memory.keys, memory.values, visible_slots(memory, same=same), queries, top_k)
 
 
-def record_use(memory: MemoryState, found: SearchResult, clock: int, *, same: float) -> MemoryState:
-    """Return the memory after `found` was used: counts a use of each item's episode, also if working memory holds it."""
+def record_use(memory: MemoryState, result: SearchResult, clock: int, *, same: float) -> MemoryState:
+    """Return the memory after `result` was used: counts a use of each item's episode, also if working memory holds it."""
     first = memory.working.strength.shape[-1]
     number = memory.episodic.said.shape[-1]
-    slot_indices = found.where.flatten(-2)
+    slot_indices = result.where.flatten(-2)
     keys = gather_field(memory.keys, slot_indices.clamp(min=0))
     near = similarity(keys, memory.episodic.keys).masked_fill(~memory.episodic.valid[..., None, :], -2.0)
     episode_of = near.argmax(-1)

@@ -164,9 +164,9 @@ class LastingRecall(Transformer):
             return self.head(hidden)
         with _in_float32(hidden):
             memory = self.memory.state()
-            seen = memories.visible_slots(memory, same=self.memory_shape.same)
+            visible = memories.visible_slots(memory, same=self.memory_shape.same)
             queries = self.memory_query(self.codes[tokens]).flatten(0, 1)
-            recalled = memories.read_memory(memory.keys, memory.values, seen, queries, self.memory_temperature())
+            recalled = memories.read_memory(memory.keys, memory.values, visible, queries, self.memory_temperature())
             return self.head(hidden.float() + self.memory_output(recalled.unflatten(0, tokens.shape)))
 
 

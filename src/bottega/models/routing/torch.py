@@ -226,6 +226,6 @@ def initialise_routing(model: RoutingNet, seed: int) -> None:
     drop_initial_experts(model, seed)
 
 
-def apply_dropout(x: Tensor, share: float, training: bool) -> Tensor:
-    """Return x after dropout with probability `share`; nothing is drawn if it is 0."""
-    return F.dropout(x, share, training) if share else x
+def apply_dropout(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Return x after dropout with probability `rate`; nothing is drawn if it is 0."""
+    return F.dropout(x, rate, training) if rate else x

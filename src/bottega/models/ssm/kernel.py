@@ -110,8 +110,8 @@ def _conv_slope(  # type: ignore[no-untyped-def]
         mask = (t < length)[:, None] & inside[None, :]
         s = _convolved(x, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH, PACKED)
         g = tl.load(grad + row * g_row + t.to(tl.int64)[:, None] * g_time + e[None, :], mask=mask, other=0.0)
-        share = tl.sigmoid(s)
-        own = g.to(tl.float32) * share * (1 + s * (1 - share))
+        sigma = tl.sigmoid(s)
+        own = g.to(tl.float32) * sigma * (1 + s * (1 - sigma))
         tl.store(slope + (row * length + t)[:, None] * channels + e[None, :], own, mask=mask)
         total += own
         w0 += own * _load_shifted(x, segments, row, t, e, 0, length, channels, x_time, PACKED)
@@ -207,13 +207,13 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         value = tl.load(y + row * y_row + e, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(grad + row * g_row + e, mask=mask, other=0.0).to(tl.float32)
         factor = tl.load(scale + row, mask=row < rows, other=0.0)
-        share = tl.sigmoid(z)
-        unit = value * z * share * factor
+        sigma = tl.sigmoid(z)
+        unit = value * z * sigma * factor
         total += g * unit
         g = g * w
         slope = factor * (g - unit * (tl.sum(g * unit, 0) / size))
-        tl.store(grad_y + row * size + e, slope * z * share, mask=mask)
-        tl.store(grad_gate + row * size + e, slope * value * share * (1 + z * (1 - share)), mask=mask)
+        tl.store(grad_y + row * size + e, slope * z * sigma, mask=mask)
+        tl.store(grad_gate + row * size + e, slope * value * sigma * (1 + z * (1 - sigma)), mask=mask)
     tl.store(parts + tl.program_id(0) * size + e, total, mask=inside)
 
 

@@ -142,11 +142,11 @@ def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
     metadata, runs = _read_saved(processor), processor.absolute().parent.parent
     if metadata.encoder is not None:
         recorded, name = Path(metadata.encoder), recipe.model.text.from_ or metadata.encoder
-        places = (
+        candidates = (
             lambda: recorded,
-            lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, beside=runs))[0],
+            lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, runs_folder=runs))[0],
         )
-        folder = find_frozen_model("text encoder", metadata.content, places, recorded=metadata.encoder)
+        folder = find_frozen_model("text encoder", metadata.content, candidates, recorded=metadata.encoder)
         metadata = metadata.model_copy(update={"encoder": str(folder)})
     tokens = CaptionTokenizer(processor / FOLDER, metadata.max_tokens)
     return TextCondition(tokens, metadata, recipe.model.text, recipe.samples.prompts or metadata.prompts)
@@ -158,9 +158,9 @@ def resolve_encoder_folders(name: str) -> tuple[Path, Path]:
     encoder = find_component_folder(folder, "text_encoder")
     if encoder != folder:
         return encoder, folder / "tokenizer"
-    beside = folder.parent / "tokenizer"
+    tokenizer_folder = folder.parent / "tokenizer"
     has_own = any((folder / file).is_file() for file in TOKENIZER_FILES)
-    return folder, folder if has_own or not beside.is_dir() else beside
+    return folder, folder if has_own or not tokenizer_folder.is_dir() else tokenizer_folder
 
 
 def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[str, ...]) -> TextMetadata:

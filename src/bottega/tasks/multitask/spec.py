@@ -12,9 +12,11 @@ from bottega.tasks.multitask.config import MultitaskRecipe
 def _example_input(recipe: MultitaskRecipe, processor: Path) -> str | None:
     from bottega.tasks.recipes import load_saved_recipe
 
-    able = [n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)]
-    part = f"--part {able[0]} " if len(able) > 1 else ""
-    return f'{part}"a text of yours"' if able else None
+    candidates = [
+        n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)
+    ]
+    part = f"--part {candidates[0]} " if len(candidates) > 1 else ""
+    return f'{part}"a text of yours"' if candidates else None
 
 
 SPEC = TaskSpec(

@@ -153,8 +153,8 @@ class MultitaskWorkload(Workload):
         for names in model.plan.values():
             groups[tuple(names)] = groups.get(tuple(names), 0) + 1
         shared = "; ".join(f"{count} layers by {', '.join(parts)}" for parts, count in groups.items())
-        alone = ", ".join(f"{name} {number:,}" for name, number in sizes.items())
-        return f"shared: {shared}: {num_shared:,} parameters (with their own: {alone})"
+        own_sizes = ", ".join(f"{name} {number:,}" for name, number in sizes.items())
+        return f"shared: {shared}: {num_shared:,} parameters (with their own: {own_sizes})"
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the weighted sum of the parts' losses, the main metric of each part, and all metrics of the parts."""

@@ -62,20 +62,20 @@ class GeneratedRow:
 def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> None:
     """Write a contact sheet with a row for each user: history, wish, image without and with personalisation."""
     left = MARGIN
-    wish = left + _history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
-    without = wish + WISH + 2 * GAP
-    personal = without + PICTURE + 4 * GAP
+    wish_x = left + _history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
+    without_x = wish_x + WISH + 2 * GAP
+    personal_x = without_x + PICTURE + 4 * GAP
     row = PICTURE + 3 * GAP
-    sheet = Canvas(personal + PICTURE + MARGIN, MARGIN + TITLE + len(comparisons) * row + MARGIN / 2)
-    heads = [("history", left, "lm"), ("wish", wish + WISH / 2, "mm")]
-    heads += [("without", without + PICTURE / 2, "mm"), ("with", personal + PICTURE / 2, "mm")]
+    sheet = Canvas(personal_x + PICTURE + MARGIN, MARGIN + TITLE + len(comparisons) * row + MARGIN / 2)
+    heads = [("history", left, "lm"), ("wish", wish_x + WISH / 2, "mm")]
+    heads += [("without", without_x + PICTURE / 2, "mm"), ("with", personal_x + PICTURE / 2, "mm")]
     for words, x, anchor in heads:
         sheet.draw_text(x, MARGIN + HEAD / 2, words, anchor=anchor, size=HEAD, fill=FAINT)
     for number, comparison in enumerate(comparisons):
         top = MARGIN + TITLE + number * row
-        sheet.draw_line(left, top - 1.5 * GAP, personal + PICTURE, top - 1.5 * GAP, fill=GRID)
+        sheet.draw_line(left, top - 1.5 * GAP, personal_x + PICTURE, top - 1.5 * GAP, fill=GRID)
         _draw_history(sheet, left, top, comparison.summary.history, comparison.summary.earlier)
-        width = wish - left - 4 * GAP
+        width = wish_x - left - 4 * GAP
         _draw_lines(
             sheet,
             left,
@@ -83,9 +83,9 @@ def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> Non
             f"user {comparison.summary.user} likes {comparison.summary.likes or '(no keywords)'}",
             width=width,
         )
-        _draw_centred(sheet, wish + WISH / 2, top + PICTURE / 2, comparison.summary.wish, width=WISH)
-        sheet.paste_image(without, top, comparison.without, PICTURE)
-        sheet.paste_image(personal, top, comparison.personal, PICTURE)
+        _draw_centred(sheet, wish_x + WISH / 2, top + PICTURE / 2, comparison.summary.wish, width=WISH)
+        sheet.paste_image(without_x, top, comparison.without, PICTURE)
+        sheet.paste_image(personal_x, top, comparison.personal, PICTURE)
     _save(sheet, path)
 
 

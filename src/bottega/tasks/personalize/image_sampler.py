@@ -33,7 +33,7 @@ MAX_BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class ImageChoice:
-    """Why one image is as it is: its user and wish, the keywords, and the weighting that was picked."""
+    """What one image was generated from: its user and wish, the keywords, and the selected weighting."""
 
     user: str
     wish: str

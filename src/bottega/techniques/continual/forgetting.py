@@ -101,9 +101,9 @@ class ForgettingMatrix(Callback):
         """Write the matrix as JSON and as a plot, and print it; of a run that stopped early, the rows there are."""
         if not self.rows:
             return
-        facts = {"metric": self.metric, "mode": "max" if self.maximise else "min", "sources": list(self.names)}
+        fields = {"metric": self.metric, "mode": "max" if self.maximise else "min", "sources": list(self.names)}
         file = directory.path / FILE
-        directory.write(file, json.dumps({**facts, "matrix": self.matrix, **self.summary()}, indent=1) + "\n")
+        directory.write(file, json.dumps({**fields, "matrix": self.matrix, **self.summary()}, indent=1) + "\n")
         plot = partial(plot_forgetting, self.matrix, self.names, metric=self.metric, maximise=self.maximise)
         try_plot(plot, directory.path / PLOT_FILE, warn=console.warn)
         console.info("\n" + format_matrix(self.matrix, self.names, metric=self.metric, summary=self.summary()))

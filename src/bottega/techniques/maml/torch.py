@@ -91,15 +91,15 @@ class Maml(WrappedTask):
 
     def _reptile(self, models: Models, episode: Episode) -> Loss:
         """Return a term whose gradient is start - end of the inner steps, and whose value is the loss before the last."""
-        whole = episode.merge_support_and_query()
+        all_samples = episode.merge_support_and_query()
         own = self._adapted_parameters(models["model"])
         start = {name: p.detach().requires_grad_() for name, p in own.items()}
         weights = start
         for number in range(self.inner_steps):
-            weights, out = self._step(models, weights, whole, number, second_order=False)
+            weights, out = self._step(models, weights, all_samples, number, second_order=False)
         products = [(own[name] * (start[name] - weights[name]).detach()).sum() for name in own]
         direction = torch.stack(products).sum()
-        terms = whole.rescale_to_query(out.terms)
+        terms = all_samples.rescale_to_query(out.terms)
         # One term carries all of the gradient, because the engine sums the terms by their weights.
         (first, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
         zero = (direction - direction.detach()) * (episode.query_counts[first] / weight)
@@ -107,9 +107,9 @@ class Maml(WrappedTask):
 
     def _plain(self, models: Models, episode: Episode) -> Loss:
         """Return the loss without inner steps, over support and query together."""
-        whole = episode.merge_support_and_query()
-        out = self.inner.loss(models, whole.query, whole.query_noise)
-        return out._replace(terms=whole.rescale_to_query(out.terms))
+        all_samples = episode.merge_support_and_query()
+        out = self.inner.loss(models, all_samples.query, all_samples.query_noise)
+        return out._replace(terms=all_samples.rescale_to_query(out.terms))
 
     # Evaluation
 

@@ -272,8 +272,8 @@ def describe_validation_error(error: object) -> str:
         what = f"{key} is missing" if key in Record.model_fields else f"{key} is missing from an item"
         return f"{what}; one is such as {EXAMPLE}"
     if error["type"] == "extra_forbidden":
-        known = KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
-        return f"{key} is not a known key; the keys are {known}"
+        keys = KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
+        return f"{key} is not a known key; the keys are {keys}"
     if error["type"] == "string_too_short":
         return f"{key} is blank"
     shown = repr(error["input"])
@@ -287,7 +287,7 @@ def _find_problem(record: Record, where: str, first_seen: dict[bytes, str]) -> s
     if record.target.id in {item.id for item in record.history}:
         return f"the target {record.target.id!r} is in the history too, where its caption would be read; {SKIP_HINT}"
     if record.wish is not None and not record.wish.strip():
-        return f"the wish is blank; leave it out, or say what is wished; {SKIP_HINT}"
+        return f"the wish is blank; leave it out, or describe the image; {SKIP_HINT}"
     digest = hashlib.blake2b(record.model_dump_json().encode("utf-8", "surrogatepass"), digest_size=16).digest()
     if digest in first_seen:
         return f"is the same record as {first_seen[digest]}; {SKIP_HINT}"
@@ -320,9 +320,9 @@ def _check_disjoint_users(tables: Mapping[str, Iterable[LocatedRecord]]) -> None
     first: dict[str, tuple[str, str]] = {}
     for table, people in tables.items():
         for person in people:
-            known, where = first.setdefault(person.record.user, (table, person.where))
-            if known != table:
+            first_table, where = first.setdefault(person.record.user, (table, person.where))
+            if first_table != table:
                 raise DataError(
-                    f"{person.where}: user {person.record.user!r} of {table} is also in {known} ({where}); keep each user "
+                    f"{person.where}: user {person.record.user!r} of {table} is also in {first_table} ({where}); keep each user "
                     "in one split, or the evaluation would be on users seen in training"
                 )

@@ -47,6 +47,7 @@ FIRST_WORDINGS = (
     ("is not a valid record: ", "is no record: "),
     ("is not a known key; the keys are ", "is no key of it; there is "),
     ("is not a number", "is no number"),
+    ("leave it out, or describe the image", "leave it out, or say what is wished"),
 )
 """Reasons of bad records -> their first wording, which cache keys contain."""
 
@@ -97,10 +98,8 @@ class PreparationPlan:
     def _bad_reasons(self) -> list[str]:
         """Reasons of bad records without their folders, for the cache key, in the wording of the first version."""
         parts = (self.data.train, self.data.validation, self.data.test)
-        places = [part.path for part in parts if part is not None and part.path is not None]
-        roots = sorted(
-            {str(Path(place).expanduser()) for place in (*places, self.data.pictures or "")} - {"."}, key=len
-        )
+        paths = [part.path for part in parts if part is not None and part.path is not None]
+        roots = sorted({str(Path(path).expanduser()) for path in (*paths, self.data.pictures or "")} - {"."}, key=len)
         named = list(self.records.tally.named)
         for root in reversed(roots):  # the longest first: one may contain another
             named = [text.replace(root, "") for text in named]
@@ -231,9 +230,9 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
             if path is not None:
                 first_of.setdefault(plan.images.hashes[path], (path, person.where))
     encoder = _encoder(plan.data.image_size, len(first_of))
-    paths, places = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
+    paths, locations = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
     bad = decode_images(
-        paths, list(first_of), places, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
+        paths, list(first_of), locations, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
     )
     damaged = {image_hash: bad[at] for at, image_hash in enumerate(first_of) if at in bad}
     numbers = {image_hash: number for number, image_hash in enumerate(p for p in first_of if p not in damaged)}
