@@ -166,7 +166,7 @@ class Facts(Source):
         tokens[row, queried_at], tokens[row, queried_at + 1] = QUERY_TOKEN, self.tokens.key(queried_keys)
         answers[row, queried_at + 1] = np.where(queried_segment >= 0, queried_values, IGNORE_INDEX)
         stated = np.stack((self.tokens.key(keys), self.tokens.value(values)), axis=-1)
-        return {"tokens": tokens, "answers": answers, "stated": stated, "asked": self.tokens.key(queried_keys)}
+        return {"tokens": tokens, "answers": answers, "stated": stated, "queried": self.tokens.key(queried_keys)}
 
     def _changing_fact(self, number: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the `pair`-th key that segment `number` states, and its value there."""

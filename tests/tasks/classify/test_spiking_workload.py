@@ -19,8 +19,7 @@ from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet
 from bottega.tasks import registry
-from bottega.tasks.classify.media_workload import MediaClassifyWorkload
-from bottega.tasks.classify.raster import PLOT_FILE
+from bottega.tasks.classify.media_workload import RASTER_FILE, MediaClassifyWorkload
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.recipes import load_recipe
 
@@ -105,7 +104,7 @@ def test_an_evaluation_measures_the_units_over_the_whole_set(trained: Path) -> N
 
 
 def test_a_raster_is_drawn_beside_the_samples(trained: Path) -> None:
-    with Image.open(trained / "samples" / "step-00000040" / PLOT_FILE) as picture:
+    with Image.open(trained / "samples" / "step-00000040" / RASTER_FILE) as picture:
         assert min(picture.size) > 300
 
 

@@ -131,7 +131,7 @@ def test_a_statement_is_asked_for_long_before_the_key_is_stated_anew() -> None:
     last: dict[int, int] = {}
     gaps = []
     for number in range(300):
-        gaps += [number - last[key] for key in rows["asked"][number].tolist() if key in last]
+        gaps += [number - last[key] for key in rows["queried"][number].tolist() if key in last]
         last |= dict.fromkeys(rows["stated"][number, :, 0].tolist(), number)
     assert set(gaps) == set(range(FACTS.distance, 2 * FACTS.distance))
 
@@ -228,7 +228,7 @@ def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     now = dict(model.named_buffers())
     stated = torch.tensor([[[1, 11]], [[2, 12]], [[1, 13]]])
     before = {name: tensor.clone() for name, tensor in now.items()}
-    new = task.update(now, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
+    new = task.update(now, {"stated": stated, "queried": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
     assert all(torch.equal(before[name], now[name]) for name in before), "pure"
     assert {f"memory.{name}" for name in memories.flatten_memory(model.memory.state())} == set(new)
     memory = memories.unflatten_memory({name.removeprefix("memory."): tensor for name, tensor in new.items()})

@@ -108,7 +108,7 @@ def _cut(stream: BinaryIO, position: int, total: int) -> int:
 
 
 def _safe_newline(raw: bytes, start: int, stop: int) -> int | None:
-    """Return the first newline in raw[start:stop] that does not follow white space; see bytelevel.safe_pieces."""
+    """Return the first newline in raw[start:stop] that does not follow white space; see bytelevel.split_at_safe_points."""
     at = raw.find(b"\n", start, stop)
     while at != -1:
         before = raw[max(at - 4, 0) : at].decode(errors="ignore")

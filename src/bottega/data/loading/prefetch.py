@@ -45,7 +45,7 @@ Stream = Generator[Batch, None, None]
 def prefetch(make: BatchFunction, start: int, *, workers: int, depth: int, warn: WarnCallback = print_notice) -> Stream:
     """Yield the batches from `start` on, built by `workers` processes; a thread keeps up to `depth` of them ready.
 
-    Raises StoppedWaiting if a signal requests a stop while it waits for another process or thread.
+    Raises WaitInterrupted if a signal requests a stop while it waits for another process or thread.
     """
     closed = threading.Event()
     stream = _from_processes(make, start, workers, closed, warn) if workers else _inline(make, start)

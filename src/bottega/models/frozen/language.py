@@ -150,9 +150,7 @@ class FrozenLanguageModel(nn.Module):
         lengths = mask.sum(1)
         longest = int(lengths.max())  # batches are padded to the longest prompt of the data
         prefixes = soft.prefixes()
-        assert not prefixes or self.supports_prefixes, (
-            "it was asked before it was loaded (LanguageFacts.require_prefixes)"
-        )
+        assert not prefixes or self.supports_prefixes, "`require_prefixes` checks this before the model is loaded"
         if prefixes or not self.supports_prefixes:
             ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :longest]
             hidden = self._encode_at_once(ids, lengths, soft.image_tokens, prefixes)

@@ -90,7 +90,7 @@ class StreamRecall(Transformer):
             return self._recalled(hidden.float(), memory, clock)
 
     def _recalled(self, hidden: Tensor, memory: WorkingSlots | None, clock: int) -> tuple[Tensor, WorkingSlots]:
-        assert self.options is not None, "asked before"
+        assert self.options is not None, "checked by forward"
         width = hidden.shape[-1]
         if memory is None:
             sizes = {"slots": self.options.working_slots, "key_size": width, "value_size": width}

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.core.types import Models
+from bottega.core.types import Batch, Models
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import PreparedData
@@ -28,6 +28,9 @@ from bottega.data.tables.classes import Classes, read_text_column
 from bottega.data.text.labelled import describe_rare_classes, encode_labels, find_training_classes
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape, SpikingShape
+from bottega.models.spiking.network import SpikingNet
+from bottega.plots.figure import try_plot
+from bottega.plots.spikes import plot_spikes
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.classify import text_workload as text_classify
 from bottega.tasks.classify.config import (
@@ -40,7 +43,6 @@ from bottega.tasks.classify.config import (
 )
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_media
-from bottega.tasks.classify.raster import write_raster
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
 from bottega.tasks.metadata import read_metadata
@@ -48,7 +50,7 @@ from bottega.tasks.sampler import NoSampler, Sampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Predictor, Workload, headline_metrics
 
-CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
+CLASSES, SHAPE, CONFIG, RASTER_FILE = "classes.json", "shape.json", "config.json", "sheet.png"
 MODEL_TYPE, SPIKING_TYPE = "bottega-convnet", "bottega-spiking"
 MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
 Shape = ConvNetShape | SpikingNetShape
@@ -292,3 +294,20 @@ def _read_shape(processor: Path) -> Shape:
 
 def _read_classes(processor: Path) -> Classes:
     return read_metadata(processor / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
+
+
+def write_raster(model: SpikingNet, batch: Batch, classes: Classes, folder: Path, *, device: Any) -> None:
+    """Write sheet.png: a column for each sample of the batch, its image above its spikes, from the first layer down."""
+    images = np.asarray(batch["image"], np.float32)
+    with torch.no_grad():
+        output = model(torch.from_numpy(images).to(device))
+    predicted = [classes.names[number] for number in output.logits.argmax(1).tolist()]
+    labels = [classes.names[number] for number in np.asarray(batch["label"]).tolist()]
+    plot = partial(
+        plot_spikes,
+        [spikes.cpu().numpy() for spikes in output.spikes],
+        images=images,
+        captions=[p if p == label else f"{p}, is {label}" for p, label in zip(predicted, labels, strict=True)],
+        is_correct=[p == label for p, label in zip(predicted, labels, strict=True)],
+    )
+    try_plot(plot, folder / RASTER_FILE)
