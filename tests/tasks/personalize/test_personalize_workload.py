@@ -324,8 +324,8 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
     assert np.asarray(made).shape == made.shape == (8, small_personal.SIDE, small_personal.SIDE, 3)
     assert made.dtype == np.uint8
     assert repr(made) == "8 images of 32 x 32 for 2 users"
-    assert np.array_equal(made[1:3], made.pictures[1:3])
-    assert np.array_equal(np.stack(list(made)), made.pictures)
+    assert np.array_equal(made[1:3], made.images[1:3])
+    assert np.array_equal(np.stack(list(made)), made.images)
     assert asked(saved, user="v2", count=1).choices[0].wish == "a moon", "their own where none is said"
     assert [one.user for one in asked(saved).choices] == ["v0", "v1", "v2", "v3"], "and the first who are held out"
 

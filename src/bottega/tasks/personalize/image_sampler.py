@@ -68,11 +68,6 @@ class PersonalImages:
     images_per_request: int
     notes: tuple[str, ...] = ()
 
-    @property
-    def pictures(self) -> np.ndarray:
-        """The same as `images`, under its earlier name."""
-        return self.images
-
     def __repr__(self) -> str:
         height, width = self.images.shape[1:3]
         num_users = len({summary.user for summary in self.summaries})
