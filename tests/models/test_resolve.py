@@ -171,7 +171,7 @@ def test_a_component_is_in_a_pipeline_or_is_the_folder(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=rf"^model\.clip: {pipeline} has no config\.json; give the folder of a saved CLIP"
     ):
-        require_config(pipeline, key="model.clip", what="CLIP")
+        require_config(pipeline, key="model.clip", description="CLIP")
     assert find_own_adapter(pipeline) is None
     assert find_own_adapter(folder(tmp_path / "export", "adapter/bottega.json")) == tmp_path / "export" / "adapter"
 

@@ -177,9 +177,9 @@ class Facts(Source):
         """Return the lasting values of keys."""
         return self._draw_value("lasting", key)
 
-    def _draw_value(self, name: str, what: np.ndarray) -> np.ndarray:
-        drawn = Noise(self.seed, 2, what.reshape(-1)).uniform(name)
-        return (drawn * self.tokens.num_values).astype(np.int64).reshape(what.shape)
+    def _draw_value(self, name: str, facts: np.ndarray) -> np.ndarray:
+        drawn = Noise(self.seed, 2, facts.reshape(-1)).uniform(name)
+        return (drawn * self.tokens.num_values).astype(np.int64).reshape(facts.shape)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -62,9 +62,9 @@ class MultitaskModel(nn.Module):
         """Return the model of one part."""
         return self.parts.get_submodule(name)
 
-    def forward(self, part: str | None, *args: Any, **named: Any) -> Any:
+    def forward(self, part: str | None, *args: Any, **kwargs: Any) -> Any:
         """Call the model of `part`; for None, return the loss weights exp(-log variance) of all parts, (parts,)."""
-        return self._loss_weights() if part is None else self.part(part)(*args, **named)
+        return self._loss_weights() if part is None else self.part(part)(*args, **kwargs)
 
     def _loss_weights(self) -> Tensor:
         return torch.exp(-torch.stack(list(self.log_variance.parameters())))

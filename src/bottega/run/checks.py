@@ -330,5 +330,5 @@ def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
     part = dependencies.dependency_recipe(recipe, name)
     problems = [*find_unimplemented(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
     own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
-    named = [type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own]
-    return [*named, *_part_problems(part)]
+    prefixed = [type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own]
+    return [*prefixed, *_part_problems(part)]

@@ -173,10 +173,10 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
 
 def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tuple[Path, str]:
     """Return the run directory and the checkpoint, either of which `path` may name."""
-    run, named = split_checkpoint_path(path)
-    if named is not None and str(checkpoint) not in ("best", named):
+    run, checkpoint_name = split_checkpoint_path(path)
+    if checkpoint_name is not None and str(checkpoint) not in ("best", checkpoint_name):
         raise UsageError(f"--checkpoint {checkpoint}: {path} already names a checkpoint; leave one of them out")
-    return run, named or str(checkpoint)
+    return run, checkpoint_name or str(checkpoint)
 
 
 def _read(

@@ -277,9 +277,9 @@ def prepare_data(recipe: Recipe, *, quiet: bool) -> PreparedData | None:
         return prepare_recipe(recipe, progress)
 
 
-def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
+def set_aside(path: Path, *, why: str = "", subject: str = "run is") -> None:
     """Rename a run directory to the next free name, so that --fresh deletes nothing."""
     RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
         other = rename_aside(path)
-    print_notice(f"bottega: {why}the old {what} kept as {other}")
+    print_notice(f"bottega: {why}the old {subject} kept as {other}")

@@ -50,10 +50,10 @@ def check_embedded_name(name: str | None, *names: str) -> None:
         raise UsageError(f"data.train.path: this task has no embedded dataset {name!r}; {remedy}")
 
 
-def materialise_embedded(medium: Medium, named: str | None = None) -> Path:
+def materialise_embedded(medium: Medium, dataset: str | None = None) -> Path:
     """Write an embedded dataset to the cache and return its folder of .npy files, one per field."""
-    check_embedded_name(named, *(STICKERS if medium == "image" else ()))
-    chosen = named or medium
+    check_embedded_name(dataset, *(STICKERS if medium == "image" else ()))
+    chosen = dataset or medium
     name = CACHE_NAMES[chosen].rpartition("-")[0]
 
     def build(folder: Path) -> None:

@@ -325,8 +325,8 @@ def _of_kind(listing: files.Listing, kind: str) -> list[Path]:
 
     matching = [file for file in files.drop_documentation_files(listing) if belongs(file)]
     if not matching:
-        what = "files with text" if kind == "text" else f"files of kind {kind}"
-        raise DataError(f"{listing.root} holds no {what} ({', '.join(sorted(suffixes))})")
+        description = "files with text" if kind == "text" else f"files of kind {kind}"
+        raise DataError(f"{listing.root} holds no {description} ({', '.join(sorted(suffixes))})")
     return matching
 
 

@@ -136,8 +136,8 @@ def _list_files(store: Any, path: str, address: str, *, is_http: bool) -> tuple[
         raise DataError(
             f"{strip_credentials(address)} holds {len(infos):,} files, more than {MAX_FILES:,}; pack them into shards"
         )
-    named = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(infos.items())}
-    return named, is_pattern or is_folder
+    infos_by_name = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(infos.items())}
+    return infos_by_name, is_pattern or is_folder
 
 
 def _matches(store: Any, pattern: str, address: str) -> list[tuple[str, dict[str, Any]]]:

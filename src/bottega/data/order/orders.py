@@ -277,12 +277,12 @@ class CurriculumOrder(Order):
         stages = np.searchsorted(self.schedule.start_positions, flat, side="right") - 1
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for i in np.unique(stages):
-            here = np.flatnonzero(stages == i)
-            local, local_epoch = self._orders[i].indices(flat[here] - self.schedule.start_positions[i])
+            selected = np.flatnonzero(stages == i)
+            local, local_epoch = self._orders[i].indices(flat[selected] - self.schedule.start_positions[i])
             # A mixture numbers new samples before replayed ones; the ranking has them after.
             new, old = self._new_and_replayed(i)
-            index[here] = self.ranking[np.where(local < new, local + old, local - new)]
-            epoch[here] = local_epoch + self._epochs_before[i]
+            index[selected] = self.ranking[np.where(local < new, local + old, local - new)]
+            epoch[selected] = local_epoch + self._epochs_before[i]
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
     def num_epochs(self, positions: int) -> int:

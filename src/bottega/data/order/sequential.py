@@ -98,8 +98,8 @@ class ReplayMemory:
         owner = np.searchsorted(self.ends, numbers, side="right")
         indices = np.empty_like(numbers)
         for i in np.unique(owner).tolist():
-            here = np.flatnonzero(owner == i)
-            indices[here] = self.turns[i].first_samples(numbers[here] - (int(self.ends[i - 1]) if i else 0))
+            selected = np.flatnonzero(owner == i)
+            indices[selected] = self.turns[i].first_samples(numbers[selected] - (int(self.ends[i - 1]) if i else 0))
         return indices
 
 
@@ -160,12 +160,12 @@ class Sequential(Order):
         turn_of = self.schedule.turns_at(flat)
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for number in np.unique(turn_of).tolist():
-            turn, here = self._turns[number], np.flatnonzero(turn_of == number)
-            local, local_epoch = turn.order.indices(flat[here] - turn.start)
+            turn, selected = self._turns[number], np.flatnonzero(turn_of == number)
+            local, local_epoch = turn.order.indices(flat[selected] - turn.start)
             is_new = local < turn.size
-            index[here] = local + turn.offset
-            index[here[~is_new]] = self._memories[number].indices(local[~is_new] - turn.size)
-            epoch[here] = np.where(is_new, local_epoch, local_epoch + turn.first_epoch)
+            index[selected] = local + turn.offset
+            index[selected[~is_new]] = self._memories[number].indices(local[~is_new] - turn.size)
+            epoch[selected] = np.where(is_new, local_epoch, local_epoch + turn.first_epoch)
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
     def num_epochs(self, positions: int) -> int:

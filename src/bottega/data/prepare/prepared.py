@@ -135,10 +135,10 @@ class PreparationPlan:
     @property
     def tables(self) -> tuple[str, ...]:
         """Names of the tables to write."""
-        named = [input.table for input in self.inputs]
+        tables = [input.table for input in self.inputs]
         shared = [name for name in ("validation", "test") if getattr(self.split_fractions, name)]
         folds = ["validation"] if self.data.split is not None and self.data.split.folds else []
-        return tuple(dict.fromkeys([*named, *shared, *folds]))
+        return tuple(dict.fromkeys([*tables, *shared, *folds]))
 
     @cached_property
     def key(self) -> str:

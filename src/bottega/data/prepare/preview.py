@@ -93,8 +93,8 @@ def row_caption(row: dict[str, Any]) -> str:
 
 def row_annotations(row: dict[str, Any]) -> dict[str, Any]:
     """Return label, caption, source and condition of a row, without empty ones."""
-    named = {"label": row.get("label"), "caption": row.get("caption"), "source": row["key"]}
-    annotations: dict[str, Any] = {name: value for name, value in named.items() if value}
+    values = {"label": row.get("label"), "caption": row.get("caption"), "source": row["key"]}
+    annotations: dict[str, Any] = {name: value for name, value in values.items() if value}
     if "condition" in row:
         annotations["condition"] = np.asarray(row["condition"])
     return annotations

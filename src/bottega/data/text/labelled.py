@@ -177,17 +177,17 @@ def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) 
     """Return the class of each row, int32 `(rows,)`, or multi-hot labels, float32 `(rows, classes)`."""
     numbers = {name: number for number, name in enumerate(classes.names)}
     texts = read_text_column(table, "label")
-    named = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
-    unknown = {text for text, names in named.items() if not numbers.keys() >= set(names)}
+    labels_by_text = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
+    unknown = {text for text, names in labels_by_text.items() if not numbers.keys() >= set(names)}
     if unknown:
         row = next(row for row, text in enumerate(texts) if text in unknown)
-        name = next(name for name in named[texts[row]] if name not in numbers)
+        name = next(name for name in labels_by_text[texts[row]] if name not in numbers)
         raise DataError(f"{table.row('key', row)}: {_unknown_label_message(name, classes)}")
     if not multi_label:
         return np.array([numbers[text] for text in texts], np.int32)
     rows = np.zeros((len(texts), len(classes)), np.float32)
     for row, text in enumerate(texts):
-        rows[row, [numbers[name] for name in named[text]]] = 1
+        rows[row, [numbers[name] for name in labels_by_text[text]]] = 1
     return rows
 
 
@@ -212,9 +212,9 @@ def find_training_classes(
     class_names = set(count_classes(prepared))
     if len(class_names) < (1 if _is_multi_label(prepared) else 2):
         first = prepared.table(prepared.training_tables[0]).row("key", 0)
-        named = f"are all of the class {class_names.pop()!r}" if class_names else "have no class"
+        problem = f"are all of the class {class_names.pop()!r}" if class_names else "have no class"
         raise DataError(
-            f"data.train: the samples from {first} on {named}, but a classifier needs at least two; {remedy}"
+            f"data.train: the samples from {first} on {problem}, but a classifier needs at least two; {remedy}"
         )
     if include_held_out:
         return prepared.classes
@@ -253,9 +253,9 @@ def describe_rare_classes(prepared: PreparedData, classes: Classes) -> list[str]
     rare = [name for name in classes.names if counts[name] <= RARE_CLASS_SAMPLES]
     if not rare:
         return []
-    named = ", ".join(f"{name!r} ({counts[name]})" for name in rare[:3]) + (", ..." if len(rare) > 3 else "")
+    listed = ", ".join(f"{name!r} ({counts[name]})" for name in rare[:3]) + (", ..." if len(rare) > 3 else "")
     return [
-        f"{len(rare):,} of {len(classes):,} classes have at most {RARE_CLASS_SAMPLES} training samples: {named}; check that they are not typos"
+        f"{len(rare):,} of {len(classes):,} classes have at most {RARE_CLASS_SAMPLES} training samples: {listed}; check that they are not typos"
     ]
 
 

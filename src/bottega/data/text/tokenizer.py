@@ -171,9 +171,9 @@ class Tokenizer:
         ids = self._id_of_point[points]
         if len(ids) and ids.min() < 0:
             unknown = [chr(point) for point in np.unique(points[ids < 0])]
-            named = ", ".join(map(repr, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+            listed = ", ".join(map(repr, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
             raise problem(
-                f"the character vocabulary of {self.vocab_size - 1} characters has no {named}; "
+                f"the character vocabulary of {self.vocab_size - 1} characters has no {listed}; "
                 "leave them out, or use a bytes or bpe tokenizer"
             )
         return ids.astype(self.dtype)
@@ -291,12 +291,12 @@ def _first_id(core: tokenizers.Tokenizer, tokens: Iterable[str | None], otherwis
 
 
 def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
-    named = _token_of_role(config, "eos_token")
-    for token in (named,) if named else COMMON_EOS_TOKENS:
+    configured = _token_of_role(config, "eos_token")
+    for token in (configured,) if configured else COMMON_EOS_TOKENS:
         number = core.token_to_id(token)
         if number is not None:
             return number
-    tried = repr(named) if named else "none of " + ", ".join(COMMON_EOS_TOKENS)
+    tried = repr(configured) if configured else "none of " + ", ".join(COMMON_EOS_TOKENS)
     raise DataError(
         f"the tokenizer has no token that ends a text (tried {tried}); set eos_token in tokenizer_config.json"
     )

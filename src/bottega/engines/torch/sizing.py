@@ -29,11 +29,11 @@ def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: boo
         size = sum(_file_sizes(task))
         return MemoryEstimate(parameters=size // 4, weights=size)
     tensors = {id(t): t for model in models.values() for t in (*model.parameters(), *model.buffers())}.values()
-    named = dict(models["model"].named_parameters())
-    weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named.values())
+    named_parameters = dict(models["model"].named_parameters())
+    weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named_parameters.values())
     if is_frozen:
         return MemoryEstimate(parameters, weights)
-    trainable = {name: parameter for name, parameter in named.items() if task.is_trainable(name)}
+    trainable = {name: parameter for name, parameter in named_parameters.items() if task.is_trainable(name)}
     gradients = sum(map(_bytes, trainable.values()))
     state = sum(_state_bytes(name, parameter, training.optimizer) for name, parameter in trainable.items())
     return MemoryEstimate(parameters, weights, gradients, state, gradients if training.ema is not None else 0)

@@ -169,7 +169,7 @@ def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape
 
 
 def _read_clip_shape(folder: Path, key: str) -> ClipShape:
-    require_config(folder, key=key, what="CLIP")
+    require_config(folder, key=key, description="CLIP")
     config = read_config_without_code(folder / CONFIG, key=key)
     if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
         model_type = config.get("model_type") or "model without a model_type"
@@ -231,7 +231,7 @@ def _load(folder: Path) -> Clip:
     require_safetensors(folder)
     kind = transformers.CLIPModel if shape.config_dict["model_type"] == "clip" else transformers.SiglipModel
     with isolated_rng():
-        network = load_pretrained(kind, folder, what=f"a {kind.__name__}", dtype=torch.float32)
+        network = load_pretrained(kind, folder, description=f"a {kind.__name__}", dtype=torch.float32)
     return Clip(shape, network, bias=_read_bias(folder) or 0.0)
 
 

@@ -220,8 +220,8 @@ class StateSpace(nn.Module):
             else:
                 resets = None if segments is None else F.pad(segments.diff(dim=1) != 0, (1, 0))
                 start = None if state is None else state.ssm
-                named: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "kernels": kernels}
-                y, memory = scan_chunked(x, dt, A, B, C, state=start, **named)
+                options: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "kernels": kernels}
+                y, memory = scan_chunked(x, dt, A, B, C, state=start, **options)
         y = y + self.dynamics.D.to(dt.dtype)[:, None] * x
         return y.to(x.dtype).flatten(2), memory
 

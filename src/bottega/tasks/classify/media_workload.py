@@ -65,9 +65,9 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     prepared = prepare_media(checked, progress=progress)
     classes = Classes(prepared.classes.names)
     if len(classes) < 2:
-        named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
+        description = f"only the class {classes.names[0]}" if len(classes) else "no classes"
         raise DataError(
-            f"data.train: has {named}; a classifier needs two or more: name their field with data.condition_field"
+            f"data.train: has {description}; a classifier needs two or more: name their field with data.condition_field"
         )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(checked))
     mel = fit_mel_processor(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None

@@ -188,8 +188,8 @@ def _tokenizer_folder(folder: Path) -> Path:
     files = sorted(file for file in folder.glob("*") if file.suffix in (".json", ".txt", ".model"))
     if not any(file.name in TOKENIZER_FILES for file in files):
         raise UsageError(f"model.text.from: {folder} has no tokenizer; put its tokenizer.json there")
-    named = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
-    key = hashlib.sha256(repr(("tokenizer", named)).encode()).hexdigest()[:32]
+    hashes = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
+    key = hashlib.sha256(repr(("tokenizer", hashes)).encode()).hexdigest()[:32]
     return get_or_build(default_cache(), key, lambda target: _convert(folder, target))
 
 

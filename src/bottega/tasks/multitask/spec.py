@@ -16,7 +16,7 @@ def _example_input(recipe: MultitaskRecipe, processor: Path) -> str | None:
         n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)
     ]
     part = f"--part {candidates[0]} " if len(candidates) > 1 else ""
-    return f'{part}"a text of yours"' if candidates else None
+    return f'{part}"your text"' if candidates else None
 
 
 SPEC = TaskSpec(

@@ -184,5 +184,5 @@ class _PartCall:
     def training(self) -> bool:
         return bool(self.model.training)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.model(self.name, *args, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(self.name, *args, **kwargs)

@@ -223,9 +223,9 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
         nonlocal part
         part = inputs[0]
 
-    def set_mask(gate: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def set_mask(gate: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal token_mask
-        token_mask = inputs[1] if len(inputs) > 1 else named.get("counted")
+        token_mask = inputs[1] if len(inputs) > 1 else kwargs.get("counted")
 
     def clear_mask(gate: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal token_mask

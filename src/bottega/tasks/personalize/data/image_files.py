@@ -90,9 +90,9 @@ def locate_image(root: Path, name: str) -> Path | BadRecord:
             return path
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or contains NUL, or a link cycle
         return BadRecord(name, name, f"the picture {name!r} cannot be looked for: {error}")
-    what = "is a folder" if path.is_dir() else "does not exist"
+    problem = "is a folder" if path.is_dir() else "does not exist"
     return BadRecord(
-        name, name, f"the picture {root / name} {what}; name their folder with data.pictures if it is another"
+        name, name, f"the picture {root / name} {problem}; name their folder with data.pictures if it is another"
     )
 
 

@@ -269,8 +269,8 @@ def describe_validation_error(error: object) -> str:
     assert isinstance(error, dict)
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
-        what = f"{key} is missing" if key in Record.model_fields else f"{key} is missing from an item"
-        return f"{what}; one is such as {EXAMPLE}"
+        problem = f"{key} is missing" if key in Record.model_fields else f"{key} is missing from an item"
+        return f"{problem}; one is such as {EXAMPLE}"
     if error["type"] == "extra_forbidden":
         keys = KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
         return f"{key} is not a known key; the keys are {keys}"

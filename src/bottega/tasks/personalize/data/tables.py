@@ -100,12 +100,12 @@ class PreparationPlan:
         parts = (self.data.train, self.data.validation, self.data.test)
         paths = [part.path for part in parts if part is not None and part.path is not None]
         roots = sorted({str(Path(path).expanduser()) for path in (*paths, self.data.pictures or "")} - {"."}, key=len)
-        named = list(self.records.tally.named)
+        reasons = list(self.records.tally.named)
         for root in reversed(roots):  # the longest first: one may contain another
-            named = [text.replace(root, "") for text in named]
+            reasons = [text.replace(root, "") for text in reasons]
         for wording, first_wording in FIRST_WORDINGS:
-            named = [text.replace(wording, first_wording) for text in named]
-        return named
+            reasons = [text.replace(wording, first_wording) for text in reasons]
+        return reasons
 
     @cached_property
     def key(self) -> str:
@@ -170,9 +170,9 @@ def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, prog
         item = next((item for item in person.record.items if not item.caption.strip()), None)
         if item is None:
             return None
-        what = "target" if item is person.record.target else "history"
+        field = "target" if item is person.record.target else "history"
         return BadRecord(
-            person.key, person.where, f"item {item.id!r} of the {what} has no caption: {remedy}; {SKIP_HINT}"
+            person.key, person.where, f"item {item.id!r} of the {field} has no caption: {remedy}; {SKIP_HINT}"
         )
 
     _drop_bad(plan, problem)
