@@ -92,13 +92,13 @@ def compare_arms(
         is_binary = are_binary([np.array(list(values.values())) for values in arms.values()])
         for first, second in pairs:
             first_values, second_values = arms[first], arms[second]
-            people = [user for user in first_values if user in second_values]
-            if len(people) < MIN_PEOPLE:
+            users = [user for user in first_values if user in second_values]
+            if len(users) < MIN_PEOPLE:
                 continue
-            values = [np.array([by_user[user] for user in people]) for by_user in (second_values, first_values)]
+            values = [np.array([by_user[user] for user in users]) for by_user in (second_values, first_values)]
             result = compare_users(*values, level=level, is_binary=is_binary)
             measure_tests.append(
-                {"measure": measure, "first": first, "second": second, **_to_dict(result), "people": len(people)}
+                {"measure": measure, "first": first, "second": second, **_to_dict(result), "people": len(users)}
             )
         for test, p in zip(
             measure_tests, statistics.holm_correction([test["p"] for test in measure_tests]), strict=True
@@ -146,6 +146,6 @@ def swap_histories(preferences: Sequence[tuple[str, ...]], *, seed: int) -> list
     largest = max(Counter(preferences).values(), default=0)
     if not preferences or 2 * largest > len(preferences):
         return None
-    order = sorted(rng.permutation(len(preferences)).tolist(), key=lambda person: group_ranks[preferences[person]])
+    order = sorted(rng.permutation(len(preferences)).tolist(), key=lambda user: group_ranks[preferences[user]])
     swapped = dict(zip(order, order[largest:] + order[:largest], strict=True))
-    return [swapped[person] for person in range(len(preferences))]
+    return [swapped[user] for user in range(len(preferences))]

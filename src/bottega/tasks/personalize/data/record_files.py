@@ -296,10 +296,10 @@ def _find_problem(record: Record, where: str, first_seen: dict[bytes, str]) -> s
 
 
 def _split_by_user(
-    people: list[LocatedRecord], options: Splitting | None, *, validation: float | None, test: float | None
+    records: list[LocatedRecord], options: Splitting | None, *, validation: float | None, test: float | None
 ) -> dict[str, list[LocatedRecord]]:
     """Split records so that all records of a user are in the same table."""
-    users = sorted({person.record.user for person in people})
+    users = sorted({located.record.user for located in records})
     keys = np.array([hash_key(user) for user in users], dtype=np.uint64)
     options = options or Splitting()
     by_user = options if options.by == "hash" else options.model_copy(update={"by": "fraction"})
@@ -311,18 +311,18 @@ def _split_by_user(
     tables: dict[str, list[LocatedRecord]] = {
         name: [] for side, name in enumerate(NAMES) if side in set(side_of.values())
     }
-    for person in people:
-        tables[NAMES[side_of[person.record.user]]].append(person)
+    for located in records:
+        tables[NAMES[side_of[located.record.user]]].append(located)
     return tables
 
 
 def _check_disjoint_users(tables: Mapping[str, Iterable[LocatedRecord]]) -> None:
     first: dict[str, tuple[str, str]] = {}
-    for table, people in tables.items():
-        for person in people:
-            first_table, where = first.setdefault(person.record.user, (table, person.where))
+    for table, records in tables.items():
+        for located in records:
+            first_table, where = first.setdefault(located.record.user, (table, located.where))
             if first_table != table:
                 raise DataError(
-                    f"{person.where}: user {person.record.user!r} of {table} is also in {first_table} ({where}); keep each user "
+                    f"{located.where}: user {located.record.user!r} of {table} is also in {first_table} ({where}); keep each user "
                     "in one split, or the evaluation would be on users seen in training"
                 )
