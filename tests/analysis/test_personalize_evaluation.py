@@ -109,7 +109,7 @@ class TinyVisionTower(nn.Module):
         tower = SimpleNamespace(encoder=SimpleNamespace(layers=[self.layer]))
         self.network = SimpleNamespace(config=SimpleNamespace(model_type="siglip"), vision_model=tower)
 
-    def images(self, pixels: torch.Tensor) -> torch.Tensor:
+    def encode_images(self, pixels: torch.Tensor) -> torch.Tensor:
         return self.layer(pixels.flatten(1, 2))
 
 

@@ -85,7 +85,7 @@ def test_an_export_gives_the_same_numbers_in_transformers(clip: Clip, exported: 
     with torch.no_grad():
         pixel_values = shown(images=[Image.fromarray(one) for one in seen], return_tensors="pt").pixel_values
         found = theirs(input_ids=ids, pixel_values=pixel_values)
-        images, texts = clip.images(values(seen)), clip.texts(ids)
+        images, texts = clip.encode_images(values(seen)), clip.encode_texts(ids)
         logits = clip.logits(images, texts)
     torch.testing.assert_close(images, found.image_embeds, atol=1e-5, rtol=0)
     torch.testing.assert_close(texts, found.text_embeds, atol=1e-5, rtol=0)
@@ -121,7 +121,7 @@ def test_pictures_are_sized_and_scaled_as_the_folder_says(hub: Path, height: int
     with torch.no_grad():
         told = shown(images=list(seen), return_tensors="pt", input_data_format="channels_last").pixel_values
         wanted = theirs.get_image_features(pixel_values=told).pooler_output
-        found = ours.images(values(seen))
+        found = ours.encode_images(values(seen))
     # They round to whole pixels after sizing.
     torch.testing.assert_close(found, torch.nn.functional.normalize(wanted, dim=-1), atol=0.01, rtol=0)
 
@@ -129,7 +129,9 @@ def test_pictures_are_sized_and_scaled_as_the_folder_says(hub: Path, height: int
 def test_a_grey_picture_is_one_of_equal_colours(clip: Clip) -> None:
     grey = values(pixels(8))[..., :1]
     with torch.no_grad():
-        torch.testing.assert_close(clip.images(grey), clip.images(grey.expand(-1, -1, -1, 3)), atol=0, rtol=0)
+        torch.testing.assert_close(
+            clip.encode_images(grey), clip.encode_images(grey.expand(-1, -1, -1, 3)), atol=0, rtol=0
+        )
 
 
 @given(st.lists(st.integers(0, 17), max_size=7), st.integers(0, 19))
@@ -138,7 +140,7 @@ def test_what_comes_after_the_end_of_a_caption_changes_nothing(clip: Clip, words
     other = ids.clone()
     other[0, len(words) + 2 :] = filler
     with torch.no_grad():
-        torch.testing.assert_close(clip.texts(ids), clip.texts(other), atol=0, rtol=0)
+        torch.testing.assert_close(clip.encode_texts(ids), clip.encode_texts(other), atol=0, rtol=0)
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
@@ -205,7 +207,9 @@ def test_a_siglip_folder_is_read_too(tmp_path: Path) -> None:
     assert (clip.shape.mean, clip.shape.keeps_aspect) == ((0.5, 0.5, 0.5), False)
     with torch.no_grad():
         found = network(input_ids=ids, pixel_values=values(seen).movedim(-1, 1)).logits_per_image
-        torch.testing.assert_close(clip.logits(clip.images(values(seen)), clip.texts(ids)), found, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            clip.logits(clip.encode_images(values(seen)), clip.encode_texts(ids)), found, atol=1e-4, rtol=0
+        )
 
 
 def test_starting_from_a_folder_without_a_bias_begins_undecided(hub: Path) -> None:

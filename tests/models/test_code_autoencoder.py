@@ -97,7 +97,7 @@ def test_codes_say_all_that_the_decoder_knows(kind: str, dims: Any) -> None:
     model, grid = small_model(kind, dims=dims), GRIDS[dims]
     x = some(2, *grid, 3)
     codes = model.encode(x)
-    assert codes.shape == (2, *model.shape_of(grid))
+    assert codes.shape == (2, *model.latent_shape(grid))
     assert codes.dtype == torch.int64
     assert codes.min() >= 0
     assert codes.max() < model.num_codes == (1000 if kind == "levels" else 64)

@@ -26,7 +26,7 @@ from bottega.models.experts.torch import (
     update_router_state,
 )
 from bottega.models.initial import initialise
-from bottega.models.several import shared_layers
+from bottega.models.multitask import shared_layers
 from bottega.models.spiking.config import SpikingShape
 
 D, E = 8, 4

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.models.dit.patches import patchify, unpatchify
+from bottega.models.dit.torch import patchify, unpatchify
 
 # (patches, side of a patch) in each direction.
 sizes = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), min_size=1, max_size=3)

@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tiny_pipelines
+from bottega.analysis.personalize_metrics import perceptual_distances
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import numpy_generator
 from bottega.models.clip.torch import Clip, load_clip
 from bottega.models.metric_networks.perceptual import CHANNELS, ClipPerceptual, Lpips, load_lpips
-from bottega.tasks.measures.perceptual import perceptual_distances
 
 
 def alexnet() -> nn.Sequential:

@@ -97,7 +97,9 @@ def test_a_part_of_the_recipe_is_its_run(tmp_path: Path) -> None:
         run / "final", "model", "part"
     )
     moved = folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
-    found = dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae", beside=tmp_path / "elsewhere")
+    found = dependencies.resolve_model_reference(
+        recipe, "needs.vae", key="model.vae", runs_folder=tmp_path / "elsewhere"
+    )
     assert found.path == moved / "final"
 
 
@@ -169,7 +171,7 @@ def test_a_component_is_in_a_pipeline_or_is_the_folder(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=rf"^model\.clip: {pipeline} has no config\.json; give the folder of a saved CLIP"
     ):
-        require_config(pipeline, key="model.clip", what="CLIP")
+        require_config(pipeline, key="model.clip", description="CLIP")
     assert find_own_adapter(pipeline) is None
     assert find_own_adapter(folder(tmp_path / "export", "adapter/bottega.json")) == tmp_path / "export" / "adapter"
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from bottega.models.initial import initialise
-from bottega.models.several import shared_layers
+from bottega.models.multitask import shared_layers
 from bottega.models.ssm import scan
 from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import scan_chunked, scan_recurrent, scan_step

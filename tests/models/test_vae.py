@@ -176,7 +176,7 @@ def test_weights_of_another_config_are_refused(tmp_path: Path) -> None:
 def test_latents_are_smaller_and_data_comes_back_in_its_shape(dims: Any) -> None:
     model, grid = small_model(dims=dims), GRIDS[dims]
     x = some(2, *grid, 3)
-    shape = model.shape_of(grid)
+    shape = model.latent_shape(grid)
     assert shape == (*((5,) if dims == 3 else ()), *(side // 4 for side in grid[dims == 3 :]), 4)
     noise = some(2, *shape, seed=1)
     found, mean, log_variance = model(x, noise)
@@ -234,7 +234,7 @@ def test_sides_that_cannot_be_halved_are_named_with_ones_that_can() -> None:
         model.encode(some(1, 18, 16, 3))
     assert "width" not in str(caught.value)
     with pytest.raises(UsageError, match=r"height 0 .* such as 4\), width 3"):
-        model.shape_of((0, 3))
+        model.latent_shape((0, 3))
     with pytest.raises(UsageError, match="over height, width got data with the sides"):
         model.encode(some(1, 16, 3))
     video = small_shape(dims=3, causal_time=True, temporal_downsample=4)
@@ -330,7 +330,7 @@ def test_the_last_stages_are_those_that_shrink_time() -> None:
 def test_gradients_lie_in_memory_as_their_weights_do(dims: Any) -> None:
     """Replicas share one buffer by the strides of the weights, and warn about gradients that differ."""
     model = small_model(dims=dims, channels=1).train()
-    found, mean, log_variance = model(some(2, *GRIDS[dims], 1), some(2, *model.shape_of(GRIDS[dims])))
+    found, mean, log_variance = model(some(2, *GRIDS[dims], 1), some(2, *model.latent_shape(GRIDS[dims])))
     (found.square().sum() + mean.sum() + log_variance.sum()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis import statistics as st
+from bottega.analysis import statistics
 from bottega.analysis.compare_classifiers import SEEDS_HINT, compare_by_predictions, describe_pair
 from bottega.analysis.compare_groups import (
     Group,
@@ -53,7 +53,7 @@ def compare(
             'name at least two groups: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"'
         )
     report = _compare_groups(group_names, metric=metric, split=split, level=1 - alpha)
-    adjusted = st.holm_correction([pair["p"] for pair in report["pairs"]])
+    adjusted = statistics.holm_correction([pair["p"] for pair in report["pairs"]])
     for pair, p in zip(report["pairs"], adjusted, strict=True):
         pair |= {"p_adjusted": p, **_conclude(pair, p, report, alpha=alpha, num_pairs=len(adjusted))}
     if len(adjusted) > 1:
@@ -112,7 +112,7 @@ def _compare_by_values(
 
 def _describe_group(group: Group, values: dict[int, float], *, level: float) -> dict[str, Any]:
     numbers = np.array(list(values.values()))
-    interval = st.mean_confidence_interval(numbers, level=level, test_train_ratio=group.test_train_ratio or 0.0)
+    interval = statistics.mean_confidence_interval(numbers, level=level, test_train_ratio=group.test_train_ratio or 0.0)
     return {
         "label": group.label,
         "name": group.name,
@@ -150,7 +150,7 @@ def _test_pair(
         partner = second.members_by_key[key] if shared else second.members[0]
         notes += check_same_data(first.members_by_key[key], partner, metric=metric, split=split)
     if not shared:
-        result = st.compare_unpaired(
+        result = statistics.compare_unpaired(
             *(np.array(list(side.values())) for side in (second_values, first_values)), level=level
         )
         if math.isinf(result.statistic):
@@ -166,7 +166,7 @@ def _test_pair(
                 f"with {len(first_values)} and {len(second_values)} runs a test has little power; use at least {FEW_PAIRS} seeds each"
             )
         return describe_pair(first, second, result, why=why, paired_by=None)
-    result = st.compare_paired(
+    result = statistics.compare_paired(
         *(np.array([side[key] for key in shared]) for side in (second_values, first_values)),
         level=level,
         test_train_ratio=first.test_train_ratio,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis import statistics as st
+from bottega.analysis import statistics
 from bottega.analysis.compare_groups import FOLD_KEY, RESULTS_FILE, Group, read_correctness, read_results
 from bottega.config.recipe import diff_recipes
 from bottega.core.errors import UsageError
@@ -36,10 +36,10 @@ def compare_by_predictions(
     rows, pairs = [], []
     for group in groups:
         hits = correct[group.label]
-        interval = st.wilson_interval(int(hits.sum()), len(hits), level=level)
+        interval = statistics.wilson_interval(int(hits.sum()), len(hits), level=level)
         rows.append(describe_single_run(group, hits, interval, kind="samples"))
     for first, second in itertools.combinations(groups, 2):
-        comparison = st.compare_classifiers(correct[second.label], correct[first.label], level=level)
+        comparison = statistics.compare_classifiers(correct[second.label], correct[first.label], level=level)
         why = f"each is one classifier evaluated on the same {rows[0]['n']:,} samples; for {comparison.n:,} only one is right"
         pairs.append(describe_pair(first, second, comparison, why=why, paired_by="key"))
     notes = [
@@ -50,7 +50,7 @@ def compare_by_predictions(
 
 
 def describe_pair(
-    first: Group, second: Group, comparison: st.Comparison, *, why: str, paired_by: str | None
+    first: Group, second: Group, comparison: statistics.Comparison, *, why: str, paired_by: str | None
 ) -> dict[str, Any]:
     """Return the report of a comparison of two groups: the test, why it was chosen, and the recipe keys that differ."""
     changed = diff_recipes(first.members[0].recipe, second.members[0].recipe)
@@ -65,7 +65,9 @@ def describe_pair(
     }
 
 
-def describe_single_run(group: Group, values: np.ndarray, interval: st.Interval, *, kind: str) -> dict[str, Any]:
+def describe_single_run(
+    group: Group, values: np.ndarray, interval: statistics.Interval, *, kind: str
+) -> dict[str, Any]:
     """Return the report of a group of one run, whose `values` are per sample or per person (`kind`)."""
     member, mean = group.members[0], float(values.mean())
     row = {"label": group.label, "name": group.name, "kind": kind, "n": len(values), "mean": mean, "deviation": None}

@@ -65,6 +65,7 @@ class Group:
 
     @property
     def kind(self) -> str:
+        """What its runs differ in: "fold" or "seed"."""
         return "fold" if self.num_folds else "seed"
 
     @property

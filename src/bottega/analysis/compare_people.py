@@ -87,12 +87,12 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
     _check_same_people(evaluations)
     metric = _choose_metric(evaluations, metric)
     values = [mean_by_user(evaluation.rows, evaluation.arm, metric) for evaluation in evaluations]
-    people = [user for user in values[0] if all(user in others for others in values)]
-    if len(people) < MIN_PEOPLE:
+    users = [user for user in values[0] if all(user in others for others in values)]
+    if len(users) < MIN_PEOPLE:
         raise UsageError(
-            f"only {len(people)} people have {metric} in all evaluations; fewer than {MIN_PEOPLE} cannot be compared"
+            f"only {len(users)} people have {metric} in all evaluations; fewer than {MIN_PEOPLE} cannot be compared"
         )
-    arrays = [np.array([by_user[user] for user in people]) for by_user in values]
+    arrays = [np.array([by_user[user] for user in users]) for by_user in values]
     is_binary = are_binary(arrays)
     rows, pairs = [], []
     for evaluation, array in zip(evaluations, arrays, strict=True):
@@ -100,13 +100,13 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         rows.append(describe_single_run(evaluation.group, array, interval, kind="people"))
     for (evaluation, first), (other, second) in itertools.combinations(zip(evaluations, arrays, strict=True), 2):
         comparison = compare_users(second, first, level=level, is_binary=is_binary)
-        why = f"both generated images for the same {len(people)} people, who are the pairs"
+        why = f"both generated images for the same {len(users)} people, who are the pairs"
         why += f"; for {comparison.n} of them just one is right" if is_binary else ""
         pairs.append(describe_pair(evaluation.group, other.group, comparison, why=why, paired_by="user"))
     notes = ["one run each: this compares the generated images, not two ways of training; for that, give seeds"]
     if len({evaluation.group.members[0].path.resolve() for evaluation in evaluations}) == 1:
         notes = []
-    left_out = max(len(evaluation.targets_by_user) for evaluation in evaluations) - len(people)
+    left_out = max(len(evaluation.targets_by_user) for evaluation in evaluations) - len(users)
     if left_out:
         notes.append(f"{left_out} people have no {metric} in some evaluation and are left out")
     read_from = f"{EVALUATION}/{split}/{PEOPLE}"

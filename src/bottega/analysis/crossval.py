@@ -111,7 +111,7 @@ def cross_validate(
     environments = plan_job_environments(recipe.device, jobs, num_folds=len(planned))
     root = RunDirectory(planned[0].run.path.parent)
     if fresh and root.path.exists():
-        set_aside(root.path, what="folds are")
+        set_aside(root.path, subject="folds are")
     console = open_console(quiet=quiet)
 
     def log(text: str) -> None:

@@ -114,7 +114,7 @@ def _evaluate(
             result["files"] = [str(path) for path in predictions.write_files(out, warn=notes.append)]
             result |= {"notes": [*result.get("notes", []), *notes]} if notes else {}
     if is_personalized and count != 0:
-        is_own = data.given is None
+        is_own = data.external is None
         out = out or saved.directory.path / "evaluation" / (str(data.split) if is_own else "data")
         weights = Path(lpips) if lpips is not None else None
         return _evaluate_people(saved, source, result, count=count, lpips=weights, is_own=is_own, out=out, quiet=quiet)

@@ -92,7 +92,7 @@ def score_samples(
     """
     workload = saved.workload
     assert isinstance(workload, GenerationWorkload)
-    external, split = data.given, str(data.split)
+    external, split = data.external, str(data.split)
     if external is None and split not in workload.data.prepared.tables:
         raise UsageError(f"this run has no {split} data; name other data with --data")
     if count is not None:  # pixels are held as bytes
@@ -239,7 +239,7 @@ class JudgeModel:
         Return None, with a note, where the recipe has no judge, the data has fewer than two classes, or the judge is not
         trained yet and its training data is gone.
         """
-        dependency, beside = workload.recipe.needs.get("judge"), saved.directory.path.parent
+        dependency, runs_folder = workload.recipe.needs.get("judge"), saved.directory.path.parent
         num_classes = len(workload.metadata.classes)
         if dependency is None:
             return None
@@ -247,11 +247,11 @@ class JudgeModel:
             reason = f"the data has {'one class' if num_classes else 'no classes'}, and a judge needs two or more"
             notes.append(f"{reason}; conditional_accuracy and frechet_distance are left out")
             return None
-        judge_run = dependencies.dependency_run(workload.recipe, "judge", beside=beside)
+        judge_run = dependencies.dependency_run(workload.recipe, "judge", runs_folder=runs_folder)
         if not has_own and dependency.run is None and not is_exported(judge_run):
             notes.append("needs.judge: is not trained yet, and its data is missing; conditional_accuracy is left out")
             return None
-        options: dict[str, Any] = {"quiet": quiet, "beside": beside, "allow_data_change": not has_own}
+        options: dict[str, Any] = {"quiet": quiet, "runs_folder": runs_folder, "allow_data_change": not has_own}
         path = ensure_dependency(workload.recipe, "judge", **options, started_in=workload.data.started_in)
         try:
             # Not its best checkpoint: that was selected on the data held out here, which would favour the real samples.
@@ -309,7 +309,7 @@ def _draw_samples(
 
             # A sample is a function of its number, so chunks do not change it; all samples at once would be large as floats.
             x = workload.sampler.draw(
-                models, chunk, device=saved.engine.device, seed=seed, guidance=1.0, say=report_chunk
+                models, chunk, device=saved.engine.device, seed=seed, guidance=1.0, progress=report_chunk
             )
             chunks.append(workload.medium.from_values(x, device=saved.engine.device))
     return SampleSet(np.concatenate(chunks), conditions)

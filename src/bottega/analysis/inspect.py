@@ -10,17 +10,17 @@ from bottega.core.rundir import RunDirectory, split_checkpoint_path
 from bottega.data.loading.loader import Loader
 
 
-def inspect_model(what: str, words: list[str]) -> dict[str, Any]:
+def inspect_model(run_or_recipe: str, words: list[str]) -> dict[str, Any]:
     """Return a row for each module of a run or recipe, with gradient norms of the first training batch; nothing is updated."""
-    engine, workload, batch_size, seed = _open(what, words)
+    engine, workload, batch_size, seed = _open(run_or_recipe, words)
     return engine.inspect(Loader(workload.data.training(), batch_size, seed=seed, order=workload.data.order).batch(0))
 
 
-def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
-    if RunDirectory(split_checkpoint_path(Path(what))[0]).recipe.is_file():
+def _open(run_or_recipe: str, words: list[str]) -> tuple[Engine, Any, int, int]:
+    if RunDirectory(split_checkpoint_path(Path(run_or_recipe))[0]).recipe.is_file():
         from bottega.run.saved import open_run
 
-        saved = open_run(Path(what))
+        saved = open_run(Path(run_or_recipe))
         return saved.engine, saved.workload, saved.recipe.training.batch_size, saved.recipe.seed
     from bottega.callbacks.console import Console
     from bottega.run.checks import find_problems, raise_all
@@ -28,9 +28,13 @@ def _open(what: str, words: list[str]) -> tuple[Engine, Any, int, int]:
     from bottega.tasks.recipes import load_recipe, parse_overrides
     from bottega.tasks.registry import TASKS
 
-    if "/" in what and not what.endswith((".yaml", ".yml")) and what.partition("/")[0] not in TASKS:
-        RunDirectory(Path(what)).must_exist()  # raises an error that suggests a similar run
-    sources, overrides = parse_overrides([what, *words])
+    if (
+        "/" in run_or_recipe
+        and not run_or_recipe.endswith((".yaml", ".yml"))
+        and run_or_recipe.partition("/")[0] not in TASKS
+    ):
+        RunDirectory(Path(run_or_recipe)).must_exist()  # raises an error that suggests a similar run
+    sources, overrides = parse_overrides([run_or_recipe, *words])
     recipe = load_recipe(sources, overrides).recipe
     raise_all(find_problems(recipe))
     recipe = recipe.model_copy(update={"training": recipe.training.model_copy(update={"compile": False})})

@@ -30,25 +30,25 @@ from bottega.world import World
 
 
 def lr_find_command(
-    what: str, words: list[str], *, low: float, high: float, steps: int, out: Path, quiet: bool = False
+    run_or_recipe: str, words: list[str], *, low: float, high: float, steps: int, out: Path, quiet: bool = False
 ) -> dict[str, Any]:
     """Run `bottega lr-find`: return the report of a range test, and write its curve and numbers to `out`."""
     check_range(low, high, steps)
-    is_run = is_run_directory(what)
+    is_run = is_run_directory(run_or_recipe)
     if is_run and words:
-        raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
-    sources, overrides = parse_overrides([what, *words])
+        raise UsageError(f"{run_or_recipe} is a run and has its own recipe; leave out {' '.join(words)}")
+    sources, overrides = parse_overrides([run_or_recipe, *words])
     recipe = None if is_run else load_recipe(sources, overrides).recipe
     report = find_learning_rate(
-        recipe, run=Path(what) if is_run else None, low=low, high=high, steps=steps, quiet=quiet
+        recipe, run=Path(run_or_recipe) if is_run else None, low=low, high=high, steps=steps, quiet=quiet
     )
-    report["command"] = _train_command(what, words, report, is_run=is_run)
+    report["command"] = _train_command(run_or_recipe, words, report, is_run=is_run)
     return write_report(report, out) if World.from_environment().is_main else report
 
 
-def is_run_directory(what: str | Path) -> bool:
-    """Return whether `what` is a run directory, or a checkpoint in one."""
-    return RunDirectory(split_checkpoint_path(Path(what))[0]).recipe.is_file()
+def is_run_directory(path: str | Path) -> bool:
+    """Return whether `path` is a run directory, or a checkpoint in one."""
+    return RunDirectory(split_checkpoint_path(Path(path))[0]).recipe.is_file()
 
 
 def find_learning_rate(
@@ -91,19 +91,19 @@ def _find_start(run: RunDirectory, path: Path) -> tuple[Path, str]:
     return checkpoint[0], str(checkpoint[1].fingerprint.get("data"))
 
 
-def _train_command(what: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
+def _train_command(run_or_recipe: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
     rate = f"training.learning_rate={report['suggestion']:g}"
     if not is_run:
         other_words = [
             word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))
         ]
-        return shlex.join(["bottega", "train", what, *other_words, rate])
-    run = RunDirectory(split_checkpoint_path(Path(what))[0])
+        return shlex.join(["bottega", "train", run_or_recipe, *other_words, rate])
+    run = RunDirectory(split_checkpoint_path(Path(run_or_recipe))[0])
     name, longer = f"name={run.path.resolve().name}-again", []
     recipe = load_saved_recipe(run.recipe)
     if recipe.training.max_steps is not None and report["from_step"] >= recipe.training.max_steps:
         longer = [f"training.max_steps={report['from_step'] + recipe.training.max_steps}"]
-    return shlex.join(["bottega", "train", str(run.recipe), name, rate, *longer, "--resume_from", what])
+    return shlex.join(["bottega", "train", str(run.recipe), name, rate, *longer, "--resume_from", run_or_recipe])
 
 
 def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Statistics over the arms of a personalised evaluation: means with intervals, and paired tests over people.
 
-A row holds the measures of one record in one arm. A person with several records counts once, with the mean of them:
+A row holds the measures of one record in one arm. A user with several records counts once, with the mean of them:
 people are the independent samples, records of one person are not.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis import statistics as st
+from bottega.analysis import statistics
 from bottega.core.noise import numpy_generator
 from bottega.tasks.personalize.arms import ARMS
 
@@ -71,14 +71,14 @@ def summarise_arms(rows: Rows, *, level: float = 0.95) -> dict[str, dict[str, di
     return summary
 
 
-def measure_interval(values: np.ndarray, *, level: float) -> st.Interval:
+def measure_interval(values: np.ndarray, *, level: float) -> statistics.Interval:
     """Return a confidence interval of the mean: Wilson's for binary values, else a bootstrap over people.
 
     A bootstrap of 48 wrong answers would give an interval of width 0.
     """
     if are_binary([values]):
-        return st.wilson_interval(int(values.sum()), len(values), level=level)
-    return st.bootstrap_interval(values, level=level, method="percentile")
+        return statistics.wilson_interval(int(values.sum()), len(values), level=level)
+    return statistics.bootstrap_interval(values, level=level, method="percentile")
 
 
 def compare_arms(
@@ -92,24 +92,26 @@ def compare_arms(
         is_binary = are_binary([np.array(list(values.values())) for values in arms.values()])
         for first, second in pairs:
             first_values, second_values = arms[first], arms[second]
-            people = [user for user in first_values if user in second_values]
-            if len(people) < MIN_PEOPLE:
+            users = [user for user in first_values if user in second_values]
+            if len(users) < MIN_PEOPLE:
                 continue
-            values = [np.array([by_user[user] for user in people]) for by_user in (second_values, first_values)]
+            values = [np.array([by_user[user] for user in users]) for by_user in (second_values, first_values)]
             result = compare_users(*values, level=level, is_binary=is_binary)
             measure_tests.append(
-                {"measure": measure, "first": first, "second": second, **_to_dict(result), "people": len(people)}
+                {"measure": measure, "first": first, "second": second, **_to_dict(result), "people": len(users)}
             )
-        for test, p in zip(measure_tests, st.holm_correction([test["p"] for test in measure_tests]), strict=True):
+        for test, p in zip(
+            measure_tests, statistics.holm_correction([test["p"] for test in measure_tests]), strict=True
+        ):
             tests.append({**test, "p_adjusted": p})
     return tests
 
 
-def compare_users(second: np.ndarray, first: np.ndarray, *, level: float, is_binary: bool) -> st.Comparison:
+def compare_users(second: np.ndarray, first: np.ndarray, *, level: float, is_binary: bool) -> statistics.Comparison:
     """Compare paired values, one per person: McNemar's test if binary, else a paired t-test with Wilcoxon's beside it."""
     if is_binary:
-        return st.compare_classifiers(second > 0, first > 0, level=level)
-    return st.compare_paired(second, first, level=level)
+        return statistics.compare_classifiers(second > 0, first > 0, level=level)
+    return statistics.compare_paired(second, first, level=level)
 
 
 def are_binary(arrays: Iterable[np.ndarray]) -> bool:
@@ -120,7 +122,7 @@ def are_binary(arrays: Iterable[np.ndarray]) -> bool:
     return all(bool(np.isin(values, (0.0, 1.0)).all()) for values in arrays)
 
 
-def _to_dict(comparison: st.Comparison) -> dict[str, Any]:
+def _to_dict(comparison: statistics.Comparison) -> dict[str, Any]:
     interval = dataclasses.asdict(comparison.bootstrap["bca"])
     wilcoxon = comparison.ranks.p if comparison.ranks is not None else None
     extra = {"wilcoxon_p": wilcoxon} if wilcoxon is not None else {}
@@ -134,16 +136,16 @@ def _to_dict(comparison: st.Comparison) -> dict[str, Any]:
 
 
 def swap_histories(preferences: Sequence[tuple[str, ...]], *, seed: int) -> list[int] | None:
-    """Return for each person the index of somebody with other preferences; each index occurs once.
+    """Return for each user the index of one with other preferences; each index occurs once.
 
     None where more than half of the people have the same preferences, so that no such permutation exists. People are
-    sorted by preferences and rotated by the size of the largest group, which leaves nobody within their own group.
+    sorted by preferences and rotated by the size of the largest group, so that no user stays within their own group.
     """
     rng, groups = numpy_generator(seed, "strangers"), sorted(set(preferences))
     group_ranks = {groups[i]: rank for rank, i in enumerate(rng.permutation(len(groups)).tolist())}
     largest = max(Counter(preferences).values(), default=0)
     if not preferences or 2 * largest > len(preferences):
         return None
-    order = sorted(rng.permutation(len(preferences)).tolist(), key=lambda person: group_ranks[preferences[person]])
+    order = sorted(rng.permutation(len(preferences)).tolist(), key=lambda user: group_ranks[preferences[user]])
     swapped = dict(zip(order, order[largest:] + order[:largest], strict=True))
-    return [swapped[person] for person in range(len(preferences))]
+    return [swapped[user] for user in range(len(preferences))]

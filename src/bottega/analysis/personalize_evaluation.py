@@ -3,7 +3,7 @@
 The arms: `none` has the wish only; `keywords` adds keywords that the language model predicts from the history; `soft` adds
 the trained soft tokens instead; `both` is the full method. `picked` is `both` as `bottega generate` returns it, the best of
 several weightings by CLIP; since CLIP is also a metric, the tests use `both`. `shuffled` is `both` with the history of
-somebody with other preferences: a gain that remains there does not come from personalisation. All arms start from the
+another user with other preferences: a gain that remains there does not come from personalisation. All arms start from the
 same noise.
 """
 
@@ -62,9 +62,11 @@ class RecordTable(Protocol):
 
     def __len__(self) -> int: ...
 
-    def record(self, index: int) -> Record: ...
+    def record(self, index: int) -> Record:
+        """Return the record of one user."""
 
-    def image(self, item: Item) -> np.ndarray: ...
+    def image(self, item: Item) -> np.ndarray:
+        """Return the image of an item, uint8 (height, width, 3)."""
 
 
 @dataclass(frozen=True)

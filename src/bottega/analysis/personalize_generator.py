@@ -55,7 +55,7 @@ def find_personal_rows(source: Any) -> PersonalRows:
     """Return the table of people within `source`, however it is wrapped."""
     while not isinstance(source, PersonalRows):
         if isinstance(source, PromptedRows):
-            source = source.people
+            source = source.personal_rows
         elif hasattr(source, "source"):
             raise UsageError("--data: people are evaluated from one source at a time; give one of them")
         else:

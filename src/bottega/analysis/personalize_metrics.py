@@ -8,12 +8,12 @@ from functools import cached_property
 from typing import Any, final
 
 import numpy as np
+import torch
 
 from bottega.analysis.personalize_arms import TARGET_ARM
 from bottega.analysis.personalize_truth import ClipFieldClassifier, FieldPredictions, TruthFields, score_fields
 from bottega.core.errors import UsageError
 from bottega.tasks.measures.clip_scores import cosine_similarity, similarity_to_history
-from bottega.tasks.measures.perceptual import perceptual_distances
 from bottega.tasks.measures.ssim import WINDOW, ssim
 from bottega.tasks.personalize.data.records import Record
 
@@ -46,7 +46,7 @@ class ImageMetrics:
 
     people: People
     judge: Any = None
-    """A CLIP whose `pictures` and `texts` return unit vectors; None where the recipe has none."""
+    """A CLIP whose `encode_images` and `encode_texts` return unit vectors; None where the recipe has none."""
     perceptual: Any = None
     """An `Lpips` or a `ClipPerceptual`."""
     device: Any = "cpu"
@@ -131,3 +131,17 @@ class ImageMetrics:
 
 def _size(images: np.ndarray) -> str:
     return f"{images.shape[2]} x {images.shape[1]}"
+
+
+def perceptual_distances(network: Any, a: np.ndarray, b: np.ndarray, *, device: Any, chunk: int = 64) -> np.ndarray:
+    """Return the distances (n,) of image pairs, uint8 (n, h, w, 3); `network` is an `Lpips` or a `ClipPerceptual`."""
+    assert a.dtype == b.dtype == np.uint8, "expected uint8: the range of floats is unknown"
+    assert a.shape == b.shape, f"{a.shape} and {b.shape} are not pairs of images"
+    distances = []
+    with torch.no_grad():
+        for first in range(0, len(a), chunk):
+            first_images, second_images = (
+                torch.from_numpy(x[first : first + chunk].astype(np.float32) / 127.5 - 1).to(device) for x in (a, b)
+            )
+            distances.append(network(first_images, second_images).float().cpu().numpy())
+    return np.concatenate(distances).astype(np.float64) if distances else np.zeros(0)

@@ -71,7 +71,7 @@ def preference_keys(
 ) -> list[tuple[str, ...]]:
     """Return for each record the preferences by which people are grouped.
 
-    These are the true ones, or without labels the keywords of all records of the person. A person without either is
+    These are the true ones, or without labels the keywords of all records of the user. A user without either is
     a group of their own.
     """
     if fields is not None and fields.preference:
@@ -79,7 +79,7 @@ def preference_keys(
     keywords_by_user: dict[str, set[str]] = {}
     for record, words in zip(records, keywords, strict=True):
         keywords_by_user.setdefault(record.user, set()).update(word.casefold() for word in words)
-    # No keyword is empty, so ("", user) cannot equal somebody's keywords.
+    # No keyword is empty, so ("", user) cannot equal the keywords of another user.
     return [tuple(sorted(keywords_by_user[record.user])) or ("", record.user) for record in records]
 
 

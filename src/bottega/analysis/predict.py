@@ -40,8 +40,8 @@ def predict(
 def example_command(run: Path) -> str | None:
     """Return an example command for a run that classifies; None for other runs."""
     recipe = load_saved_recipe(RunDirectory(run).must_exist().recipe)
-    example_inputs = TASKS[recipe.task].asks
-    words = example_inputs(recipe, RunDirectory(run).processor) if example_inputs is not None else None
+    example_input = TASKS[recipe.task].example_input
+    words = example_input(recipe, RunDirectory(run).processor) if example_input is not None else None
     return f"bottega predict {run} {words}{plugins.quoted_plugin_flags()}" if words is not None else None
 
 

@@ -23,13 +23,13 @@ def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega inspect RECIPE-or-RUN [key=value]..."
-    parser.add_argument("what", help="a run directory, or a recipe")
+    parser.add_argument("run_or_recipe", help="a run directory, or a recipe")
 
 
 def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.inspect import format_report, inspect_model
 
-    report = inspect_model(arguments.what, rest)
+    report = inspect_model(arguments.run_or_recipe, rest)
     if not arguments.json:
         print_result(format_report(report))
     return report
@@ -141,7 +141,7 @@ def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega lr-find RECIPE-or-RUN [key=value]... [options]"
-    parser.add_argument("what", help="a recipe, or a run directory to start from")
+    parser.add_argument("run_or_recipe", help="a recipe, or a run directory to start from")
     parser.add_argument(
         "--steps", type=int, default=100, help="steps from the lowest rate to the highest (default: 100)"
     )
@@ -156,7 +156,7 @@ def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.lr_find import format_report, lr_find_command
 
     report = lr_find_command(
-        arguments.what,
+        arguments.run_or_recipe,
         rest,
         low=arguments.min,
         high=arguments.max,

@@ -183,7 +183,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     quiet = arguments.json or "max_tokens" in saved.workload.sampler.requests
     with progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress:
         samples = saved.generate_samples(
-            request, stream=None if arguments.json else ResultStream(), say=report_progress
+            request, stream=None if arguments.json else ResultStream(), progress=report_progress
         )
     result = saved.workload.sampler.present(samples, out, run=saved.directory.path, **request)
     if not arguments.json:

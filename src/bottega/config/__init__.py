@@ -1,1 +1,1 @@
-"""What a recipe may say: one closed schema, checkable without torch."""
+"""The schema of recipes: closed, and checkable without torch."""

@@ -1,6 +1,6 @@
 """Credentials in addresses of data: removed before anything is written, and kept in the environment for reading the data.
 
-A signed address (`?sig=…`) or `user:password@` gives access to whoever sees it, so no recipe contains one: every section of a
+A signed address (`?sig=…`) or `user:password@` gives access to anyone who sees it, so no recipe contains one: every section of a
 recipe strips its addresses on construction, and `restore_credentials` adds them again in this process.
 """
 
@@ -105,8 +105,8 @@ def _read_variable() -> dict[str, str]:
 
 
 def _host(host: str, scheme: str) -> str:
-    user, mark, place = host.rpartition("@")
-    return host if not mark or (scheme.lower() in _CONTAINER and ":" not in user) else place
+    user, mark, address = host.rpartition("@")
+    return host if not mark or (scheme.lower() in _CONTAINER and ":" not in user) else address
 
 
 def _strip_match(match: re.Match[str]) -> str:

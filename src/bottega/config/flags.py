@@ -106,8 +106,8 @@ def _add_setting(
 ) -> None:
     if key in CONFIG_FLAGS:
         sources.append(text)
-    elif (whole := find_enclosing_list(key, tasks.schemas)) is not None:
-        problems.append(f"{typed}: give the whole list: {whole}=[{{…}}]")
+    elif (list_key := find_enclosing_list(key, tasks.schemas)) is not None:
+        problems.append(f"{typed}: give the whole list: {list_key}=[{{…}}]")
     elif is_flag(key, tasks.schemas):
         overrides.append(Override(key, text))
     else:
@@ -129,8 +129,8 @@ def _unknown(tasks: TaskRegistry, key: str, typed: str) -> str:
 
 def _missing_value(tasks: TaskRegistry, name: str) -> str:
     key = name.replace("-", "_")
-    if (whole := find_enclosing_list(key, tasks.schemas)) is not None:
-        return f"give the whole list: {whole}=[{{…}}]"
+    if (list_key := find_enclosing_list(key, tasks.schemas)) is not None:
+        return f"give the whole list: {list_key}=[{{…}}]"
     if is_flag(key, tasks.schemas) or key in CONFIG_FLAGS:
         return f"needs a value: --{name} VALUE"
     return _unknown(tasks, key, f"--{name}")

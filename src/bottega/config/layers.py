@@ -155,9 +155,9 @@ def _is_excluded(key: str, entry: Entry, base: FlatConfig, layer: FlatConfig) ->
     return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
 
 
-def are_nested(one: str, other: str) -> bool:
+def are_nested(first: str, second: str) -> bool:
     """Return whether two dotted keys are the same, or one is a block that contains the other."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+    return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
 
 
 def enables_stream(key: str, entry: Entry) -> bool:

@@ -99,6 +99,7 @@ class WandB(Section):
 
     @property
     def is_active(self) -> bool:
+        """Whether the run is logged to Weights & Biases: `enabled`, or by default if a project is set."""
         return self.project is not None if self.enabled is None else self.enabled
 
 

@@ -26,7 +26,7 @@ class TaskSpec:
     recipe: type[Recipe]
     """The schema of its recipes; with several `inputs`, of those without `data.input`."""
     open: Function
-    """(recipe, *, say) -> the workload of a new run, with its data prepared; `say` reports progress."""
+    """(recipe, *, progress) -> the workload of a new run, with its data prepared. `progress(stage, done, total)` is called."""
     reopen: Function
     """(recipe, processor folder, data fingerprint) -> the workload of a finished run, from its saved processor."""
     reuses_processor: bool = False
@@ -43,21 +43,21 @@ class TaskSpec:
     """Fields of a record that identify its table as data of this task."""
     init_values: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"data.train.path": "data/train"}))
     """Values that `bottega init` adds to the defaults, so that the new recipe loads."""
-    refuses: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    unsupported_verbs: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     """Unsupported verb (prepare, generate, predict) -> message with the reason; {input} is data.input."""
     adapt: Callable[[FlatConfig, FlatConfig], list[str]] | None = None
     """(earlier entries, a later layer) -> notes; changes earlier entries that the later layer makes obsolete."""
-    asks: Callable[[Any, Path], str | None] | None = None
+    example_input: Callable[[Any, Path], str | None] | None = None
     """(recipe, processor folder) -> an example argument of `bottega predict RUN`."""
     rows_are_samples: bool = True
     """Whether a prepared row is one sample; a text is cut into several."""
     has_labels: bool = False
     """Whether each sample has one label: cross-validation folds are then stratified, and runs compared, by it."""
-    smooths_labels: bool = False
+    supports_label_smoothing: bool = False
     """Whether its loss supports `training.label_smoothing`."""
     loss_is_cross_entropy: bool = False
     """Whether the loss is at least 0, and initially at most the logarithm of the number of classes."""
-    combines: bool = True
+    allowed_in_multitask: bool = True
     """Whether it can be one of the tasks of `multitask`."""
     plugin: str | None = None
     """The file or package that it comes from, if it is not bundled."""

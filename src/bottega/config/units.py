@@ -57,8 +57,8 @@ class Interval:
         """Convert to steps of a run: at least 1, except that an amount of 0 is 0."""
         if self.unit == "seconds":
             raise ValueError(f"{self} is a time, not a number of steps")
-        whole = {"steps": 1.0, "epochs": float(steps_per_epoch), "percent": total_steps / 100}[self.unit]
-        return 0 if self.amount == 0 else max(1, round(self.amount * whole))
+        unit_steps = {"steps": 1.0, "epochs": float(steps_per_epoch), "percent": total_steps / 100}[self.unit]
+        return 0 if self.amount == 0 else max(1, round(self.amount * unit_steps))
 
     @property
     def seconds(self) -> float | None:

@@ -29,10 +29,12 @@ class Progress:
     """The reason to end the run early, set by a callback."""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of progress.json."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
+        """Return the progress of a saved run; raise CheckpointError if a field has another type."""
         try:
             return _ADAPTER.validate_python({**fields, "stop": None})
         except ValidationError as error:
@@ -51,15 +53,26 @@ class Callback:
 
     name: str = ""
 
-    def start(self, progress: Progress) -> None: ...
-    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None: ...
-    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None: ...
-    def after_sample(self, progress: Progress, folder: Path) -> None: ...
-    def after_save(self, progress: Progress, folder: Path) -> None: ...
+    def start(self, progress: Progress) -> None:
+        """Called before the first step, also of a resumed run."""
+
+    def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
+        """Called at each logged step with its metrics."""
+
+    def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
+        """Called after an evaluation with its metrics."""
+
+    def after_sample(self, progress: Progress, folder: Path) -> None:
+        """Called after samples were written to `folder`."""
+
+    def after_save(self, progress: Progress, folder: Path) -> None:
+        """Called after a checkpoint was written to `folder`."""
+
     def rewind(self, progress: Progress) -> None:
         """The run was rolled back to the step of `progress`: discard everything recorded after it."""
 
-    def finish(self, progress: Progress, error: BaseException | None) -> None: ...
+    def finish(self, progress: Progress, error: BaseException | None) -> None:
+        """Called once at the end, with the error that ended the run, if any."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

@@ -41,6 +41,7 @@ class Manifest:
 
 
 def step_folder_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint, such as step-00001000."""
     return f"step-{step:08d}"
 
 

@@ -161,7 +161,8 @@ class Engine(ABC):
     # State
 
     @abstractmethod
-    def snapshot(self) -> Snapshot: ...
+    def snapshot(self) -> Snapshot:
+        """Return a copy of the training state, so that a checkpoint can be written while training continues."""
 
     @abstractmethod
     def load(self, folder: Path) -> None:

@@ -73,14 +73,17 @@ class Noise:
         return self.random_words(derive_key(self.seed, self.step, name), count)
 
     def random_words(self, key: tuple[Any, Any], count: int) -> tuple[Any, Any]:
+        """Return two arrays of random 32-bit words, (positions, count)."""
         device = {} if self.xp is np else {"device": self.positions.device}
         draws = self.xp.arange(count, dtype=self.xp.int64, **device)
         return threefry(key, (self.positions[:, None] + 0 * draws, draws[None, :]))
 
     def to_uniform(self, words: tuple[Any, Any]) -> Any:
+        """Return uniform values in (0, 1)."""
         return self._unit(words[0])
 
     def to_normal(self, words: tuple[Any, Any]) -> Any:
+        """Return standard normal values, by Box-Muller."""
         radius = self.xp.sqrt(-2 * self.xp.log(self._unit(words[0])))
         return radius * self.xp.cos(2 * math.pi * self._unit(words[1]))
 

@@ -130,12 +130,12 @@ def is_run(path: Path) -> bool:
 
 def split_checkpoint_path(path: Path) -> tuple[Path, str | None]:
     """Split RUN/checkpoints/NAME (best, last or step-00000500) into run and checkpoint; another path is a run (None)."""
-    whole = Path(os.path.abspath(path))
-    if whole.parent.name != "checkpoints" or not is_run(whole.parent.parent):
+    absolute = Path(os.path.abspath(path))
+    if absolute.parent.name != "checkpoints" or not is_run(absolute.parent.parent):
         return path, None
-    run = path.parent.parent if len(path.parts) > 2 else whole.parent.parent
-    number = whole.name.removeprefix("step-")
-    return run, str(int(number)) if number.isdigit() else whole.name
+    run = path.parent.parent if len(path.parts) > 2 else absolute.parent.parent
+    number = absolute.name.removeprefix("step-")
+    return run, str(int(number)) if number.isdigit() else absolute.name
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -216,9 +216,9 @@ class Lock:
 
     def _in_use_error(self, handle: int) -> BottegaError:
         owner = _read_owner(handle)
-        who = f"process {owner['pid']} on {owner['host']}, since {owner['started']}" if owner else "another process"
+        holder = f"process {owner['pid']} on {owner['host']}, since {owner['started']}" if owner else "another process"
         os.close(handle)
-        return DirectoryInUse(f"{self.path.parent} is in use by {who}; give this run another name=…")
+        return DirectoryInUse(f"{self.path.parent} is in use by {holder}; give this run another name=…")
 
 
 def _is_same_file(handle: int, path: Path) -> bool:

@@ -49,6 +49,7 @@ class BestMetric:
     maximise: bool = False
 
     def is_better(self, value: float, than: float | None) -> bool:
+        """Return whether `value` is better than `than`; any value is better than None."""
         return than is None or (value > than if self.maximise else value < than)
 
 
@@ -77,6 +78,7 @@ class Trainer:
     signals: StopSignals = field(default_factory=StopSignals)
 
     def run(self) -> Progress:
+        """Train to the last step, an early stop or an error; return the progress."""
         p = self.progress
         error: BaseException | None = None
         try:

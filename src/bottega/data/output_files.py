@@ -77,9 +77,9 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        named = os.fsdecode(error.filename) if error.filename is not None else ""
+        filename = os.fsdecode(error.filename) if error.filename is not None else ""
         # Errors of reading name another file than the output, its temporary sibling or its parents.
-        if named and path.name not in named and Path(named).resolve() not in path.resolve().parents:
+        if filename and path.name not in filename and Path(filename).resolve() not in path.resolve().parents:
             raise
         raise _add_remedy(error, path) from None
     except Exception as error:

@@ -166,7 +166,7 @@ class Facts(Source):
         tokens[row, queried_at], tokens[row, queried_at + 1] = QUERY_TOKEN, self.tokens.key(queried_keys)
         answers[row, queried_at + 1] = np.where(queried_segment >= 0, queried_values, IGNORE_INDEX)
         stated = np.stack((self.tokens.key(keys), self.tokens.value(values)), axis=-1)
-        return {"tokens": tokens, "answers": answers, "stated": stated, "asked": self.tokens.key(queried_keys)}
+        return {"tokens": tokens, "answers": answers, "stated": stated, "queried": self.tokens.key(queried_keys)}
 
     def _changing_fact(self, number: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the `pair`-th key that segment `number` states, and its value there."""
@@ -177,9 +177,9 @@ class Facts(Source):
         """Return the lasting values of keys."""
         return self._draw_value("lasting", key)
 
-    def _draw_value(self, name: str, what: np.ndarray) -> np.ndarray:
-        drawn = Noise(self.seed, 2, what.reshape(-1)).uniform(name)
-        return (drawn * self.tokens.num_values).astype(np.int64).reshape(what.shape)
+    def _draw_value(self, name: str, facts: np.ndarray) -> np.ndarray:
+        drawn = Noise(self.seed, 2, facts.reshape(-1)).uniform(name)
+        return (drawn * self.tokens.num_values).astype(np.int64).reshape(facts.shape)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -29,6 +29,7 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Bytes of all parts together."""
         return self.weights + self.gradients + self.optimizer + self.average
 
 

@@ -14,7 +14,7 @@ from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 
 MIN_STEPS, NUM_STEPS, LOWEST_RATE, HIGHEST_RATE = 10, 100, 1e-7, 10.0
-"""Fewest steps from which a slope can be told from noise, and the defaults of the test."""
+"""Fewest steps from which a slope can be distinguished from noise, and the defaults of the test."""
 MOMENTUM = 0.7
 """Momentum of the running mean that detects divergence; it looks back about three steps."""
 HALF_WIDTH = 0.5
@@ -28,6 +28,8 @@ MIN_STANDARD_ERRORS = 3.5
 
 
 class Stream(Protocol):
+    """Returns the batch of a step, always the same for the same step."""
+
     def __call__(self, step: int) -> Any: ...
 
 
@@ -41,6 +43,7 @@ class RateSweep:
 
     @property
     def losses_after_update(self) -> np.ndarray:
+        """The loss after the update with each rate."""
         return self.losses[1:]
 
 

@@ -23,8 +23,11 @@ MAX_ROLLBACKS = 3
 class ReplayableLoader(Protocol):
     """A loader that can return the batch of any step again."""
 
-    def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]: ...
-    def batch(self, step: int) -> Batch: ...
+    def indices(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sample indices of the global batch of a step, and the epoch of each."""
+
+    def batch(self, step: int) -> Batch:
+        """Return the batch of a step."""
 
 
 class NonfiniteRecovery:

@@ -97,10 +97,10 @@ def load_text_encoder(folder: Path) -> Any:
     with attribute_errors_to(folder, key="model.text.from"):
         require_safetensors(folder)
         errors = (OSError, ValueError, RuntimeError)
-        model = load_pretrained(kind, folder, what="a text encoder", errors=errors, dtype=torch.float32)
+        model = load_pretrained(kind, folder, description="a text encoder", errors=errors, dtype=torch.float32)
     return model.eval().requires_grad_(False)
 
 
 def _config(folder: Path) -> Any:
-    require_config(folder, key="model.text.from", what="text encoder")
-    return load_transformers_config(folder, key="model.text.from", what="text encoder")
+    require_config(folder, key="model.text.from", description="text encoder")
+    return load_transformers_config(folder, key="model.text.from", description="text encoder")

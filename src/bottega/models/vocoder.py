@@ -88,4 +88,4 @@ def _load_network(folder: Path) -> Any:
         from transformers import SpeechT5HifiGan
     except ImportError as error:
         raise EnvironmentProblem("model.vocoder: needs transformers; pip install 'bottega[hub]'") from error
-    return load_pretrained(SpeechT5HifiGan, folder, what=f"a {CLASS}", dtype=torch.float32)
+    return load_pretrained(SpeechT5HifiGan, folder, description=f"a {CLASS}", dtype=torch.float32)

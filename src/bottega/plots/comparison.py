@@ -34,9 +34,9 @@ def plot_groups(
             _place_dots(group["points"], x, inch=inch, room=0.025 * (max(ends) - min(ends)))
             for x, group in enumerate(groups)
         ]
-        for here, there in itertools.pairwise(dots):
-            for key in sorted(here.keys() & there.keys()):
-                axes.plot(*zip(here[key], there[key], strict=True), color=LIGHT, linewidth=0.8, zorder=1)
+        for left, right in itertools.pairwise(dots):
+            for key in sorted(left.keys() & right.keys()):
+                axes.plot(*zip(left[key], right[key], strict=True), color=LIGHT, linewidth=0.8, zorder=1)
         for x, (group, (low, high)) in enumerate(zip(groups, intervals, strict=True)):
             colour, at = COLOURS[x % len(COLOURS)], x + 0.3 * inch if dots[x] else x
             errors = [[max(0.0, group["mean"] - low)], [max(0.0, high - group["mean"])]]
@@ -80,8 +80,8 @@ def plot_condition_bars(
         axes = figure.add_subplot()
         axes.grid(axis="y")
         for number, (name, values) in enumerate(conditions.items()):
-            shown = [(place, values[measure]) for place, measure in enumerate(measures) if measure in values]
-            x = [place + (number - (len(conditions) - 1) / 2) * bar for place, _ in shown]
+            shown = [(position, values[measure]) for position, measure in enumerate(measures) if measure in values]
+            x = [position + (number - (len(conditions) - 1) / 2) * bar for position, _ in shown]
             means = [value["mean"] for _, value in shown]
             errors = [
                 [max(0.0, value["mean"] - value["low"]) for _, value in shown],
@@ -89,10 +89,12 @@ def plot_condition_bars(
             ]
             axes.bar(x, means, 0.86 * bar, color=colours[name], label=f"{name}: {labels[name]}")
             axes.errorbar(x, means, yerr=errors, fmt="none", ecolor=INK, elinewidth=1.0, capsize=2.5)
-        levels = [(place, chance[measure]) for place, measure in enumerate(measures) if measure in chance]
-        for number, (place, level) in enumerate(levels):
+        levels = [(position, chance[measure]) for position, measure in enumerate(measures) if measure in chance]
+        for number, (position, level) in enumerate(levels):
             label = "chance" if number == 0 else None
-            axes.hlines(level, place - 0.47, place + 0.47, colors=INK, linestyles="--", linewidth=1.2, label=label)
+            axes.hlines(
+                level, position - 0.47, position + 0.47, colors=INK, linestyles="--", linewidth=1.2, label=label
+            )
         axes.set_xticks(range(len(measures)), [measure.replace("_", " ") for measure in measures])
         axes.tick_params(axis="x", length=0, labelcolor=INK)
         axes.set_xlim(-0.55, len(measures) - 0.45)

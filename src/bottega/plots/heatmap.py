@@ -16,8 +16,8 @@ def plot_forgetting(
 ) -> None:
     """Plot the metric of each source (columns) after each was learned (rows); the bluer the better."""
     values = np.array([[np.nan if value is None else value for value in row] for row in matrix], np.float64)
-    known = values[np.isfinite(values)]
-    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    finite = values[np.isfinite(values)]
+    low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 1.0)
     scale = (values - low) / (high - low) if high > low else np.ones_like(values)
     short = [shorten(name, 16) for name in names]
     count, label = len(names), 0.085 * max(map(len, short)) + 0.6

@@ -26,5 +26,5 @@ def plot_range_test(report: dict[str, Any], path: Path) -> None:
         axes.minorticks_off()
         axes.set(xlabel="learning rate", ylabel="loss")
         axes.legend(loc="best")
-        facts = f"steepest {report['steepest']:.2e}, minimum {report['minimum']:.2e}"
-        add_title(axes, "Learning-rate range test", facts)
+        subtitle = f"steepest {report['steepest']:.2e}, minimum {report['minimum']:.2e}"
+        add_title(axes, "Learning-rate range test", subtitle)

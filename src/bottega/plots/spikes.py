@@ -11,7 +11,7 @@ import numpy as np
 from bottega.plots.figure import BLUE, INK, MUTED, ORANGE, open_figure, shorten
 
 MAX_UNITS = 128
-"""Units of a layer that are shown: more lines cannot be told apart."""
+"""Units of a layer that are shown: more lines cannot be distinguished."""
 BACKGROUND = "#f3f3f7"
 
 

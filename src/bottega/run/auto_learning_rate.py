@@ -60,7 +60,7 @@ def run_range_test(
     first = 0
     if checkpoint_path is not None:
         resume.check_frozen_unchanged(checkpoint.read_manifest(checkpoint_path), {"frozen": dict(plan.frozen)})
-        first = resume.load_progress(checkpoint_path, loader=loader, total=total, say=lambda text: None).step
+        first = resume.load_progress(checkpoint_path, loader=loader, total=total, report=lambda text: None).step
         engine.load(checkpoint_path)
     try:
         if plan.on_train_start is not None:
@@ -109,9 +109,9 @@ def resolve_learning_rate(
         return _changed(recipe, learning_rate=rate)
     start = resume.find_checkpoint(directory, resume_from, console.warn) if resume_from is not None else None
     path = start[0] if start is not None else None
-    with progress_bars(console.rich, in_bytes=False) as say:
+    with progress_bars(console.rich, in_bytes=False) as progress:
         report = run_range_test(
-            recipe, workload, checkpoint_path=path, report_progress=lambda done, total: say("lr-find", done, total)
+            recipe, workload, checkpoint_path=path, report_progress=lambda done, total: progress("lr-find", done, total)
         )
     rate = report["suggestion"]
     if rank == 0:

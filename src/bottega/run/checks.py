@@ -97,7 +97,8 @@ def find_unimplemented(recipe: Recipe) -> list[BottegaError]:
     is_distributed = recipe.distributed.enabled is not False
     requested = {
         "distributed.strategy: fsdp": is_distributed and recipe.distributed.strategy == "fsdp",
-        "training.label_smoothing": recipe.training.label_smoothing > 0 and not find_spec(recipe).smooths_labels,
+        "training.label_smoothing": recipe.training.label_smoothing > 0
+        and not find_spec(recipe).supports_label_smoothing,
     }
     return [
         UsageError(f"{key} is not implemented yet; leave it out")
@@ -329,5 +330,5 @@ def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
     part = dependencies.dependency_recipe(recipe, name)
     problems = [*find_unimplemented(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
     own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
-    named = [type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own]
-    return [*named, *_part_problems(part)]
+    prefixed = [type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own]
+    return [*prefixed, *_part_problems(part)]

@@ -40,8 +40,8 @@ from bottega.techniques.training_plan import TrainingPlan
 
 def prepare_workload(recipe: Recipe, console: Console, *, processor: Path | None = None) -> Workload:
     """Open the task with its data prepared, showing a progress bar. `processor` is the folder of a run that is resumed."""
-    with progress_bars(console.rich) as say:
-        return registry.open_workload(recipe, progress=say, processor=processor)
+    with progress_bars(console.rich) as progress:
+        return registry.open_workload(recipe, progress=progress, processor=processor)
 
 
 def build_training_plan(recipe: Recipe, workload: Workload) -> TrainingPlan:

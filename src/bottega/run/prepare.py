@@ -85,11 +85,11 @@ def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, s
     if out is not None:
         _check_out(out)
     started = time.monotonic()
-    with progress_bars(open_console()) as say:
-        prepared = prepare_recipe(recipe, say)
+    with progress_bars(open_console()) as progress:
+        prepared = prepare_recipe(recipe, progress)
         if out is not None:
             _copy(prepared, out)
-        exported = [path for target in to for path in _export(prepared, target, say)]
+        exported = [path for target in to for path in _export(prepared, target, progress)]
     return {
         **summarise_prepared(prepared),
         "folder": str(out or prepared.folder),
@@ -191,7 +191,7 @@ def _copy_files(folder: Path, target: Path) -> None:
             shutil.copy2(path, other)
 
 
-def _export(prepared: PreparedData, to: tuple[str, str], say: ProgressCallback) -> list[Path]:
+def _export(prepared: PreparedData, to: tuple[str, str], progress: ProgressCallback) -> list[Path]:
     from bottega.data.formats.write import write_records
 
     kind: Any = to[0]
@@ -200,11 +200,11 @@ def _export(prepared: PreparedData, to: tuple[str, str], say: ProgressCallback) 
     preview = open_preview(prepared)
     total, before = sum(counts["rows"] for counts in prepared.tables.values()), 0
     for table, counts in prepared.tables.items():
-        records = iter_public_records(preview, table, partial(_count, say, before, total))
+        records = iter_public_records(preview, table, partial(_count, progress, before, total))
         paths += write_records(records, folder, to=kind, split=table.replace(".", "-"))
         before += counts["rows"]
     return paths
 
 
-def _count(say: ProgressCallback, before: int, total: int, done: int) -> None:
-    say("export", before + done, total)
+def _count(progress: ProgressCallback, before: int, total: int, done: int) -> None:
+    progress("export", before + done, total)

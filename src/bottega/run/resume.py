@@ -35,16 +35,16 @@ LENGTH = ("training.max_steps", "training.num_epochs")
 
 
 def find_checkpoint(
-    run: RunDirectory, resume_from: Path | None, say: Callable[[str], None]
+    run: RunDirectory, resume_from: Path | None, report: Callable[[str], None]
 ) -> tuple[Path, checkpoint.Manifest] | None:
     """Return the verified checkpoint to load, if any. One given by `resume_from` is never silently replaced."""
     own = checkpoint.list_checkpoints(run.checkpoints)
     if resume_from is not None and own and run.path.resolve() not in resume_from.resolve().parents:
         # The same command again, perhaps by a scheduler: the run has continued since it was started from there.
-        say(f"{run.path} has its own checkpoints; continuing from those, not from {resume_from}")
+        report(f"{run.path} has its own checkpoints; continuing from those, not from {resume_from}")
         resume_from = None
     if resume_from is None:
-        good = checkpoint.find_newest_valid(run.checkpoints, say)
+        good = checkpoint.find_newest_valid(run.checkpoints, report)
         if good is None and has_begun(run):
             raise CheckpointError(f"every checkpoint in {run.checkpoints} is damaged; start over with --fresh")
         return good
@@ -124,7 +124,7 @@ def _value(recipe: Recipe, key: str) -> Any:
 
 
 def check_data_unchanged(
-    manifest: checkpoint.Manifest, now: Mapping[str, Any], *, allow: bool, say: Callable[[str], None]
+    manifest: checkpoint.Manifest, now: Mapping[str, Any], *, allow: bool, report: Callable[[str], None]
 ) -> None:
     """Raise DataError if the data has changed since the checkpoint, unless allowed; report other differences."""
     before = manifest.fingerprint
@@ -134,18 +134,18 @@ def check_data_unchanged(
         )
         if not allow:
             raise DataError(f"{text}; undo the change, start over with --fresh, or use --allow-data-change")
-        say(f"{text}; continuing because of --allow-data-change")
+        report(f"{text}; continuing because of --allow-data-change")
     elif "derived" in before and before["derived"] != now.get("derived"):
         text = "a model derives other keywords from the same data than when this run started"
         if not allow:
             raise DataError(
                 f"{text}; resume on the machine it started on, start over with --fresh, or use --allow-data-change"
             )
-        say(f"{text}; continuing because of --allow-data-change")
+        report(f"{text}; continuing because of --allow-data-change")
     changed = [key for key in ("packages", "device", "world") if before.get(key) != now.get(key)]
     if changed:
         changes = "; ".join(f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed)
-        say(
+        report(
             f"resumed in another environment ({changes}): the same samples in the same order, but not bit for bit equal"
         )
 
@@ -166,7 +166,7 @@ def check_frozen_unchanged(manifest: checkpoint.Manifest, now: Mapping[str, Any]
         )
 
 
-def load_progress(path: Path, *, loader: Loader, total: int, say: Callable[[str], None]) -> Progress:
+def load_progress(path: Path, *, loader: Loader, total: int, report: Callable[[str], None]) -> Progress:
     """Return the progress of a checkpoint. With another batch size the run continues by samples."""
     progress = Progress.from_json(checkpoint.read_progress(path))
     progress.total = total
@@ -174,7 +174,7 @@ def load_progress(path: Path, *, loader: Loader, total: int, say: Callable[[str]
         # Steps are renumbered, so the number of the best step is no longer valid.
         progress.step = progress.evaluated = loader.step_at(progress.samples)
         progress.best_step, progress.skip_steps = 0, []
-        say(
+        report(
             f"the batch size is now {loader.batch_size_at(progress.step)}: {progress.samples} samples make this step {progress.step}"
         )
     return progress

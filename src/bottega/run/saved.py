@@ -62,10 +62,12 @@ class SavedRun:
 
     @property
     def task(self) -> Any:
+        """The run's task."""
         return self.workload.task
 
     @property
     def model(self) -> Any:
+        """The trained model; a torch module with the torch engine."""
         return self.engine.model
 
     def evaluate(self, data: str | Path | None = None, *, split: str | None = None) -> dict[str, float]:
@@ -117,7 +119,7 @@ class SavedRun:
             raise without_flag_dashes(error) from None
 
     def generate_samples(self, request: dict[str, Any], **display: Any) -> Any:
-        """Generate for the command line; `display` are the callbacks `stream` and `say`."""
+        """Generate for the command line; `display` are the callbacks `stream` and `progress`."""
         self.workload.sampler.check_request(request)
         with self.engine.sampling() as models:
             return self.workload.sampler.generate(models, device=self.engine.device, **request, **display)
@@ -171,10 +173,10 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
 
 def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tuple[Path, str]:
     """Return the run directory and the checkpoint, either of which `path` may name."""
-    run, named = split_checkpoint_path(path)
-    if named is not None and str(checkpoint) not in ("best", named):
+    run, checkpoint_name = split_checkpoint_path(path)
+    if checkpoint_name is not None and str(checkpoint) not in ("best", checkpoint_name):
         raise UsageError(f"--checkpoint {checkpoint}: {path} already names a checkpoint; leave one of them out")
-    return run, named or str(checkpoint)
+    return run, checkpoint_name or str(checkpoint)
 
 
 def _read(

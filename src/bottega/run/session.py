@@ -209,9 +209,9 @@ class Session:
         if start is None:
             return None, Progress(total=total)
         path, manifest = start
-        resume.check_data_unchanged(manifest, fingerprint, allow=self.allow_data_change, say=self.console.warn)
+        resume.check_data_unchanged(manifest, fingerprint, allow=self.allow_data_change, report=self.console.warn)
         resume.check_frozen_unchanged(manifest, fingerprint)
-        progress = resume.load_progress(path, loader=loader, total=total, say=self.console.info)
+        progress = resume.load_progress(path, loader=loader, total=total, report=self.console.info)
         engine.load(path)
         engine.skip_steps = frozenset(progress.skip_steps)
         if self.recipe.training.micro_batch_size == "auto":

@@ -21,8 +21,8 @@ from bottega.run.dependencies import lock_dependency, train_in_subprocess, wait_
 from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
 from bottega.storage.durable import remove_leftovers, rename_aside
-from bottega.tasks import dependencies as needs
 from bottega.tasks.data_paths import resolve_paths
+from bottega.tasks.dependencies import PREFIX, dependency_recipe, dependency_run, referenced_dependencies
 from bottega.tasks.registry import find_spec
 from bottega.terminal import open_console, print_notice
 from bottega.world import World
@@ -43,7 +43,7 @@ def train(
 ) -> Run:
     """Train a recipe given by name, file or dict; of several, later ones and `overrides` win.
 
-    The same call resumes the same run. `fresh` renames an existing run and starts anew.
+    The same call resumes the same run. `fresh` renames an existing run and starts a new one.
     """
     check_launch_variables()
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
@@ -98,7 +98,7 @@ def _train_rank(
 ) -> Run:
     recipe = resolved.recipe
     raise_all(find_problems(recipe))  # before waiting for other processes or training a dependency
-    dependencies = needs.referenced_dependencies(recipe)
+    dependencies = referenced_dependencies(recipe)
     directory = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     is_main = World.from_environment().is_main
 
@@ -162,7 +162,7 @@ def _check_start(
         manifest = checkpoint.read_manifest(resume.resolve_checkpoint_path(resume_from))
     if manifest is not None and now is not None:
         fingerprint = {**manifest.fingerprint, "data": now}
-        resume.check_data_unchanged(manifest, fingerprint, allow=allow, say=lambda text: None)
+        resume.check_data_unchanged(manifest, fingerprint, allow=allow, report=lambda text: None)
 
 
 def ensure_dependency(
@@ -170,7 +170,7 @@ def ensure_dependency(
     name: str,
     *,
     quiet: bool = True,
-    beside: Path | None = None,
+    runs_folder: Path | None = None,
     allow_data_change: bool = False,
     started_in: tuple[Path, ...] = (),
 ) -> Path:
@@ -179,11 +179,11 @@ def ensure_dependency(
     It is identified by its recipe and its data: a judge must not be trained on samples that are held out now.
     `started_in` are folders that relative data paths of the recipe may start from, besides the working directory.
     """
-    run, need = needs.dependency_run(recipe, name, beside=beside), recipe.needs[name]
+    run, need = dependency_run(recipe, name, runs_folder=runs_folder), recipe.needs[name]
     if need.run is not None:
         RunDirectory(run).must_exist()
         return run
-    dependency = needs.dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
+    dependency = dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
     data_here = resolve_paths(dependency.data, started_in)
     if data_here != dependency.data:  # the name stays that of the recipe as written
         dependency = dependency.model_copy(update={"data": data_here, "name": run.name})
@@ -269,17 +269,17 @@ def prepare_data(recipe: Recipe, *, quiet: bool) -> PreparedData | None:
     """
     from bottega.callbacks.progress_bars import progress_bars
 
-    if str(getattr(recipe.model, "from_", None)).startswith(needs.PREFIX):
+    if str(getattr(recipe.model, "from_", None)).startswith(PREFIX):
         return None
     if getattr(recipe.data, "latents", False):  # an autoencoder computes them
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"latents": False})})
-    with progress_bars(open_console(quiet=quiet)) as say:
-        return prepare_recipe(recipe, say)
+    with progress_bars(open_console(quiet=quiet)) as progress:
+        return prepare_recipe(recipe, progress)
 
 
-def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
+def set_aside(path: Path, *, why: str = "", subject: str = "run is") -> None:
     """Rename a run directory to the next free name, so that --fresh deletes nothing."""
     RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
         other = rename_aside(path)
-    print_notice(f"bottega: {why}the old {what} kept as {other}")
+    print_notice(f"bottega: {why}the old {subject} kept as {other}")

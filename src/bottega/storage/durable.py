@@ -135,25 +135,25 @@ def replace_folder(new: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Exchange two names atomically (Linux); return False if that is not supported."""
     at_cwd, exchange = -100, 2
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    if rename(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0:
+    if rename(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(second))
 
 
 @contextmanager
-def scratch_folder(beside: Path, *, mode: int = 0o777) -> Iterator[Path]:
-    """Yield an empty folder with a temporary name beside `beside`; it is deleted at the end, unless it was renamed."""
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(beside)
+def scratch_folder(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
+    """Yield an empty folder with a temporary name next to `path`; it is deleted at the end, unless it was renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(path)
     try:
         temporary.mkdir(mode=mode)
         descriptor = os.open(temporary, os.O_RDONLY)

@@ -89,7 +89,7 @@ def _relocate(recipe: Recipe, name: str, processor: Path) -> tuple[str, Path]:
     is_local = recorded is not None or _is_of_runs(recipe, name)
     candidates = [
         dependencies.resolve_reference(recipe, name),
-        dependencies.resolve_reference(recipe, name, beside=runs),
+        dependencies.resolve_reference(recipe, name, runs_folder=runs),
         str(runs / Path(name).name),
     ]
     problems: list[str] = []

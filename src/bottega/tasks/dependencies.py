@@ -92,19 +92,23 @@ def check_dependencies(recipe: Recipe, chain: tuple[str, ...] = ()) -> None:
             check_dependencies(dependency, longer)
 
 
-def dependency_run(recipe: Recipe, name: str, *, beside: Path | None = None) -> Path:
-    """Return the run directory of a dependency; `beside` is the folder that holds this run, if it has moved."""
+def dependency_run(recipe: Recipe, name: str, *, runs_folder: Path | None = None) -> Path:
+    """Return the run directory of a dependency; `runs_folder` holds this run, if it has moved."""
     need = _get_dependency(recipe, name)
     if need.run is not None:
         return Path(need.run).expanduser()
     dependency = dependency_recipe(recipe, name)
-    runs = Path(dependency.output_dir) if beside is None else dependencies_folder(beside)
+    runs = Path(dependency.output_dir) if runs_folder is None else dependencies_folder(runs_folder)
     return runs / dependency.run_name()
 
 
-def resolve_reference(recipe: Recipe, value: str, *, beside: Path | None = None) -> str:
+def resolve_reference(recipe: Recipe, value: str, *, runs_folder: Path | None = None) -> str:
     """Return the run directory of a `needs.NAME` value; other values unchanged."""
-    return str(dependency_run(recipe, value.removeprefix(PREFIX), beside=beside)) if value.startswith(PREFIX) else value
+    return (
+        str(dependency_run(recipe, value.removeprefix(PREFIX), runs_folder=runs_folder))
+        if value.startswith(PREFIX)
+        else value
+    )
 
 
 def resolve_model_reference(
@@ -112,7 +116,7 @@ def resolve_model_reference(
     name: str,
     *,
     key: str,
-    beside: Path | None = None,
+    runs_folder: Path | None = None,
     required_file: str | None = CONFIG,
     find: Callable[..., ModelFolder] = resolve_model,
     **options: Any,
@@ -120,7 +124,7 @@ def resolve_model_reference(
     """Return the model folder that a recipe names: the export of a dependency, or what `find` returns for the name."""
     if not name.startswith(PREFIX):
         return find(name, key=key, required_file=required_file, **options)
-    run = dependency_run(recipe, name.removeprefix(PREFIX), beside=beside)
+    run = dependency_run(recipe, name.removeprefix(PREFIX), runs_folder=runs_folder)
     if not is_run(run) and not (run / FINAL / (required_file or CONFIG)).is_file():
         raise untrained_error(recipe, key, name, run)
     return resolve_export(run, key=key, required_file=required_file, origin="part")

@@ -44,6 +44,7 @@ class DataRequest:
 
     @property
     def is_own(self) -> bool:
+        """Whether the run's own data is evaluated."""
         return self.path is None and self.config is None
 
 
@@ -52,19 +53,20 @@ class EvaluationData:
     """The samples of one evaluation."""
 
     split: str | None
-    """Split of the run's own data or of `given`; None is all of it."""
-    given: ExternalData | None = None
+    """Split of the run's own data or of `external`; None is all of it."""
+    external: ExternalData | None = None
     """Other data; None is the run's own."""
     notes: list[str] = field(default_factory=list)
 
     @property
     def path(self) -> str | None:
-        return self.given.path if self.given is not None else None
+        """The path of external data; None for the run's own."""
+        return self.external.path if self.external is not None else None
 
     def source(self, workload: Workload) -> Source:
         """Return the samples."""
-        if self.given is not None:
-            return workload.data.read_external(self.given)
+        if self.external is not None:
+            return workload.data.read_external(self.external)
         assert self.split is not None
         samples = workload.data.split(self.split)
         if samples is None:
@@ -82,37 +84,37 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
                 f"{request.settings[0][0]}: applies to other data only; name that data with --data, or leave it out"
             )
         return EvaluationData(request.split or "validation")
-    given, split = _open_request(recipe, request)
+    external, split = _open_request(recipe, request)
     data = workload.data
     if isinstance(data, MultitaskData):
         if request.path is None:
             raise UsageError(f"--data_config {request.config}: name data of one part with --data PART=PATH")
-        name, path = data.parse_part_path(given.path)
-        inner = replace(given, source=given.source.model_copy(update={"path": path}))
+        name, path = data.parse_part_path(external.path)
+        inner = replace(external, source=external.source.model_copy(update={"path": path}))
         shared, notes = _shared_files(inner, data.parts[name].data)
     else:
-        given, split = _select_split(given, split, explicit=request.split)
-        shared, notes = _shared_files(given, data)
+        external, split = _select_split(external, split, explicit=request.split)
+        shared, notes = _shared_files(external, data)
     if not shared:
-        return EvaluationData(split, given, notes)
-    return _use_held_out(workload, given, shared, request.split or split or "validation")
+        return EvaluationData(split, external, notes)
+    return _use_held_out(workload, external, shared, request.split or split or "validation")
 
 
-def _use_held_out(workload: Workload, given: ExternalData, shared: str, split: str) -> EvaluationData:
+def _use_held_out(workload: Workload, external: ExternalData, shared: str, split: str) -> EvaluationData:
     """Return the run's own held-out split in place of its training data."""
     if shared != "all":
         raise UsageError(
-            f"--data {given.path}: {shared} is training data of this run; name other files, or leave "
+            f"--data {external.path}: {shared} is training data of this run; name other files, or leave "
             "--data out to evaluate on the held-out split"
         )
     if split == "train":
-        return EvaluationData("train", None, [f"{given.path} is training data of this run"])
+        return EvaluationData("train", None, [f"{external.path} is training data of this run"])
     if workload.data.split(split) is None:
         raise UsageError(
-            f"{given.path} is training data of this run, which has no {split} split; name other data, "
+            f"{external.path} is training data of this run, which has no {split} split; name other data, "
             "or use --split train to evaluate on training samples"
         )
-    note = f"{given.path} is training data of this run; its held-out {split} split is evaluated instead"
+    note = f"{external.path} is training data of this run; its held-out {split} split is evaluated instead"
     return EvaluationData(split, None, [note])
 
 
@@ -170,23 +172,25 @@ def _source(values: Mapping[str, Any]) -> SourceOptions:
     return SourceOptions(**values)
 
 
-def _select_split(given: ExternalData, split: str | None, *, explicit: str | None) -> tuple[ExternalData, str | None]:
+def _select_split(
+    external: ExternalData, split: str | None, *, explicit: str | None
+) -> tuple[ExternalData, str | None]:
     """Return the requested split of a folder that holds train and test, or prepared tables."""
-    source = given.source
+    source = external.source
     if source.path is None or "://" in source.path or source.kind not in ("auto", "shards"):
-        return given, split
+        return external, split
     folder = Path(source.path).expanduser()
     if is_prepared(folder):
         tables = open_prepared(folder, task=_read_task_name(folder)).tables
         names = [explicit] if explicit is not None else ["validation", "test"]
         table = next((name for name in names if name in tables), "train")
-        return replace(given, table=table), table
+        return replace(external, table=table), table
     if explicit is None or source.split is not None or not folder.is_dir():
-        return given, split
+        return external, split
     files = find_files(source)
     if files.split_name is None or normalize_split_name(explicit) not in (files.split_name, *files.other_splits):
-        return given, split
-    return replace(given, source=source.model_copy(update={"split": explicit})), explicit
+        return external, split
+    return replace(external, source=source.model_copy(update={"split": explicit})), explicit
 
 
 def _read_task_name(folder: Path) -> str:
@@ -195,11 +199,11 @@ def _read_task_name(folder: Path) -> str:
     return str(json.loads((folder / "meta.json").read_bytes())["task"])
 
 
-def _shared_files(given: ExternalData, own_data: TaskData) -> tuple[str | None, list[str]]:
-    """Return "all" if `given` is the training data of the run, else the first shared file or None; with notes."""
+def _shared_files(external: ExternalData, own_data: TaskData) -> tuple[str | None, list[str]]:
+    """Return "all" if `external` is the training data of the run, else the first shared file or None; with notes."""
     if not isinstance(own_data, TableData):
         return None, []
-    folder = Path(given.path).expanduser()
+    folder = Path(external.path).expanduser()
     if (
         is_prepared(folder)
         and open_prepared(folder, task=_read_task_name(folder)).fingerprint == own_data.recorded_fingerprint
@@ -207,14 +211,14 @@ def _shared_files(given: ExternalData, own_data: TaskData) -> tuple[str | None, 
         return "all", []
     data = own_data.located_recipe().data
     own = [*(data.sources or (data.train,)), *([data.replay] if data.replay is not None else [])]
-    merged = given.replace_in(data).train
+    merged = external.replace_in(data).train
     if merged.kind in ("embedded", "synthetic"):
         return ("all" if merged.kind in [source.kind for source in own] else None), []
     try:
         trained = {content for source in own for content in _hash_contents(source).values()}
     except (DataError, UsageError, OSError):
         reason = f"{own_data.describe_source()} does not exist any more"
-        return None, [f"cannot check whether {given.path} is training data of this run: {reason}"]
+        return None, [f"cannot check whether {external.path} is training data of this run: {reason}"]
     contents = _hash_contents(merged)
     shared = [name for name, content in contents.items() if content in trained]
     if not shared:

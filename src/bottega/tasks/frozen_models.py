@@ -48,8 +48,8 @@ def hash_model_folder(folder: Path) -> str:
 def hash_named_files(files: Iterable[Path]) -> str:
     """Return a hash of the names and contents of files; their folders do not matter."""
     files = list(files)
-    named = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
-    return hashlib.sha256(repr(named).encode()).hexdigest()
+    hashes = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
+    return hashlib.sha256(repr(hashes).encode()).hexdigest()
 
 
 def collect_frozen_hashes(*, latents: Any, codes: Any, text: Any) -> dict[str, str]:
@@ -68,33 +68,33 @@ class FrozenModelMissing(CheckpointError):
     """None of the folders in which a frozen model may be has a model."""
 
 
-def check_same_model(what: str, *, now: str | None, before: str | None, name: str, previous: str) -> None:
+def check_same_model(kind: str, *, now: str | None, before: str | None, name: str, previous: str) -> None:
     """Raise CheckpointError if a resumed run would use another frozen model than it started with."""
     if now != before:
         raise CheckpointError(
-            f"{name}: is another {what} than this run began with ({previous}); put that one back, or start over with --fresh"
+            f"{name}: is another {kind} than this run began with ({previous}); put that one back, or start over with --fresh"
         )
 
 
 def find_frozen_model(
-    what: str,
+    kind: str,
     content: str | None,
-    places: Iterable[Callable[[], Path]],
+    candidates: Iterable[Callable[[], Path]],
     *,
     recorded: str,
     owner: Path | None = None,
     hash_folder: Callable[[Path], str] = hash_model_folder,
 ) -> Path:
-    """Return the first of `places` whose model has the hash `content`; raise CheckpointError if none has.
+    """Return the first of `candidates` whose model has the hash `content`; raise CheckpointError if none has.
 
     `recorded` is the folder at training time, for the message. `owner` is the run that has the model as a dependency, and so
     can train it again. `hash_folder` computes the hash of a folder.
     """
     looked: list[Path] = []
     other: Path | None = None
-    for place in places:
+    for find_folder in candidates:
         try:
-            folder = place()
+            folder = find_folder()
             looked.append(folder)
             digest = hash_folder(folder)
         except BottegaError:
@@ -109,9 +109,9 @@ def find_frozen_model(
         except BottegaError:
             continue  # incomplete
     if other is not None:
-        raise CheckpointError(f"{other}: is another {what} than this run was trained with; put that one back")
+        raise CheckpointError(f"{other}: is another {kind} than this run was trained with; put that one back")
     remedy = f"bottega train {owner / 'recipe.yaml'} trains it again" if owner is not None else "put it back"
-    raise FrozenModelMissing(f"the {what} of this run is gone: {recorded}; {remedy}")
+    raise FrozenModelMissing(f"the {kind} of this run is gone: {recorded}; {remedy}")
 
 
 def _list_previous_runs(folder: Path) -> list[Path]:

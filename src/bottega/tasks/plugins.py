@@ -92,8 +92,8 @@ def load_plugin(file: str | Path) -> list[str]:
     """Import a file and add its tasks (`TASK`, or several in `TASKS`) to the registry; return their names."""
     path = Path(file).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():
-        what = "is a folder" if path.is_dir() else "is not there" if not path.exists() else "is not a Python file"
-        raise UsageError(f"{FLAG} {file}: {what}; name a .py file that defines TASK")
+        problem = "is a folder" if path.is_dir() else "is not there" if not path.exists() else "is not a Python file"
+        raise UsageError(f"{FLAG} {file}: {problem}; name a .py file that defines TASK")
     loaded = [task for task, plugin in _LOADED.items() if plugin.path == str(path)]
     if loaded:
         return loaded
@@ -127,15 +127,15 @@ def plugin_record(recipe: Recipe, run: Path, *, has_begun: bool) -> dict[str, st
 def describe_plugin_error(error: BaseException) -> str | None:
     """Return a message that locates an error in a plugin; None if no plugin file is loaded."""
     files = {plugin.path: plugin.name for plugin in _LOADED.values() if plugin.path is not None}
-    place, trace = None, error.__traceback__
+    frame, trace = None, error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if code.co_filename in files:
-            place = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
+            frame = f"{Path(code.co_filename).name}, line {trace.tb_lineno}, in {code.co_name}"
         trace = trace.tb_next
     text = " ".join(str(error).split())
-    if place is not None:
-        return f"plugin {place}: {type(error).__name__}: {text} (--debug shows more)"
+    if frame is not None:
+        return f"plugin {frame}: {type(error).__name__}: {text} (--debug shows more)"
     if files:
         names = ", ".join(files.values())
         return f"the plugin {names}, or a bug in bottega: {type(error).__name__}: {text} (--debug shows where)"

@@ -49,7 +49,7 @@ def refusal_error(recipe: Recipe, verb: str) -> UsageError:
         "predict": f"this is a run of {recipe.task}, which is not a classifier",
         "prepare": f"task: the data of {recipe.task} cannot be prepared",
     }
-    reason = find_spec(recipe).refuses.get(verb) or defaults[verb]
+    reason = find_spec(recipe).unsupported_verbs.get(verb) or defaults[verb]
     return UsageError(reason.format(input=getattr(recipe.data, "input", None)))
 
 

@@ -138,18 +138,21 @@ class TableTraining(Workload, Sampler):
     def spec(cls, recipe: type[Recipe], **more: Any) -> TaskSpec:
         """Return the registry entry of a task of this class."""
         name = str(recipe.model_fields["task"].default)
-        asks = {"asks": lambda recipe, processor: recipe.data.train.path} if cls.predicts is not None else {}
-        functions = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
-        return TaskSpec(name=name, recipe=recipe, **{**functions, **asks, "combines": False, **more})
+        options: dict[str, Any] = {"open": cls.open, "reopen": cls.reopen, "prepare": cls.prepare}
+        if cls.predicts is not None:
+            options["example_input"] = lambda recipe, processor: recipe.data.train.path
+        return TaskSpec(name=name, recipe=recipe, **{**options, "allowed_in_multitask": False, **more})
 
     @classmethod
     def open(cls, recipe: Recipe, *, progress: ProgressCallback) -> Self:
+        """Return the workload of a new run: prepare the rows and fit the statistics of the training table."""
         prepared = cls.prepare(recipe, progress)
         statistics = cls.fit_statistics(recipe, _read_table(prepared, prepared.training_tables[0]))
         return cls(recipe, json.loads(json.dumps(statistics)), prepared)
 
     @classmethod
     def reopen(cls, recipe: Recipe, processor: Path, fingerprint: str) -> Self:
+        """Return the workload of a finished run, with the statistics it saved."""
         return cls(recipe, read_metadata(processor / STATISTICS, json.loads), expected=fingerprint)
 
     @classmethod
@@ -158,13 +161,13 @@ class TableTraining(Workload, Sampler):
         ready = open_if_prepared(recipe.data, task=recipe.task)
         if ready is not None:
             return ready
-        inputs, shares = collect_inputs(recipe.data)
+        inputs, fractions = collect_inputs(recipe.data)
         check_medium(inputs, "x")
         encoder = cls.encoder(recipe)
         plan = PreparationPlan(
             task=recipe.task,
             inputs=inputs,
-            shares=shares,
+            split_fractions=fractions,
             data=recipe.data,
             rules=Rules("x"),
             encoder=lambda texts, folder, progress: encoder,

@@ -7,7 +7,6 @@ from typing import Any
 from bottega.config.recipe import Recipe
 from bottega.config.technique_spec import TECHNIQUES
 from bottega.config.techniques import Technique
-from bottega.core.errors import UsageError
 from bottega.core.model_spec import resolve_reference
 from bottega.tasks.workload import Workload
 from bottega.techniques.continual.apply import track_forgetting
@@ -42,12 +41,7 @@ def apply_techniques(recipe: Recipe, workload: Workload, *, open_run: OpenRun) -
     `open_run` opens another run that a technique depends on, such as a teacher.
     """
     plan = TrainingPlan.from_workload(workload, open_run=open_run)
-    techniques = resolve_techniques(recipe, workload)
-    names = [technique.name for technique in techniques]
-    for name in names:
-        if names.count(name) > 1:
-            raise UsageError(f"techniques: {name} is listed {names.count(name)} times; keep one")
-    for technique in techniques:
+    for technique in resolve_techniques(recipe, workload):
         plan = resolve_reference(TECHNIQUES[technique.name].apply)(plan, technique.options, recipe, workload)
     if recipe.data.mixture == "sequence":
         plan = track_forgetting(plan, recipe)

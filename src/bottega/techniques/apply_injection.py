@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bottega.config.conflicts import AUTOENCODER_TASKS, find_injection
 from bottega.config.parameter_groups import BACKBONE
 from bottega.config.recipe import Recipe
 from bottega.config.technique_spec import TECHNIQUES
@@ -28,7 +27,7 @@ def build_injected_task(task: Task, technique: Technique, *, of: Task) -> Inject
     inject, options = TECHNIQUES[technique.name].inject, technique.options
     assert inject is not None, f"{technique.name} injects nothing"
     train = getattr(options, "train", None)
-    trained = {"train": train} if train is not None else {"fresh": of.new_modules()}
+    trained = {"train": train} if train is not None else {"random_modules": of.new_modules()}
     injected_task: InjectedTask = resolve_reference(inject)(
         task, options, **trained, start=getattr(options, "start", None)
     )
@@ -37,9 +36,6 @@ def build_injected_task(task: Task, technique: Technique, *, of: Task) -> Inject
 
 def apply_injection(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload, *, name: str) -> TrainingPlan:
     """Return the plan with layers injected into a frozen base model, whose hash is saved with the run."""
-    if recipe.task in AUTOENCODER_TASKS:
-        raise UsageError(f"techniques: {name} does not support {recipe.task}; leave it out to train all weights")
-    find_injection(recipe)  # raises if there are two
     task = build_injected_task(plan.task, Technique(name=name, options=options), of=workload.task)
     meta_model = build_meta_model(task, recipe.seed)
     notes: tuple[str, ...] = ()

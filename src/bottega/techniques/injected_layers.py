@@ -40,7 +40,7 @@ class InjectedTask(WrappedTask):
     inner: Task
     train: tuple[str, ...] = ()
     """Modules of the base model that are trained in full: prefixes of names, or patterns over whole names."""
-    fresh: tuple[str, ...] = ()
+    random_modules: tuple[str, ...] = ()
     """The same, for randomly initialised modules such as a new head; the model may lack some of them."""
     start: str | None = None
     """The folder of an adapter to start from; only `load_start` reads it."""
@@ -107,8 +107,8 @@ class InjectedTask(WrappedTask):
         return self.is_injected(name) or (self.is_fully_trained(name) and self.inner.is_trainable(name))
 
     def is_fully_trained(self, name: str) -> bool:
-        """Return whether a parameter of the base model is trained in full, by `train` or `fresh`."""
-        return any(matches_part(word, name) for word in (*self.train, *self.fresh))
+        """Return whether a parameter of the base model is trained in full, by `train` or `random_modules`."""
+        return any(matches_part(word, name) for word in (*self.train, *self.random_modules))
 
     def _inject_checked(self, models: Models, seed: int) -> None:
         model = models["model"]
@@ -189,12 +189,12 @@ def find_injectable_layers(
     }
 
 
-def select_layers(able: Iterable[str], targets: Sequence[str], *, key: str, layers: Iterable[str]) -> list[str]:
+def select_layers(candidates: Iterable[str], targets: Sequence[str], *, key: str, layers: Iterable[str]) -> list[str]:
     """Return the injectable layers that `targets` name, by a suffix of the name or a pattern; `layers` are all layers."""
-    able, selected = list(able), set[str]()
+    candidates, selected = list(candidates), set[str]()
     for word in targets:
         check_pattern(word, key=key)
-        matches = {name for name in able if _matches_target(word, name)}
+        matches = {name for name in candidates if _matches_target(word, name)}
         if not matches:
             others = [name for name in layers if _matches_target(word, name)]
             if not others and word in HEADS:
@@ -206,9 +206,9 @@ def select_layers(able: Iterable[str], targets: Sequence[str], *, key: str, laye
                 raise UsageError(
                     f"{key}: {word!r} matches {others[0]}, whose weight is read elsewhere or trained in full; leave it out"
                 )
-            raise UsageError(f"{key}: {word!r} matches no layer of the model; {_suggest_layers(word, able)}")
+            raise UsageError(f"{key}: {word!r} matches no layer of the model; {_suggest_layers(word, candidates)}")
         selected |= matches
-    return [name for name in able if name in selected]
+    return [name for name in candidates if name in selected]
 
 
 def name_suffixes(names: Iterable[str]) -> list[str]:
@@ -216,8 +216,8 @@ def name_suffixes(names: Iterable[str]) -> list[str]:
     return sorted({re.sub(r"^.*?([^.]+(\.\d+)?)$", r"\1", name) for name in names})
 
 
-def _suggest_layers(word: str, able: Sequence[str]) -> str:
-    suffixes = name_suffixes(able)
+def _suggest_layers(word: str, candidates: Sequence[str]) -> str:
+    suffixes = name_suffixes(candidates)
     near = find_similar_names(word, suffixes)
     return f"did you mean {near[0]}?" if near else f"choose from {', '.join(suffixes) or 'none'}"
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bottega.data.audio.encoder import resample_audio, resampled_length
 from bottega.data.audio.loudness import (
     apply_k_weighting,
     compute_block_powers,
@@ -14,7 +15,6 @@ from bottega.data.audio.loudness import (
     measure_loudness,
     normalise_level,
 )
-from bottega.data.audio.resample import resample_audio, resampled_length
 
 soxr = pytest.importorskip("soxr")
 RATES = st.sampled_from([8000, 11025, 16000, 22050, 24000, 44100, 48000])

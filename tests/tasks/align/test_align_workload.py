@@ -101,7 +101,7 @@ def test_the_export_classifies_new_images(run: Path) -> None:
     images = np.stack([draw_shape(*pair, rng) for pair in labels])
     ids = torch.from_numpy(tokens.encode([f"a {colour} {shape}" for colour, shape in labels])["input_ids"])
     with torch.no_grad():
-        best = (clip.images(torch.from_numpy(images / 127.5 - 1)) @ clip.texts(ids).T).argmax(1)
+        best = (clip.encode_images(torch.from_numpy(images / 127.5 - 1)) @ clip.encode_texts(ids).T).argmax(1)
     assert (best.numpy() == np.arange(6)).mean() > 0.8
 
 
@@ -120,7 +120,7 @@ def test_the_export_opens_in_transformers(run: Path) -> None:
     ids = torch.tensor(expected.input_ids)
     with torch.no_grad():
         pooled = theirs.get_text_features(input_ids=ids).pooler_output
-        features = load_clip(final).texts(ids)
+        features = load_clip(final).encode_texts(ids)
     torch.testing.assert_close(features, torch.nn.functional.normalize(pooled, dim=-1), atol=1e-6, rtol=0)
 
 

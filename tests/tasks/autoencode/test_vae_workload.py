@@ -141,7 +141,7 @@ def test_audio_of_one_and_two_axes(tmp_path: Path, axes: int) -> None:
     vae, mel = load_autoencoder(folder), saved.workload.mel
     grid = mel.shape[:axes]
     assert vae.shape.channels == (8 if axes == 1 else 1)
-    assert vae.shape_of(grid) == (*(side // 2 for side in grid), 2)
+    assert vae.latent_shape(grid) == (*(side // 2 for side in grid), 2)
 
 
 def test_video_is_causal(tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
     assert (run.path / "samples" / "step-00000003" / "sheet.gif").is_file()
     vae = load_autoencoder(bottega.load(run.path).export())
     assert vae.shape.causal_time
-    assert vae.shape_of((3, 8, 8)) == (2, 4, 4, 2)
+    assert vae.latent_shape((3, 8, 8)) == (2, 4, 4, 2)
     x = torch.linspace(-1, 1, 3 * 64).reshape(1, 3, 8, 8, 1)
     with torch.no_grad():
         first, other = vae.encode(x)[0], vae.encode(torch.cat([x[:, :1], -x[:, 1:]], dim=1))[0]

@@ -19,8 +19,7 @@ from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
 from bottega.models.spiking.network import SpikingNet
 from bottega.tasks import registry
-from bottega.tasks.classify.media_workload import MediaClassifyWorkload
-from bottega.tasks.classify.raster import PLOT_FILE
+from bottega.tasks.classify.media_workload import RASTER_FILE, MediaClassifyWorkload
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.recipes import load_recipe
 
@@ -105,7 +104,7 @@ def test_evaluation_counts_units_over_all_samples(trained: Path) -> None:
 
 
 def test_a_raster_plot_is_written_with_the_samples(trained: Path) -> None:
-    with Image.open(trained / "samples" / "step-00000040" / PLOT_FILE) as image:
+    with Image.open(trained / "samples" / "step-00000040" / RASTER_FILE) as image:
         assert min(image.size) > 300
 
 

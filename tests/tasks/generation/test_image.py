@@ -113,7 +113,7 @@ def test_an_image_does_not_depend_on_the_sampling_batch_size(run: Path) -> None:
         progress: list[tuple[int, int]] = []
         at_once = saved.workload.sampler.draw(models, rows, **options)
         parts = saved.workload.sampler.draw(
-            models, rows, **options, batch_size=2, say=lambda stage, done, total: progress.append((done, total))
+            models, rows, **options, batch_size=2, progress=lambda stage, done, total: progress.append((done, total))
         )
     np.testing.assert_allclose(parts, at_once, rtol=0, atol=1e-5)
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
@@ -193,7 +193,7 @@ def test_vectors_are_a_condition_from_training_to_files(run_command: Any, tmp_pa
             saved.generate(vector=wrong)
     vectors = np.zeros((4, 3), np.float32)
     np.savez(tmp_path / "wider.npz", image=np.zeros((4, 8, 8), np.uint8), condition=vectors)
-    with pytest.raises(DataError, match=r"wider\.npz: has vectors of 3 numbers, and this run has learnt from 2"):
+    with pytest.raises(DataError, match=r"wider\.npz: has vectors of 3 numbers, but this run was trained on 2"):
         saved.evaluate(tmp_path / "wider.npz")
 
 

@@ -21,7 +21,7 @@ from bottega.engines.torch.devices import move_batch
 from bottega.engines.torch.engine import TorchEngine
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.several import Several, shared_layers
+from bottega.models.multitask import MultitaskModel, shared_layers
 from bottega.models.text_classifier.config import EncoderShape
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
@@ -131,7 +131,7 @@ def test_a_part_is_initialised_as_it_would_be_alone() -> None:
 def test_pretrained_weights_take_precedence_over_initialised_ones() -> None:
     models = {n: build_models(Classification(key="text", shape=ENCODER), s)["model"] for n, s in (("a", 0), ("b", 1))}
     expected = models["b"].embedding.weight.detach().clone()
-    assert torch.equal(Several(models, first=["b"]).part("a").embedding.weight, expected)
+    assert torch.equal(MultitaskModel(models, first=["b"]).part("a").embedding.weight, expected)
 
 
 def test_only_layers_of_equal_shape_are_shared() -> None:
@@ -315,7 +315,7 @@ def test_modules_without_optional_methods_can_be_combined() -> None:
             self.layers = nn.ModuleList([nn.Linear(2, 2)])
             self.head = nn.Linear(2, 2)
 
-    model = Several({"a": Plain(), "b": Plain()})
+    model = MultitaskModel({"a": Plain(), "b": Plain()})
     assert not model.checkpoint_blocks
     model.compile_blocks()
     assert list(model.plan) == ["embedding", "layers.0"]

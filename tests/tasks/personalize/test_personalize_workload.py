@@ -151,7 +151,7 @@ def test_truncated_clip_weights_are_refused_before_training(tmp_path: Path, base
         ({"model.start_words": [""]}, UsageError, "model.start_words: '' has no token"),
         ({"model.num_image_tokens": 100_000}, UsageError, "num_image_tokens .* lower these"),
         ({"data.min_score": 4}, UsageError, "data.min_score: applies to data.collection=flickr only"),
-        ({"data.pictures": "nowhere"}, UsageError, "data.pictures: nowhere is not a folder"),
+        ({"data.images": "nowhere"}, UsageError, "data.images: nowhere is not a folder"),
     ],
 )
 def test_invalid_settings_are_refused_by_key(
@@ -332,8 +332,8 @@ def test_images_are_ordered_by_user_then_wish(saved: SavedRun) -> None:
     assert np.asarray(images).shape == images.shape == (8, small_personal.SIDE, small_personal.SIDE, 3)
     assert images.dtype == np.uint8
     assert repr(images) == "8 images of 32 x 32 for 2 users"
-    assert np.array_equal(images[1:3], images.pictures[1:3])
-    assert np.array_equal(np.stack(list(images)), images.pictures)
+    assert np.array_equal(images[1:3], images.images[1:3])
+    assert np.array_equal(np.stack(list(images)), images.images)
     assert saved.generate(user="v2", count=1).choices[0].wish == "a moon", "the user's own wish by default"
     assert [choice.user for choice in saved.generate().choices] == ["v0", "v1", "v2", "v3"], (
         "the first held-out users by default"

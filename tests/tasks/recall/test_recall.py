@@ -25,7 +25,7 @@ from bottega.data.recall import IGNORE_INDEX, QUERY_TOKEN, Facts, Lasting, Strea
 from bottega.models.build import build_models
 from bottega.models.decoder.torch import Transformer
 from bottega.models.memory import torch as memories
-from bottega.models.several import shared_layers
+from bottega.models.multitask import shared_layers
 from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
 from bottega.tasks import registry
 from bottega.tasks.recall.task import RecallFacts, RecallStreams
@@ -131,7 +131,7 @@ def test_queries_come_one_to_two_distances_after_the_statement() -> None:
     last: dict[int, int] = {}
     gaps = []
     for number in range(300):
-        gaps += [number - last[key] for key in rows["asked"][number].tolist() if key in last]
+        gaps += [number - last[key] for key in rows["queried"][number].tolist() if key in last]
         last |= dict.fromkeys(rows["stated"][number, :, 0].tolist(), number)
     assert set(gaps) == set(range(FACTS.distance, 2 * FACTS.distance))
 
@@ -228,7 +228,7 @@ def test_the_update_stores_what_was_stated_in_order(tmp_path: Path) -> None:
     buffers = dict(model.named_buffers())
     stated = torch.tensor([[[1, 11]], [[2, 12]], [[1, 13]]])
     before = {name: tensor.clone() for name, tensor in buffers.items()}
-    new = task.update(buffers, {"stated": stated, "asked": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
+    new = task.update(buffers, {"stated": stated, "queried": torch.tensor([[1], [2], [3]])}, Noise(0, 4, ()))
     assert all(torch.equal(before[name], buffers[name]) for name in before), "update must not modify its arguments"
     assert {f"memory.{name}" for name in memories.flatten_memory(model.memory.state())} == set(new)
     memory = memories.unflatten_memory({name.removeprefix("memory."): tensor for name, tensor in new.items()})

@@ -16,8 +16,8 @@ from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
+from bottega.models.multitask import shared_layers
 from bottega.models.routing.torch import RoutingNet
-from bottega.models.several import shared_layers
 from bottega.models.ssm.config import SSMShape
 from bottega.tasks import registry
 from bottega.tasks.recipes import check_recipe, load_recipe

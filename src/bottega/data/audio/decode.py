@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, NamedTuple, final
 import numpy as np
 
 from bottega.core.errors import EnvironmentProblem
-from bottega.data.audio import container as containers
+from bottega.data.audio.container import Container, check_complete, detect_container, mp3_states_length
 from bottega.data.records.record import Unreadable
 
 LIMIT_SAMPLES = 1 << 28
@@ -43,9 +43,9 @@ def decode_audio(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> t
     libsndfile reads wav, aiff, au, caf, w64, flac, ogg and mp3; PyAV reads m4a, aac, webm and the audio track of a video.
     """
     with _open_file(data) as file:
-        kind = containers.detect_container(file)
-        containers.check_complete(file, kind)
-        has_exact_length = kind != "mp3" or containers.mp3_states_length(file)
+        kind = detect_container(file)
+        check_complete(file, kind)
+        has_exact_length = kind != "mp3" or mp3_states_length(file)
         with _silence_stderr(kind):
             sound_file = _open_with_soundfile(file, kind)
             if sound_file is None:
@@ -64,7 +64,7 @@ def decode_audio(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> t
 def read_audio_header(data: bytes | Path) -> AudioHeader:
     """Return what the header of a file states, without decoding it."""
     with _open_file(data) as file:
-        kind = containers.detect_container(file)
+        kind = detect_container(file)
         with _silence_stderr(kind):
             sound_file = _open_with_soundfile(file, kind)
         if sound_file is not None:
@@ -127,7 +127,7 @@ def _open_file(data: bytes | Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _silence_stderr(kind: containers.Container) -> Iterator[None]:
+def _silence_stderr(kind: Container) -> Iterator[None]:
     """Silence libmpg123, which writes warnings to standard error directly, not through Python."""
     if kind != "mp3":
         yield
@@ -164,7 +164,7 @@ class _SafeSeekFile:
             return self._file.tell()
 
 
-def _open_with_soundfile(file: BinaryIO, kind: containers.Container) -> Any:
+def _open_with_soundfile(file: BinaryIO, kind: Container) -> Any:
     """Open the file with libsndfile; return None if PyAV should try."""
     if kind in ("mp4", "matroska", "other"):
         return None

@@ -55,8 +55,8 @@ def compute_block_powers(audio: np.ndarray, rate: int) -> np.ndarray:
     hop = round(rate * BLOCK_SECONDS / OVERLAP)
     if len(squares) < hop * OVERLAP:
         return squares.mean(keepdims=True) if len(squares) else np.zeros(0)
-    whole = len(squares) // hop
-    hops = squares[: whole * hop].reshape(whole, hop).mean(1)
+    num_hops = len(squares) // hop
+    hops = squares[: num_hops * hop].reshape(num_hops, hop).mean(1)
     return np.lib.stride_tricks.sliding_window_view(hops, OVERLAP).mean(1)
 
 

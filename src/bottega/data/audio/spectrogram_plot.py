@@ -53,8 +53,8 @@ def compute_decibels(audio: np.ndarray, rate: int, width: int, height: int) -> n
     magnitude = np.abs(stft(audio if len(audio) else np.zeros(1, np.float32), fft_size=fft_size, hop_size=hop_size))
     # The loudest moment of each column is shown, so that a click in a long recording does not fall between two columns.
     columns = np.linspace(0, len(magnitude), width + 1)
-    starts, place = np.unique(np.minimum(columns[:-1].astype(int), len(magnitude) - 1), return_inverse=True)
-    peaks = np.maximum.reduceat(magnitude, starts, axis=0)[place]
+    starts, inverse = np.unique(np.minimum(columns[:-1].astype(int), len(magnitude) - 1), return_inverse=True)
+    peaks = np.maximum.reduceat(magnitude, starts, axis=0)[inverse]
     bins = np.linspace(fft_size // 2, 0, height)
     low = np.minimum(bins.astype(int), fft_size // 2 - 1)
     part = (bins - low).astype(np.float32)[:, None]

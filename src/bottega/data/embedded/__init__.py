@@ -43,17 +43,17 @@ def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | No
     return data.model_copy(update=changes)
 
 
-def check_embedded_name(name: str | None, *known: str) -> None:
-    """Raise `UsageError` if `name` is not None and not one of the datasets `known`."""
-    if name is not None and name not in known:
-        remedy = f"use {' or '.join(known)}" if known else "leave path out"
+def check_embedded_name(name: str | None, *names: str) -> None:
+    """Raise `UsageError` if `name` is not None and not one of the datasets `names`."""
+    if name is not None and name not in names:
+        remedy = f"use {' or '.join(names)}" if names else "leave path out"
         raise UsageError(f"data.train.path: this task has no embedded dataset {name!r}; {remedy}")
 
 
-def materialise_embedded(medium: Medium, named: str | None = None) -> Path:
+def materialise_embedded(medium: Medium, dataset: str | None = None) -> Path:
     """Write an embedded dataset to the cache and return its folder of .npy files, one per field."""
-    check_embedded_name(named, *(STICKERS if medium == "image" else ()))
-    chosen = named or medium
+    check_embedded_name(dataset, *(STICKERS if medium == "image" else ()))
+    chosen = dataset or medium
     name = CACHE_NAMES[chosen].rpartition("-")[0]
 
     def build(folder: Path) -> None:

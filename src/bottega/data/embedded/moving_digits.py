@@ -10,7 +10,7 @@ COUNT = 4000
 FPS = 5
 SIDE, DIGIT = 12, 8
 # One pixel per frame, from one side to the other, on the middle line. With several lines and speeds, on a field of 16
-# pixels, a model that a CPU trains in ten minutes learnt the motion but not the digits: 0.15 of them were recognised.
+# pixels, a model that a CPU trains in ten minutes learned the motion but not the digits: 0.15 of them were recognised.
 NUM_FRAMES = SIDE - DIGIT + 1
 MIDDLE = (SIDE - DIGIT) // 2
 # Change of (row, column) per frame.

@@ -58,8 +58,8 @@ def _pluck_strings(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
     seconds, dull = 0.2 + 0.8 * draws[:, 0], 0.02 + 0.1 * draws[:, 1]
     keep = 1 - period / (seconds * RATE)
     # The lowpass (dull/2, 1 - dull, dull/2) takes one sample at every frequency; whole + part is the rest.
-    whole = np.floor(period - 1.5).astype(int)
-    part = period - 1 - whole
+    whole_samples = np.floor(period - 1.5).astype(int)
+    part = period - 1 - whole_samples
     allpass = _sine(turns * (1 - part) / 2) / _sine(turns * (1 + part) / 2)
 
     # Noise for one period, of mean 0, because only `keep` would damp an offset. Sums are over the first axis, row by
@@ -70,7 +70,7 @@ def _pluck_strings(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
     count = len(hertz)
     audio = np.zeros((NUM_SAMPLES + 2, count))
     smooth = np.zeros((LONGEST_PERIOD + NUM_SAMPLES) * count)
-    taken = np.arange(count) + (LONGEST_PERIOD - whole) * count
+    taken = np.arange(count) + (LONGEST_PERIOD - whole_samples) * count
     before = passed = np.zeros(count)
     for i in range(NUM_SAMPLES):
         delayed = smooth[taken + i * count]

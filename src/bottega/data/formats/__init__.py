@@ -87,6 +87,7 @@ class SourceFiles:
 
     @property
     def is_media(self) -> bool:
+        """Whether its records are images, audio or video."""
         return self.kind != "shards" and self.format.is_media
 
     @cached_property
@@ -144,6 +145,7 @@ class SourceFiles:
         return [piece for file in self.paths for piece in split(file, self.relative_name(file), self.source, size)]
 
     def read(self, piece: Piece) -> Iterator[Record | BadRecord]:
+        """Yield the records of one piece, with the fields that `pattern` finds in their names."""
         records = self.format.read(piece, self.source)
         return (
             records if self.source.pattern is None else add_fields_from_names(records, re.compile(self.source.pattern))
@@ -323,8 +325,8 @@ def _of_kind(listing: files.Listing, kind: str) -> list[Path]:
 
     matching = [file for file in files.drop_documentation_files(listing) if belongs(file)]
     if not matching:
-        what = "files with text" if kind == "text" else f"files of kind {kind}"
-        raise DataError(f"{listing.root} holds no {what} ({', '.join(sorted(suffixes))})")
+        description = "files with text" if kind == "text" else f"files of kind {kind}"
+        raise DataError(f"{listing.root} holds no {description} ({', '.join(sorted(suffixes))})")
     return matching
 
 

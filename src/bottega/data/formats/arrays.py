@@ -50,6 +50,7 @@ class Array(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
+        """Size of one row in bytes."""
         return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
@@ -137,8 +138,10 @@ def _arrays(file: Path, source: Source) -> list[Array]:
         raise DataError(f"{file} holds no arrays")
     for array in arrays:
         if not array.shape or not 0 < array.row_bytes <= MAX_MEMBER_BYTES:
-            what = f"{array.name!r} has shape {array.shape} of {array.dtype}"
-            raise DataError(f"{file}: {what}; the first axis must be the row, each of 1 to {MAX_MEMBER_BYTES} bytes")
+            description = f"{array.name!r} has shape {array.shape} of {array.dtype}"
+            raise DataError(
+                f"{file}: {description}; the first axis must be the row, each of 1 to {MAX_MEMBER_BYTES} bytes"
+            )
     if len({array.shape[0] for array in arrays}) > 1:
         lengths = ", ".join(f"{array.name} {array.shape[0]}" for array in arrays)
         raise DataError(f"{file}: the arrays must be equally long along the first axis, the row ({lengths})")

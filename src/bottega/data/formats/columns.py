@@ -39,6 +39,7 @@ def list_parquet_pieces(file: Path, name: str, source: Source, size: int) -> lis
 
 
 def read_parquet(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the rows of the piece's row groups, in batches of bounded size."""
     with _reading(piece.file), _parquet(piece.file) as table:
         meta = table.metadata
         stop = meta.num_row_groups if piece.stop is None else piece.stop
@@ -61,6 +62,7 @@ def list_arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[
 
 
 def read_arrow(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the rows of the piece's record batches."""
     return _records(piece, iter_arrow_batches(piece.file, piece.start, piece.stop))
 
 

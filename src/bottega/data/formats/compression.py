@@ -59,6 +59,7 @@ def open_decompressed(file: Path) -> BufferedReader:
 
 
 def is_compressed(file: Path) -> bool:
+    """Return whether the file starts like a known compression format."""
     with open_binary(file) as raw:
         return _detect_compression(raw.read(10)) is not None
 

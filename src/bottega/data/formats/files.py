@@ -91,11 +91,11 @@ def drop_documentation_files(listing: Listing) -> list[Path]:
     return data or listing.files
 
 
-def match_suffix(name: str, known: Mapping[str, str]) -> str | None:
+def match_suffix(name: str, suffixes: Mapping[str, str]) -> str | None:
     """Return the longest known suffix of a name (.tar.gz before .gz), or None."""
     parts = name.lower().split(".")
     endings = ("." + ".".join(parts[-count:]) for count in (3, 2, 1) if len(parts) > count)
-    return next((ending for ending in endings if ending in known), None)
+    return next((ending for ending in endings if ending in suffixes), None)
 
 
 def uncompressed_suffix(name: str) -> str:
@@ -167,7 +167,7 @@ def _folder_before_wildcard(pattern: str) -> Path:
 
 
 def _refuse_links(paths: Iterable[Path], root: Path) -> None:
-    """Raise DataError for links that lead out of `root`: whoever packed the folder could point them at any file here."""
+    """Raise DataError for links that lead out of `root`: the author of the folder could point them at any file here."""
     real, is_link = root.resolve(), cache(Path.is_symlink)
     for path in paths:
         # A pattern follows links to folders, so the link may be a folder above the file.
@@ -234,12 +234,12 @@ def _is_regular(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _missing(root: Path, given: str) -> DataError:
+def _missing(root: Path, value: str) -> DataError:
     path, parent = root, root.parent
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
     near = find_similar_names(path.name, sorted(os.listdir(parent)))
     remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} holds nothing with a similar name"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not given.startswith("."):
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not value.startswith("."):
         remedy += "; for a dataset on the Hugging Face hub set kind: huggingface"
     return DataError(f"{path} does not exist; {remedy}")

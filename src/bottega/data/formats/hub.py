@@ -37,6 +37,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the rows of the piece's record batches, with media decoded from their files or bytes."""
     row = piece.line
     medium = partial(_medium, roots=_roots(source))
     for batch in columns.iter_arrow_batches(piece.file, piece.start, piece.stop):

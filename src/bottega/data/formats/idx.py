@@ -30,16 +30,16 @@ def find_images(folder: Path, split: str | None) -> Path:
     """Return the image file of a split; without one that of train, or the only one there is."""
     files = [file for file in sorted(folder.iterdir()) if _content(file) == "images"]
     splits = {file: _split(file) for file in files}
-    wanted = SPLITS.get(split or "train", split or "train")
-    matching = [file for file in files if splits[file] == wanted]
+    split_name = SPLITS.get(split or "train", split or "train")
+    matching = [file for file in files if splits[file] == split_name]
     if split is None and len(files) == 1:
         return files[0]
     if not matching:
         available = ", ".join(sorted(set(splits.values()))) or "none"
-        raise DataError(f"{folder} has no IDX images of {wanted}; it has {available}; set split to one of them")
+        raise DataError(f"{folder} has no IDX images of {split_name}; it has {available}; set split to one of them")
     if len(matching) > 1:
         raise DataError(
-            f"{folder} has several IDX images of {wanted}: {matching[0].name}, {matching[1].name}; give the path of one"
+            f"{folder} has several IDX images of {split_name}: {matching[0].name}, {matching[1].name}; give the path of one"
         )
     return matching[0]
 
@@ -68,8 +68,12 @@ def find_labels(images: Path) -> Path | None:
     if match is None:
         return None
     for other in sorted(images.parent.iterdir()):
-        beside = NAME.fullmatch(other.name)
-        if beside and beside["content"].lower() == "labels" and beside["split"].lower() == match["split"].lower():
+        other_match = NAME.fullmatch(other.name)
+        if (
+            other_match
+            and other_match["content"].lower() == "labels"
+            and other_match["split"].lower() == match["split"].lower()
+        ):
             return other
     return None
 
@@ -128,13 +132,13 @@ def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
         while row < stop:
             count = min(block, stop - row)
             data = read_up_to(stream, count * width)
-            whole = len(data) // width
-            values = np.frombuffer(data, dtype, whole * width // dtype.itemsize).reshape(whole, *shape[1:])
+            num_rows = len(data) // width
+            values = np.frombuffer(data, dtype, num_rows * width // dtype.itemsize).reshape(num_rows, *shape[1:])
             # A writable copy in native byte order.
             for values_of_row in values.astype(dtype.newbyteorder("=")):
                 yield row, values_of_row
                 row += 1
-            if whole < count:
+            if num_rows < count:
                 raise DataError(f"{file} is truncated: its header says {shape[0]} rows and it ends after {row}")
         if piece.stop is None and stream.read(1):
             raise DataError(f"{file} is damaged: its header says {shape[0]} rows and more data follows them")

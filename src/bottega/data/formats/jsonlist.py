@@ -23,6 +23,7 @@ _lenient = json.JSONDecoder().raw_decode
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the elements of a JSON array one by one, with line and column as their location."""
     text = _Text(piece)
     for number, start in enumerate(_elements(text), start=1):
         key, line = f"{piece.name}:{number}", text.line(start)

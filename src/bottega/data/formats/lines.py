@@ -30,10 +30,12 @@ class LineLayout(NamedTuple):
 
     @property
     def columns(self) -> tuple[str, str]:
+        """Field names in the order of a line."""
         return ("label", "text") if self.label_first else ("text", "label")
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield a text and its label for each line that is not blank."""
     layout = LineLayout(source.delimiter or " ", (source.columns or ("label",))[0] == "label")
     with open_decompressed(piece.file) as stream:
         for number, raw in enumerate(compression.iter_lines(stream), start=1):

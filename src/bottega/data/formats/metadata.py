@@ -98,10 +98,12 @@ def _is_table(path: Path) -> bool:
 def find_table(file: Path, root: Path, source: Source) -> Path | None:
     """Return the table that describes a file: the recipe's, or the nearest one from its folder up to the root."""
     if source.metadata is not None:
-        given = Path(source.metadata).expanduser()
-        path = next((path for path in (root / given, given) if path.is_file()), None)
+        path_option = Path(source.metadata).expanduser()
+        path = next((path for path in (root / path_option, path_option) if path.is_file()), None)
         if path is None:
-            raise DataError(f"{root / given} does not exist; metadata must be the path of a table about the files")
+            raise DataError(
+                f"{root / path_option} does not exist; metadata must be the path of a table about the files"
+            )
         return path
     folder = file.parent
     while True:

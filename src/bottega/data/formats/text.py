@@ -35,6 +35,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the text of the piece as documents; large compressed files are split into parts."""
     with open_decompressed(piece.file) as stream:
         if is_compressed(piece.file):
             if piece.start or piece.stop is not None:
@@ -107,7 +108,7 @@ def _cut(stream: BinaryIO, position: int, total: int) -> int:
 
 
 def _safe_newline(raw: bytes, start: int, stop: int) -> int | None:
-    """Return the first newline in raw[start:stop] that does not follow white space; see bytelevel.safe_pieces."""
+    """Return the first newline in raw[start:stop] that does not follow white space; see bytelevel.split_at_safe_points."""
     at = raw.find(b"\n", start, stop)
     while at != -1:
         before = raw[max(at - 4, 0) : at].decode(errors="ignore")

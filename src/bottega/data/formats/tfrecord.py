@@ -46,6 +46,7 @@ def _is_header(head: bytes) -> bool:
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    """Yield the examples of the piece, with the byte offset as their location."""
     number = piece.line
     with open_decompressed(piece.file) as stream:
         if piece.start:
@@ -63,13 +64,13 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Cut an uncompressed file between records, found by following their lengths."""
-    whole = [Piece(file, name)]
+    single_piece = [Piece(file, name)]
     total = file.stat().st_size
     if total <= size:
-        return whole
+        return single_piece
     with open_decompressed(file) as stream:
         if not stream.seekable():
-            return whole
+            return single_piece
         at, count, cuts = 0, 0, [(0, 0)]
         while at < total:
             heads: list[bytes] = []

@@ -133,6 +133,6 @@ def _to_media(value: Any) -> bytes | Path | np.ndarray | None:
 def _encode_image(pixels: np.ndarray, *, lossy: bool) -> bytes:
     """Encode as lossless PNG, or as JPEG of quality 95 if the image was a JPEG."""
     out = io.BytesIO()
-    picture = import_pillow().fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
-    picture.save(out, **({"format": "JPEG", "quality": 95, "subsampling": 0} if lossy else {"format": "PNG"}))
+    image = import_pillow().fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
+    image.save(out, **({"format": "JPEG", "quality": 95, "subsampling": 0} if lossy else {"format": "PNG"}))
     return out.getvalue()

@@ -122,13 +122,13 @@ class Cursor:
         return self.loader.source.rows(index, epoch)
 
     def _seek(self, step: int) -> None:
-        loader, pace = self.loader, self.loader.schedule
-        stage = pace.stage_at(step)
-        size = pace.batch_sizes[stage]
+        loader, schedule = self.loader, self.loader.schedule
+        stage = schedule.stage_at(step)
+        size = schedule.batch_sizes[stage]
         # The cached range ends with the stage, since the next one may have another batch size.
-        last = min([step + max(1, self.block // size), *pace.first_steps[stage + 1 : stage + 2]])
+        last = min([step + max(1, self.block // size), *schedule.first_steps[stage + 1 : stage + 2]])
         local_size = size // loader.data_size
-        offset = pace.samples_before(step) + loader.data_rank * local_size + np.arange(local_size)
+        offset = schedule.samples_before(step) + loader.data_rank * local_size + np.arange(local_size)
         index, epoch = loader._order.indices(np.arange(last - step)[:, None] * size + offset)
         self.first, self.indices = step, list(zip(index, epoch, strict=True))
 

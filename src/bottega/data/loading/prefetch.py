@@ -45,7 +45,7 @@ Stream = Generator[Batch, None, None]
 def prefetch(make: BatchFunction, start: int, *, workers: int, depth: int, warn: WarnCallback = print_notice) -> Stream:
     """Yield the batches from `start` on, built by `workers` processes; a thread keeps up to `depth` of them ready.
 
-    Raises StoppedWaiting if a signal requests a stop while it waits for another process or thread.
+    Raises WaitInterrupted if a signal requests a stop while it waits for another process or thread.
     """
     closed = threading.Event()
     stream = _from_processes(make, start, workers, closed, warn) if workers else _inline(make, start)
@@ -109,23 +109,23 @@ class _Worker:
     """One worker process and the steps it was given but has not returned."""
 
     def __init__(self, make: BatchFunction) -> None:
-        here, there = socket.socketpair()
-        with there:
-            command = [sys.executable, "-P", "-c", COMMAND, str(there.fileno()), PACKAGE_ROOT]
+        parent_socket, child_socket = socket.socketpair()
+        with child_socket:
+            command = [sys.executable, "-P", "-c", COMMAND, str(child_socket.fileno()), PACKAGE_ROOT]
             try:
                 # In its own process group, so that Ctrl-C does not reach it before it ignores the signal.
                 self.process = subprocess.Popen(
-                    command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, process_group=0
+                    command, pass_fds=[child_socket.fileno()], stdin=subprocess.DEVNULL, process_group=0
                 )
             except OSError as error:
-                here.close()
+                parent_socket.close()
                 raise EnvironmentProblem(
                     f"a loader worker cannot be started: {error.strerror}; lower data.workers"
                 ) from error
         # If a message has begun and does not end, the worker was stopped in the middle of it.
         limit = struct.pack("ll", int(STOPPED), int(STOPPED % 1 * 1e6))
-        here.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self.connection = Connection(here.detach())
+        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self.connection = Connection(parent_socket.detach())
         self.receiver = Receiver(self.connection)
         self.pending: deque[int] = deque()
         try:

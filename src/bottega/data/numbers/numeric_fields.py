@@ -82,13 +82,13 @@ def is_empty(value: Any) -> bool:
 
 def read_inputs(fields: Mapping[str, Any], layout: Layout, *, excluded: Collection[str | None] = ()) -> np.ndarray:
     """Return the inputs of a row, `(inputs,)`; raise `Unreadable` if its numeric columns differ from the layout."""
-    there = list_input_fields(fields, excluded=excluded)
+    available = list_input_fields(fields, excluded=excluded)
     extra = [
         name
-        for name in there
+        for name in available
         if name not in layout.inputs and name not in layout.left_out and _is_numeric(fields[name])
     ]
-    problem = describe_column_mismatch([name for name in there if name in layout.inputs] + extra, layout.inputs)
+    problem = describe_column_mismatch([name for name in available if name in layout.inputs] + extra, layout.inputs)
     if problem is not None:
         raise Unreadable(problem)
     return np.concatenate([_read_cell(fields[name], name) for name in layout.inputs])
@@ -162,11 +162,11 @@ def to_float_vector(value: Any, name: str) -> np.ndarray | None:
         array = values.astype(np.float32)
     non_finite = np.flatnonzero(~np.isfinite(array))
     if len(non_finite):
-        place = f"{name}: element {non_finite[0] + 1}" if len(array) > 1 else name
+        where = f"{name}: element {non_finite[0] + 1}" if len(array) > 1 else name
         number = values[non_finite[0]]
         if np.isfinite(number):
-            raise Unreadable(f"{place} is {number:g}, above the largest float32, {MAX_FLOAT32:.2g}; scale the numbers")
-        raise Unreadable(f"{place} is {number}, which is not finite; replace it, or remove the row")
+            raise Unreadable(f"{where} is {number:g}, above the largest float32, {MAX_FLOAT32:.2g}; scale the numbers")
+        raise Unreadable(f"{where} is {number}, which is not finite; replace it, or remove the row")
     return array
 
 

@@ -29,8 +29,8 @@ class Bucketed(Order):
         return len(self.buckets)
 
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        place, epoch = self._mixture.indices(positions)
-        return self._members[place], epoch
+        index, epoch = self._mixture.indices(positions)
+        return self._members[index], epoch
 
     def num_epochs(self, positions: int) -> int:
         return self._mixture.num_epochs(positions)

@@ -129,8 +129,8 @@ class Episodes(Source):
             if np.ndim(value) == 0:
                 result["support"][name] = result["query"][name] = value
                 continue
-            whole = value.reshape(len(episodes), size, *value.shape[1:])
-            result["support"][name], result["query"][name] = whole[:, :support], whole[:, support:]
+            by_episode = value.reshape(len(episodes), size, *value.shape[1:])
+            result["support"][name], result["query"][name] = by_episode[:, :support], by_episode[:, support:]
         return result
 
     def _sample_epochs(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:

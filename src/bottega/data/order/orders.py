@@ -191,11 +191,11 @@ def compute_quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
     if close and block <= EXACT:
         return tuple(int(fraction * block) for fraction in fractions)
     ideal = [part * (BLOCK - len(parts)) for part in parts]
-    whole = [1 + int(amount) for amount in ideal]
+    quotas = [1 + int(amount) for amount in ideal]
     by_remainder = sorted(range(len(parts)), key=lambda i: int(ideal[i]) - ideal[i])
-    for i in by_remainder[: BLOCK - sum(whole)]:
-        whole[i] += 1
-    return tuple(whole)
+    for i in by_remainder[: BLOCK - sum(quotas)]:
+        quotas[i] += 1
+    return tuple(quotas)
 
 
 @final
@@ -219,6 +219,7 @@ class BatchSizeSchedule:
         return bisect_right(self.first_steps, step) - 1
 
     def batch_size_at(self, step: int) -> int:
+        """Return the batch size of a step."""
         return self.batch_sizes[self.stage_at(step)]
 
     def samples_before(self, step: int) -> int:
@@ -276,12 +277,12 @@ class CurriculumOrder(Order):
         stages = np.searchsorted(self.schedule.start_positions, flat, side="right") - 1
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for i in np.unique(stages):
-            here = np.flatnonzero(stages == i)
-            local, local_epoch = self._orders[i].indices(flat[here] - self.schedule.start_positions[i])
+            selected = np.flatnonzero(stages == i)
+            local, local_epoch = self._orders[i].indices(flat[selected] - self.schedule.start_positions[i])
             # A mixture numbers new samples before replayed ones; the ranking has them after.
             new, old = self._new_and_replayed(i)
-            index[here] = self.ranking[np.where(local < new, local + old, local - new)]
-            epoch[here] = local_epoch + self._epochs_before[i]
+            index[selected] = self.ranking[np.where(local < new, local + old, local - new)]
+            epoch[selected] = local_epoch + self._epochs_before[i]
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
     def num_epochs(self, positions: int) -> int:

@@ -85,8 +85,10 @@ class ReplayMemory:
     @cached_property
     def ends(self) -> np.ndarray:
         """The samples are numbered turn by turn; where those of each turn end."""
-        kept = [turn.num_seen if self.capacity is None else min(turn.num_seen, self.capacity) for turn in self.turns]
-        return np.cumsum(kept, dtype=np.int64)
+        num_stored = [
+            turn.num_seen if self.capacity is None else min(turn.num_seen, self.capacity) for turn in self.turns
+        ]
+        return np.cumsum(num_stored, dtype=np.int64)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if self.turns else 0
@@ -96,8 +98,8 @@ class ReplayMemory:
         owner = np.searchsorted(self.ends, numbers, side="right")
         indices = np.empty_like(numbers)
         for i in np.unique(owner).tolist():
-            here = np.flatnonzero(owner == i)
-            indices[here] = self.turns[i].first_samples(numbers[here] - (int(self.ends[i - 1]) if i else 0))
+            selected = np.flatnonzero(owner == i)
+            indices[selected] = self.turns[i].first_samples(numbers[selected] - (int(self.ends[i - 1]) if i else 0))
         return indices
 
 
@@ -158,12 +160,12 @@ class Sequential(Order):
         turn_of = self.schedule.turns_at(flat)
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for number in np.unique(turn_of).tolist():
-            turn, here = self._turns[number], np.flatnonzero(turn_of == number)
-            local, local_epoch = turn.order.indices(flat[here] - turn.start)
+            turn, selected = self._turns[number], np.flatnonzero(turn_of == number)
+            local, local_epoch = turn.order.indices(flat[selected] - turn.start)
             is_new = local < turn.size
-            index[here] = local + turn.offset
-            index[here[~is_new]] = self._memories[number].indices(local[~is_new] - turn.size)
-            epoch[here] = np.where(is_new, local_epoch, local_epoch + turn.first_epoch)
+            index[selected] = local + turn.offset
+            index[selected[~is_new]] = self._memories[number].indices(local[~is_new] - turn.size)
+            epoch[selected] = np.where(is_new, local_epoch, local_epoch + turn.first_epoch)
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
     def num_epochs(self, positions: int) -> int:

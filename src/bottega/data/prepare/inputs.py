@@ -79,8 +79,8 @@ def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
     """
     sources = data.sources or (data.train,)
     held_out = [("validation", data.validation), ("test", data.test)]
-    shares = Shares(*(part.split if part and isinstance(part.split, float) else None for _, part in held_out))
-    if (shares.validation or 0) + (shares.test or 0) >= 1:
+    fractions = Shares(*(part.split if part and isinstance(part.split, float) else None for _, part in held_out))
+    if (fractions.validation or 0) + (fractions.test or 0) >= 1:
         raise UsageError(
             "data.validation.split and data.test.split leave nothing to train on; their sum must be below 1"
         )
@@ -99,11 +99,11 @@ def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
         key = "data.train" if data.sources is None else f"data.sources.{i}"
         table = "train" if len(sources) == 1 else f"train.{i}"
         number = i if data.mixture == "sequence" else None
-        inputs.append(Input(_find(source, key), table, is_split=bool(shares) or folds, source_index=number))
+        inputs.append(Input(_find(source, key), table, is_split=bool(fractions) or folds, source_index=number))
     if data.replay is not None:
         options = data.replay.model_dump(exclude={"share"})
         inputs.append(Input(_find(Source(**options), "data.replay"), "replay"))
-    return tuple(inputs), shares
+    return tuple(inputs), fractions
 
 
 def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
@@ -226,7 +226,7 @@ def _decompress(files: SourceFiles) -> SourceFiles:
     return replace(files, root=plain, paths=[plain], source=files.source.model_copy(update={"path": str(plain)}))
 
 
-def list_items(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bool) -> list[Item]:
+def list_items(inputs: tuple[Input, ...], fractions: Shares, *, cut_single_text: bool) -> list[Item]:
     """Return every piece of every input, in order."""
     items: list[Item] = []
     for number, input in enumerate(inputs):
@@ -234,24 +234,24 @@ def list_items(inputs: tuple[Input, ...], shares: Shares, *, cut_single_text: bo
         pieces = input.source_files.list_pieces(size)
         single = input.source_files.kind == "text" and len(input.source_files.paths) == 1
         if single and input.is_split and cut_single_text:
-            items += _cut_text(number, input, pieces, shares)
+            items += _cut_text(number, input, pieces, fractions)
         else:
             items += [Item(number, piece, _estimate_bytes(piece)) for piece in pieces]
     return items
 
 
-def _cut_text(number: int, input: Input, pieces: list[Piece], shares: Shares) -> list[Item]:
+def _cut_text(number: int, input: Input, pieces: list[Piece], fractions: Shares) -> list[Item]:
     """Cut a single text: train, then validation, then test."""
     file = input.source_files.paths[0]
     size = file.stat().st_size
     if size == 0:
         raise DataError(f"{file} is empty; give a file with text in it")
-    validation = _boundary(file, int(size * (1 - (shares.validation or 0) - (shares.test or 0))))
-    test = _boundary(file, int(size * (1 - (shares.test or 0)))) if shares.test else size
+    validation = _boundary(file, int(size * (1 - (fractions.validation or 0) - (fractions.test or 0))))
+    test = _boundary(file, int(size * (1 - (fractions.test or 0)))) if fractions.test else size
     borders = [(0, validation, input.table), (validation, test, "validation"), (test, size, "test")]
-    ranges = [border for border in borders if border[2] == input.table or getattr(shares, border[2])]
+    ranges = [border for border in borders if border[2] == input.table or getattr(fractions, border[2])]
     if any(start >= stop for start, stop, _ in ranges):
-        fraction = shares.validation or shares.test
+        fraction = fractions.validation or fractions.test
         raise DataError(
             f"{file} has {size} bytes, too few to hold out a fraction of {fraction:g}; add text or raise the split"
         )

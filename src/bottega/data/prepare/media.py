@@ -43,7 +43,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
     ready = open_if_prepared(recipe.data, task=medium)
     if ready is not None:
         return ready
-    inputs, shares = _inputs(recipe.data, medium)
+    inputs, fractions = _inputs(recipe.data, medium)
     rules = Rules(medium)
     condition = getattr(recipe.model, "condition", "none")
     data: Any = recipe.data  # the schema of each medium adds condition_field
@@ -51,7 +51,7 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
     plan = PreparationPlan(
         task=medium,
         inputs=inputs,
-        shares=shares,
+        split_fractions=fractions,
         data=recipe.data,
         rules=rules,
         encoder=lambda texts, folder, progress: encoder,
@@ -72,7 +72,7 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
     ready = open_if_prepared(data, task="routing")
     if ready is not None:
         return ready
-    inputs, shares = _vector_inputs(data)
+    inputs, fractions = _vector_inputs(data)
     check_medium(inputs, "x")
     is_made, rules = data.is_synthetic, Rules("x")
     layout = None if is_made else infer_layout(itertools.islice(_readable(inputs, rules), TRIES))
@@ -80,7 +80,7 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
     plan = PreparationPlan(
         task="routing",
         inputs=inputs,
-        shares=shares,
+        split_fractions=fractions,
         data=data,
         rules=rules,
         encoder=lambda texts, folder, progress: replace(
@@ -116,7 +116,7 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
     synthetic = {name: part for name, part in held_out.items() if part is not None and part.kind == "synthetic"}
     existing = {name: in_file(part, Path) if name not in synthetic else None for name, part in held_out.items()}
     training = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
-    inputs, shares = collect_inputs(data.model_copy(update={**training, **existing}))
+    inputs, fractions = collect_inputs(data.model_copy(update={**training, **existing}))
     if len(sources) > 1 and data.is_synthetic and not any(part.rules for part in synthetic.values()):
         # The source of each held-out sample is kept even without a sequence: meta-learning takes sources as tasks.
         inputs = tuple(replace(input, source_index=_source_number(input)) for input in inputs)
@@ -127,7 +127,7 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
         for name, part in synthetic.items()
         for number, folder in enumerate(rules.materialise_held_out(data, part, table=name))
     ]
-    return (*generated, *inputs), shares
+    return (*generated, *inputs), fractions
 
 
 def _readable(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
@@ -149,9 +149,9 @@ def _inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
     for source in (*(data.sources or (data.train,)), data.validation, data.test):
         if source is not None and source.kind == "synthetic":
             raise UsageError("data.train.kind: synthetic is for the task routing only; use embedded, or give a path")
-    inputs, shares = collect_inputs(resolve_embedded_sources(data, "numpy", partial(materialise_embedded, medium)))
+    inputs, fractions = collect_inputs(resolve_embedded_sources(data, "numpy", partial(materialise_embedded, medium)))
     check_medium(inputs, medium)
-    return inputs, shares
+    return inputs, fractions
 
 
 def _first_answer(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:

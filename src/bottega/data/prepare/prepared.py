@@ -62,6 +62,7 @@ class PreparedData:
 
     @property
     def training_tables(self) -> list[str]:
+        """Names of the tables to train on, one for each source."""
         return [name for name in self.tables if name.startswith("train")]
 
     def table(self, name: str) -> Table:
@@ -105,6 +106,7 @@ class PreparedData:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the texts were encoded with."""
         return Tokenizer.load(self.folder / "tokenizer")
 
 
@@ -114,7 +116,7 @@ class PreparationPlan:
 
     task: str
     inputs: tuple[Input, ...]
-    shares: Shares
+    split_fractions: Shares
     data: Data
     rules: Rules
     encoder: Callable[[PlannedTexts, Path, ProgressCallback], Encoder]
@@ -133,16 +135,16 @@ class PreparationPlan:
     @property
     def tables(self) -> tuple[str, ...]:
         """Names of the tables to write."""
-        named = [input.table for input in self.inputs]
-        shared = [name for name in ("validation", "test") if getattr(self.shares, name)]
+        tables = [input.table for input in self.inputs]
+        shared = [name for name in ("validation", "test") if getattr(self.split_fractions, name)]
         folds = ["validation"] if self.data.split is not None and self.data.split.folds else []
-        return tuple(dict.fromkeys([*named, *shared, *folds]))
+        return tuple(dict.fromkeys([*tables, *shared, *folds]))
 
     @cached_property
     def key(self) -> str:
         """Hash of everything that decides the tables."""
         inputs = [(*_content_key(input), input.table, input.is_split, *_selection_key(input)) for input in self.inputs]
-        parts = (FORMAT, self.task, inputs, self.shares, self.data.split, self.rules, self.deduplicate)
+        parts = (FORMAT, self.task, inputs, self.split_fractions, self.data.split, self.rules, self.deduplicate)
         labels = (self.label_field, self.num_classes, self.needs_classes)
         policy = (self.stop_on_bad, self.data.max_bad, *labels, self.score_field, *self.rules.class_names_key)
         # Another version of Python may have another Unicode database.
@@ -269,7 +271,7 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
 
 def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     # The end of a single text is cut by bytes, without a scan.
-    items = list_items(plan.inputs, plan.shares, cut_single_text=plan.data.split is None)
+    items = list_items(plan.inputs, plan.split_fractions, cut_single_text=plan.data.split is None)
     jobs = group_into_jobs(items, plan.inputs)
     sizes = tuple(sum(item.bytes for item in job) for job in jobs)
     decisions = _decide(plan, jobs, sizes, folder, progress)
@@ -381,4 +383,4 @@ def _decide(
         stop_on_bad=plan.stop_on_bad,
         by_length=plan.task == "language",
     )
-    return decide_tables(scan, plan.shares, plan.tables, max_bad=plan.data.max_bad, progress=progress)
+    return decide_tables(scan, plan.split_fractions, plan.tables, max_bad=plan.data.max_bad, progress=progress)

@@ -52,6 +52,7 @@ class Preview:
         return self.describe_array(content) if isinstance(content, np.ndarray) else str(content)
 
     def describe_array(self, content: np.ndarray) -> str:
+        """Return a short text for an array, by default its shape."""
         return " x ".join(map(str, content.shape))
 
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
@@ -75,6 +76,7 @@ def _short(value: Any) -> str:
 
 
 def read_rows(table: Table, numbers: list[int]) -> list[dict[str, Any]]:
+    """Return the rows with these numbers, each as column -> value."""
     return [{name: table.row(name, number) for name in table.columns} for number in numbers]
 
 
@@ -84,14 +86,15 @@ def evenly_spaced_rows(table: Table, count: int) -> list[int]:
 
 
 def row_caption(row: dict[str, Any]) -> str:
+    """Return the first non-empty one of label, caption and key."""
     texts = [row[name] for name in ("label", "caption", "key") if name in row]
     return next((text for text in texts if text), "")
 
 
 def row_annotations(row: dict[str, Any]) -> dict[str, Any]:
     """Return label, caption, source and condition of a row, without empty ones."""
-    named = {"label": row.get("label"), "caption": row.get("caption"), "source": row["key"]}
-    annotations: dict[str, Any] = {name: value for name, value in named.items() if value}
+    values = {"label": row.get("label"), "caption": row.get("caption"), "source": row["key"]}
+    annotations: dict[str, Any] = {name: value for name, value in values.items() if value}
     if "condition" in row:
         annotations["condition"] = np.asarray(row["condition"])
     return annotations

@@ -149,7 +149,7 @@ class Decisions:
 
 
 def decide_tables(
-    scan: ScanJobs, shares: Shares, tables: tuple[str, ...], *, max_bad: float | None, progress: ProgressCallback
+    scan: ScanJobs, fractions: Shares, tables: tuple[str, ...], *, max_bad: float | None, progress: ProgressCallback
 ) -> Decisions:
     """Scan all records and decide the table of each."""
     tally, counts = Tally(), []
@@ -159,15 +159,15 @@ def decide_tables(
     # Checked before splitting: too few good records would fail there with a misleading message.
     tally.check(max_bad)
     load = partial(_load, scan, len(counts))
-    kept = load("kept")
-    keep = kept.copy()
+    accepted = load("kept")
+    keep = accepted.copy()
     if scan.duplicates is not None:
-        keep[kept] = _find_unique(scan, load, kept, counts)
+        keep[accepted] = _find_unique(scan, load, accepted, counts)
     inputs = np.repeat([job[0].input for job in scan.jobs], counts).astype(np.int64)
     table_numbers: np.ndarray = np.array([tables.index(input.table) for input in scan.inputs], np.int8)[inputs]
     splitting = np.array([input.is_split for input in scan.inputs])[inputs] & keep & ~load("placed")
     for rows, source_root in _split_groups(scan, splitting, inputs):
-        splits = _assign(scan, load, rows, shares, source_root=source_root)
+        splits = _assign(scan, load, rows, fractions, source_root=source_root)
         for split, name in enumerate(SPLITS[1:], start=1):
             if name in tables:
                 table_numbers[np.flatnonzero(rows)[splits == split]] = tables.index(name)
@@ -176,7 +176,7 @@ def decide_tables(
     folder.mkdir(exist_ok=True)
     for number, decided in enumerate(np.split(table_numbers, np.cumsum(counts)[:-1])):
         np.save(folder / f"{number:06d}.npy", decided)
-    num_duplicates = int(kept.sum() - keep.sum())
+    num_duplicates = int(accepted.sum() - keep.sum())
     return Decisions(folder, {**tally.dropped, **({"duplicate": num_duplicates} if num_duplicates else {})})
 
 
@@ -198,9 +198,9 @@ def _split_groups(
             yield rows, scan.inputs[number].source_files.root
 
 
-def _assign(scan: ScanJobs, load: Any, rows: np.ndarray, shares: Shares, *, source_root: Path | None) -> np.ndarray:
+def _assign(scan: ScanJobs, load: Any, rows: np.ndarray, fractions: Shares, *, source_root: Path | None) -> np.ndarray:
     try:
-        return assign_splits(_split_table(scan, load, rows), scan.split, shares.validation, shares.test)
+        return assign_splits(_split_table(scan, load, rows), scan.split, fractions.validation, fractions.test)
     except DataError as error:
         if source_root is None:
             raise
@@ -212,13 +212,13 @@ def _load(scan: ScanJobs, count: int, name: str) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.empty(0)
 
 
-def _find_unique(scan: ScanJobs, load: Any, kept: np.ndarray, counts: list[int]) -> np.ndarray:
+def _find_unique(scan: ScanJobs, load: Any, accepted: np.ndarray, counts: list[int]) -> np.ndarray:
     """Return which of the kept records are not duplicates of an earlier one."""
     assert scan.duplicates is not None
-    keep = find_exact_unique(load("contents")[kept])
+    keep = find_exact_unique(load("contents")[accepted])
     if scan.finds_near_duplicates:
-        compared = kept.copy()
-        compared[kept] = keep
+        compared = accepted.copy()
+        compared[accepted] = keep
         keep[keep] = find_near_unique(_signatures(scan, compared, counts), scan.duplicates.threshold)
     return keep
 

@@ -31,8 +31,8 @@ def load_or_train_tokenizer(
     if (folder / "tokenizer_config.json").is_file():  # written last
         return open_tokenizer(folder)
     # Characters come from all splits, so that validation has no unknown ones; all else is trained on train only.
-    everything = spec.kind == "characters"
-    trained = existing or build_tokenizer(spec, _texts(texts, progress, everything=everything))
+    read_all = spec.kind == "characters"
+    trained = existing or build_tokenizer(spec, _texts(texts, progress, read_all=read_all))
     trained.save(folder)
     _OPEN.clear()
     _OPEN[folder] = trained
@@ -58,14 +58,14 @@ def tokenizer_metadata(folder: Path) -> dict[str, Any]:
     }
 
 
-def _texts(texts: PlannedTexts, progress: ProgressCallback, *, everything: bool) -> Iterator[str]:
+def _texts(texts: PlannedTexts, progress: ProgressCallback, *, read_all: bool) -> Iterator[str]:
     plan = texts.plan
     sizes = [sum(item.bytes for item in job) for job in texts.jobs]
     # A job is of one input; held-out ones are not used for training.
     tables = [plan.inputs[job[0].input].table for job in texts.jobs]
-    chosen = np.array([n for n, table in enumerate(tables) if everything or table.startswith("train")])
+    chosen = np.array([n for n, table in enumerate(tables) if read_all or table.startswith("train")])
     total = sum(sizes[n] for n in chosen)
-    if not everything and total > MAX_TRAINING_BYTES:
+    if not read_all and total > MAX_TRAINING_BYTES:
         num_jobs = max(1, len(chosen) * MAX_TRAINING_BYTES // total)
         chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, num_jobs).astype(int))]
         total = sum(sizes[n] for n in chosen)
@@ -85,7 +85,7 @@ def _texts(texts: PlannedTexts, progress: ProgressCallback, *, everything: bool)
                     if decided[position] < 0:
                         continue
                     table = plan.tables[decided[position]]
-                if everything or table.startswith("train"):
+                if read_all or table.startswith("train"):
                     yield record.fields["text"]
         done += sizes[number]
         progress("tokenizer", done, total)

@@ -9,7 +9,8 @@ from typing import Any, final
 
 import numpy as np
 
-from bottega.config import data as schema
+from bottega.config.data import Data
+from bottega.config.data import Source as SourceOptions
 from bottega.core.errors import DataError, UsageError
 from bottega.data.order.orders import Mixture, Order
 from bottega.data.order.sequential import Sequential
@@ -153,8 +154,8 @@ def mixture_weights(
 
 
 def combine_sources(
-    parts: Sequence[tuple[Source, schema.Source]],
-    data: schema.Data,
+    parts: Sequence[tuple[Source, SourceOptions]],
+    data: Data,
     *,
     seed: int,
     replay: Source | None = None,
@@ -180,14 +181,14 @@ def combine_sources(
         return _sequence(plain, data, seed)
     by_source = mixture_weights(plain.sizes, mixture, [option.weight for option in options], data.temperature)
     if replay is None and (by_source is None or len(parts) == 1):
-        alone = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
+        combined = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
         _check(plain)
-        return (alone if data.limit is None else Take(alone, data.limit)), None
+        return (combined if data.limit is None else Take(combined, data.limit)), None
     return _mix(plain, by_source, data, replay, seed)
 
 
 def _mix(
-    plain: Concat, by_source: list[float] | None, data: schema.Data, replay: Source | None, seed: int
+    plain: Concat, by_source: list[float] | None, data: Data, replay: Source | None, seed: int
 ) -> tuple[Source, Order]:
     weights = list(by_source or [1.0])
     sources, repeats, names = list(plain.sources), list(plain.repeats), list(plain.names)
@@ -212,7 +213,7 @@ def _mix(
     return combined, Mixture(tuple(sizes), tuple(weights), seed=seed)
 
 
-def _sequence(plain: Concat, data: schema.Data, seed: int) -> tuple[Source, Order]:
+def _sequence(plain: Concat, data: Data, seed: int) -> tuple[Source, Order]:
     if data.limit is not None:
         # A trial run with data.limit samples goes through all sources rather than the first one only.
         limits = [max(1, round(data.limit * size / len(plain))) for size in plain.sizes]
@@ -226,7 +227,7 @@ def _check(source: Concat) -> None:
         source.check()
 
 
-def _names(data: schema.Data, options: Sequence[schema.Source]) -> list[str]:
+def _names(data: Data, options: Sequence[SourceOptions]) -> list[str]:
     if data.sources is None and len(options) == 1:
         return ["data.train"]
     return [option.name or f"data.sources[{i}]" for i, option in enumerate(options)]

@@ -79,8 +79,8 @@ class Zip(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        named = [f"{name} {source.fingerprint}" for name, source in self.sources.items()]
-        return hashlib.sha256("\0".join(named).encode()).hexdigest()
+        lines = [f"{name} {source.fingerprint}" for name, source in self.sources.items()]
+        return hashlib.sha256("\0".join(lines).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
         lines = []

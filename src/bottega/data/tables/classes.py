@@ -58,12 +58,12 @@ def find_classes(texts: Iterable[str], *, num_classes: int | None = None) -> Cla
     are ignored. `Classes.ids` reports labels out of range, since it knows their records.
     """
     names = set(texts) - {""}
-    whole = bool(names) and all(map(is_integer_label, names))
-    if num_classes is not None and whole:
+    are_integers = bool(names) and all(map(is_integer_label, names))
+    if num_classes is not None and are_integers:
         return Classes(_numbered(num_classes))
     if num_classes is not None and len(names) > num_classes:
         raise DataError(f"the data has {len(names)} classes, more than num_classes={num_classes}; raise num_classes")
-    return Classes(tuple(sorted(names, key=lambda name: (int(name), name) if whole else (0, name))))
+    return Classes(tuple(sorted(names, key=lambda name: (int(name), name) if are_integers else (0, name))))
 
 
 def find_classes_if_labelled(texts: Iterable[str], *, num_classes: int | None = None, required: bool) -> Classes:

@@ -38,6 +38,7 @@ class Column:
 
     @property
     def row_bytes(self) -> int:
+        """Size in bytes of one row, or of one of the n elements of a varying row."""
         return np.dtype(self.dtype).itemsize * math.prod(self.shape)
 
 

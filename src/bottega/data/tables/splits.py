@@ -134,11 +134,11 @@ def _split_by_size(names: np.ndarray, sizes: np.ndarray, validation: float | Non
     """Split whole units in the order of their hashes as far as they fit, so that a new unit moves few others."""
     splits = np.zeros(len(names), np.int8)
     order = np.argsort(names, kind="stable")
-    whole = int(sizes.sum())
+    total = int(sizes.sum())
     for split, fraction, queue in ((VALIDATION, validation, order), (TEST, test, order[::-1])):
         left = queue[splits[queue] == TRAIN]
         if fraction is not None and len(left):
-            splits[_fitting(left, sizes, fraction * whole)] = split
+            splits[_fitting(left, sizes, fraction * total)] = split
     return splits
 
 
@@ -177,10 +177,10 @@ def _apportion(counts: np.ndarray, fraction: float | None, most: np.ndarray) -> 
     if fraction is None or not len(counts):
         return np.zeros_like(counts)
     ideal = fraction * counts
-    whole = np.floor(ideal).astype(np.int64)
-    by_remainder = np.lexsort((np.arange(len(counts)), whole - ideal))
-    whole[by_remainder[: max(0, round(fraction * int(counts.sum())) - int(whole.sum()))]] += 1
-    return np.minimum(np.maximum(whole, 1), np.maximum(most, 0))
+    quotas = np.floor(ideal).astype(np.int64)
+    by_remainder = np.lexsort((np.arange(len(counts)), quotas - ideal))
+    quotas[by_remainder[: max(0, round(fraction * int(counts.sum())) - int(quotas.sum()))]] += 1
+    return np.minimum(np.maximum(quotas, 1), np.maximum(most, 0))
 
 
 def _folds(rows: SplitTable, keys: np.ndarray, options: Splitting, rest: np.ndarray) -> np.ndarray:

@@ -71,8 +71,8 @@ def _change_words(
 
 def _round_randomly(value: float, rng: np.random.Generator) -> int:
     """Round randomly to an integer whose mean is the value."""
-    whole = int(value)
-    return whole + int(rng.random() < value - whole)
+    floor = int(value)
+    return floor + int(rng.random() < value - floor)
 
 
 @final
@@ -89,11 +89,11 @@ class _Words:
         self.free = rng.permutation(len(matches)).tolist()
 
     def replace(self, count: int) -> int:
-        able = [position for position in self.free if find_synonyms(self.original[position])][:count]
-        for position in able:
+        candidates = [position for position in self.free if find_synonyms(self.original[position])][:count]
+        for position in candidates:
             self.words[position] = self._choose(find_synonyms(self.original[position]))
-        self._use(able)
-        return count - len(able)
+        self._use(candidates)
+        return count - len(candidates)
 
     def swap(self, count: int, *, round_up: bool) -> int:
         """Swap pairs of words, two changes each; an odd change becomes a swap half of the time."""
@@ -121,12 +121,16 @@ class _Words:
         return count - len(chosen)
 
     def insert(self, count: int) -> int:
-        able = [word for word in self.original if find_synonyms(word.lower())] if count else []
+        candidates = [word for word in self.original if find_synonyms(word.lower())] if count else []
         # Beside a deleted word there may be no white space left.
-        places = [position for position, word in enumerate(self.words) if word is not None]
+        positions = [position for position, word in enumerate(self.words) if word is not None]
         for _ in range(count):
-            word = self._choose(find_synonyms(self._choose(able).lower())) if able else self._choose(self.original)
-            self.inserted.setdefault(places[int(self.rng.integers(len(places)))], []).append(word)
+            word = (
+                self._choose(find_synonyms(self._choose(candidates).lower()))
+                if candidates
+                else self._choose(self.original)
+            )
+            self.inserted.setdefault(positions[int(self.rng.integers(len(positions)))], []).append(word)
         return 0
 
     def text(self) -> str:

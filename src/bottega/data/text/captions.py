@@ -69,6 +69,7 @@ class CaptionTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
+        """Hash of the tokenizer, the padding token and the length."""
         return hashlib.sha256(repr((self.tokenizer.fingerprint, self._pad_token, self.length)).encode()).hexdigest()
 
     @cached_property
@@ -83,8 +84,8 @@ class CaptionTokenizer:
     @cached_property
     def _pad_token(self) -> tuple[int, str]:
         """Id and text of the padding token. It matters to CLIP only, which attends to padding."""
-        named = self.tokenizer.config.get("pad_token") or _read_special_tokens(self.folder).get("pad_token")
-        token = named.get("content") if isinstance(named, dict) else named
+        configured = self.tokenizer.config.get("pad_token") or _read_special_tokens(self.folder).get("pad_token")
+        token = configured.get("content") if isinstance(configured, dict) else configured
         number = self.tokenizer.backend.token_to_id(token) if token else None
         if number is None:
             number = self.tokenizer.eos_token_id

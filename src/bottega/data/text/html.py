@@ -71,8 +71,8 @@ class _Page:
             start = markup.start()
             stop = self._after("-->", _COMMENT_END, text, start + 4) if text.startswith("<!--", start) else None
             tag = None if stop else _TAG.match(text, start)
-            if stop is None and (whole := tag or _DECLARATION.match(text, start)):
-                stop = whole.end()
+            if stop is None and (match := tag or _DECLARATION.match(text, start)):
+                stop = match.end()
             if stop is None:
                 at = start + 1  # A lone "<" is text.
                 continue

@@ -65,13 +65,13 @@ class TextCollator:
 
     def compute_lengths(self, contents: np.ndarray) -> np.ndarray:
         """Return the lengths of collated texts; an empty text is one padding token, so that a mean over it exists."""
-        whole = np.maximum(contents + len(self.prefix) + len(self.suffix), 1)
-        return whole if self.max_length is None else np.minimum(whole, self.max_length)
+        lengths = np.maximum(contents + len(self.prefix) + len(self.suffix), 1)
+        return lengths if self.max_length is None else np.minimum(lengths, self.max_length)
 
     def count_truncated(self, contents: np.ndarray) -> int:
         """Return how many texts of these lengths are truncated."""
-        whole = contents + len(self.prefix) + len(self.suffix)
-        return 0 if self.max_length is None else int((whole > self.max_length).sum())
+        lengths = contents + len(self.prefix) + len(self.suffix)
+        return 0 if self.max_length is None else int((lengths > self.max_length).sum())
 
     def collate(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Return `input_ids` and `attention_mask` of texts encoded without special tokens."""
@@ -123,12 +123,14 @@ class LabelledTexts(Source):
         return len(self.table)
 
     def lengths(self) -> np.ndarray:
+        """Return the number of tokens of each text as the model reads it."""
         return self.collator.compute_lengths(self.table.lengths("input_ids"))
 
     def length_order(self, count: int) -> np.ndarray:
         return np.argsort(self.lengths()[:count], kind="stable")
 
     def scores(self, name: str) -> np.ndarray:
+        """Return the difficulty of each text, from the field `name`."""
         if self.meta.get("score_field") != name:
             raise DataError(f"data.curriculum.by: the data was prepared without the field {name!r}; prepare it again")
         return self.table.values("score")
@@ -156,6 +158,7 @@ class LabelledTexts(Source):
 
     @cached_property
     def meta(self) -> dict[str, Any]:
+        """The preparation's meta.json."""
         return json.loads((self.folder / "meta.json").read_text())
 
 
@@ -174,17 +177,17 @@ def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) 
     """Return the class of each row, int32 `(rows,)`, or multi-hot labels, float32 `(rows, classes)`."""
     numbers = {name: number for number, name in enumerate(classes.names)}
     texts = read_text_column(table, "label")
-    named = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
-    unknown = {text for text, names in named.items() if not numbers.keys() >= set(names)}
+    labels_by_text = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
+    unknown = {text for text, names in labels_by_text.items() if not numbers.keys() >= set(names)}
     if unknown:
         row = next(row for row, text in enumerate(texts) if text in unknown)
-        name = next(name for name in named[texts[row]] if name not in numbers)
+        name = next(name for name in labels_by_text[texts[row]] if name not in numbers)
         raise DataError(f"{table.row('key', row)}: {_unknown_label_message(name, classes)}")
     if not multi_label:
         return np.array([numbers[text] for text in texts], np.int32)
     rows = np.zeros((len(texts), len(classes)), np.float32)
     for row, text in enumerate(texts):
-        rows[row, [numbers[name] for name in named[text]]] = 1
+        rows[row, [numbers[name] for name in labels_by_text[text]]] = 1
     return rows
 
 
@@ -209,9 +212,9 @@ def find_training_classes(
     class_names = set(count_classes(prepared))
     if len(class_names) < (1 if _is_multi_label(prepared) else 2):
         first = prepared.table(prepared.training_tables[0]).row("key", 0)
-        named = f"are all of the class {class_names.pop()!r}" if class_names else "have no class"
+        problem = f"are all of the class {class_names.pop()!r}" if class_names else "have no class"
         raise DataError(
-            f"data.train: the samples from {first} on {named}, but a classifier needs at least two; {remedy}"
+            f"data.train: the samples from {first} on {problem}, but a classifier needs at least two; {remedy}"
         )
     if include_held_out:
         return prepared.classes
@@ -223,9 +226,9 @@ def find_training_classes(
 
 
 def _check_labels(prepared: PreparedData, name: str, classes: Classes) -> None:
-    table, known = prepared.table(name), set(classes.names)
+    table, class_names = prepared.table(name), set(classes.names)
     for row, text in enumerate(read_text_column(table, "label")):
-        unknown = next((label for label in _class_names(prepared, text) if label not in known), None)
+        unknown = next((label for label in _class_names(prepared, text) if label not in class_names), None)
         if unknown is not None:
             raise DataError(
                 f"{table.row('key', row)}: in {name}, {_unknown_label_message(unknown, classes)} (model.num_labels="
@@ -250,9 +253,9 @@ def describe_rare_classes(prepared: PreparedData, classes: Classes) -> list[str]
     rare = [name for name in classes.names if counts[name] <= RARE_CLASS_SAMPLES]
     if not rare:
         return []
-    named = ", ".join(f"{name!r} ({counts[name]})" for name in rare[:3]) + (", ..." if len(rare) > 3 else "")
+    listed = ", ".join(f"{name!r} ({counts[name]})" for name in rare[:3]) + (", ..." if len(rare) > 3 else "")
     return [
-        f"{len(rare):,} of {len(classes):,} classes have at most {RARE_CLASS_SAMPLES} training samples: {named}; check that they are not typos"
+        f"{len(rare):,} of {len(classes):,} classes have at most {RARE_CLASS_SAMPLES} training samples: {listed}; check that they are not typos"
     ]
 
 

@@ -153,15 +153,15 @@ def detect_language(text: str) -> tuple[str, float]:
     if counts["ja"] * 10 >= counts["zh"] and counts["ja"]:
         counts["ja"] += counts.pop("zh", 0)
     script, number = counts.most_common(1)[0]
-    share = number / total
+    fraction = number / total
     if number < (_LEAST_SIGNS if script in ("zh", "ja", "ko") else _LEAST_LETTERS):
         return "", 0.0
     if script == "arabic":
-        return _detect_arabic_language(text), share
+        return _detect_arabic_language(text), fraction
     if script not in _BY_WORDS:
-        return script, share
+        return script, fraction
     code, confidence = _detect_by_words(unicodedata.normalize("NFC", text), _BY_WORDS[script])
-    return code, confidence * share
+    return code, confidence * fraction
 
 
 def _count_scripts(text: str) -> Counter[str]:

@@ -101,6 +101,7 @@ class Tokenizer:
         return b"".join([self.bytes_by_id[i] for i in numbers]).decode("utf-8", "replace")
 
     def stream_decoder(self) -> StreamDecoder:
+        """Return a decoder that takes one id at a time."""
         return StreamDecoder(self)
 
     @cached_property
@@ -170,9 +171,9 @@ class Tokenizer:
         ids = self._id_of_point[points]
         if len(ids) and ids.min() < 0:
             unknown = [chr(point) for point in np.unique(points[ids < 0])]
-            named = ", ".join(map(repr, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+            listed = ", ".join(map(repr, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
             raise problem(
-                f"the character vocabulary of {self.vocab_size - 1} characters has no {named}; "
+                f"the character vocabulary of {self.vocab_size - 1} characters has no {listed}; "
                 "leave them out, or use a bytes or bpe tokenizer"
             )
         return ids.astype(self.dtype)
@@ -239,20 +240,22 @@ class StreamDecoder:
         self.bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self.stream = decoders.DecodeStream(skip_special_tokens=False)
         self.ids: list[int] = []
-        self.given = 0
+        self.num_returned = 0
 
     def push(self, number: int) -> str:
+        """Return the text that this id completes; empty inside a character."""
         if self.tokenizer.bytes_by_id is not None:
             return self.bytes.decode(self.tokenizer.bytes_by_id[number])
         self.ids.append(int(number))
         text = self.stream.step(self.tokenizer.backend, int(number)) or ""
-        self.given += len(text)
+        self.num_returned += len(text)
         return text
 
     def finish(self) -> str:
+        """Return the rest of the text, with incomplete characters replaced."""
         if self.tokenizer.bytes_by_id is not None:
             return self.bytes.decode(b"", final=True)
-        return self.tokenizer.decode(self.ids)[self.given :]
+        return self.tokenizer.decode(self.ids)[self.num_returned :]
 
 
 def _utf8(text: str, problem: type[BottegaError]) -> bytes:
@@ -288,12 +291,12 @@ def _first_id(core: tokenizers.Tokenizer, tokens: Iterable[str | None], otherwis
 
 
 def _end_of_text(core: tokenizers.Tokenizer, config: dict[str, Any]) -> int:
-    named = _token_of_role(config, "eos_token")
-    for token in (named,) if named else COMMON_EOS_TOKENS:
+    configured = _token_of_role(config, "eos_token")
+    for token in (configured,) if configured else COMMON_EOS_TOKENS:
         number = core.token_to_id(token)
         if number is not None:
             return number
-    tried = repr(named) if named else "none of " + ", ".join(COMMON_EOS_TOKENS)
+    tried = repr(configured) if configured else "none of " + ", ".join(COMMON_EOS_TOKENS)
     raise DataError(
         f"the tokenizer has no token that ends a text (tried {tried}); set eos_token in tokenizer_config.json"
     )

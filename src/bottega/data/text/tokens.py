@@ -61,6 +61,7 @@ class TokenSource(Source):
 
     @cached_property
     def meta(self) -> dict[str, Any]:
+        """The preparation's meta.json."""
         return json.loads((self.folder / "meta.json").read_text())
 
     @cached_property
@@ -183,11 +184,13 @@ class TokenDocuments(TokenSource):
         return stop - start
 
     def scores(self, name: str) -> np.ndarray:
+        """Return the difficulty of each sample, which is that of its document."""
         _check_score(self.meta, name)
         document = np.searchsorted(self._ends, np.arange(len(self)), side="right")
         return self.table.values("score")[document]
 
     def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the first and last document of each sample, which are the same."""
         document = np.searchsorted(self._ends, index, side="right")
         return document, document
 
@@ -201,9 +204,9 @@ class TokenDocuments(TokenSource):
     def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         start, stop = self._spans(np.asarray(index))
         values = self.table.values("tokens")
-        places = start[:, None] + np.arange(self.sequence_length + 1)
-        mask = places < stop[:, None]
-        ids = values[np.minimum(places, len(values) - 1)].astype(np.int32)
+        positions = start[:, None] + np.arange(self.sequence_length + 1)
+        mask = positions < stop[:, None]
+        ids = values[np.minimum(positions, len(values) - 1)].astype(np.int32)
         return np.where(mask, ids, np.int32(self.meta["end_of_text"])), mask.astype(np.int32)
 
     @property

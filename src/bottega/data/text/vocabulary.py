@@ -139,9 +139,9 @@ def load_pretrained_tokenizer(name: str) -> Tokenizer:
 
 def _read_max_positions(path: Path) -> int | None:
     """Return the number of positions of the model beside a tokenizer; None if there is none."""
-    beside = (path if path.is_dir() else path.parent) / "config.json"
+    config_path = (path if path.is_dir() else path.parent) / "config.json"
     try:
-        config = json.loads(beside.read_text(encoding="utf-8"))
+        config = json.loads(config_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None  # a tokenizer may have no model, and loading the model reports its own errors
     count = config.get("max_position_embeddings") if isinstance(config, dict) else None

@@ -1,1 +1,1 @@
-"""The torch engine and what it is made of. Nobody outside `bottega.engines` imports it: `bottega.engines.backend` opens it."""
+"""The torch engine. Only `bottega.engines` imports it; other packages open it with `bottega.engines.backend`."""

@@ -20,6 +20,8 @@ from bottega.world import World
 
 @final
 class TorchBackend(Backend):
+    """PyTorch, on CPU, CUDA and MPS."""
+
     def build_engine(self, task: Task, training: Training, **options: Any) -> Engine:
         from bottega.engines.torch.engine import TorchEngine
 
@@ -78,9 +80,9 @@ class TorchBackend(Backend):
         )
         if models is None:
             return []
-        named = dict(models["model"].named_parameters())
-        settings = resolve_parameter_settings(training, list(named), is_trainable=task.is_trainable)
-        trainable = {name: parameter for name, parameter in named.items() if settings[name].scale is not None}
+        parameters = dict(models["model"].named_parameters())
+        settings = resolve_parameter_settings(training, list(parameters), is_trainable=task.is_trainable)
+        trainable = {name: parameter for name, parameter in parameters.items() if settings[name].scale is not None}
         return describe_fallback(trainable, training.optimizer)
 
     def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:

@@ -83,15 +83,15 @@ class TorchEngine(Engine):
         models = build_models(task, seed)
         self.model: torch.nn.Module = models["model"].to(self.device)
         frozen = {name: m.to(self.device).eval().requires_grad_(False) for name, m in models.items() if name != "model"}
-        named = dict(self.model.named_parameters())
-        self.settings = resolve_parameter_settings(training, list(named), is_trainable=task.is_trainable)
+        parameters = dict(self.model.named_parameters())
+        self.settings = resolve_parameter_settings(training, list(parameters), is_trainable=task.is_trainable)
         self.optimizers = optimizers.build_optimizers(
-            named, self.settings, training.optimizer, learning_rate=rate(0), weight_decay=training.weight_decay
+            parameters, self.settings, training.optimizer, learning_rate=rate(0), weight_decay=training.weight_decay
         )
-        self._names = {id(p): name for name, p in named.items()}
-        self._params = [p for p in named.values() if p.requires_grad]
+        self._names = {id(p): name for name, p in parameters.items()}
+        self._params = [p for p in parameters.values() if p.requires_grad]
         self._average = WeightAverage(self.model, enabled=training.ema is not None)
-        self._state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(named).items()}
+        self._state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(parameters).items()}
         self._pcgrad = gradients.PCGrad(self._params) if task.gradient_surgery else None
         self._batch_stats = state_updates.BatchStats(task.update_inputs)
         self._hooks: list[BeforeStepHook] = []
@@ -260,6 +260,7 @@ class TorchEngine(Engine):
         return contextlib.nullcontext() if last or self._called is self._alone else self._called.no_sync()
 
     def autocast(self) -> Any:
+        """Context in which the forward pass runs at the engine's precision."""
         if self.dtype is torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
@@ -307,8 +308,10 @@ class TorchEngine(Engine):
 
     def parameters(self) -> dict[str, ParameterInfo]:
         settings = self.settings
-        named = self.model.named_parameters()
-        return {name: ParameterInfo(tuple(p.shape), is_trainable=settings[name].scale is not None) for name, p in named}
+        parameters = self.model.named_parameters()
+        return {
+            name: ParameterInfo(tuple(p.shape), is_trainable=settings[name].scale is not None) for name, p in parameters
+        }
 
     def num_active_parameters(self) -> int:
         return count_active_parameters(self.model)

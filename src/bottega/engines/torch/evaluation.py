@@ -25,6 +25,7 @@ EVALUATION_STEP = -1
 
 @torch.no_grad()
 def evaluate_batch(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: bool) -> EvaluationOutput:
+    """Return the sums of the metrics over one batch, and with `with_rows` the values of each example."""
     engine.model.eval()
     device, counts = engine.device, task.counts(batch)
     on_device = move_batch(batch, device, pin=engine.pin_memory)

@@ -32,8 +32,8 @@ def fisher_diagonal(
     example at a time, because the square of a mean gradient is another quantity. Without dropout, with the current
     weights, not their average. Uses `grad` instead of `backward`, which would trigger the hooks of DDP.
     """
-    named = dict(engine.model.named_parameters())
-    parameters = [named[name] for name in names]
+    named_parameters = dict(engine.model.named_parameters())
+    parameters = [named_parameters[name] for name in names]
     was_trainable = [p.requires_grad for p in parameters]
     squares = [torch.zeros_like(p, requires_grad=False) for p in parameters]
     engine.model.eval()

@@ -52,7 +52,7 @@ RESTART_HINT = "run the same command again"
 
 @dataclass
 class Peer:
-    """State of another rank, as far as it is known."""
+    """The last known state of another rank."""
 
     rank: int
     is_here: bool
@@ -63,11 +63,12 @@ class Peer:
     process: psutil.Process | None = None
     pidfd: int | None = None
     end: str | None = None
-    """How its process ended, in words; None while it runs."""
+    """A description of how its process ended; None while it runs."""
     ended_at: float = 0.0
 
     @property
     def name(self) -> str:
+        """Rank, host and process number, for messages."""
         number = f" (process {self.process.pid})" if self.process is not None else ""
         return f"rank {self.rank}" + (f" on {self.host}" if self.host else "") + number
 
@@ -79,13 +80,13 @@ class Heartbeat:
 
     def __init__(self, rank: int, world: int, *, log: Path | None = None) -> None:
         self.rank, self.world, self.log = rank, world, log
-        here = World.from_environment().local_size
+        local_size = World.from_environment().local_size
         watched = [
             other
             for other in range(world)
-            if other != rank and (rank == 0 or other == 0 or _is_same_node(other, rank, here))
+            if other != rank and (rank == 0 or other == 0 or _is_same_node(other, rank, local_size))
         ]
-        self.peers = [Peer(other, _is_same_node(other, rank, here)) for other in watched]
+        self.peers = [Peer(other, _is_same_node(other, rank, local_size)) for other in watched]
         self.number = next(NUMBERS)
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._closed, self._wake = threading.Event(), threading.Event()
@@ -162,12 +163,12 @@ class Heartbeat:
             self._verdict = store.get("verdict").decode()
             self._is_published.set()
 
-    def _meet(self, peer: Peer, who: dict[str, Any]) -> None:
+    def _meet(self, peer: Peer, identity: dict[str, Any]) -> None:
         own = _process_identity()
         peer.last_seen = time.monotonic()
-        if (who["host"], who["namespace"]) == (own["host"], own["namespace"]):
-            _attach(peer, who["pid"])
-        peer.host = str(who["host"])
+        if (identity["host"], identity["namespace"]) == (own["host"], own["namespace"]):
+            _attach(peer, identity["pid"])
+        peer.host = str(identity["host"])
 
     # Decisions, in a thread that never blocks.
 
@@ -237,9 +238,9 @@ class Heartbeat:
         return f": rank {self.rank} has no connection to the store at {address} ({self._store_error})"
 
     def _end_job(self, reason: str) -> None:
-        here = [peer for peer in self.peers if peer.process is not None and peer.end is None]
-        stopped = [peer.process for peer in here if peer.process and _signal_of_stop(peer.process)]
-        is_reporter = all(peer.rank > self.rank for peer in here if peer.process not in stopped)
+        local_peers = [peer for peer in self.peers if peer.process is not None and peer.end is None]
+        stopped = [peer.process for peer in local_peers if peer.process and _signal_of_stop(peer.process)]
+        is_reporter = all(peer.rank > self.rank for peer in local_peers if peer.process not in stopped)
         for process in stopped:
             with suppress(psutil.Error):
                 process.kill()  # a launcher would wait half a minute for a stopped process

@@ -93,6 +93,7 @@ def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str 
 
 
 def floating_tensors(value: Any) -> list[torch.Tensor]:
+    """Return the floating-point tensors in a tensor or in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
     return [t for item in value for t in floating_tensors(item)] if isinstance(value, tuple | list) else []

@@ -34,6 +34,7 @@ def measure_memory(
     max_micro_batch: int,
     report_progress: Callable[[int, int], None],
 ) -> MemoryReport:
+    """Measure the memory of the weights, gradients and optimizer, and of a step at each micro-batch size."""
     steps = measure_steps(engine, make_batch, max_micro_batch=max_micro_batch, report_progress=report_progress)
     return MemoryReport(
         device=torch.cuda.get_device_name() if engine.device_type == "cuda" else "the CPU",

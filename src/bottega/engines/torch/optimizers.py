@@ -15,7 +15,7 @@ from bottega.core.model_spec import resolve_reference
 
 
 def build_optimizers(
-    named: Mapping[str, torch.nn.Parameter],
+    named_parameters: Mapping[str, torch.nn.Parameter],
     settings: Mapping[str, ParameterSetting],
     options: OptimizerOptions,
     *,
@@ -28,7 +28,7 @@ def build_optimizers(
     """
     spec = OPTIMIZER_SPECS[options.name]
     groups: dict[tuple[bool, float, float], list[torch.nn.Parameter]] = {}
-    for name, parameter in named.items():
+    for name, parameter in named_parameters.items():
         setting = settings[name]
         parameter.requires_grad_(setting.scale is not None)
         if setting.scale is not None:
@@ -49,10 +49,10 @@ def build_optimizers(
     return [_build_optimizer(name, options, groups, learning_rate) for name, groups in tables if groups]
 
 
-def describe_fallback(named: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
+def describe_fallback(parameters: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
     """Return a note if the chosen optimizer applies to none of the parameters and AdamW trains all of them."""
     if not OPTIMIZER_SPECS[options.name].is_for_hidden_matrices_only or any(
-        is_hidden_matrix(name, parameter) for name, parameter in named.items()
+        is_hidden_matrix(name, parameter) for name, parameter in parameters.items()
     ):
         return []
     return [

@@ -31,6 +31,7 @@ class SavedTensorMeter:
             yield
 
     def change(self, storage: int, size: int, *, by: int) -> None:
+        """Count one more (by=1) or one fewer (by=-1) tensor that holds a storage of `size` bytes."""
         if storage in self._weights:
             return
         self._holders[storage] += by

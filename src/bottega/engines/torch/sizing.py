@@ -29,11 +29,11 @@ def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: boo
         size = sum(_file_sizes(task))
         return MemoryEstimate(parameters=size // 4, weights=size)
     tensors = {id(t): t for model in models.values() for t in (*model.parameters(), *model.buffers())}.values()
-    named = dict(models["model"].named_parameters())
-    weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named.values())
+    named_parameters = dict(models["model"].named_parameters())
+    weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named_parameters.values())
     if is_frozen:
         return MemoryEstimate(parameters, weights)
-    trainable = {name: parameter for name, parameter in named.items() if task.is_trainable(name)}
+    trainable = {name: parameter for name, parameter in named_parameters.items() if task.is_trainable(name)}
     gradients = sum(map(_bytes, trainable.values()))
     state = sum(_state_bytes(name, parameter, training.optimizer) for name, parameter in trainable.items())
     return MemoryEstimate(parameters, weights, gradients, state, gradients if training.ema is not None else 0)
@@ -43,10 +43,10 @@ def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
     """Raise OutOfMemory, before anything is allocated, if the model does not fit on the device."""
     num_local = World.from_environment().local_size  # processes that share the memory of the host
     free = available_memory() // num_local
-    needed, place = estimate.total, "memory"
+    needed, memory_kind = estimate.total, "memory"
     if device.type == "cuda":
         if estimate.weights <= free:  # the model is built on the host
-            free, place = torch.cuda.mem_get_info(device)[0], f"memory on {device}"
+            free, memory_kind = torch.cuda.mem_get_info(device)[0], f"memory on {device}"
         else:
             needed = estimate.weights
     if needed <= free:
@@ -61,7 +61,7 @@ def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
     each = f" for each of {num_local} processes" if num_local > 1 else ""
     raise OutOfMemory(
         f"out of memory before the first step: the model has {estimate.parameters:,} parameters and needs {sizes} GiB, "
-        f"but {free / GIB:.1f} GiB of {place} are free{each}; use a smaller model, or train a part of it (techniques: lora)"
+        f"but {free / GIB:.1f} GiB of {memory_kind} are free{each}; use a smaller model, or train a part of it (techniques: lora)"
     )
 
 

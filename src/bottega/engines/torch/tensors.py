@@ -69,4 +69,5 @@ def check_finite(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], p
 
 
 def is_finite(tensor: Tensor) -> bool:
+    """Return whether all values are finite."""
     return bool(torch.isfinite(tensor.detach().float()).all())

@@ -20,9 +20,9 @@ class WeightAverage:
 
     def reset(self) -> None:
         """Restart the average at the current weights."""
-        named = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for name, average in self.tensors.items():
-            average.copy_(named[name].detach())
+            average.copy_(parameters[name].detach())
 
     def update(self, parameters: list[nn.Parameter], decay: float) -> None:
         """Move the average towards `parameters` by 1 - `decay`."""
@@ -35,15 +35,15 @@ class WeightAverage:
         if not self.tensors or self._is_in_place:
             yield
             return
-        named = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         with torch.no_grad():
-            original = {name: named[name].detach().clone() for name in self.tensors}
+            original = {name: parameters[name].detach().clone() for name in self.tensors}
             try:
                 self._is_in_place = True
                 for name, average in self.tensors.items():
-                    named[name].copy_(average)
+                    parameters[name].copy_(average)
                 yield
             finally:
                 self._is_in_place = False
                 for name, value in original.items():
-                    named[name].copy_(value)
+                    parameters[name].copy_(value)

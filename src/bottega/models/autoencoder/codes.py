@@ -135,6 +135,7 @@ class CodeAutoencoder(nn.Module):
         self.checkpoint_blocks = False
 
     def initialise(self, seed: int) -> None:
+        """Set the initial weights, by seed and parameter name."""
         initialise_convolutional(self, seed, residual_layers=count_residual_layers(self.shape.autoencoder))
 
     @property
@@ -154,7 +155,7 @@ class CodeAutoencoder(nn.Module):
         """Decode codes (B, *latent grid) to data (B, *grid, C)."""
         return self._decode_latents(self.quantize.embed_codes(codes))
 
-    def shape_of(self, grid: Sequence[int]) -> tuple[int, ...]:
+    def latent_shape(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Return the sides of the code grid for data with sides `grid`."""
         return self.shape.autoencoder.latent_grid(grid)
 

@@ -147,6 +147,7 @@ class DownStage(nn.Module):
             self.downsamplers = nn.ModuleList([Downsampler(shape, width, shape.strides(stage))])
 
     def blocks(self) -> list[nn.Module]:
+        """Return its blocks in order; each can be checkpointed."""
         return [*self.resnets, *getattr(self, "downsamplers", ())]
 
 
@@ -162,6 +163,7 @@ class UpStage(nn.Module):
             self.upsamplers = nn.ModuleList([Upsampler(shape, width, shape.strides(stage - 1))])
 
     def blocks(self) -> list[nn.Module]:
+        """Return its blocks in order; each can be checkpointed."""
         return [*self.resnets, *getattr(self, "upsamplers", ())]
 
 
@@ -175,6 +177,7 @@ class MidStage(nn.Module):
         self.resnets = nn.ModuleList(ResnetBlock(shape, width, width) for _ in range(2))
 
     def blocks(self) -> list[nn.Module]:
+        """Return its blocks in order; each can be checkpointed."""
         return [self.resnets[0], *self.attentions, self.resnets[1]]
 
 

@@ -61,7 +61,7 @@ class Autoencoder(nn.Module):
             z = self.post_quant_conv(z)
         return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
 
-    def shape_of(self, grid: Sequence[int]) -> tuple[int, ...]:
+    def latent_shape(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Return the latent shape (*latent grid, Z) for data with sides `grid`."""
         return self.shape.latent_shape(grid)
 

@@ -76,12 +76,12 @@ class Clip(nn.Module):
             indices = torch.arange(len(inverse))
             flat = flat[torch.zeros_like(distinct).scatter_(0, inverse, indices)]
             flat = self._trim_padding(flat)
-        texts = self.texts(flat)
+        texts = self.encode_texts(flat)
         if inverse is not None:
             # Not by indexing, whose gradient two threads sum in varying order: 148 different results in 200 runs.
             texts = texts.index_select(0, inverse)
         texts = texts.unflatten(0, ids.shape[:2])
-        images = self.images(pixels)
+        images = self.encode_images(pixels)
         return ClipOutput(self.logits(images, texts), images, texts[:, 0])
 
     def logits(self, images: Tensor, texts: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ class Clip(nn.Module):
         bias: Tensor = self.bias if "bias" in self._parameters else self.network.logit_bias
         return bias.float()
 
-    def images(self, pixels: Tensor) -> Tensor:
+    def encode_images(self, pixels: Tensor) -> Tensor:
         """Return normalized embeddings (B, P) of pixels (B, H, W, C) in -1..1, of any size, with 1 or 3 channels."""
         x = pixels.float().movedim(-1, 1)
         x = x.expand(-1, 3, -1, -1) if x.shape[1] == 1 else x
@@ -108,7 +108,7 @@ class Clip(nn.Module):
         x = (x - self.mean[:, None, None]) / self.std[:, None, None]
         return _normalize(self.network.get_image_features(pixel_values=x))
 
-    def texts(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def encode_texts(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return normalized embeddings (B, P) of tokens (B, T).
 
         `mask` is ignored: CLIP pools at the first end token and is causal, and SigLIP is trained to attend to padding.
@@ -169,7 +169,7 @@ def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape
 
 
 def _read_clip_shape(folder: Path, key: str) -> ClipShape:
-    require_config(folder, key=key, what="CLIP")
+    require_config(folder, key=key, description="CLIP")
     config = read_config_without_code(folder / CONFIG, key=key)
     if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
         model_type = config.get("model_type") or "model without a model_type"
@@ -231,7 +231,7 @@ def _load(folder: Path) -> Clip:
     require_safetensors(folder)
     kind = transformers.CLIPModel if shape.config_dict["model_type"] == "clip" else transformers.SiglipModel
     with isolated_rng():
-        network = load_pretrained(kind, folder, what=f"a {kind.__name__}", dtype=torch.float32)
+        network = load_pretrained(kind, folder, description=f"a {kind.__name__}", dtype=torch.float32)
     return Clip(shape, network, bias=_read_bias(folder) or 0.0)
 
 

@@ -29,7 +29,7 @@ class TransformerShape(BaseModel):
     head_size: int = Field(default=0, ge=0)
     """Size of an attention head; 0 where no layer has attention."""
     intermediate_size: int = Field(ge=0)
-    """Inner width of the MLP of a layer without experts; 0 is no MLP."""
+    """Inner width of the MLP of a layer without experts; 0: no MLP."""
     vocab_size: int = Field(gt=1)
     context: int = Field(gt=0)
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)

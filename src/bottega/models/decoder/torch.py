@@ -120,6 +120,7 @@ class Block(nn.Module):
         self.compiled: Callable[..., Any] | None = None
 
     def forward(self, x: Tensor, residual: Tensor, sequence: SequenceContext, cache: LayerCache | None = None) -> Any:
+        """Return what `compute` returns, compiled where possible."""
         # Dispatched here rather than by the caller, so that FSDP's hooks run outside the compiled region.
         if self.compiled is not None and self.training and cache is None and self._can_capture_graph(x):
             return self.compiled(self, x, residual, sequence)
@@ -128,7 +129,7 @@ class Block(nn.Module):
     def compute(
         self, x: Tensor, residual: Tensor, sequence: SequenceContext, cache: LayerCache | None = None
     ) -> BlockOutput:
-        """Return the residual stream, the output still to be residual to it, and with experts their routing.
+        """Return the residual stream, the output still to be added to it, and with experts their routing.
 
         The next block adds the output (`residual`), where addition and norm fuse into one kernel; at the end of a block the
         addition would be a separate pass over memory.

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bottega.core.noise import numpy_generator
-from bottega.models.dit.patches import patchify, unpatchify
 from bottega.models.generator.config import DiTShape
 
 FREQUENCIES = 256
@@ -223,3 +222,26 @@ def layer_norm(x: Tensor) -> Tensor:
 
 def _modulate(x: Tensor, shift: Any, scale: Any) -> Tensor:
     return layer_norm(x) * (1 + scale) + shift
+
+
+def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """Split samples with sides g... into patches with sides p..., (B, g..., C) to (B, N, P C), both N and P in row order.
+
+    A transpose is needed: a reshape alone would cut rows of pixels, not squares.
+    """
+    axes = len(patch)
+    grid = x.shape[1:-1]
+    sides = [size for side, part in zip(grid, patch, strict=True) for size in (side // part, part)]
+    cut = x.reshape(x.shape[0], *sides, x.shape[-1])
+    outer, inner = range(1, 2 * axes, 2), range(2, 2 * axes + 1, 2)
+    ordered = cut.permute(0, *outer, *inner, 2 * axes + 1)
+    return ordered.reshape(x.shape[0], math.prod(ordered.shape[1 : axes + 1]), -1)
+
+
+def unpatchify(tokens: Tensor, patch: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
+    """Reshape (B, N, P C) to (B, g..., C), the inverse of `patchify`."""
+    axes = len(patch)
+    counts = [side // part for side, part in zip(grid, patch, strict=True)]
+    cut = tokens.reshape(tokens.shape[0], *counts, *patch, -1)
+    pairs = [axis for i in range(axes) for axis in (1 + i, 1 + axes + i)]
+    return cut.permute(0, *pairs, 2 * axes + 1).reshape(tokens.shape[0], *grid, -1)

@@ -95,10 +95,10 @@ def find_component_folder(folder: Path, part: str) -> Path:
     return folder / part if (folder / part / CONFIG).is_file() else folder
 
 
-def require_config(folder: Path, *, key: str, what: str) -> None:
+def require_config(folder: Path, *, key: str, description: str) -> None:
     """Refuse a folder without config.json."""
     if not (folder / CONFIG).is_file():
-        raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved {what}")
+        raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved {description}")
 
 
 def not_exported_error(run: str | Path, *, key: str) -> UsageError:

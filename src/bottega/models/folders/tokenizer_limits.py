@@ -61,14 +61,14 @@ def check_tokenizer(folder: Path) -> None:
 
 
 @contextmanager
-def convert_panics(what: str) -> Iterator[None]:
+def convert_panics(action: str) -> Iterator[None]:
     """Turn a Rust panic of the tokenizers library, which is not an Exception, into a DataError."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what}: the tokenizers library failed ({error}); use another tokenizer") from None
+        raise DataError(f"{action}: the tokenizers library failed ({error}); use another tokenizer") from None
 
 
 def _check_ids(fields: dict[str, Any], path: Path) -> None:
@@ -177,8 +177,8 @@ def _terminates(pattern: str) -> bool:
     """Return whether the library finishes searching texts that make a bad pattern backtrack over every way to match."""
     letters = dict.fromkeys([*re.sub(r"\\p\{.*?\}|\\.|[^\w\s]", "", pattern)[:40], *_ALPHABET])
     # The literals of the pattern must occur in the text, or the library skips the search.
-    named = "".join(dict.fromkeys(re.sub(r"\\.", "", pattern)))[:60]
-    texts = [letter * 60 + end for letter in letters for end in ("", "!", "b", "\0", f"{named}\0")]
+    characters = "".join(dict.fromkeys(re.sub(r"\\.", "", pattern)))[:60]
+    texts = [letter * 60 + end for letter in letters for end in ("", "!", "b", "\0", f"{characters}\0")]
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROBE],

@@ -11,19 +11,24 @@ from bottega.core.errors import CheckpointError, EnvironmentProblem, first_line
 from bottega.models.folders.untrusted import check_loading_info
 
 
-def load_pretrained(kind: Any, folder: Path | str, *, what: str, **options: Any) -> Any:
+def load_pretrained(kind: Any, folder: Path | str, *, description: str, **options: Any) -> Any:
     """Return the model that `kind` (a class of transformers or diffusers) reads from a local folder.
 
-    `what` names the model in errors, with its article. A weight that is missing or has another shape is a CheckpointError,
+    `description` names the model in errors, with its article. A weight that is missing or has another shape is a CheckpointError,
     because the libraries would initialise it at random.
     """
-    model, info = load_with_info(kind, folder, what=what, ignore_mismatched_sizes=True, **options)
+    model, info = load_with_info(kind, folder, description=description, ignore_mismatched_sizes=True, **options)
     check_loading_info(folder, info)
     return model
 
 
 def load_with_info(
-    kind: Any, folder: Path | str, *, what: str, errors: tuple[type[Exception], ...] = (Exception,), **options: Any
+    kind: Any,
+    folder: Path | str,
+    *,
+    description: str,
+    errors: tuple[type[Exception], ...] = (Exception,),
+    **options: Any,
 ) -> tuple[Any, dict[str, Any]]:
     """Return the model and its loading info (missing and mismatched keys), without checking the latter.
 
@@ -40,7 +45,7 @@ def load_with_info(
     except ImportError as error:
         raise EnvironmentProblem(f"{folder}: cannot be loaded: {first_line(error)}") from error
     except errors as error:
-        raise CheckpointError(f"{folder}: cannot be loaded as {what}: {first_line(error)}") from error
+        raise CheckpointError(f"{folder}: cannot be loaded as {description}: {first_line(error)}") from error
 
 
 @contextmanager

@@ -22,21 +22,21 @@ def read_config_without_code(file: Path, *, key: str | None = None) -> dict[str,
     return config
 
 
-def load_transformers_config(folder: Path, *, key: str, what: str) -> Any:
+def load_transformers_config(folder: Path, *, key: str, description: str) -> Any:
     """Return the configuration of a folder as transformers reads it, with the defaults that the file leaves out.
 
-    `what` names the expected model in errors, such as "text encoder".
+    `description` names the expected model in errors, such as "text encoder".
     """
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise EnvironmentProblem(f"{key}: {what} needs transformers; pip install 'bottega[hub]'") from error
+        raise EnvironmentProblem(f"{key}: {description} needs transformers; pip install 'bottega[hub]'") from error
     read_config_without_code(folder / "config.json", key=key)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # libraries raise classes of their own where a file says what no model has
         raise UsageError(
-            f"{key}: transformers cannot read the configuration of the {what} in {folder}: {first_line(error)}"
+            f"{key}: transformers cannot read the configuration of the {description} in {folder}: {first_line(error)}"
         ) from error
 
 
@@ -84,16 +84,16 @@ def check_loading_info(folder: Path | str, loading_info: Mapping[str, Any]) -> N
 
     The libraries would initialise these weights at random.
     """
-    for what, names in (
+    for problem, names in (
         ("lacks", loading_info["missing_keys"]),
         ("has another shape of", loading_info["mismatched_keys"]),
     ):
         if names:
             first = sorted(names, key=str)[0]
-            named = f"{first[0]} ({list(first[1])}, not {list(first[2])})" if isinstance(first, tuple) else str(first)
+            name = f"{first[0]} ({list(first[1])}, not {list(first[2])})" if isinstance(first, tuple) else str(first)
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(
-                f"{folder}: {what} {named}{others}; the weights do not match config.json: download or export the model "
+                f"{folder}: {problem} {name}{others}; the weights do not match config.json: download or export the model "
                 "again"
             )
 

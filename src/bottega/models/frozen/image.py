@@ -227,7 +227,9 @@ def _load_component(kind: Any, folder: str, **options: Any) -> Any:
     Component by component rather than with `DiffusionPipeline.from_pretrained`, which has no loading info: a missing weight
     would be initialised at random.
     """
-    return load_pretrained(kind, folder, what=f"a {kind.__name__}", variant=weights_variant(Path(folder)), **options)
+    return load_pretrained(
+        kind, folder, description=f"a {kind.__name__}", variant=weights_variant(Path(folder)), **options
+    )
 
 
 def _no_autocast(x: Tensor) -> Any:

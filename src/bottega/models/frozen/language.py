@@ -101,7 +101,7 @@ def load_language_model(
     if quantization_config is not None:
         options["quantization_config"] = quantization_config
     require_safetensors(folder, key=KEY)
-    model = load_pretrained(transformers.AutoModelForCausalLM, folder, what="a language model", **options)
+    model = load_pretrained(transformers.AutoModelForCausalLM, folder, description="a language model", **options)
     width, hidden = model.get_input_embeddings().embedding_dim, config.get_text_config(decoder=True).hidden_size
     if width != hidden:
         raise UsageError(
@@ -150,9 +150,7 @@ class FrozenLanguageModel(nn.Module):
         lengths = mask.sum(1)
         longest = int(lengths.max())  # batches are padded to the longest prompt of the data
         prefixes = soft.prefixes()
-        assert not prefixes or self.supports_prefixes, (
-            "it was asked before it was loaded (LanguageFacts.require_prefixes)"
-        )
+        assert not prefixes or self.supports_prefixes, "`require_prefixes` checks this before the model is loaded"
         if prefixes or not self.supports_prefixes:
             ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :longest]
             hidden = self._encode_at_once(ids, lengths, soft.image_tokens, prefixes)
@@ -336,7 +334,7 @@ def _config(folder: Path) -> Any:
     for file in (path, folder / "tokenizer_config.json"):
         if file.is_file():
             read_config_without_code(file, key=KEY)
-    config = load_transformers_config(folder, key=KEY, what="language model")
+    config = load_transformers_config(folder, key=KEY, description="language model")
     import transformers
 
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:

@@ -101,6 +101,7 @@ class ClassCondition(nn.Module):
             self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, label: Tensor, drop: Tensor | None) -> Tensor:
+        """Return the embedding of each label, (B, D); rows with `drop` have that of no class."""
         label = label.long() if drop is None else torch.where(drop, self.none, label.long())
         own = self.embedding(label)
         return own if self.shared is None else own + self.shared(self.rows[label]).sum(dim=-2)
@@ -121,6 +122,7 @@ class VectorCondition(nn.Module):
         self.none = nn.Parameter(torch.zeros(shape.hidden_size))
 
     def forward(self, vector: Tensor, drop: Tensor | None) -> Tensor:
+        """Return the embedding of each vector, (B, D); rows with `drop` have that of no vector."""
         embedded = self.linear_2(nn.functional.silu(self.linear_1(vector)))
         return embedded if drop is None else torch.where(drop[:, None], self.none.to(embedded.dtype), embedded)
 
@@ -144,10 +146,10 @@ def initialise_generator(model: Generator, seed: int) -> None:
     fill_parameters(model, value)
 
 
-def load_generator(model: Generator, folder: Path | str, *, whole: bool = False) -> None:
+def load_generator(model: Generator, folder: Path | str, *, require_all: bool = False) -> None:
     """Load the weights of a run's export or of a diffusers folder.
 
-    Unless `whole`, a folder with only a backbone is accepted, and the condition keeps its initial values.
+    Unless `require_all`, a folder with only a backbone is accepted, and the condition keeps its initial values.
     """
     loaded, own = read_generator(Path(folder)), model.state_dict()
     if SHARED_EMBEDDING in own and SHARED_EMBEDDING not in loaded and CLASS_EMBEDDING in loaded:
@@ -155,7 +157,7 @@ def load_generator(model: Generator, folder: Path | str, *, whole: bool = False)
         loaded[SHARED_EMBEDDING] = torch.zeros_like(own[SHARED_EMBEDDING])
     if not loaded:
         raise UsageError(f"model.from: {folder} holds no weights; use a run's export or a diffusers UNet folder")
-    is_new = not whole and not any(name.startswith("condition.") for name in loaded)
+    is_new = not require_all and not any(name.startswith("condition.") for name in loaded)
     required = {name: t for name, t in own.items() if not (is_new and name.startswith("condition."))}
     for name, tensor in required.items():
         if name not in loaded:

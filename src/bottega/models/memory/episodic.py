@@ -5,7 +5,7 @@ When all slots are full, the item of least retention is dropped, old or new:
     retention = importance * decay^(ticks since stored) + uses * decay^(ticks since last use)
 
 A key is stored once. Storing it with the same value reinforces it: its count grows, the larger importance is kept, and so
-are its uses. With another value it is replaced, and its history starts anew.
+are its uses. With another value it is replaced, and its history starts again.
 
 While there are free slots, storing many items at once equals storing them one after the other. Otherwise items of one tick
 are compared once, in their final state.
@@ -53,6 +53,7 @@ class EpisodicSlots(NamedTuple):
 
     @property
     def valid(self) -> Tensor:
+        """(..., S): whether the slot holds an episode."""
         return self.said > 0
 
 
@@ -87,9 +88,9 @@ def store(
     return keep_strongest(both, retention(both, clock, decay=decay), memory.said.shape[-1])
 
 
-def record_use(memory: EpisodicSlots, slots: Tensor, clock: int, found: Tensor | None = None) -> EpisodicSlots:
-    """Return the memory after `slots` (..., P) were retrieved; entries where `found` is false are ignored."""
-    hits = torch.ones_like(slots, dtype=torch.float32) if found is None else found.float()
+def record_use(memory: EpisodicSlots, slots: Tensor, clock: int, valid: Tensor | None = None) -> EpisodicSlots:
+    """Return the memory after `slots` (..., P) were retrieved; entries where `valid` is false are ignored."""
+    hits = torch.ones_like(slots, dtype=torch.float32) if valid is None else valid.float()
     times = torch.zeros_like(memory.uses).scatter_add(-1, slots, hits)
     used = torch.where((times > 0) & memory.valid, torch.full_like(memory.used, clock), memory.used)
     return memory._replace(uses=memory.uses + times * memory.valid, used=used)

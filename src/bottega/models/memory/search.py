@@ -29,6 +29,7 @@ class SearchResult(NamedTuple):
 
     @property
     def valid(self) -> Tensor:
+        """(..., Q, top_k): whether there was a slot to return."""
         return self.where >= 0
 
 

@@ -36,6 +36,7 @@ class SemanticSlots(NamedTuple):
 
     @property
     def valid(self) -> Tensor:
+        """(..., S): whether the slot holds a prototype."""
         return self.counts > 0
 
 

@@ -59,6 +59,7 @@ class MemoryState(NamedTuple):
 
     @property
     def values(self) -> Tensor:
+        """Values of all levels, (..., slots, v)."""
         return torch.cat([level.values for level in self], dim=-2)
 
 
@@ -119,11 +120,11 @@ def search(memory: MemoryState, queries: Tensor, top_k: int, *, same: float) -> 
     return search_exact(memory.keys, memory.values, visible_slots(memory, same=same), queries, top_k)
 
 
-def record_use(memory: MemoryState, found: SearchResult, clock: int, *, same: float) -> MemoryState:
-    """Return the memory after `found` was used: counts a use of each item's episode, also if working memory holds it."""
+def record_use(memory: MemoryState, result: SearchResult, clock: int, *, same: float) -> MemoryState:
+    """Return the memory after `result` was used: counts a use of each item's episode, also if working memory holds it."""
     first = memory.working.strength.shape[-1]
     number = memory.episodic.said.shape[-1]
-    slot_indices = found.where.flatten(-2)
+    slot_indices = result.where.flatten(-2)
     keys = gather_field(memory.keys, slot_indices.clamp(min=0))
     near = similarity(keys, memory.episodic.keys).masked_fill(~memory.episodic.valid[..., None, :], -2.0)
     episode_of = near.argmax(-1)
@@ -226,6 +227,7 @@ class HierarchicalMemory:
         return read_memory(self.memory.keys, self.memory.values, visible, queries, temperature)
 
     def consolidate(self, clock: int) -> None:
+        """Decay working memory to tick `clock`, and move episodes that were used often enough to the prototypes."""
         self.memory = consolidate(self.memory, self._advance_clock(clock), shape=self.shape)
 
     def level_of(self, where: int) -> str:
@@ -240,6 +242,7 @@ class HierarchicalMemory:
         return int(visible_slots(self.memory, same=self.shape.same).sum())
 
     def state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors of all levels, and the clock."""
         return {**flatten_memory(self.memory), "clock": torch.tensor(self.clock)}
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, origin: str = "memory") -> None:
@@ -257,6 +260,7 @@ class HierarchicalMemory:
         self.memory, self.clock = unflatten_memory(memory), int(state["clock"])
 
     def save(self, path: str | Path) -> None:
+        """Write the memory as a safetensors file."""
         try:
             save_file({name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}, path)
         except (OSError, SafetensorError) as error:
@@ -265,6 +269,7 @@ class HierarchicalMemory:
             raise UsageError(f"{path}: the memory cannot be saved: {why}") from None
 
     def load(self, path: str | Path) -> None:
+        """Read a memory that `save` wrote; sizes must fit."""
         try:
             state = load_file(path)
         except (OSError, SafetensorError) as error:

@@ -39,6 +39,7 @@ class WorkingSlots(NamedTuple):
 
     @property
     def valid(self) -> Tensor:
+        """(..., S): whether the slot holds an item."""
         return self.strength > 0
 
 

@@ -162,6 +162,7 @@ class Inception(nn.Module):
         self.Mixed_7c = _wide(2048, maximum)
 
     def forward(self, images: Tensor) -> Tensor:
+        """Return the features (B, 2048) of images (B, C, H, W) with values in -1 to 1."""
         x = images.float().expand(-1, 3, -1, -1)
         # Not antialiased, because published FIDs are not: a better resize gives other distances.
         x = F.interpolate(x, size=(SIDE, SIDE), mode="bilinear", align_corners=False)

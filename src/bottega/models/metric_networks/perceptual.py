@@ -1,7 +1,7 @@
 """Perceptual distances between images: LPIPS with its published weights, or a distance over the layers of a CLIP.
 
 LPIPS (Zhang et al., 2018, version 0.1): AlexNet's five activations, normalised over channels at each position, and squared
-differences with learnt weights. The CLIP distance does the same over the layers of a vision tower, without learnt weights;
+differences with learned weights. The CLIP distance does the same over the layers of a vision tower, without learned weights;
 its values are not comparable with LPIPS.
 
 B batch   C channels   H W height and width   T positions   D hidden size
@@ -50,9 +50,9 @@ class Lpips(nn.Module):
             head.model = nn.ModuleDict({"1": nn.Conv2d(channels, 1, 1, bias=False)})
             self.add_module(f"lin{number}", head)
 
-    def layers(self, pictures: Tensor) -> list[Tensor]:
+    def layers(self, images: Tensor) -> list[Tensor]:
         """Return the five activations (B, C, H, W), each of unit length over C."""
-        x = pictures.float().movedim(-1, 1)
+        x = images.float().movedim(-1, 1)
         shift, scale = (x.new_tensor(values)[:, None, None] for values in (SHIFT, SCALE))
         x = (x - shift) / scale
         activations = []
@@ -64,14 +64,15 @@ class Lpips(nn.Module):
         return activations
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the LPIPS distance of each pair of images, (B)."""
         if min(a.shape[1:3]) < SMALLEST:
             raise UsageError(
                 f"LPIPS needs images of at least {SMALLEST} pixels per side, got {a.shape[2]} x {a.shape[1]}"
             )
         total = a.new_zeros(len(a), dtype=torch.float32)
-        for number, (one, other) in enumerate(zip(self.layers(a), self.layers(b), strict=True)):
+        for number, (x, y) in enumerate(zip(self.layers(a), self.layers(b), strict=True)):
             head = self.get_submodule(f"lin{number}.model.1")
-            total = total + head((one - other) ** 2).mean((1, 2, 3))
+            total = total + head((x - y) ** 2).mean((1, 2, 3))
         return total
 
 
@@ -88,14 +89,15 @@ class ClipPerceptual(nn.Module):
         super().__init__()
         self.clip = clip
 
-    def layers(self, pictures: Tensor) -> list[Tensor]:
+    def layers(self, images: Tensor) -> list[Tensor]:
         """Return the hidden states (B, T, D) of each layer, of unit length, without CLIP's class token."""
         network: Any = self.clip.network
         first = 1 if network.config.model_type == "clip" else 0
-        states = _record_outputs(network.vision_model.encoder.layers, lambda: self.clip.images(pictures))  # type: ignore[operator]
+        states = _record_outputs(network.vision_model.encoder.layers, lambda: self.clip.encode_images(images))  # type: ignore[operator]
         return [F.normalize(state[:, first:].float(), dim=-1, eps=TINY) for state in states]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return the distance of each pair of images, (B): the mean over CLIP's layers."""
         distances = [((x - y) ** 2).sum(-1).mean(1) for x, y in zip(self.layers(a), self.layers(b), strict=True)]
         return torch.stack(distances).mean(0)
 

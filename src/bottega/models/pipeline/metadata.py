@@ -255,7 +255,7 @@ def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
     for encoder, tokenizer, kind in zip(
         components.encoders, components.tokenizers, components.encoder_classes, strict=True
     ):
-        config = load_transformers_config(encoder, key=KEY, what="text encoder")
+        config = load_transformers_config(encoder, key=KEY, description="text encoder")
         if getattr(config, "use_attention_mask", None):
             raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported")
         limit = T5_TOKENS if kind == T5 else config.max_position_embeddings

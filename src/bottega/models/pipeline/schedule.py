@@ -93,10 +93,10 @@ def _match_betas(betas: Any, prediction_type: str, file: Path) -> Schedule:
     """Return the schedule of explicit betas, which our exports write where the end of a schedule is never sampled."""
     values = np.asarray(betas, np.float64)
     for name in BETAS:
-        whole = _betas(BETAS[name][0])
-        sampled = _num_sampled_steps(whole) if prediction_type == "epsilon" else NUM_TRAIN_TIMESTEPS
+        default_betas = _betas(BETAS[name][0])
+        sampled = _num_sampled_steps(default_betas) if prediction_type == "epsilon" else NUM_TRAIN_TIMESTEPS
         for length in {NUM_TRAIN_TIMESTEPS, sampled}:
-            if values.shape == (length,) and np.allclose(values, whole[:length], rtol=1e-5, atol=0):
+            if values.shape == (length,) and np.allclose(values, default_betas[:length], rtol=1e-5, atol=0):
                 return BETAS[name][0]  # type: ignore[return-value]
     raise UsageError(
         f"{file}: trained_betas of {values.size} steps match no supported schedule; supported: {', '.join(BETAS)}"

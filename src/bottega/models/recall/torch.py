@@ -38,6 +38,7 @@ class Temperature(nn.Module):
         return np.asarray(math.log(self.start), np.float32)
 
     def forward(self) -> Tensor:
+        """Return the temperature, which is positive."""
         return self.logarithm.float().exp()
 
 
@@ -89,7 +90,7 @@ class StreamRecall(Transformer):
             return self._recalled(hidden.float(), memory, clock)
 
     def _recalled(self, hidden: Tensor, memory: WorkingSlots | None, clock: int) -> tuple[Tensor, WorkingSlots]:
-        assert self.options is not None, "asked before"
+        assert self.options is not None, "checked by forward"
         width = hidden.shape[-1]
         if memory is None:
             sizes = {"slots": self.options.working_slots, "key_size": width, "value_size": width}
@@ -125,6 +126,7 @@ class MemoryBuffers(nn.Module):
             self.register_buffer(name, tensor)
 
     def state(self) -> MemoryState:
+        """Return the buffers as a memory."""
         return memories.unflatten_memory(dict(self.named_buffers()))
 
 
@@ -162,9 +164,9 @@ class LastingRecall(Transformer):
             return self.head(hidden)
         with _in_float32(hidden):
             memory = self.memory.state()
-            seen = memories.visible_slots(memory, same=self.memory_shape.same)
+            visible = memories.visible_slots(memory, same=self.memory_shape.same)
             queries = self.memory_query(self.codes[tokens]).flatten(0, 1)
-            recalled = memories.read_memory(memory.keys, memory.values, seen, queries, self.memory_temperature())
+            recalled = memories.read_memory(memory.keys, memory.values, visible, queries, self.memory_temperature())
             return self.head(hidden.float() + self.memory_output(recalled.unflatten(0, tokens.shape)))
 
 

@@ -197,6 +197,7 @@ class RoutingNet(nn.Module):
 
     @torch.no_grad()
     def set_scale(self, mean: np.ndarray, scale: np.ndarray) -> None:
+        """Set the normalisation of the inputs, (x - mean) * scale."""
         self.mean.copy_(torch.from_numpy(np.asarray(mean, np.float32)))
         self.scale.copy_(torch.from_numpy(np.asarray(scale, np.float32)))
 
@@ -225,6 +226,6 @@ def initialise_routing(model: RoutingNet, seed: int) -> None:
     drop_initial_experts(model, seed)
 
 
-def apply_dropout(x: Tensor, share: float, training: bool) -> Tensor:
-    """Return x after dropout with probability `share`; nothing is drawn if it is 0."""
-    return F.dropout(x, share, training) if share else x
+def apply_dropout(x: Tensor, rate: float, training: bool) -> Tensor:
+    """Return x after dropout with probability `rate`; nothing is drawn if it is 0."""
+    return F.dropout(x, rate, training) if rate else x

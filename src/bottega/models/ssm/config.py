@@ -45,6 +45,7 @@ class SSMShape(BaseModel):
 
     @property
     def inner_size(self) -> int:
+        """Width of the state-space layer."""
         return self.expand * self.hidden_size
 
     @property

@@ -110,8 +110,8 @@ def _conv_slope(  # type: ignore[no-untyped-def]
         mask = (t < length)[:, None] & inside[None, :]
         s = _convolved(x, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH, PACKED)
         g = tl.load(grad + row * g_row + t.to(tl.int64)[:, None] * g_time + e[None, :], mask=mask, other=0.0)
-        share = tl.sigmoid(s)
-        own = g.to(tl.float32) * share * (1 + s * (1 - share))
+        sigma = tl.sigmoid(s)
+        own = g.to(tl.float32) * sigma * (1 + s * (1 - sigma))
         tl.store(slope + (row * length + t)[:, None] * channels + e[None, :], own, mask=mask)
         total += own
         w0 += own * _load_shifted(x, segments, row, t, e, 0, length, channels, x_time, PACKED)
@@ -207,13 +207,13 @@ def _norm_backward(  # type: ignore[no-untyped-def]
         value = tl.load(y + row * y_row + e, mask=mask, other=0.0).to(tl.float32)
         g = tl.load(grad + row * g_row + e, mask=mask, other=0.0).to(tl.float32)
         factor = tl.load(scale + row, mask=row < rows, other=0.0)
-        share = tl.sigmoid(z)
-        unit = value * z * share * factor
+        sigma = tl.sigmoid(z)
+        unit = value * z * sigma * factor
         total += g * unit
         g = g * w
         slope = factor * (g - unit * (tl.sum(g * unit, 0) / size))
-        tl.store(grad_y + row * size + e, slope * z * share, mask=mask)
-        tl.store(grad_gate + row * size + e, slope * value * share * (1 + z * (1 - share)), mask=mask)
+        tl.store(grad_y + row * size + e, slope * z * sigma, mask=mask)
+        tl.store(grad_gate + row * size + e, slope * value * sigma * (1 + z * (1 - sigma)), mask=mask)
     tl.store(parts + tl.program_id(0) * size + e, total, mask=inside)
 
 
@@ -227,9 +227,9 @@ def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) 
     grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(length, TIMES), rows)
     marks = weight if segments is None else segments.contiguous()
     width, packed = weight.shape[-1], segments is not None
-    named: dict[str, Any] = {"WIDTH": width, "PACKED": packed, "TIMES": TIMES, "CHANNELS": CHANNELS}
+    constants: dict[str, Any] = {"WIDTH": width, "PACKED": packed, "TIMES": TIMES, "CHANNELS": CHANNELS}
     sources = (x, weight.contiguous(), bias.contiguous(), marks)
-    _conv[grid](*sources, y, length, channels, x.stride(0), x.stride(1), **named)
+    _conv[grid](*sources, y, length, channels, x.stride(0), x.stride(1), **constants)
     return y
 
 
@@ -246,10 +246,10 @@ def conv_silu_backward(
     parts = torch.empty(rows * programs[1], width + 1, channels, dtype=torch.float32, device=x.device)
     marks = weight if segments is None else segments.contiguous()
     strides = (grad.stride(0), grad.stride(1), x.stride(0), x.stride(1))
-    named: dict[str, Any] = {"WIDTH": width, "PACKED": segments is not None, "CHANNELS": CHANNELS}
+    constants: dict[str, Any] = {"WIDTH": width, "PACKED": segments is not None, "CHANNELS": CHANNELS}
     sources = (grad, x, weight, bias.contiguous(), marks)
-    _conv_slope[programs](*sources, slope, parts, length, channels, *strides, STEPS=STEPS, TIMES=TALL, **named)
-    _conv_back[grid](slope, weight, marks, grad_x, length, channels, TIMES=TIMES, **named)
+    _conv_slope[programs](*sources, slope, parts, length, channels, *strides, STEPS=STEPS, TIMES=TALL, **constants)
+    _conv_back[grid](slope, weight, marks, grad_x, length, channels, TIMES=TIMES, **constants)
     grad_weight = parts[:, :width].sum(0).t()[:, None].to(weight.dtype).contiguous()
     return grad_x, grad_weight, parts[:, width].sum(0).to(bias.dtype)
 
@@ -262,8 +262,8 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> tuple
     rows, size = y.shape
     out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
     scale = torch.empty(rows, dtype=torch.float32, device=y.device)
-    named: dict[str, Any] = _block(size)
-    _norm[(rows,)](y, gate, weight, out, scale, size, y.stride(0), gate.stride(0), epsilon, **named)
+    constants: dict[str, Any] = _block(size)
+    _norm[(rows,)](y, gate, weight, out, scale, size, y.stride(0), gate.stride(0), epsilon, **constants)
     return out, scale
 
 
@@ -279,8 +279,8 @@ def gated_norm_backward(
     parts = torch.empty(programs, size, dtype=torch.float32, device=y.device)
     strides = (grad.stride(0), y.stride(0), gate.stride(0))
     targets = (grad_y, grad_gate, parts)
-    named: dict[str, Any] = _block(size)
-    _norm_backward[(programs,)](grad, y, gate, weight, scale, *targets, rows, size, *strides, ROWS=ROWS, **named)
+    constants: dict[str, Any] = _block(size)
+    _norm_backward[(programs,)](grad, y, gate, weight, scale, *targets, rows, size, *strides, ROWS=ROWS, **constants)
     return grad_y, grad_gate, parts.sum(0).to(weight.dtype)
 
 

@@ -80,13 +80,13 @@ def scan_chunked(
     length, chunk, groups = x.shape[1], min(chunk, x.shape[1]), B.shape[2]
     # A time step of 0 neither forgets nor writes, so the padding of the last chunk changes no state.
     x, dt, B, C = (_split_chunks(t, chunk) for t in (x, dt.to(_exact(x)), B, C))
-    fresh = None if resets is None else _split_chunks(resets, chunk).cumsum(2)
+    segment = None if resets is None else _split_chunks(resets, chunk).cumsum(2)
     sums = _cumulative_sum(dt * A.to(dt.dtype), dim=2)
     written = (x * dt[..., None]).to(x.dtype).unflatten(3, (groups, -1))
-    y = _output_within_chunks(written, B, C, sums, fresh)
-    before, state = _states_between_chunks(written, B, sums, fresh, state, kernels=kernels)
+    y = _output_within_chunks(written, B, C, sums, segment)
+    before, state = _states_between_chunks(written, B, sums, segment, state, kernels=kernels)
     if before is not None:
-        y = y + _output_from_states(C, before, sums, fresh)
+        y = y + _output_from_states(C, before, sums, segment)
     return y.to(x.dtype).flatten(3, 4).flatten(1, 2)[:, :length], state
 
 
@@ -113,12 +113,12 @@ def _cumulative_sum(x: Tensor, *, dim: int) -> Tensor:
     return (triangle @ x.to(wide).movedim(dim, -2)).movedim(-2, dim)
 
 
-def _output_within_chunks(written: Tensor, B: Tensor, C: Tensor, sums: Tensor, fresh: Tensor | None) -> Tensor:
+def _output_within_chunks(written: Tensor, B: Tensor, C: Tensor, sums: Tensor, segment: Tensor | None) -> Tensor:
     """Return the output of each token from its own chunk, (B, K, L, G, R, P)."""
     chunk, groups = written.shape[2:4]
     visible = torch.ones(chunk, chunk, dtype=torch.bool, device=written.device).tril()
-    if fresh is not None:
-        visible = (visible & (fresh[..., :, None] == fresh[..., None, :]))[:, :, None]
+    if segment is not None:
+        visible = (visible & (segment[..., :, None] == segment[..., None, :]))[:, :, None]
     sums = sums.transpose(2, 3)
     # Float64 as two float32, the second the rounding error of the first: most of the time goes into this L x L
     # matrix, for which float64 would cost twice as much.
@@ -131,22 +131,22 @@ def _output_within_chunks(written: Tensor, B: Tensor, C: Tensor, sums: Tensor, f
 
 
 def _states_between_chunks(
-    written: Tensor, B: Tensor, sums: Tensor, fresh: Tensor | None, state: Tensor | None, *, kernels: bool
+    written: Tensor, B: Tensor, sums: Tensor, segment: Tensor | None, state: Tensor | None, *, kernels: bool
 ) -> tuple[Tensor | None, Tensor]:
     """Return the state before each chunk, (B, K, H, P, N), and the one after the last."""
     exact = _exact(written)
     remaining = torch.exp((sums[:, :, -1:] - sums).to(exact))
-    if fresh is not None:
-        remaining = remaining * (fresh == fresh[:, :, -1:])[..., None]
+    if segment is not None:
+        remaining = remaining * (segment == segment[:, :, -1:])[..., None]
     decayed = (written * remaining.unflatten(3, written.shape[3:5])[..., None]).to(written.dtype)
     added = torch.einsum("bklgn,bklgrp->bkgrpn", B, decayed)
     if kernels and state is None and added.shape[1] > 1:
-        decay = _remaining_fraction(sums[:, :, -1], None if fresh is None else fresh[:, :, -1:], exact)
+        decay = _remaining_fraction(sums[:, :, -1], None if segment is None else segment[:, :, -1:], exact)
         before, last = torch.ops.bottega.pass_states(added.flatten(2, 3).flatten(-2), decay)
         return before.unflatten(-1, added.shape[-2:]), last.unflatten(-1, added.shape[-2:])
     added = added.permute(0, 2, 3, 1, 4, 5).to(exact).flatten(1, 2)
     total = sums[:, :, -1].transpose(1, 2)
-    cuts = None if fresh is None else fresh[:, None, :, -1]
+    cuts = None if segment is None else segment[:, None, :, -1]
     state = None if state is None else state.to(exact).flatten(-2)
     before, last = _pass_states(added.flatten(-2), total, cuts, state)
     shape = added.shape[-2:]
@@ -168,15 +168,19 @@ def _pass_states(
         return None, added[..., 0, :]
     sums, times = _cumulative_sum(total, dim=-1), None if cuts is None else cuts.cumsum(-1)
     # Sums before each chunk and, as the last row, after all.
-    ahead, gone = F.pad(sums, (1, 0)), None if times is None else F.pad(times, (1, 0))
+    ahead, resets_before = F.pad(sums, (1, 0)), None if times is None else F.pad(times, (1, 0))
     order = torch.ones(num_chunks + 1, num_chunks, dtype=torch.bool, device=added.device).tril(diagonal=-1)
-    visible = order if times is None or gone is None else order & (gone[..., :, None] == times[..., None, :])
+    visible = (
+        order
+        if times is None or resets_before is None
+        else order & (resets_before[..., :, None] == times[..., None, :])
+    )
     gap = (ahead[..., :, None] - sums[..., None, :]).to(added.dtype)
     decay = torch.exp(gap.masked_fill(~visible, -torch.inf))
     # Two products, since K + 1 rows would not fit the matrix units, and training does not use the last row.
     before, last = decay[..., :-1, :].contiguous() @ added, (decay[..., -1:, :] @ added)[..., 0, :]
     if state is not None:
-        remaining = _remaining_fraction(ahead, gone, added.dtype)[..., None]
+        remaining = _remaining_fraction(ahead, resets_before, added.dtype)[..., None]
         before, last = before + remaining[..., :-1, :] * state[..., None, :], last + remaining[..., -1, :] * state
     return before, last
 
@@ -195,8 +199,8 @@ def _pass_states_in_groups(
     assert inner is not None, "a group has more than one chunk"
     assert starts is not None, "there are at least two groups"
     ahead = F.pad(_cumulative_sum(total, dim=-1)[..., :-1], (1, 0))
-    gone = None if cuts is None else F.pad(cuts.cumsum(-1)[..., :-1], (1, 0))
-    before = inner + _remaining_fraction(ahead, gone, added.dtype)[..., None] * starts[..., None, :]
+    resets_before = None if cuts is None else F.pad(cuts.cumsum(-1)[..., :-1], (1, 0))
+    before = inner + _remaining_fraction(ahead, resets_before, added.dtype)[..., None] * starts[..., None, :]
     return before.flatten(-3, -2)[..., :num_chunks, :], last
 
 
@@ -206,9 +210,9 @@ def _remaining_fraction(sums: Tensor, times: Tensor | None, dtype: torch.dtype) 
     return remaining if times is None else remaining * (times == 0)
 
 
-def _output_from_states(C: Tensor, before: Tensor, sums: Tensor, fresh: Tensor | None) -> Tensor:
+def _output_from_states(C: Tensor, before: Tensor, sums: Tensor, segment: Tensor | None) -> Tensor:
     """Return the output of each token from the state before its chunk, (B, K, L, G, R, P)."""
     before = before.to(C.dtype).unflatten(2, (C.shape[3], -1))
-    remaining = _remaining_fraction(sums, None if fresh is None else fresh[..., None], _exact(C))
+    remaining = _remaining_fraction(sums, None if segment is None else segment[..., None], _exact(C))
     read = torch.einsum("bklgn,bkgrpn->bklgrp", C, before)
     return read * remaining.unflatten(3, before.shape[2:4])[..., None]

@@ -130,6 +130,7 @@ class GatedRMSNorm(nn.Module):
         self.epsilon = epsilon
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Return RMSNorm(x * SiLU(gate)), in at least float32."""
         exact = torch.promote_types(x.dtype, torch.float32)
         gated = x.to(exact) * F.silu(gate.to(exact))
         return F.rms_norm(gated, self.weight.shape, self.weight.to(exact), self.epsilon)
@@ -155,6 +156,7 @@ class StateSpace(nn.Module):
         self.out_proj = nn.Linear(shape.inner_size, shape.hidden_size, bias=False)
 
     def empty(self, batch: int, device: torch.device | str, dtype: torch.dtype) -> SSMState:
+        """Return the state before the first token."""
         return SSMState.empty(self.shape, batch, device=device, dtype=dtype)
 
     def forward(
@@ -218,8 +220,8 @@ class StateSpace(nn.Module):
             else:
                 resets = None if segments is None else F.pad(segments.diff(dim=1) != 0, (1, 0))
                 start = None if state is None else state.ssm
-                named: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "kernels": kernels}
-                y, memory = scan_chunked(x, dt, A, B, C, state=start, **named)
+                options: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "kernels": kernels}
+                y, memory = scan_chunked(x, dt, A, B, C, state=start, **options)
         y = y + self.dynamics.D.to(dt.dtype)[:, None] * x
         return y.to(x.dtype).flatten(2), memory
 

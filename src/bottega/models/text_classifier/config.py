@@ -104,6 +104,7 @@ class PretrainedShape(BaseModel):
 
     @property
     def config_dict(self) -> dict[str, Any]:
+        """The model's config.json."""
         return json.loads(self.config)
 
     @property

@@ -18,7 +18,7 @@ from bottega.models.initial import fill_parameters
 from bottega.models.text_classifier.config import KimShape
 
 EMBEDDING_STD = 0.1
-"""With 1, the random embeddings of rare words dominate what is learnt: accuracy on SST-2 is 0.734 instead of 0.807."""
+"""With 1, the random embeddings of rare words dominate what is learned: accuracy on SST-2 is 0.734 instead of 0.807."""
 
 
 class Kim(nn.Module):

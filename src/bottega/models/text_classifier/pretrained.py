@@ -91,8 +91,8 @@ def read_pretrained_shape(
 ) -> PretrainedShape:
     """Return the configuration of a folder's model with the classes `names`, and with `dropouts` that are not None."""
     transformers = _transformers()
-    require_config(folder, key="pretrained", what="encoder")
-    config = load_transformers_config(folder, key="pretrained", what="encoder")
+    require_config(folder, key="pretrained", description="encoder")
+    config = load_transformers_config(folder, key="pretrained", description="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(
             f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts; use an encoder such as BERT"
@@ -166,7 +166,7 @@ def _load_network(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
         network, info = load_with_info(
             kind,
             folder,
-            what="a text encoder",
+            description="a text encoder",
             errors=(OSError, ValueError, RuntimeError),
             dtype=torch.float32,
             config=_config(shape),

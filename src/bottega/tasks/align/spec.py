@@ -11,7 +11,7 @@ SPEC = TaskSpec(
     open="bottega.tasks.align.workload:open_workload",
     reopen="bottega.tasks.align.workload:reopen_workload",
     prepare="bottega.data.prepare.media:prepare_media",
-    refuses={
+    unsupported_verbs={
         "generate": "a CLIP does not generate; bottega train image model.condition=text model.text.from=RUN trains one that "
         "does, and reads with it"
     },

@@ -193,8 +193,8 @@ class AlignSampler(Sampler):
     def score_pairs(self, model: Clip, pixels: np.ndarray, texts: list[str], *, device: Any) -> np.ndarray:
         """Return logits (images, texts) that each pair belongs together; pixels are from -1 to 1."""
         ids = torch.from_numpy(self.tokens.encode(texts)["input_ids"]).to(device)
-        images = model.images(torch.from_numpy(pixels).to(device))
-        return model.logits(images, model.texts(ids)).float().cpu().numpy()
+        images = model.encode_images(torch.from_numpy(pixels).to(device))
+        return model.logits(images, model.encode_texts(ids)).float().cpu().numpy()
 
 
 def _overridden_sizes(recipe: AlignRecipe, metadata: AlignMetadata) -> list[str]:

@@ -14,7 +14,7 @@ SPECS = (
         open="bottega.tasks.autoencode.vae_workload:open_workload",
         reopen="bottega.tasks.autoencode.vae_workload:reopen_workload",
         prepare="bottega.data.prepare.media:prepare_media",
-        refuses={
+        unsupported_verbs={
             "generate": "an autoencoder does not generate; bottega train {input} model.vae=RUN trains one that does, in its "
             "latents"
         },
@@ -26,7 +26,7 @@ SPECS = (
         open="bottega.tasks.autoencode.tokens_workload:open_workload",
         reopen="bottega.tasks.autoencode.tokens_workload:reopen_workload",
         prepare="bottega.data.prepare.media:prepare_media",
-        refuses={
+        unsupported_verbs={
             "generate": "a tokenizer does not generate; a recipe with model.backbone tokens and this run as model.tokenizer "
             "does"
         },

@@ -97,7 +97,7 @@ class TokensWorkload(Workload):
         """Take either prepared data, or the fingerprint that the data of a finished run must have."""
         self.recipe, self.metadata, self.shape, self.mel = recipe, metadata, metadata.shape, mel
         self.key: Literal["image", "mel"] = "image" if mel is None else "mel"
-        self.unit = "images" if mel is None else "sounds"
+        self.unit = "images" if mel is None else "clips"
         start = recipe.model.from_ if prepared is not None else None
         self.task: Codes = Codes(
             key=self.key,

@@ -44,7 +44,7 @@ PAIRS = 4
 """Originals beside their reconstructions in a row of the contact sheet."""
 MediaVaeRecipe = ImageVaeRecipe | AudioVaeRecipe | VideoVaeRecipe
 KEYS: dict[str, Literal["image", "mel", "video"]] = {"image": "image", "audio": "mel", "video": "video"}
-UNITS = {"image": "images", "audio": "sounds", "video": "clips"}
+UNITS = {"image": "images", "audio": "clips", "video": "clips"}
 
 
 class VaeMetadata(BaseModel):

@@ -243,7 +243,7 @@ class ImageClassifier(MediaClassifier):
         description="spiking: a pixel becomes a constant current, a spike rate or a spike time; null is constant",
     )
     firing_rate: Probability | None = Field(
-        None, description="spiking: target fraction of time steps in which a unit fires; null is no target"
+        None, description="spiking: target fraction of time steps in which a unit fires; null: no target"
     )
     firing_rate_weight: Number | None = Field(
         None, ge=0, description="spiking: weight of the squared distance from firing_rate; null is 1"

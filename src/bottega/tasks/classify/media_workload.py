@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import DataError, UsageError
-from bottega.core.types import Models
+from bottega.core.types import Batch, Models
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.prepare.media import prepare_media
 from bottega.data.prepare.prepared import PreparedData
@@ -28,6 +28,9 @@ from bottega.data.tables.classes import Classes, read_text_column
 from bottega.data.text.labelled import describe_rare_classes, encode_labels, find_training_classes
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape, SpikingShape
+from bottega.models.spiking.network import SpikingNet
+from bottega.plots.figure import try_plot
+from bottega.plots.spikes import plot_spikes
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.classify import text_workload as text_classify
 from bottega.tasks.classify.config import (
@@ -40,7 +43,6 @@ from bottega.tasks.classify.config import (
 )
 from bottega.tasks.classify.objective import Objective, includes_unseen_classes
 from bottega.tasks.classify.predict import predict_media
-from bottega.tasks.classify.raster import write_raster
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.media_tables import MediaProcessor, MediaTables, media_data
 from bottega.tasks.metadata import read_metadata
@@ -48,24 +50,24 @@ from bottega.tasks.sampler import NoSampler, Sampler
 from bottega.tasks.table_data import TableData
 from bottega.tasks.workload import Predictor, Workload, headline_metrics
 
-CLASSES, SHAPE, CONFIG = "classes.json", "shape.json", "config.json"
+CLASSES, SHAPE, CONFIG, RASTER_FILE = "classes.json", "shape.json", "config.json", "sheet.png"
 MODEL_TYPE, SPIKING_TYPE = "bottega-convnet", "bottega-spiking"
 MediaRecipe = ImageClassifyRecipe | AudioClassifyRecipe | VideoClassifyRecipe
 Shape = ConvNetShape | SpikingNetShape
 SHAPES: TypeAdapter[Shape] = TypeAdapter(Shape)
 
 
-def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Workload:
+def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Workload:
     """Prepare the data of a classifier of any medium and open its workload."""
     if isinstance(recipe, ClassifyRecipe):
-        return text_classify.prepare(recipe, progress=progress)
+        return text_classify.open_workload(recipe, progress=progress)
     checked = _check_recipe(recipe)
     prepared = prepare_media(checked, progress=progress)
     classes = Classes(prepared.classes.names)
     if len(classes) < 2:
-        named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
+        description = f"only the class {classes.names[0]}" if len(classes) else "no classes"
         raise DataError(
-            f"data.train: has {named}; a classifier needs two or more: name their field with data.condition_field"
+            f"data.train: has {description}; a classifier needs two or more: name their field with data.condition_field"
         )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(checked))
     mel = fit_mel_processor(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
@@ -78,10 +80,10 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Wor
     return MediaClassifyWorkload(checked, shape, classes, mel, objective, prepared=prepared)
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
     """Open the workload of a finished run from its `processor` folder."""
     if isinstance(recipe, ClassifyRecipe):
-        return text_classify.reopen(recipe, processor, fingerprint)
+        return text_classify.reopen_workload(recipe, processor, fingerprint)
     checked = _check_recipe(recipe)
     mel = MelProcessor.load(processor) if isinstance(checked, AudioClassifyRecipe) else None
     objective = Objective.load(checked.loss, processor)
@@ -292,3 +294,20 @@ def _read_shape(processor: Path) -> Shape:
 
 def _read_classes(processor: Path) -> Classes:
     return read_metadata(processor / CLASSES, lambda raw: Classes(tuple(map(str, json.loads(raw)))))
+
+
+def write_raster(model: SpikingNet, batch: Batch, classes: Classes, folder: Path, *, device: Any) -> None:
+    """Write sheet.png: a column for each sample of the batch, its image above its spikes, from the first layer down."""
+    images = np.asarray(batch["image"], np.float32)
+    with torch.no_grad():
+        output = model(torch.from_numpy(images).to(device))
+    predicted = [classes.names[number] for number in output.logits.argmax(1).tolist()]
+    labels = [classes.names[number] for number in np.asarray(batch["label"]).tolist()]
+    plot = partial(
+        plot_spikes,
+        [spikes.cpu().numpy() for spikes in output.spikes],
+        images=images,
+        captions=[p if p == label else f"{p}, is {label}" for p, label in zip(predicted, labels, strict=True)],
+        is_correct=[p == label for p, label in zip(predicted, labels, strict=True)],
+    )
+    try_plot(plot, folder / RASTER_FILE)

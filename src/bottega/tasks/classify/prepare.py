@@ -62,7 +62,7 @@ def prepare_classify(
         _check_ready(ready, data, spec)
         return ready
     data = resolve_embedded_sources(data, "jsonl", find_docstrings_file)
-    inputs, shares = collect_inputs(data)
+    inputs, fractions = collect_inputs(data)
     check_medium(inputs, "text")
     inputs, notes = _read_as_lines(inputs)
     if data.multi_label and any(input.source_files.source.labels is not None for input in inputs):
@@ -89,7 +89,7 @@ def prepare_classify(
     plan = PreparationPlan(
         task="classify",
         inputs=inputs,
-        shares=shares,
+        split_fractions=fractions,
         data=data,
         rules=Rules.for_text(data, label=data.label_field, class_names=data.class_name_by_number),
         encoder=encoder,

@@ -55,17 +55,17 @@ SPEC = TaskSpec(
         "audio": AudioClassifyRecipe,
         "video": VideoClassifyRecipe,
     },
-    open="bottega.tasks.classify.media_workload:prepare",
-    reopen="bottega.tasks.classify.media_workload:reopen",
+    open="bottega.tasks.classify.media_workload:open_workload",
+    reopen="bottega.tasks.classify.media_workload:reopen_workload",
     prepare=prepare,
     preview="bottega.tasks.classify.preview:LabelledTextPreview",
     fields=frozenset(("text", "label")),
-    refuses={
+    unsupported_verbs={
         "generate": "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
     },
-    asks=example_input,
+    example_input=example_input,
     has_labels=True,
-    smooths_labels=True,
+    supports_label_smoothing=True,
     loss_is_cross_entropy=True,
     adapt=adapt,
 )

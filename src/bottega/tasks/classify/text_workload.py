@@ -50,7 +50,7 @@ SINGLE_LABEL_METRICS = ("loss", "accuracy", "macro_f1", "weighted_f1", "ece", "a
 MULTI_LABEL_METRICS = ("loss", "exact_match", "label_accuracy", "macro_f1", "weighted_f1", "ece", "auroc")
 
 
-def prepare(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int], None]) -> TextClassifyWorkload:
+def open_workload(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int], None]) -> TextClassifyWorkload:
     """Prepare the labelled texts and open the workload."""
     prepared = _prepare_texts(recipe, progress)
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe))
@@ -64,7 +64,7 @@ def prepare(recipe: ClassifyRecipe, *, progress: Callable[[str, int, int], None]
     return TextClassifyWorkload(recipe, prepared.tokenizer, classes, shape, objective, prepared=prepared)
 
 
-def reopen(recipe: ClassifyRecipe, processor: Path, fingerprint: str) -> TextClassifyWorkload:
+def reopen_workload(recipe: ClassifyRecipe, processor: Path, fingerprint: str) -> TextClassifyWorkload:
     """Open the workload of a finished run from its `processor` folder."""
     # Shape and classes are read from there: the data, or the model that the run started from, may be gone.
     classes, shape, objective = _read_classes(processor), _read_shape(processor), Objective.load(recipe.loss, processor)

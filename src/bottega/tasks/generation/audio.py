@@ -31,7 +31,7 @@ MAX_SAMPLES = 1 << 20
 class AudioMedium(Medium):
     """Audio: float32 (n, samples), generated as mel spectrograms."""
 
-    name, key, unit = "audio", "mel", "sounds"
+    name, key, unit = "audio", "mel", "clips"
     endings = WRITABLE_SUFFIXES
 
     def __init__(self, recipe: AudioRecipe, mel: MelProcessor, load: Callable[[], Vocoder | None]) -> None:

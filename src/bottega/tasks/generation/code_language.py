@@ -34,6 +34,7 @@ class FrozenCodes(BaseModel):
     folder: str
 
     def spec(self) -> ModelSpec:
+        """How the frozen tokenizer is loaded."""
         return ModelSpec("bottega.models.autoencoder.codes_folder:load_codes", Path(self.folder))
 
     @torch.no_grad()
@@ -83,6 +84,7 @@ class CodeLanguage(Task):
 
     @property
     def backbone(self) -> CodesBackbone:
+        """The language model's shape."""
         return self.shape.backbone
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

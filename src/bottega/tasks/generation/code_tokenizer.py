@@ -48,6 +48,7 @@ class CodeTokenizer:
 
     @property
     def downsample(self) -> int:
+        """Pixels per code along each side."""
         return self.shape.autoencoder.downsample
 
     def build_shape(
@@ -112,6 +113,7 @@ class CodeTokenizer:
         return own.model_copy(update={"scale": trained.scale})
 
     def save(self, processor: Path) -> None:
+        """Write what identifies the tokenizer to a processor folder."""
         (processor / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
 
     def check(self, processor: Path) -> None:
@@ -151,17 +153,17 @@ def reopen_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
     """
     metadata, name = _read_saved(processor), str(recipe.model.tokenizer)
     runs = processor.absolute().parent.parent
-    places = [lambda: Path(metadata.folder), lambda: resolve_tokenizer_folder(recipe, name, beside=runs)]
+    candidates = [lambda: Path(metadata.folder), lambda: resolve_tokenizer_folder(recipe, name, runs_folder=runs)]
     owner = processor.parent if name.startswith(dependencies.PREFIX) else None
-    folder = find_frozen_model(KIND, metadata.content, places, recorded=metadata.folder, owner=owner)
+    folder = find_frozen_model(KIND, metadata.content, candidates, recorded=metadata.folder, owner=owner)
     return CodeTokenizer(metadata.model_copy(update={"folder": str(folder)}), read_codes_config(folder)[0])
 
 
-def resolve_tokenizer_folder(recipe: Any, name: str, *, beside: Path | None = None) -> Path:
+def resolve_tokenizer_folder(recipe: Any, name: str, *, runs_folder: Path | None = None) -> Path:
     """Return the folder of a tokenizer: the export of a dependency or of a run, or a folder itself."""
     absent, key = "holds no tokenizer; name a run or an exported folder", "model.tokenizer"
     model = dependencies.resolve_model_reference(
-        recipe, name, key=key, beside=beside, required_file=None, missing_message=absent
+        recipe, name, key=key, runs_folder=runs_folder, required_file=None, missing_message=absent
     )
     if not (model.path / CONFIG).is_file():
         remedy = "name a run or an exported folder"

@@ -75,10 +75,14 @@ def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
         raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
     folders = {"latents": folder / "vae", "text": folder / "text_encoder"}
     frozen = {name: getattr(task, name) for name in folders}
-    update = {n: one.model_copy(update={"folder": str(folders[n])}) for n, one in frozen.items() if one is not None}
+    update = {
+        n: model_folder.model_copy(update={"folder": str(folders[n])})
+        for n, model_folder in frozen.items()
+        if model_folder is not None
+    }
     task = task.model_copy(update=update)
     model = Generator(task.shape)
-    load_generator(model, folder, whole=True)
+    load_generator(model, folder, require_all=True)
     models: dict[str, Any] = {"model": model.eval().requires_grad_(False)}
     if task.latents is not None:
         models["vae"] = build_model(task.latents.spec(), 0).eval()

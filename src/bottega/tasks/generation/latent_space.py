@@ -60,13 +60,13 @@ class LatentMetadata(BaseModel):
         It may be where the recipe names it, at its recorded path, or beside a run that was moved.
         """
         recorded, runs = Path(self.folder), processor.absolute().parent.parent
-        places = [
+        candidates = [
             lambda: resolve_vae_folder(recipe),
             lambda: recorded,
             lambda: dependencies.dependencies_folder(runs) / recorded.parent.name / recorded.name,
         ]
         owner = processor.parent if str(recipe.model.vae).startswith(dependencies.PREFIX) else None  # type: ignore[attr-defined]
-        folder = find_frozen_model(KIND, self.content, places, recorded=self.folder, owner=owner)
+        folder = find_frozen_model(KIND, self.content, candidates, recorded=self.folder, owner=owner)
         return self.model_copy(update={"folder": str(folder)})
 
 

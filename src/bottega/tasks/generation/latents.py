@@ -32,6 +32,7 @@ class Latents(BaseModel):
     shift: float = 0.0
 
     def spec(self) -> ModelSpec:
+        """How the frozen autoencoder is loaded."""
         return ModelSpec("bottega.models.autoencoder.vae:load_autoencoder", Path(self.folder))
 
     @torch.no_grad()

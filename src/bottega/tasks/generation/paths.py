@@ -68,7 +68,7 @@ class NoisePath(BaseModel):
 
     @property
     def max_steps(self) -> int | None:
-        """Largest number of sampler steps, beyond which two would fall on the same time; None is no limit."""
+        """Largest number of sampler steps, beyond which two would fall on the same time; None: no limit."""
         return self._objective.max_steps
 
     def grid(self, steps: int, device: torch.device | str) -> Tensor:

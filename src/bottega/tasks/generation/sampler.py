@@ -75,13 +75,13 @@ class GenerationSampler(Sampler):
         seed: int = 0,
         stream: Any = None,
         batch_size: int = 256,
-        say: Progress = _silent,
+        progress: Progress = _silent,
         **request: Any,
     ) -> np.ndarray:
         """Return pixels uint8 (n, h, w, c), audio float32 (n, samples), or clips uint8 (n, frames, h, w, c)."""
         options = {name: request.pop(name) for name in sampling_option_names(self.recipe.model) if name in request}
         rows = self.encode_request(request, count)
-        values = self.draw(models, rows, device=device, seed=seed, batch_size=batch_size, say=say, **options)
+        values = self.draw(models, rows, device=device, seed=seed, batch_size=batch_size, progress=progress, **options)
         return self.medium.from_values(values, device=device)
 
     def draw(
@@ -92,7 +92,7 @@ class GenerationSampler(Sampler):
         device: Any,
         seed: int,
         batch_size: int = 256,
-        say: Progress = _silent,
+        progress: Progress = _silent,
         **options: Any,
     ) -> np.ndarray:
         """Return the model's values, one sample for each row; a sample depends on its number and the seed alone."""
@@ -106,7 +106,7 @@ class GenerationSampler(Sampler):
             rng = Noise(seed, 0, part.pop("number"), torch)
 
             def report(done: int, of: int, before: int = start, size: int = batch_size) -> None:
-                say("samples", before * of + done * min(size, total - before), total * of)
+                progress("samples", before * of + done * min(size, total - before), total * of)
 
             # In bfloat16 where it was trained so: half the time on a GPU. Not float16, which could overflow.
             is_bfloat16 = uses_bfloat16(device, self.recipe.training.mixed_precision)

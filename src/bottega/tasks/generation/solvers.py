@@ -62,13 +62,13 @@ def _multistep(
     sigmas: tuple[float, float],
 ) -> Tensor:
     """One step of DPM-Solver++(2M) (Lu et al., 2022); first order where the log of alpha/sigma is not finite."""
-    here, there = _log_ratio(alphas[0], sigmas[0]), _log_ratio(alphas[1], sigmas[1])
-    width = there - here
+    current, following = _log_ratio(alphas[0], sigmas[0]), _log_ratio(alphas[1], sigmas[1])
+    width = following - current
     guess = clean
-    if last is not None and all(map(_is_finite, (here, there, last[1]))):
+    if last is not None and all(map(_is_finite, (current, following, last[1]))):
         # Near the data the log-SNR grows faster with every step while `clean` hardly changes: extrapolation by the ratio of
         # the widths, as published, overshot by 0.36 in 8 steps; limited to a ratio of 1 or more, the error is 0.04.
-        ratio = max(1.0, (here - last[1]) / width)
+        ratio = max(1.0, (current - last[1]) / width)
         guess = clean + (clean - last[0]) / (2 * ratio)
     if sigmas[1] == 0:
         return guess

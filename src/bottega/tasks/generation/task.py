@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from pathlib import Path as Folder
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -66,7 +66,7 @@ class Generation(Task):
             is_unet = isinstance(self.shape.backbone, UNetShape)
             last = ("backbone.unet.conv_out",) if is_unet else ("backbone.out", "backbone.modulation_out")
             return (*last, "condition")
-        has_condition = any(name.startswith("condition.") for name in read_generator(Folder(self.pretrained)))
+        has_condition = any(name.startswith("condition.") for name in read_generator(Path(self.pretrained)))
         return () if has_condition else ("condition",)
 
     def counts(self, batch: Batch) -> Mapping[str, float]:

@@ -92,6 +92,7 @@ class TextCondition:
         return self.tokens.encode(prompts)
 
     def save(self, processor: Path) -> None:
+        """Write the tokenizer, and what identifies the text encoder, to a processor folder."""
         folder = processor / FOLDER
         self.tokens.save(folder)
         (folder / METADATA_FILE).write_text(self.metadata.model_dump_json(indent=1) + "\n")
@@ -141,11 +142,11 @@ def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
     metadata, runs = _read_saved(processor), processor.absolute().parent.parent
     if metadata.encoder is not None:
         recorded, name = Path(metadata.encoder), recipe.model.text.from_ or metadata.encoder
-        places = (
+        candidates = (
             lambda: recorded,
-            lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, beside=runs))[0],
+            lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, runs_folder=runs))[0],
         )
-        folder = find_frozen_model("text encoder", metadata.content, places, recorded=metadata.encoder)
+        folder = find_frozen_model("text encoder", metadata.content, candidates, recorded=metadata.encoder)
         metadata = metadata.model_copy(update={"encoder": str(folder)})
     tokens = CaptionTokenizer(processor / FOLDER, metadata.max_tokens)
     return TextCondition(tokens, metadata, recipe.model.text, recipe.samples.prompts or metadata.prompts)
@@ -157,9 +158,9 @@ def resolve_encoder_folders(name: str) -> tuple[Path, Path]:
     encoder = find_component_folder(folder, "text_encoder")
     if encoder != folder:
         return encoder, folder / "tokenizer"
-    beside = folder.parent / "tokenizer"
+    tokenizer_folder = folder.parent / "tokenizer"
     has_own = any((folder / file).is_file() for file in TOKENIZER_FILES)
-    return folder, folder if has_own or not beside.is_dir() else beside
+    return folder, folder if has_own or not tokenizer_folder.is_dir() else tokenizer_folder
 
 
 def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[str, ...]) -> TextMetadata:
@@ -187,8 +188,8 @@ def _tokenizer_folder(folder: Path) -> Path:
     files = sorted(file for file in folder.glob("*") if file.suffix in (".json", ".txt", ".model"))
     if not any(file.name in TOKENIZER_FILES for file in files):
         raise UsageError(f"model.text.from: {folder} has no tokenizer; put its tokenizer.json there")
-    named = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
-    key = hashlib.sha256(repr(("tokenizer", named)).encode()).hexdigest()[:32]
+    hashes = [(file.name, digest) for file, digest in zip(files, hash_files(files), strict=True)]
+    key = hashlib.sha256(repr(("tokenizer", hashes)).encode()).hexdigest()[:32]
     return get_or_build(default_cache(), key, lambda target: _convert(folder, target))
 
 

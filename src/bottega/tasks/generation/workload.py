@@ -285,7 +285,7 @@ def _media_tables(
     def check_rows(rows: Any, where: str) -> None:
         if condition.kind == "vector" and rows.conditions.size != condition.size:
             raise DataError(
-                f"{where}: has vectors of {rows.conditions.size} numbers, and this run has learnt from {condition.size}"
+                f"{where}: has vectors of {rows.conditions.size} numbers, but this run was trained on {condition.size}"
             )
 
     return MediaTables(

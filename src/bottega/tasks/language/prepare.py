@@ -46,7 +46,7 @@ def prepare_language(
 def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
     """Describe the preparation of a recipe's texts: its inputs, rules and tokenizer."""
     rules = Rules.for_text(data)
-    inputs, shares = collect_inputs(data)
+    inputs, fractions = collect_inputs(data)
     check_medium(inputs, "text")
 
     pretrained = load_pretrained_tokenizer(spec)
@@ -62,7 +62,7 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
     return PreparationPlan(
         task="language",
         inputs=inputs,
-        shares=shares,
+        split_fractions=fractions,
         data=data,
         rules=rules,
         encoder=encoder,

@@ -28,8 +28,8 @@ def adapt(base: FlatConfig, layer: FlatConfig) -> list[str]:
 SPEC = TaskSpec(
     name="language",
     recipe=LanguageRecipe,
-    open="bottega.tasks.language.workload:prepare",
-    reopen="bottega.tasks.language.workload:reopen",
+    open="bottega.tasks.language.workload:open_workload",
+    reopen="bottega.tasks.language.workload:reopen_workload",
     prepare=prepare,
     preview="bottega.tasks.language.preview:TextPreview",
     files=("text", "embedded"),

@@ -47,7 +47,7 @@ MAX_TEXTS = 100_000
 """Maximum number of texts generated at once: they are one batch, and its key-value cache fills the memory."""
 
 
-def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> LanguageWorkload:
+def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> LanguageWorkload:
     """Prepare the texts and open the workload."""
     assert isinstance(recipe, LanguageRecipe)
     prepared = prepare_language(recipe.data, resolve_tokenizer_spec(recipe), progress=progress)
@@ -56,7 +56,7 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Lan
     return workload
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> LanguageWorkload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> LanguageWorkload:
     """Open the workload of a finished run from its `processor` folder."""
     assert isinstance(recipe, LanguageRecipe)
     # The shape is read from there, because the model that the run started from may be gone.
@@ -231,13 +231,13 @@ class LanguageSampler(Sampler):
         max_tokens: int = 200,
         temperature: float = 0.8,
         stream: TextIO | None = None,
-        say: Any = None,
+        progress: Any = None,
         **options: Any,
     ) -> list[str]:
         """Return each text with its prompt.
 
-        A single text is written to `stream` token by token, several when all are complete. `say`, the progress callback of
-        other samplers, is not used.
+        A single text is written to `stream` token by token, several when all are complete. `progress`, which other
+        samplers call, is not used.
         """
         num_texts = count * (1 if isinstance(prompt, str) else len(prompt))
         if num_texts > MAX_TEXTS:

@@ -27,19 +27,19 @@ def shared_rows(names: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(numbers[a, attributes[a][i]] for a in attributes) for i in range(len(names)))
 
 
-def conditional_accuracy(predicted: np.ndarray, asked: np.ndarray, names: Sequence[str]) -> dict[str, float]:
+def conditional_accuracy(predicted: np.ndarray, requested: np.ndarray, names: Sequence[str]) -> dict[str, float]:
     """Return the accuracy of a classifier's `predicted` (n,) against the requested classes (n,), in all and by attribute.
 
     `predicted` below 0 is none of the classes, and wrong. Empty without samples.
     """
-    predicted, asked = np.asarray(predicted), np.asarray(asked)
-    assert predicted.shape == asked.shape, "one prediction for each sample"
-    if not len(asked):
+    predicted, requested = np.asarray(predicted), np.asarray(requested)
+    assert predicted.shape == requested.shape, "one prediction for each sample"
+    if not len(requested):
         return {}
-    result = {"conditional_accuracy": float((predicted == asked).mean())}
+    result = {"conditional_accuracy": float((predicted == requested).mean())}
     for attribute, values in parse_attributes(names).items():
         table = np.array(values)
-        result[f"{attribute}_accuracy"] = float(((table[predicted] == table[asked]) & (predicted >= 0)).mean())
+        result[f"{attribute}_accuracy"] = float(((table[predicted] == table[requested]) & (predicted >= 0)).mean())
     return result
 
 

@@ -93,10 +93,10 @@ def reliability_bins(confidence: np.ndarray, is_right: np.ndarray, *, bins: int 
     """Return decisions binned by confidence into `bins` of equal width; a bin includes its upper edge."""
     confidence, is_right = np.asarray(confidence, np.float64).ravel(), np.asarray(is_right).ravel()
     edges = np.linspace(0.0, 1.0, bins + 1)
-    place = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, bins - 1)
-    counts = np.bincount(place, minlength=bins)
+    bin_index = np.clip(np.searchsorted(edges, confidence, side="left") - 1, 0, bins - 1)
+    counts = np.bincount(bin_index, minlength=bins)
     with np.errstate(invalid="ignore"):
-        means = [np.bincount(place, weights=values, minlength=bins) / counts for values in (confidence, is_right)]
+        means = [np.bincount(bin_index, weights=values, minlength=bins) / counts for values in (confidence, is_right)]
     return Reliability(edges, counts, *means)
 
 
@@ -130,9 +130,9 @@ def auroc(scores: np.ndarray, is_positive: np.ndarray) -> float:
     positives, negatives = int(is_positive.sum()), int((~is_positive).sum())
     if not positives or not negatives or not np.isfinite(scores).all():
         return math.nan
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    _, inverse, counts = np.unique(scores, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
-    ranks = (last - (counts - 1) / 2)[place]  # equal scores share the mean of their ranks
+    ranks = (last - (counts - 1) / 2)[inverse]  # equal scores share the mean of their ranks
     above = ranks[is_positive].sum() - positives * (positives + 1) / 2
     return float(above / (positives * negatives))
 
@@ -172,5 +172,5 @@ def classification_metrics(probabilities: np.ndarray, labels: np.ndarray) -> dic
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
-def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.zeros(len(whole)), where=whole > 0)
+def _ratio(part: np.ndarray, total: np.ndarray) -> np.ndarray:
+    return np.divide(part, total, out=np.zeros(len(total)), where=total > 0)

@@ -20,23 +20,23 @@ def cosine_similarity(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.einsum("nd,nd->n", a.astype(np.float64), b.astype(np.float64))
 
 
-def similarity_to_history(pictures: np.ndarray, histories: Sequence[np.ndarray]) -> np.ndarray:
+def similarity_to_history(images: np.ndarray, histories: Sequence[np.ndarray]) -> np.ndarray:
     """Return the mean cosine (n,) of each image (d,) with the images its user liked (h_i, d); NaN for an empty history."""
-    assert len(pictures) == len(histories), "one history for each image"
-    _check(pictures, *histories)
+    assert len(images) == len(histories), "one history for each image"
+    _check(images, *histories)
     return np.array(
         [
             float((liked @ image).mean()) if len(liked) else np.nan
-            for image, liked in zip(pictures, histories, strict=True)
+            for image, liked in zip(images, histories, strict=True)
         ]
     )
 
 
-def classify_zero_shot(pictures: np.ndarray, choices: np.ndarray) -> list[int]:
+def classify_zero_shot(images: np.ndarray, choices: np.ndarray) -> list[int]:
     """Return for each image (n, d) the index of the nearest choice (k, d); choices may be means of several unit vectors."""
     lengths = np.linalg.norm(choices, axis=1, keepdims=True)
     units = choices / np.maximum(lengths, 1e-12)
-    nearest: list[int] = (pictures.astype(np.float64) @ units.T).argmax(1).tolist()
+    nearest: list[int] = (images.astype(np.float64) @ units.T).argmax(1).tolist()
     return nearest
 
 

@@ -16,15 +16,15 @@ def expert_load(chosen: np.ndarray, num_experts: int) -> np.ndarray:
     return counts / max(1, counts.sum())
 
 
-def entropy(shares: np.ndarray) -> float:
+def entropy(fractions: np.ndarray) -> float:
     """Return the entropy of fractions that sum to 1, in nats."""
-    shares = shares[shares > 0]
-    return float(-(shares * np.log(shares)).sum()) + 0.0  # avoids -0.0 for a single fraction
+    fractions = fractions[fractions > 0]
+    return float(-(fractions * np.log(fractions)).sum()) + 0.0  # avoids -0.0 for a single fraction
 
 
-def load_entropy(shares: np.ndarray) -> float:
+def load_entropy(fractions: np.ndarray) -> float:
     """Return the normalised entropy: 1 for an even load, 0 if one expert has all of it; NaN for a single expert."""
-    return entropy(shares) / math.log(len(shares)) if len(shares) > 1 else math.nan
+    return entropy(fractions) / math.log(len(fractions)) if len(fractions) > 1 else math.nan
 
 
 def count_rule_experts(rule: np.ndarray, chosen: np.ndarray, *, num_rules: int, num_experts: int) -> np.ndarray:

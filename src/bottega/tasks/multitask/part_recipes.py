@@ -37,7 +37,7 @@ def build_part_recipe(recipe: MultitaskRecipe, name: str) -> Recipe:
 def _check_task(tasks: Sequence[str]) -> None:
     """Raise UsageError for a task that cannot be a part; its settings, checked later, would not fit either."""
     # What personalize trains lies between two frozen models and has no trunk to share.
-    allowed = [task for task, spec in TASKS.items() if spec.combines]
+    allowed = [task for task, spec in TASKS.items() if spec.allowed_in_multitask]
     if not set(tasks) & set(allowed):
         raise UsageError(f"a part cannot be of task {tasks[0]}; it can be {', '.join(allowed)}")
 

@@ -56,12 +56,12 @@ def select_part(
     parts: Mapping[str, Workload], name: str | None, *, is_able: Callable[[Workload], bool], verb: str
 ) -> str:
     """Return the name of the part to use: the one that is named, or the only one that `is_able`."""
-    able = [part_name for part_name, part in parts.items() if is_able(part)]
-    if name is None and len(able) == 1:
-        return able[0]
-    if name in able:
+    candidates = [part_name for part_name, part in parts.items() if is_able(part)]
+    if name is None and len(candidates) == 1:
+        return candidates[0]
+    if name in candidates:
         return name
-    choices = f"choose --part {' or '.join(able)}" if able else "no part of this run can"
+    choices = f"choose --part {' or '.join(candidates)}" if candidates else "no part of this run can"
     if name is None:
         raise UsageError(f"--part: needed to {verb}; {choices}")
     if name not in parts:

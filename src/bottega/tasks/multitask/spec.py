@@ -9,21 +9,23 @@ from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.multitask.config import MultitaskRecipe
 
 
-def _asks(recipe: MultitaskRecipe, processor: Path) -> str | None:
+def _example_input(recipe: MultitaskRecipe, processor: Path) -> str | None:
     from bottega.tasks.recipes import load_saved_recipe
 
-    able = [n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)]
-    part = f"--part {able[0]} " if len(able) > 1 else ""
-    return f'{part}"your text"' if able else None
+    candidates = [
+        n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)
+    ]
+    part = f"--part {candidates[0]} " if len(candidates) > 1 else ""
+    return f'{part}"your text"' if candidates else None
 
 
 SPEC = TaskSpec(
     name="multitask",
     recipe=MultitaskRecipe,
-    open="bottega.tasks.multitask.workload:prepare",
-    reopen="bottega.tasks.multitask.workload:reopen",
-    combines=False,
-    asks=_asks,
-    refuses={"prepare": "task: the data of multitask cannot be prepared yet"},
+    open="bottega.tasks.multitask.workload:open_workload",
+    reopen="bottega.tasks.multitask.workload:reopen_workload",
+    allowed_in_multitask=False,
+    example_input=_example_input,
+    unsupported_verbs={"prepare": "task: the data of multitask cannot be prepared yet"},
     init_values={"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
 )

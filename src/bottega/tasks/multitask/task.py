@@ -12,7 +12,7 @@ from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise, derive_seed
 from bottega.core.task import Task
 from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
-from bottega.models.several import PARTS
+from bottega.models.multitask import PARTS
 
 COUNTED = "counted"
 
@@ -48,7 +48,7 @@ class Multitask(Task):
         models = {name: own.pop("model") for name, own in specs.items()}
         options = {"first": first, "log_variances": self.balance == "uncertainty"}
         frozen = {f"{name}/{inner}": spec for name, own in specs.items() for inner, spec in own.items()}
-        return {"model": ModelSpec("bottega.models.several:Several", options=options, parts=models), **frozen}
+        return {"model": ModelSpec("bottega.models.multitask:MultitaskModel", options=options, parts=models), **frozen}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         counts: dict[str, float] = {}
@@ -184,5 +184,5 @@ class _PartCall:
     def training(self) -> bool:
         return bool(self.model.training)
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return self.model(self.name, *args, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(self.name, *args, **kwargs)

@@ -32,7 +32,7 @@ from bottega.tasks.prediction import NewSamples
 from bottega.tasks.workload import Workload
 
 
-def prepare(recipe: Recipe, *, progress: ProgressCallback) -> MultitaskWorkload:
+def open_workload(recipe: Recipe, *, progress: ProgressCallback) -> MultitaskWorkload:
     """Open all parts for training; texts of all parts are read with the tokenizer of the first that has one."""
     assert isinstance(recipe, MultitaskRecipe)
     recipes: dict[str, Any] = {name: build_part_recipe(recipe, name) for name in recipe.data.parts}
@@ -53,7 +53,7 @@ def prepare(recipe: Recipe, *, progress: ProgressCallback) -> MultitaskWorkload:
     return workload
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> MultitaskWorkload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> MultitaskWorkload:
     """Open all parts of a finished run from what was saved with it."""
     assert isinstance(recipe, MultitaskRecipe)
     metadata = read_metadata(processor / PARTS_FILE, json.loads)
@@ -153,8 +153,8 @@ class MultitaskWorkload(Workload):
         for names in model.plan.values():
             groups[tuple(names)] = groups.get(tuple(names), 0) + 1
         shared = "; ".join(f"{count} layers by {', '.join(parts)}" for parts, count in groups.items())
-        alone = ", ".join(f"{name} {number:,}" for name, number in sizes.items())
-        return f"shared: {shared}: {num_shared:,} parameters (with their own: {alone})"
+        own_sizes = ", ".join(f"{name} {number:,}" for name, number in sizes.items())
+        return f"shared: {shared}: {num_shared:,} parameters (with their own: {own_sizes})"
 
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the weighted sum of the parts' losses, the main metric of each part, and all metrics of the parts."""

@@ -45,6 +45,7 @@ class ClipJudge:
 
     @classmethod
     def load(cls, folder: Path, device: Any) -> ClipJudge:
+        """Load a CLIP model and its tokenizer from a folder."""
         return cls(load_clip(folder).to(device), load_clip_tokens(folder), device)
 
     @torch.no_grad()
@@ -52,14 +53,14 @@ class ClipJudge:
         """Return unit vectors, (images, dimensions), of uint8 images (images, height, width, 3)."""
         parts = np.split(images, range(BATCH_SIZE, len(images), BATCH_SIZE))
         batches = [torch.from_numpy(normalise_pixels(part, mode="symmetric")).to(self.device) for part in parts]
-        return np.concatenate([self.clip.images(batch).float().cpu().numpy() for batch in batches])
+        return np.concatenate([self.clip.encode_images(batch).float().cpu().numpy() for batch in batches])
 
     @torch.no_grad()
     def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
         """Return unit vectors, (texts, dimensions)."""
         rows = self.tokens.encode(texts)
         parts = [
-            self.clip.texts(
+            self.clip.encode_texts(
                 *(
                     torch.from_numpy(rows[name][start : start + BATCH_SIZE]).to(self.device)
                     for name in ("input_ids", "attention_mask")

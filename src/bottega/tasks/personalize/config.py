@@ -95,7 +95,7 @@ class PersonalizeModel(Model):
         "auto",
         description="precision of the frozen models; auto is bf16 on a GPU, else fp32; 8bit and 4bit need bitsandbytes",
     )
-    keywords: Keywords = Field(default_factory=Keywords, description="how the language model is asked for keywords")
+    keywords: Keywords = Field(default_factory=Keywords, description="how the language model is prompted for keywords")
     weights: ConditionWeights = Field(
         default_factory=ConditionWeights, description="weights of the parts of the condition in training"
     )

@@ -14,7 +14,7 @@ from bottega.data.image.caption import fit_captions
 from bottega.storage.durable import replacing_file
 
 MARGIN, GAP = 24.0, 6.0
-THUMB, PICTURE = 48.0, 80.0
+THUMB, IMAGE_SIDE = 48.0, 80.0
 """Sides of liked and of generated images. At twice the size, 32 pixels become 96 and 160, whole multiples."""
 MAX_HISTORY_SHOWN = 6
 """Images of a history that are shown; of a longer one the last."""
@@ -62,20 +62,20 @@ class GeneratedRow:
 def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> None:
     """Write a contact sheet with a row for each user: history, wish, image without and with personalisation."""
     left = MARGIN
-    wish = left + _history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
-    without = wish + WISH + 2 * GAP
-    personal = without + PICTURE + 4 * GAP
-    row = PICTURE + 3 * GAP
-    sheet = Canvas(personal + PICTURE + MARGIN, MARGIN + TITLE + len(comparisons) * row + MARGIN / 2)
-    heads = [("history", left, "lm"), ("wish", wish + WISH / 2, "mm")]
-    heads += [("without", without + PICTURE / 2, "mm"), ("with", personal + PICTURE / 2, "mm")]
+    wish_x = left + _history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
+    without_x = wish_x + WISH + 2 * GAP
+    personal_x = without_x + IMAGE_SIDE + 4 * GAP
+    row = IMAGE_SIDE + 3 * GAP
+    sheet = Canvas(personal_x + IMAGE_SIDE + MARGIN, MARGIN + TITLE + len(comparisons) * row + MARGIN / 2)
+    heads = [("history", left, "lm"), ("wish", wish_x + WISH / 2, "mm")]
+    heads += [("without", without_x + IMAGE_SIDE / 2, "mm"), ("with", personal_x + IMAGE_SIDE / 2, "mm")]
     for words, x, anchor in heads:
         sheet.draw_text(x, MARGIN + HEAD / 2, words, anchor=anchor, size=HEAD, fill=FAINT)
     for number, comparison in enumerate(comparisons):
         top = MARGIN + TITLE + number * row
-        sheet.draw_line(left, top - 1.5 * GAP, personal + PICTURE, top - 1.5 * GAP, fill=GRID)
+        sheet.draw_line(left, top - 1.5 * GAP, personal_x + IMAGE_SIDE, top - 1.5 * GAP, fill=GRID)
         _draw_history(sheet, left, top, comparison.summary.history, comparison.summary.earlier)
-        width = wish - left - 4 * GAP
+        width = wish_x - left - 4 * GAP
         _draw_lines(
             sheet,
             left,
@@ -83,9 +83,9 @@ def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> Non
             f"user {comparison.summary.user} likes {comparison.summary.likes or '(no keywords)'}",
             width=width,
         )
-        _draw_centred(sheet, wish + WISH / 2, top + PICTURE / 2, comparison.summary.wish, width=WISH)
-        sheet.paste_image(without, top, comparison.without, PICTURE)
-        sheet.paste_image(personal, top, comparison.personal, PICTURE)
+        _draw_centred(sheet, wish_x + WISH / 2, top + IMAGE_SIDE / 2, comparison.summary.wish, width=WISH)
+        sheet.paste_image(without_x, top, comparison.without, IMAGE_SIDE)
+        sheet.paste_image(personal_x, top, comparison.personal, IMAGE_SIDE)
     _save(sheet, path)
 
 
@@ -96,7 +96,7 @@ def write_contact_sheet(rows: Sequence[GeneratedRow], path: Path) -> None:
     """
     num_images = max(len(row.images) for row in rows)
     across = min(num_images, max(ACROSS, math.ceil(math.sqrt(num_images))))
-    width = max(across * (PICTURE + GAP) - GAP, _history_width([row.summary for row in rows]), 4 * PICTURE)
+    width = max(across * (IMAGE_SIDE + GAP) - GAP, _history_width([row.summary for row in rows]), 4 * IMAGE_SIDE)
     blocks = [_lay_out(row, across=across, width=width) for row in rows]
     columns = _split_columns([block.height for block in blocks])
     num_shown, height = sum(map(len, columns)), max(sum(blocks[i].height for i in column) for column in columns)
@@ -131,7 +131,7 @@ def _lay_out(row: GeneratedRow, *, across: int, width: float) -> _Block:
     user = _wrap(f"for user {row.summary.user}{likes}", width, TEXT)
     head = (len(wish) + len(user)) * LINE + 2 * GAP + (THUMB + 2 * GAP if row.summary.history else 0)
     num_lines = math.ceil(len(row.images) / across)
-    return _Block(row, wish, user, head, head + num_lines * (PICTURE + LINE + GAP) + 3 * GAP)
+    return _Block(row, wish, user, head, head + num_lines * (IMAGE_SIDE + LINE + GAP) + 3 * GAP)
 
 
 def _draw_block(sheet: Canvas, block: _Block, x: float, top: float, *, across: int) -> None:
@@ -145,9 +145,9 @@ def _draw_block(sheet: Canvas, block: _Block, x: float, top: float, *, across: i
     _draw_history(sheet, x, y - HEAD / 2 + GAP, row.summary.history, row.summary.earlier)
     for number, (image, caption) in enumerate(zip(row.images, row.captions, strict=True)):
         line, column = divmod(number, across)
-        left, y = x + column * (PICTURE + GAP), top + block.head + line * (PICTURE + LINE + GAP)
-        sheet.paste_image(left, y, image, PICTURE)
-        sheet.draw_text(left + PICTURE / 2, y + PICTURE + LINE / 2, caption, size=TEXT - 2, fill=FAINT)
+        left, y = x + column * (IMAGE_SIDE + GAP), top + block.head + line * (IMAGE_SIDE + LINE + GAP)
+        sheet.paste_image(left, y, image, IMAGE_SIDE)
+        sheet.draw_text(left + IMAGE_SIDE / 2, y + IMAGE_SIDE + LINE / 2, caption, size=TEXT - 2, fill=FAINT)
 
 
 def _split_columns(heights: Sequence[float]) -> list[list[int]]:

@@ -41,6 +41,7 @@ class PublishedModel(BaseModel):
 
     @classmethod
     def from_model(cls, model: FrozenModel) -> PublishedModel:
+        """Describe a frozen model without local paths."""
         is_local = (
             model.named.startswith((dependencies.PREFIX, "/", ".", "~")) or Path(model.named).expanduser().exists()
         )

@@ -124,11 +124,13 @@ def _find_model(recipe: PersonalizeRecipe, key: str) -> FrozenModel:
     return FrozenModel(named=name, folder=str(folder), contents=HASHES[key](folder))
 
 
-def resolve_model_folder(recipe: PersonalizeRecipe, key: str, *, beside: Path | None = None) -> Path:
+def resolve_model_folder(recipe: PersonalizeRecipe, key: str, *, runs_folder: Path | None = None) -> Path:
     """Return the folder of a frozen model: the export of a dependency or of a run, a local folder, or one from the hub."""
     name: str = getattr(recipe.model, key)
     kind: dict[str, Any] = {"required_file": INDEX, "find": resolve_pipeline} if key == GENERATOR else {}
-    return dependencies.resolve_model_reference(recipe, name, key=f"model.{key}", beside=beside, **kind).path.absolute()
+    return dependencies.resolve_model_reference(
+        recipe, name, key=f"model.{key}", runs_folder=runs_folder, **kind
+    ).path.absolute()
 
 
 def _candidate_folders(
@@ -139,7 +141,7 @@ def _candidate_folders(
     return [
         lambda: _recorded_folder(model),
         lambda: resolve_model_folder(recipe, key),
-        lambda: resolve_model_folder(recipe, key, beside=runs),
+        lambda: resolve_model_folder(recipe, key, runs_folder=runs),
     ]
 
 

@@ -33,7 +33,7 @@ MAX_BATCH_SIZE = 64
 
 @dataclass(frozen=True)
 class ImageChoice:
-    """Why one image is as it is: its user and wish, the keywords, and the weighting that was picked."""
+    """What one image was generated from: its user and wish, the keywords, and the selected weighting."""
 
     user: str
     wish: str
@@ -44,10 +44,12 @@ class ImageChoice:
 
     @property
     def caption(self) -> str:
+        """The weights of soft prompt, keywords and target, as "0.5 / 0.25 / 0.25"."""
         weights = self.weighting
         return f"{weights.soft:g} / {weights.keywords:g} / {weights.target:g}"
 
     def to_json(self) -> dict[str, Any]:
+        """Return the request, the weighting and the scores, for the record of the samples."""
         scores = None if self.scores is None else self.scores._asdict()
         keywords = {"preference": list(self.keywords.preference), "target": list(self.keywords.target)}
         request = {"user": self.user, "wish": self.wish, "keywords": keywords}
@@ -65,11 +67,6 @@ class PersonalImages:
     """The request of each group of `images_per_request` images, in order."""
     images_per_request: int
     notes: tuple[str, ...] = ()
-
-    @property
-    def pictures(self) -> np.ndarray:
-        """The same as `images`, under its earlier name."""
-        return self.images
 
     def __repr__(self) -> str:
         height, width = self.images.shape[1:3]

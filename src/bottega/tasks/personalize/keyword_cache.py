@@ -44,6 +44,7 @@ class KeywordCache:
         return read_cached_answers(self.path(device))
 
     def append(self, device: Any, answers: Mapping[str, tuple[str, ...]]) -> None:
+        """Add answers to the file of this kind of device."""
         append_answers(self.path(device), answers)
 
     @contextmanager

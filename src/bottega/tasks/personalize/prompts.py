@@ -122,6 +122,7 @@ class ImagePrompts:
 
     @cached_property
     def builder(self) -> PromptBuilder:
+        """Return the builder of the language model's prompts."""
         return PromptBuilder(self.folder, self.options, length=self.length, reserved=self.reserved)
 
     @property

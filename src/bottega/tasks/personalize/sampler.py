@@ -62,7 +62,7 @@ class PersonalizeSampler(Sampler):
         count: int | None = None,
         seed: int = 0,
         stream: Any = None,
-        say: ProgressCallback = lambda stage, done, total: None,
+        progress: ProgressCallback = lambda stage, done, total: None,
         **options: Any,
     ) -> PersonalImages:
         """Generate `count` images for each user and wish; an image depends on its number and the seed alone."""
@@ -86,7 +86,7 @@ class PersonalizeSampler(Sampler):
             images_per_request=images_per_request,
             device=device,
             seed=seed,
-            progress=say,
+            progress=progress,
             **options,
         )
 

@@ -17,10 +17,10 @@ def _prepare(recipe: PersonalizeRecipe, progress: Any) -> Any:
 SPEC = TaskSpec(
     name="personalize",
     recipe=PersonalizeRecipe,
-    open="bottega.tasks.personalize.workload:prepare",
-    reopen="bottega.tasks.personalize.workload:reopen",
+    open="bottega.tasks.personalize.workload:open_workload",
+    reopen="bottega.tasks.personalize.workload:reopen_workload",
     reuses_processor=True,
-    combines=False,
+    allowed_in_multitask=False,
     prepare=_prepare,
     preview="bottega.tasks.personalize.data.preview:PeoplePreview",
     fields=frozenset(("history", "target")),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from pathlib import Path as Folder
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +59,7 @@ class Personalize(Task):
 
     def specs(self) -> dict[str, ModelSpec]:
         how = {"precision": self.precision, "checkpointing": self.checkpointing}
-        language, image = Folder(self.language_model), Folder(self.image_model)
+        language, image = Path(self.language_model), Path(self.image_model)
         soft = ModelSpec("bottega.models.frozen.soft_prompts:SoftPrompts", self.shape)
         return {
             "model": soft.changed(self._initialise_prompts),

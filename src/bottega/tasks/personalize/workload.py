@@ -45,7 +45,7 @@ from bottega.tasks.workload import Workload
 ANSWERS_FILE = "keywords.jsonl"
 
 
-def prepare(recipe: Recipe, *, progress: ProgressCallback, processor: Path | None = None) -> PersonalizeWorkload:
+def open_workload(recipe: Recipe, *, progress: ProgressCallback, processor: Path | None = None) -> PersonalizeWorkload:
     """Open the task for training; with `processor`, a resumed run keeps the keywords that it began with."""
     assert isinstance(recipe, PersonalizeRecipe)
     metadata = find_frozen_models(recipe)  # before the data, which may take long
@@ -56,7 +56,7 @@ def prepare(recipe: Recipe, *, progress: ProgressCallback, processor: Path | Non
     return workload
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> PersonalizeWorkload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> PersonalizeWorkload:
     """Open the task of a finished run, whose data is prepared again only when it is used."""
     assert isinstance(recipe, PersonalizeRecipe)
     metadata = read_metadata(processor / METADATA_FILE, PersonalizeMetadata.model_validate_json)

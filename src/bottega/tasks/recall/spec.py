@@ -11,9 +11,9 @@ SPEC = TaskSpec(
     name="recall",
     recipe=RecallRecipe,
     inputs={"streams": RecallRecipe, "facts": LastingRecipe},
-    open="bottega.tasks.recall.workload:prepare",
-    reopen="bottega.tasks.recall.workload:reopen",
-    refuses={
+    open="bottega.tasks.recall.workload:open_workload",
+    reopen="bottega.tasks.recall.workload:reopen_workload",
+    unsupported_verbs={
         "prepare": NO_FILES,
         "generate": "a recall model does not generate; use bottega evaluate to measure its retrieval accuracy",
     },

@@ -111,11 +111,11 @@ class RecallStreams(Recall):
 class RecallFacts(Recall):
     """Recall across samples: tokens (batch, length), one segment each, in order.
 
-    A batch also has `stated` (batch, pairs, 2), the key and value tokens to store, and `asked` (batch, queries), the key tokens
+    A batch also has `stated` (batch, pairs, 2), the key and value tokens to store, and `queried` (batch, queries), the key tokens
     that are queried. The memory is part of the model's buffers and changes in `update`.
     """
 
-    update_inputs: ClassVar[tuple[str, ...]] = ("stated", "asked")
+    update_inputs: ClassVar[tuple[str, ...]] = ("stated", "queried")
 
     memory: MemoryShape | None
     temperature: float = 0.1
@@ -136,7 +136,7 @@ class RecallFacts(Recall):
     def update_rows(self, batch: Batch) -> dict[str, Tensor]:
         if self.memory is None or "stated" not in batch:
             return {}
-        return {"stated": batch["stated"], "asked": batch["asked"]}
+        return {"stated": batch["stated"], "queried": batch["queried"]}
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         """Return the memory after a step: record the uses of queried entries, store stated facts, then consolidate."""
@@ -146,7 +146,7 @@ class RecallFacts(Recall):
         memory = memories.unflatten_memory(
             {name.removeprefix(MEMORY_PREFIX): t for name, t in tensors.items() if name.startswith(MEMORY_PREFIX)}
         )
-        matches = memories.search(memory, codes[batch_stats["asked"].flatten()], 1, same=shape.same)
+        matches = memories.search(memory, codes[batch_stats["queried"].flatten()], 1, same=shape.same)
         memory = memories.record_use(memory, matches, step, same=shape.same)
         stated = codes[batch_stats["stated"].flatten(0, 1)]
         importance = torch.ones(len(stated), device=codes.device)

@@ -33,7 +33,7 @@ DATA, CONFIG = "data.json", "config.json"
 MODEL_TYPE = "bottega-recall"
 
 
-def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RecallWorkload:
+def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RecallWorkload:
     """Open the workload; there is nothing to prepare, since samples are generated when they are read."""
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     if isinstance(recipe, LastingRecipe):
@@ -44,7 +44,7 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Rec
     return RecallWorkload(recipe)
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> RecallWorkload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> RecallWorkload:
     """Open the workload of a finished run; raise DataError if its data would be generated differently now."""
     assert isinstance(recipe, RecallRecipe | LastingRecipe)
     workload = RecallWorkload(recipe)

@@ -53,7 +53,7 @@ class RoutingModel(Model):
     expert_dropout: Dropout = Field(0.0, description="fraction of experts dropped in a step")
     router: Literal["linear", "spiking"] = Field("linear", description="the router")
     spike_threshold: Number | None = Field(
-        None, gt=0, description="membrane potential at which a unit of the trunk fires; null is no spiking units"
+        None, gt=0, description="membrane potential at which a unit of the trunk fires; null: no spiking units"
     )
     time_steps: Positive = Field(8, description="spiking: simulated time steps for each sample")
     leak: Probability = Field(0.9, description="spiking: factor by which the membrane potential decays each step")
@@ -63,7 +63,7 @@ class RoutingModel(Model):
         "arctan", description="spiking: surrogate gradient of the spike"
     )
     firing_rate: Probability | None = Field(
-        None, description="spiking: target fraction of time steps in which a unit fires; null is no target"
+        None, description="spiking: target fraction of time steps in which a unit fires; null: no target"
     )
     firing_weight: Number = Field(0.1, ge=0, description="spiking: weight of the squared distance from firing_rate")
     plasticity: bool = Field(False, description="spiking: update weights also by spike-timing-dependent plasticity")

@@ -57,10 +57,10 @@ def _name_expert(top_k: int) -> str:
 def format_fractions(counts: np.ndarray) -> list[str]:
     """Return fractions with two digits that sum to 1, by rounding up those with the largest remainders."""
     exact = 100 * counts / max(float(counts.sum()), 1e-12)
-    whole = np.floor(exact + 1e-9).astype(int)
+    floors = np.floor(exact + 1e-9).astype(int)
     if counts.sum() > 0:
-        whole[np.argsort(whole - exact, kind="stable")[: 100 - whole.sum()]] += 1
-    return [f"{value / 100:.2f}" for value in whole]
+        floors[np.argsort(floors - exact, kind="stable")[: 100 - floors.sum()]] += 1
+    return [f"{value / 100:.2f}" for value in floors]
 
 
 def draw_experts(load: np.ndarray, counts: np.ndarray | None, path: Path, *, top_k: int = 1) -> None:

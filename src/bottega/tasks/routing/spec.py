@@ -17,16 +17,16 @@ def _prepare(recipe: RoutingRecipe, progress: Any) -> Any:
 SPEC = TaskSpec(
     name="routing",
     recipe=RoutingRecipe,
-    open="bottega.tasks.routing.workload:prepare",
-    reopen="bottega.tasks.routing.workload:reopen",
+    open="bottega.tasks.routing.workload:open_workload",
+    reopen="bottega.tasks.routing.workload:reopen_workload",
     prepare=_prepare,
     preview="bottega.data.numbers.preview:NumbersPreview",
-    refuses={
+    unsupported_verbs={
         "generate": "a classifier does not generate; bottega predict classifies new samples, bottega evaluate measures it"
     },
-    asks=lambda recipe, processor: recipe.data.train.path,
+    example_input=lambda recipe, processor: recipe.data.train.path,
     has_labels=True,
-    smooths_labels=True,
+    supports_label_smoothing=True,
     loss_is_cross_entropy=True,
     init_values={},
 )

@@ -53,7 +53,7 @@ NUM_PLOTTED = 2000
 """Samples that the report and the plots of a run are computed from."""
 
 
-def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RoutingWorkload:
+def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> RoutingWorkload:
     """Prepare the rows, fit their standardization and open the workload."""
     assert isinstance(recipe, RoutingRecipe)
     prepared = prepare_vectors(recipe.data, progress=progress)
@@ -85,7 +85,7 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Rou
     return RoutingWorkload(recipe, metadata, prepared=prepared)
 
 
-def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> RoutingWorkload:
+def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> RoutingWorkload:
     """Open the workload of a finished run from its `processor` folder."""
     assert isinstance(recipe, RoutingRecipe)
     metadata = read_metadata(processor / METADATA_FILE, RoutingMetadata.model_validate_json)

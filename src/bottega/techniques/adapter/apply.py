@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 def apply(plan: TrainingPlan, options: AdapterOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    """Add bottleneck adapters to the model and train only them."""
     return apply_injection(plan, options, recipe, workload, name="adapter")
 
 
 def inject(task: Task, options: AdapterOptions, **shared: Any) -> Adapter:
+    """Wrap a task so that its model has adapters."""
     from bottega.techniques.adapter.torch import Adapter
 
     return Adapter(inner=task, size=options.size, targets=options.targets, **shared)

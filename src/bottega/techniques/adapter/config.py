@@ -29,6 +29,7 @@ SPELLINGS = {"bottleneck_size": "size", "adapter_layers": "targets", "target_mod
 
 
 def respell(options: dict[str, Any]) -> dict[str, Any]:
+    """Read `targets: all` as no restriction."""
     return {**options, "targets": None} if options.get("targets") == "all" else options
 
 

@@ -79,16 +79,16 @@ class Adapter(InjectedTask):
 
     def choose_layers(self, model: nn.Module) -> list[str]:
         """Return the names of the layers that an adapter follows."""
-        able = [
+        candidates = [
             name
             for name in find_injectable_layers(model, kinds=(nn.Linear,))
             if not self.is_fully_trained(f"{name}.weight")
         ]
         if self.targets is not None:
             every = [name for name, _ in model.named_modules() if name]
-            return select_layers(able, self.targets, key=f"{KEY}.targets", layers=every)
+            return select_layers(candidates, self.targets, key=f"{KEY}.targets", layers=every)
         suffixes = tuple(f".{suffix}" for suffix in OUTPUTS)
-        selected = [name for name in able if is_in_block(name) and name.endswith(suffixes)]
+        selected = [name for name in candidates if is_in_block(name) and name.endswith(suffixes)]
         if not selected:
             raise UsageError(
                 f"{KEY}.targets: {type(model).__name__} has no matrix inside numbered blocks with the name of an output "

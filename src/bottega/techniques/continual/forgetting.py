@@ -56,10 +56,12 @@ class ForgettingMatrix(Callback):
 
     @property
     def maximise(self) -> bool:
+        """Whether a larger value of the metric is better."""
         return self.best_metric.maximise and self.metric == self.best_metric.metric
 
     @property
     def matrix(self) -> Matrix:
+        """Row i: the metric of every source after training on source i; None where it was not evaluated."""
         count = len(self.names)
         return [self.rows.get(turn, [None] * count) for turn in range(count)]
 
@@ -99,9 +101,9 @@ class ForgettingMatrix(Callback):
         """Write the matrix as JSON and as a plot, and print it; of a run that stopped early, the rows there are."""
         if not self.rows:
             return
-        facts = {"metric": self.metric, "mode": "max" if self.maximise else "min", "sources": list(self.names)}
+        fields = {"metric": self.metric, "mode": "max" if self.maximise else "min", "sources": list(self.names)}
         file = directory.path / FILE
-        directory.write(file, json.dumps({**facts, "matrix": self.matrix, **self.summary()}, indent=1) + "\n")
+        directory.write(file, json.dumps({**fields, "matrix": self.matrix, **self.summary()}, indent=1) + "\n")
         plot = partial(plot_forgetting, self.matrix, self.names, metric=self.metric, maximise=self.maximise)
         try_plot(plot, directory.path / PLOT_FILE, warn=console.warn)
         console.info("\n" + format_matrix(self.matrix, self.names, metric=self.metric, summary=self.summary()))

@@ -39,7 +39,7 @@ from bottega.techniques.injected_layers import hash_frozen
 from bottega.techniques.training_plan import OpenRun, TrainingPlan
 
 KEY = "techniques.distill.teacher"
-TOKENIZER, ROWS, CLASSES, SEVERAL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
+TOKENIZER, ROWS, CLASSES, MULTI_LABEL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
 SCALE, SPECTROGRAMS = "normalise", "spectrograms"
 
 
@@ -57,11 +57,6 @@ class Teacher:
 def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
     """Return the plan with a teacher's outputs as targets beside the data."""
     form = _form(workload.task, recipe)
-    if options.hidden and recipe.training.compile is True:
-        raise UsageError(
-            "training.compile: techniques.distill.hidden records activations inside the model, which then cannot be compiled; "
-            "leave one of them out"
-        )
     assert plan.open_run is not None, "set by apply_techniques"
     teacher = _open(options.teacher, recipe, workload, open_run=plan.open_run)
     _check_fits(teacher, workload, name=options.teacher)
@@ -91,10 +86,6 @@ def _hash_teacher(teacher: torch.nn.Module) -> str:
 
 
 def _form(task: Task, recipe: Recipe) -> Form:
-    if any(technique.name == "maml" for technique in recipe.techniques):
-        raise UsageError(
-            "techniques: distill and maml cannot be combined, since the teacher does not adapt to episodes; keep one"
-        )
     if isinstance(task, Classification):
         return "labels" if task.multi_label else "classes"
     if isinstance(task, Language | CodeLanguage):
@@ -122,7 +113,7 @@ def _open(name: str, recipe: Recipe, workload: Workload, *, open_run: OpenRun) -
     try:
         if not is_run(folder):
             return _read_folder(folder, workload)
-        # On the student's device: with is_multi_label processes, the first engine decides the communication backend.
+        # On the student's device: with several processes, the first engine decides the communication backend.
         saved = open_run(folder, device=recipe.device)
     except BottegaError as error:
         named_error = type(error)(f"{KEY}: {str(error).removeprefix('pretrained: ')}")
@@ -183,13 +174,13 @@ def _read_text_classifier(
     tokenizer = Tokenizer.load(folder).fingerprint
     if config["model_type"] == text_classify.MODEL_TYPE:
         task = Classification(key="text", shape=config["shape"], multi_label=config["multi_label"])
-        return task, {TOKENIZER: tokenizer, SEVERAL: task.multi_label, CLASSES: tuple(config["classes"])}
+        return task, {TOKENIZER: tokenizer, MULTI_LABEL: task.multi_label, CLASSES: tuple(config["classes"])}
     if not str((config.get("architectures") or [""])[0]).endswith("ForSequenceClassification"):
         raise UsageError(f"{folder} is an encoder without a classifier; fine-tune it first, and give that run")
     is_multi_label = config.get("problem_type") == "multi_label_classification"
     names = tuple(str(name) for _, name in sorted(config["id2label"].items(), key=lambda item: int(item[0])))
     shape = read_pretrained_shape(folder, names, multi_label=is_multi_label)
-    return Classification(key="text", shape=shape), {TOKENIZER: tokenizer, SEVERAL: is_multi_label, CLASSES: names}
+    return Classification(key="text", shape=shape), {TOKENIZER: tokenizer, MULTI_LABEL: is_multi_label, CLASSES: names}
 
 
 def _read_media_classifier(config: dict[str, Any]) -> tuple[Classification, dict[str, Any]]:
@@ -217,7 +208,7 @@ def _compatibility(workload: Workload) -> dict[str, Any]:
     if isinstance(workload, TextClassifyWorkload):
         is_multi_label = workload.recipe.data.multi_label
         # Classes are compared first: if they differ, the tokenizer often does too.
-        return {CLASSES: workload.classes.names, SEVERAL: is_multi_label, TOKENIZER: workload.tokenizer.fingerprint}
+        return {CLASSES: workload.classes.names, MULTI_LABEL: is_multi_label, TOKENIZER: workload.tokenizer.fingerprint}
     assert isinstance(workload, MediaClassifyWorkload | GenerationWorkload)
     mel = workload.mel
     scaling = {SCALE: workload.recipe.data.normalise if mel is None else None, SPECTROGRAMS: mel}
@@ -272,7 +263,7 @@ def _describe(key: str, value: Any) -> str:
 def _remedy(key: str, teacher: Teacher) -> str:
     if key == TOKENIZER and (teacher.processor / "tokenizer.json").is_file():
         return f"set data.tokenizer.kind=pretrained data.tokenizer.path={teacher.processor}, or train another teacher"
-    settings = {ROWS: "model.vocab_size", SCALE: "data.normalise", SEVERAL: "data.multi_label"}
+    settings = {ROWS: "model.vocab_size", SCALE: "data.normalise", MULTI_LABEL: "data.multi_label"}
     settings |= {name: f"model.{name}" for name in ("condition", "objective", "noise_schedule")}
     if key in settings:
         return f"set {settings[key]}={teacher.metadata.get(key)}, or train another teacher"

@@ -20,6 +20,7 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def apply(plan: TrainingPlan, options: EwcOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    """Penalise changes of weights that were important to the earlier sources of a sequence."""
     require_sequence(plan, "ewc")
     task = Ewc(inner=plan.task, strength=options.strength)
     return replace(plan, task=task).with_train_start_hook(partial(_consolidate_at_borders, options=options))

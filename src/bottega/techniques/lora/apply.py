@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 
 
 def apply(plan: TrainingPlan, options: LoraOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    """Add low-rank updates to the model and train only them."""
     return apply_injection(plan, options, recipe, workload, name="lora")
 
 
 def inject(task: Task, options: LoraOptions, **shared: Any) -> Lora:
+    """Wrap a task so that its model has low-rank updates; alpha defaults to twice the rank."""
     from bottega.techniques.lora.torch import Lora
 
     alpha = options.alpha if options.alpha is not None else 2.0 * options.rank

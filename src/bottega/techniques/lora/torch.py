@@ -66,15 +66,15 @@ class _LowRankKernel(LowRankLayer):
 
 
 class LowRankConv1d(_LowRankKernel, nn.Conv1d):
-    pass
+    """A 1D convolution with a low-rank update."""
 
 
 class LowRankConv2d(_LowRankKernel, nn.Conv2d):
-    pass
+    """A 2D convolution with a low-rank update."""
 
 
 class LowRankConv3d(_LowRankKernel, nn.Conv3d):
-    pass
+    """A 3D convolution with a low-rank update."""
 
 
 CHANGED: dict[type[nn.Module], type[LowRankLayer]] = {
@@ -134,15 +134,15 @@ class Lora(InjectedTask):
     def choose_layers(self, model: nn.Module) -> list[str]:
         """Return the names of the layers that get a low-rank update."""
         layers = find_injectable_layers(model)
-        able = {name: layer for name, layer in layers.items() if not self.is_fully_trained(f"{name}.weight")}
-        matrices = [name for name, layer in able.items() if isinstance(layer, nn.Linear)]
+        candidates = {name: layer for name, layer in layers.items() if not self.is_fully_trained(f"{name}.weight")}
+        matrices = [name for name, layer in candidates.items() if isinstance(layer, nn.Linear)]
         if isinstance(self.targets, tuple):
             every = [name for name, _ in model.named_modules() if name]
-            return select_layers(able, self.targets, key=f"{KEY}.targets", layers=every)
+            return select_layers(candidates, self.targets, key=f"{KEY}.targets", layers=every)
         if self.targets == "all-linear":
             selected = [name for name in matrices if is_in_block(name) or name.rpartition(".")[2] not in HEADS]
         else:
-            inner = [name for name in able if is_in_block(name)]
+            inner = [name for name in candidates if is_in_block(name)]
             selected = [name for name in inner if name in matrices] or inner
         if not selected:
             missing = "no matrix" if self.targets else "neither a matrix nor a convolution inside numbered blocks"
@@ -166,6 +166,7 @@ def inject_low_rank(layer: nn.Module, name: str, *, rank: int, scale: float, dro
 
 
 def find_low_rank_layers(model: nn.Module) -> dict[str, LowRankLayer]:
+    """Return the layers with a low-rank update, by name."""
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, LowRankLayer)}
 
 

@@ -37,8 +37,6 @@ DERIVED = (
     "saturated",
 )
 """Metrics that are not means over examples, so they are not reported before and after each inner step."""
-SEQUENTIAL = ("ewc", "replay")
-"""Techniques that train sources in sequence."""
 
 
 def apply(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload) -> TrainingPlan:
@@ -158,22 +156,10 @@ def _divide_into_tasks(plan: TrainingPlan, options: MamlOptions, recipe: Recipe)
 
 
 def _check(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -> None:
-    """Raise UsageError if the recipe has settings that maml does not support."""
-    names = [technique.name for technique in recipe.techniques]
-    other = next((name for name in names if name in SEQUENTIAL), None)
-    if other is not None:
-        raise UsageError(f"techniques: {other} trains its sources in order, and maml draws episodes; keep one")
-    if names[-1] != "maml":
-        raise UsageError(f"techniques: maml must come last; list it after {names[-1]}")
-    if recipe.data.curriculum is not None or plan.order is not None:
-        key = "curriculum" if recipe.data.curriculum is not None else "replay" if recipe.data.replay else "mixture"
+    """Raise UsageError for conflicts that only the data, the task or the device shows; maml/config.py declares the others."""
+    if plan.order is not None:
+        key = "replay" if recipe.data.replay else "mixture"
         raise UsageError(f"data.{key}: maml draws its tasks uniformly, in its own order; leave it out")
-    if recipe.training.gradient_checkpointing:
-        raise UsageError(
-            "training.gradient_checkpointing: maml would recompute blocks with other weights; leave it out"
-        )
-    if recipe.training.mixed_precision == "fp16":
-        raise UsageError("training.mixed_precision: the inner steps of maml have no loss scale; use bf16 or fp32")
     if plan.task.gradient_surgery:
         raise UsageError(
             "techniques: maml differentiates the sum of the loss terms, so it does not support pcgrad; use another balance"

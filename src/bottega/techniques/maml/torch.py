@@ -91,15 +91,15 @@ class Maml(WrappedTask):
 
     def _reptile(self, models: Models, episode: Episode) -> Loss:
         """Return a term whose gradient is start - end of the inner steps, and whose value is the loss before the last."""
-        whole = episode.merge_support_and_query()
+        all_samples = episode.merge_support_and_query()
         own = self._adapted_parameters(models["model"])
         start = {name: p.detach().requires_grad_() for name, p in own.items()}
         weights = start
         for number in range(self.inner_steps):
-            weights, out = self._step(models, weights, whole, number, second_order=False)
+            weights, out = self._step(models, weights, all_samples, number, second_order=False)
         products = [(own[name] * (start[name] - weights[name]).detach()).sum() for name in own]
         direction = torch.stack(products).sum()
-        terms = whole.rescale_to_query(out.terms)
+        terms = all_samples.rescale_to_query(out.terms)
         # One term carries all of the gradient, because the engine sums the terms by their weights.
         (first, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
         zero = (direction - direction.detach()) * (episode.query_counts[first] / weight)
@@ -107,9 +107,9 @@ class Maml(WrappedTask):
 
     def _plain(self, models: Models, episode: Episode) -> Loss:
         """Return the loss without inner steps, over support and query together."""
-        whole = episode.merge_support_and_query()
-        out = self.inner.loss(models, whole.query, whole.query_noise)
-        return out._replace(terms=whole.rescale_to_query(out.terms))
+        all_samples = episode.merge_support_and_query()
+        out = self.inner.loss(models, all_samples.query, all_samples.query_noise)
+        return out._replace(terms=all_samples.rescale_to_query(out.terms))
 
     # Evaluation
 
@@ -225,13 +225,13 @@ class ReboundModel:
     def __init__(self, model: nn.Module, weights: Weights, *, twice: bool) -> None:
         self._model, self._weights, self._twice = model, {f"model.{n}": w for n, w in weights.items()}, twice
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        targets = args[1] if len(args) > 1 else named.get("targets")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        targets = args[1] if len(args) > 1 else kwargs.get("targets")
         if not self._twice or not isinstance(self._model, Transformer) or targets is None:
-            return self._call("__call__", *args, **named)
+            return self._call("__call__", *args, **kwargs)
         # The fused loss computes its gradients in the forward pass, and a second derivative would silently be 0.
-        named = {name: value for name, value in named.items() if name != "targets"}
-        output = self._call("__call__", args[0], **named)
+        kwargs = {name: value for name, value in kwargs.items() if name != "targets"}
+        output = self._call("__call__", args[0], **kwargs)
         if isinstance(output, tuple):  # with the routing of experts
             return token_cross_entropy(output[0], targets), *output[1:]
         return token_cross_entropy(output, targets)
@@ -241,8 +241,8 @@ class ReboundModel:
         assert not isinstance(value, nn.Module | Tensor), f"{name} would have its old weights"
         return functools.partial(self._call, name) if callable(value) else value
 
-    def _call(self, method: str, *args: Any, **named: Any) -> Any:
-        return functional_call(_MethodCaller(self._model), self._weights, (method, *args), named)
+    def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(_MethodCaller(self._model), self._weights, (method, *args), kwargs)
 
 
 class _MethodCaller(nn.Module):
@@ -253,8 +253,8 @@ class _MethodCaller(nn.Module):
         self.model = model
         self.training = model.training
 
-    def forward(self, method: str, *args: Any, **named: Any) -> Any:
-        return getattr(self.model, method)(*args, **named)
+    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.model, method)(*args, **kwargs)
 
 
 def _with(models: Models, weights: Weights, *, twice: bool = False) -> dict[str, Any]:

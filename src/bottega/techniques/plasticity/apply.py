@@ -19,6 +19,7 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def apply(plan: TrainingPlan, options: PlasticityOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    """Update the weights of spiking layers by a local STDP rule."""
     _check_conflicts(recipe, options)
     task = Plasticity(
         inner=plan.task,
@@ -46,6 +47,7 @@ def _check_conflicts(recipe: Recipe, options: PlasticityOptions) -> None:
 
 
 def build_rule(options: PlasticityOptions) -> STDPRule:
+    """Return the STDP rule of the options; the pair rule is the triplet rule with its third-order terms at 0."""
     is_triplet = options.rule == "triplet"
     return STDPRule(
         a_plus=options.a_plus,

@@ -21,7 +21,7 @@ from bottega.core.errors import UsageError
 from bottega.core.model_spec import ModelSpec
 from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
-from bottega.models.several import Several
+from bottega.models.multitask import MultitaskModel
 from bottega.models.spiking.stdp import (
     STDPRule,
     apply_soft_bounds,
@@ -223,9 +223,9 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
         nonlocal part
         part = inputs[0]
 
-    def set_mask(gate: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def set_mask(gate: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal token_mask
-        token_mask = inputs[1] if len(inputs) > 1 else named.get("counted")
+        token_mask = inputs[1] if len(inputs) > 1 else kwargs.get("counted")
 
     def clear_mask(gate: nn.Module, inputs: Any, output: Any) -> None:
         nonlocal token_mask
@@ -249,7 +249,7 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
         if isinstance(module, SpikingGate):
             hooks.append(module.register_forward_pre_hook(set_mask, with_kwargs=True))
             hooks.append(module.register_forward_hook(clear_mask))
-        elif isinstance(module, Several):
+        elif isinstance(module, MultitaskModel):
             hooks.append(module.register_forward_pre_hook(set_part))
     try:
         yield recorded

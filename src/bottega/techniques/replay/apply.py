@@ -12,5 +12,6 @@ from bottega.techniques.training_plan import TrainingPlan
 
 
 def apply(plan: TrainingPlan, options: ReplayOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
+    """Mix samples of earlier sources, from a memory of fixed size, into each later one."""
     order = require_sequence(plan, "replay")
     return replace(plan, order=replace(order, replay_fraction=options.share, memory_size=options.memory))

@@ -77,7 +77,7 @@ class Objective(ABC):
 
     @property
     def max_steps(self) -> int | None:
-        """Largest number of sampler steps, beyond which two would fall on the same time; None is no limit."""
+        """Largest number of sampler steps, beyond which two would fall on the same time; None: no limit."""
         return None
 
 

@@ -35,7 +35,8 @@ class PromptTokenizer(Protocol):
     """Turns histories and wishes into prompts of a language model."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Hash of all that decides the tokens of a prompt."""
 
     def ids(self, record: Record) -> np.ndarray:
         """Return the token ids of the prompt, int64 (length,)."""
@@ -45,7 +46,8 @@ class TextTokenizer(Protocol):
     """Turns texts into the token ids that the text encoders of an image generator read."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Hash of all that decides the tokens of a text."""
 
     def encode(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         """Return token ids, int64 (texts, length), for each encoder."""
@@ -60,6 +62,7 @@ class ConditionTokenizer:
 
     @property
     def fingerprint(self) -> str:
+        """Hash of all that decides the tokens of a condition."""
         return f"{self.prompts.fingerprint} {self.texts.fingerprint}"
 
     def encode(self, records: Sequence[Record], keywords: Sequence[RecordKeywords]) -> dict[str, np.ndarray]:
@@ -90,18 +93,18 @@ class PromptedRows(Source):
     Tokens are computed on access: those of a hundred thousand long histories would take 240 MB in each worker.
     """
 
-    def __init__(self, people: PersonalRows, keywords: Sequence[RecordKeywords], tokenizer: ConditionTokenizer) -> None:
-        assert len(people) == len(keywords), "one set of keywords for each record"
-        self.people, self.keywords, self.tokenizer = people, tuple(keywords), tokenizer
+    def __init__(self, rows: PersonalRows, keywords: Sequence[RecordKeywords], tokenizer: ConditionTokenizer) -> None:
+        assert len(rows) == len(keywords), "one set of keywords for each record"
+        self.personal_rows, self.keywords, self.tokenizer = rows, tuple(keywords), tokenizer
 
     def __len__(self) -> int:
-        return len(self.people)
+        return len(self.personal_rows)
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         numbers = index.tolist()
-        records = [self.people.record(number) for number in numbers]
+        records = [self.personal_rows.record(number) for number in numbers]
         tokens = self.tokenizer.encode(records, [self.keywords[number] for number in numbers])
-        return {**self.people.rows(index, epoch), **tokens}
+        return {**self.personal_rows.rows(index, epoch), **tokens}
 
     @property
     def padding_values(self) -> dict[str, int]:
@@ -109,7 +112,7 @@ class PromptedRows(Source):
 
     def length_order(self, count: int) -> np.ndarray:
         """Sort by characters, which approximate the number of tokens and need no tokenizer."""
-        records = map(self.people.record, range(count))
+        records = map(self.personal_rows.record, range(count))
         lengths = [
             sum(len(item.caption) for item in record.history) + len(record.wish_or_caption) for record in records
         ]
@@ -117,14 +120,14 @@ class PromptedRows(Source):
 
     @cached_property
     def fingerprint(self) -> str:
-        parts = (self.people.fingerprint, self.tokenizer.fingerprint, self.keywords)
+        parts = (self.personal_rows.fingerprint, self.tokenizer.fingerprint, self.keywords)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
         preference, target = self.keywords[index].texts
-        count = len(self.tokenizer.prompts.ids(self.people.record(index)))
+        count = len(self.tokenizer.prompts.ids(self.personal_rows.record(index)))
         return (
-            f"{self.people.describe(index, epoch)}\n"
+            f"{self.personal_rows.describe(index, epoch)}\n"
             f"keywords: likes {preference or '(none)'}; shows {target or '(none)'}\n"
             f"prompt of {count} tokens"
         )

@@ -30,29 +30,29 @@ class ImageFiles:
     paths: dict[tuple[Path, str], Path | BadRecord] = field(default_factory=dict)
     hashes: dict[Path, str] = field(default_factory=dict)
 
-    def path(self, person: LocatedRecord, item: Item) -> Path | None:
+    def path(self, located: LocatedRecord, item: Item) -> Path | None:
         """Return the image file of an item, None without one; `find_problem` has checked it."""
         if item.image is None:
             return None
-        path = self.paths[person.root, item.image]
+        path = self.paths[located.root, item.image]
         assert isinstance(path, Path), "records with a missing image were dropped before"
         return path
 
-    def hash(self, person: LocatedRecord, item: Item) -> str | None:
+    def hash(self, located: LocatedRecord, item: Item) -> str | None:
         """Return the content hash of an item's image, None without one."""
-        path = self.path(person, item)
+        path = self.path(located, item)
         return None if path is None else self.hashes[path]
 
-    def find_problem(self, person: LocatedRecord) -> BadRecord | None:
+    def find_problem(self, located: LocatedRecord) -> BadRecord | None:
         """Return what is wrong with the image names of a record, None if they are valid."""
-        record = person.record
+        record = located.record
         if record.target.image is None:
-            return _bad(person, f"the target {record.target.id!r} has no image to learn from")
+            return _bad(located, f"the target {record.target.id!r} has no image to learn from")
         for item in record.items:
             if item.image is not None:
-                path = self._locate(person.root, item.image)
+                path = self._locate(located.root, item.image)
                 if isinstance(path, BadRecord):
-                    return _bad(person, f"item {item.id!r}: {path.reason}", is_unsafe=path.is_unsafe)
+                    return _bad(located, f"item {item.id!r}: {path.reason}", is_unsafe=path.is_unsafe)
         return None
 
     def _locate(self, root: Path, name: str) -> Path | BadRecord:
@@ -61,9 +61,11 @@ class ImageFiles:
             path = self.paths[root, name] = locate_image(root, name)
         return path
 
-    def hash_all(self, people: Iterable[LocatedRecord], progress: ProgressCallback) -> None:
+    def hash_all(self, records: Iterable[LocatedRecord], progress: ProgressCallback) -> None:
         """Compute the content hashes of all images."""
-        paths = sorted({path for person in people for item in person.record.items if (path := self.path(person, item))})
+        paths = sorted(
+            {path for located in records for item in located.record.items if (path := self.path(located, item))}
+        )
         progress("hash", 0, len(paths))
         for start in range(0, len(paths), HASHED_AT_ONCE):
             some = paths[start : start + HASHED_AT_ONCE]
@@ -71,8 +73,8 @@ class ImageFiles:
             progress("hash", start + len(some), len(paths))
 
 
-def _bad(person: LocatedRecord, reason: str, *, is_unsafe: bool = False) -> BadRecord:
-    return BadRecord(person.key, person.where, f"{reason}; {SKIP_HINT}" if not is_unsafe else reason, is_unsafe)
+def _bad(located: LocatedRecord, reason: str, *, is_unsafe: bool = False) -> BadRecord:
+    return BadRecord(located.key, located.where, f"{reason}; {SKIP_HINT}" if not is_unsafe else reason, is_unsafe)
 
 
 def locate_image(root: Path, name: str) -> Path | BadRecord:
@@ -90,9 +92,9 @@ def locate_image(root: Path, name: str) -> Path | BadRecord:
             return path
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or contains NUL, or a link cycle
         return BadRecord(name, name, f"the picture {name!r} cannot be looked for: {error}")
-    what = "is a folder" if path.is_dir() else "does not exist"
+    problem = "is a folder" if path.is_dir() else "does not exist"
     return BadRecord(
-        name, name, f"the picture {root / name} {what}; name their folder with data.pictures if it is another"
+        name, name, f"the picture {root / name} {problem}; name their folder with data.pictures if it is another"
     )
 
 

@@ -116,8 +116,8 @@ def hash_captioning_model(folder: Path) -> str:
         raise UsageError(
             f"data.captions: {folder} is not the folder of a captioning model, with config.json and *.safetensors"
         )
-    named = zip((path.name for path in files), hash_files(files), strict=True)
-    return hashlib.sha256(repr(list(named)).encode()).hexdigest()
+    hashes = zip((path.name for path in files), hash_files(files), strict=True)
+    return hashlib.sha256(repr(list(hashes)).encode()).hexdigest()
 
 
 def caption_images(

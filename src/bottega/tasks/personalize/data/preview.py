@@ -23,9 +23,9 @@ class PeoplePreview(Preview):
     def describe(self, row: dict[str, Any]) -> str:
         from bottega.tasks.personalize.data.records import Record
 
-        person = Record.model_validate_json(row["record"])
-        liked = "; ".join(item.caption for item in person.history)
-        return f"user {person.user} liked: {liked}\nwish: {person.wish_or_caption}"
+        record = Record.model_validate_json(row["record"])
+        liked = "; ".join(item.caption for item in record.history)
+        return f"user {record.user} liked: {liked}\nwish: {record.wish_or_caption}"
 
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         """Return the record as it can be read again; images are referenced by name."""

@@ -269,11 +269,11 @@ def describe_validation_error(error: object) -> str:
     assert isinstance(error, dict)
     key = ".".join(map(str, error["loc"]))
     if error["type"] == "missing":
-        what = f"{key} is missing" if key in Record.model_fields else f"{key} is missing from an item"
-        return f"{what}; one is such as {EXAMPLE}"
+        problem = f"{key} is missing" if key in Record.model_fields else f"{key} is missing from an item"
+        return f"{problem}; one is such as {EXAMPLE}"
     if error["type"] == "extra_forbidden":
-        known = KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
-        return f"{key} is not a known key; the keys are {known}"
+        keys = KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
+        return f"{key} is not a known key; the keys are {keys}"
     if error["type"] == "string_too_short":
         return f"{key} is blank"
     shown = repr(error["input"])
@@ -287,7 +287,7 @@ def _find_problem(record: Record, where: str, first_seen: dict[bytes, str]) -> s
     if record.target.id in {item.id for item in record.history}:
         return f"the target {record.target.id!r} is in the history too, where its caption would be read; {SKIP_HINT}"
     if record.wish is not None and not record.wish.strip():
-        return f"the wish is blank; leave it out, or say what is wished; {SKIP_HINT}"
+        return f"the wish is blank; leave it out, or describe the image; {SKIP_HINT}"
     digest = hashlib.blake2b(record.model_dump_json().encode("utf-8", "surrogatepass"), digest_size=16).digest()
     if digest in first_seen:
         return f"is the same record as {first_seen[digest]}; {SKIP_HINT}"
@@ -296,10 +296,10 @@ def _find_problem(record: Record, where: str, first_seen: dict[bytes, str]) -> s
 
 
 def _split_by_user(
-    people: list[LocatedRecord], options: Splitting | None, *, validation: float | None, test: float | None
+    records: list[LocatedRecord], options: Splitting | None, *, validation: float | None, test: float | None
 ) -> dict[str, list[LocatedRecord]]:
     """Split records so that all records of a user are in the same table."""
-    users = sorted({person.record.user for person in people})
+    users = sorted({located.record.user for located in records})
     keys = np.array([hash_key(user) for user in users], dtype=np.uint64)
     options = options or Splitting()
     by_user = options if options.by == "hash" else options.model_copy(update={"by": "fraction"})
@@ -311,18 +311,18 @@ def _split_by_user(
     tables: dict[str, list[LocatedRecord]] = {
         name: [] for side, name in enumerate(NAMES) if side in set(side_of.values())
     }
-    for person in people:
-        tables[NAMES[side_of[person.record.user]]].append(person)
+    for located in records:
+        tables[NAMES[side_of[located.record.user]]].append(located)
     return tables
 
 
 def _check_disjoint_users(tables: Mapping[str, Iterable[LocatedRecord]]) -> None:
     first: dict[str, tuple[str, str]] = {}
-    for table, people in tables.items():
-        for person in people:
-            known, where = first.setdefault(person.record.user, (table, person.where))
-            if known != table:
+    for table, records in tables.items():
+        for located in records:
+            first_table, where = first.setdefault(located.record.user, (table, located.where))
+            if first_table != table:
                 raise DataError(
-                    f"{person.where}: user {person.record.user!r} of {table} is also in {known} ({where}); keep each user "
+                    f"{located.where}: user {located.record.user!r} of {table} is also in {first_table} ({where}); keep each user "
                     "in one split, or the evaluation would be on users seen in training"
                 )

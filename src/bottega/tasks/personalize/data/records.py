@@ -51,7 +51,7 @@ class Record(_Model):
     target: Item
     """The item chosen next, which is not in the history."""
     wish: str | None = None
-    """The request in words; None is the caption of the target."""
+    """The prompt; None uses the caption of the target."""
     style: str | None = None
     truth: dict[str, str] = Field(default_factory=dict)
     """Ground truth of synthetic users, such as the favourite colour."""
@@ -94,6 +94,7 @@ class PersonalRows(Source):
         return {"image": normalise_pixels(self.pixels(numbers), mode="symmetric"), "person": index.astype(np.int64)}
 
     def record(self, index: int) -> Record:
+        """Return the record of one row."""
         return self._record(index)
 
     def image(self, item: Item) -> np.ndarray:

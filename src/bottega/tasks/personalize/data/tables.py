@@ -47,6 +47,7 @@ FIRST_WORDINGS = (
     ("is not a valid record: ", "is no record: "),
     ("is not a known key; the keys are ", "is no key of it; there is "),
     ("is not a number", "is no number"),
+    ("leave it out, or describe the image", "leave it out, or say what is wished"),
 )
 """Reasons of bad records -> their first wording, which cache keys contain."""
 
@@ -85,26 +86,26 @@ class PreparationPlan:
 
     @property
     def stop_on_bad(self) -> bool:
+        """Whether a bad record is an error rather than skipped."""
         return self.data.bad_records != "skip"
 
     @cached_property
     def all_records(self) -> list[LocatedRecord]:
-        return [person for table in self.records.tables.values() for person in table]
+        """The records of all tables."""
+        return [located for table in self.records.tables.values() for located in table]
 
     @property
     def _bad_reasons(self) -> list[str]:
         """Reasons of bad records without their folders, for the cache key, in the wording of the first version."""
         parts = (self.data.train, self.data.validation, self.data.test)
-        places = [part.path for part in parts if part is not None and part.path is not None]
-        roots = sorted(
-            {str(Path(place).expanduser()) for place in (*places, self.data.pictures or "")} - {"."}, key=len
-        )
-        named = list(self.records.tally.named)
+        paths = [part.path for part in parts if part is not None and part.path is not None]
+        roots = sorted({str(Path(path).expanduser()) for path in (*paths, self.data.pictures or "")} - {"."}, key=len)
+        reasons = list(self.records.tally.named)
         for root in reversed(roots):  # the longest first: one may contain another
-            named = [text.replace(root, "") for text in named]
+            reasons = [text.replace(root, "") for text in reasons]
         for wording, first_wording in FIRST_WORDINGS:
-            named = [text.replace(wording, first_wording) for text in named]
-        return named
+            reasons = [text.replace(wording, first_wording) for text in reasons]
+        return reasons
 
     @cached_property
     def key(self) -> str:
@@ -120,10 +121,10 @@ class PreparationPlan:
         digest = hashlib.sha256(repr(policy).encode())
         for name, records in self.records.tables.items():
             digest.update(f"\0table {name}\0".encode())
-            for person in records:
-                hashes = [self.images.hash(person, item) for item in person.record.items]
+            for located in records:
+                hashes = [self.images.hash(located, item) for item in located.record.items]
                 digest.update(
-                    f"{person.key}\0{person.record.model_dump_json()}\0{hashes}\0".encode(errors="surrogatepass")
+                    f"{located.key}\0{located.record.model_dump_json()}\0{hashes}\0".encode(errors="surrogatepass")
                 )
         return digest.hexdigest()[:32]
 
@@ -131,7 +132,7 @@ class PreparationPlan:
 def _plan(data: PersonalizeData, captioner: CaptionerLoader | None, progress: ProgressCallback) -> PreparationPlan:
     plan = PreparationPlan(read_records(data), ImageFiles(), data)
     _drop_bad(plan, plan.images.find_problem)
-    plan.images.hash_all((person for table in plan.records.tables.values() for person in table), progress)
+    plan.images.hash_all((located for table in plan.records.tables.values() for located in table), progress)
     _add_captions(plan, captioner, progress)
     plan.records.tally.check(data.max_bad)
     return plan
@@ -141,10 +142,10 @@ def _drop_bad(plan: PreparationPlan, problem: Callable[[LocatedRecord], BadRecor
     """Drop the records with a problem; with data.bad_records=stop, raise an error for the first."""
     for name, records in plan.records.tables.items():
         valid = []
-        for person in records:
-            bad = problem(person)
+        for located in records:
+            bad = problem(located)
             if bad is None:
-                valid.append(person)
+                valid.append(located)
             else:
                 plan.records.tally.count_bad(bad, stop=plan.stop_on_bad)
         plan.records.tables[name] = valid
@@ -158,20 +159,20 @@ def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, prog
         of = _by_model(plan, path, captioner, progress) if is_captioning_model(path) else _by_file(path)
         captioned: dict[tuple[Path, str, str | None, str], Item] = {}
         for name, records in plan.records.tables.items():
-            plan.records.tables[name] = [_add_caption(person, of, captioned) for person in records]
+            plan.records.tables[name] = [_add_caption(located, of, captioned) for located in records]
     remedy = (
         f"data.captions={captions} says nothing about it"
         if captions is not None
         else "add one, or name a file of captions or the folder of a captioning model with data.captions"
     )
 
-    def problem(person: LocatedRecord) -> BadRecord | None:
-        item = next((item for item in person.record.items if not item.caption.strip()), None)
+    def problem(located: LocatedRecord) -> BadRecord | None:
+        item = next((item for item in located.record.items if not item.caption.strip()), None)
         if item is None:
             return None
-        what = "target" if item is person.record.target else "history"
+        field = "target" if item is located.record.target else "history"
         return BadRecord(
-            person.key, person.where, f"item {item.id!r} of the {what} has no caption: {remedy}; {SKIP_HINT}"
+            located.key, located.where, f"item {item.id!r} of the {field} has no caption: {remedy}; {SKIP_HINT}"
         )
 
     _drop_bad(plan, problem)
@@ -179,7 +180,7 @@ def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, prog
 
 def _by_file(path: Path) -> Callable[[LocatedRecord, Item], str]:
     captions = FileCaptions(path)
-    return lambda person, item: captions.caption_for(item) or item.caption
+    return lambda located, item: captions.caption_for(item) or item.caption
 
 
 def _by_model(
@@ -189,32 +190,32 @@ def _by_model(
     paths = {
         plan.images.hashes[path]: path
         for table in plan.records.tables.values()
-        for person in table
-        for item in person.record.items
-        if not item.caption.strip() and (path := plan.images.path(person, item)) is not None
+        for located in table
+        for item in located.record.items
+        if not item.caption.strip() and (path := plan.images.path(located, item)) is not None
     }
     if captioner is None:
         raise UsageError(
             f"data.captions: {folder} is a folder, but captioning models are not available here; name a caption file"
         )
     captions = caption_images(paths, folder, captioner, progress=progress) if paths else {}
-    return lambda person, item: item.caption.strip() or captions.get(plan.images.hash(person, item) or "", "")
+    return lambda located, item: item.caption.strip() or captions.get(plan.images.hash(located, item) or "", "")
 
 
 def _add_caption(
-    person: LocatedRecord,
+    located: LocatedRecord,
     of: Callable[[LocatedRecord, Item], str],
     captioned: dict[tuple[Path, str, str | None, str], Item],
 ) -> LocatedRecord:
     """Return the record with captions; `captioned` caches items, since one is in many histories."""
     items = []
-    for item in person.record.items:
-        key = (person.root, item.id, item.image, item.caption)
+    for item in located.record.items:
+        key = (located.root, item.id, item.image, item.caption)
         if key not in captioned:
-            captioned[key] = item.model_copy(update={"caption": of(person, item)})
+            captioned[key] = item.model_copy(update={"caption": of(located, item)})
         items.append(captioned[key])
     update = {"history": tuple(items[:-1]), "target": items[-1]}
-    return person._replace(record=person.record.model_copy(update=update))
+    return located._replace(record=located.record.model_copy(update=update))
 
 
 def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
@@ -223,15 +224,15 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
         shutil.rmtree(folder / "parts", ignore_errors=True)
         return
     first_of: dict[str, tuple[Path, str]] = {}
-    for person in plan.all_records:
-        for item in person.record.items:
-            path = plan.images.path(person, item)
+    for located in plan.all_records:
+        for item in located.record.items:
+            path = plan.images.path(located, item)
             if path is not None:
-                first_of.setdefault(plan.images.hashes[path], (path, person.where))
+                first_of.setdefault(plan.images.hashes[path], (path, located.where))
     encoder = _encoder(plan.data.image_size, len(first_of))
-    paths, places = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
+    paths, locations = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
     bad = decode_images(
-        paths, list(first_of), places, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
+        paths, list(first_of), locations, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
     )
     damaged = {image_hash: bad[at] for at, image_hash in enumerate(first_of) if at in bad}
     numbers = {image_hash: number for number, image_hash in enumerate(p for p in first_of if p not in damaged)}
@@ -268,15 +269,15 @@ def _write(
     for table, records in plan.records.tables.items():
         users: set[str] = set()
         with ShardWriter(folder / table, COLUMNS) as writer:
-            for person in records:
-                hashes = [plan.images.hash(person, item) for item in person.record.items]
+            for located in records:
+                hashes = [plan.images.hash(located, item) for item in located.record.items]
                 reason = next((damaged[image_hash] for image_hash in hashes if image_hash in damaged), None)
                 if reason is not None:
-                    tally.count_bad(BadRecord(person.key, person.where, reason), stop=plan.stop_on_bad)
+                    tally.count_bad(BadRecord(located.key, located.where, reason), stop=plan.stop_on_bad)
                     continue
-                record = _with_unique_names(person.record, hashes, names)
+                record = _with_unique_names(located.record, hashes, names)
                 users.add(record.user)
-                row = {"key": person.key, "user": record.user, "record": record.model_dump_json()}
+                row = {"key": located.key, "user": record.user, "record": record.model_dump_json()}
                 shown = [-1 if image_hash is None else numbers[image_hash] for image_hash in hashes]
                 writer.add({**row, "target": shown[-1], "history": shown[:-1]})
         tables[table] = {"rows": writer.rows, "users": len(users)}

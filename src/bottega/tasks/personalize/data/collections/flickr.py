@@ -99,9 +99,9 @@ def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | BadRecord
         if not any(cell.strip() for cell in cells):
             continue
         values = {
-            column: cells[place].strip() if place < len(cells) else ""
-            for column, place in at.items()
-            if place is not None
+            column: cells[index].strip() if index < len(cells) else ""
+            for column, index in at.items()
+            if index is not None
         }
         yield line, _row(values, f"{table}, line {line}")
 

@@ -125,8 +125,8 @@ def _outfits(folder: Path, images: dict[str, str]) -> dict[str, tuple[str, ...]]
     return outfits
 
 
-def _titles(folder: Path, wanted: set[str]) -> dict[str, str]:
-    """Return item -> title for those of `wanted` that have one. Only the title, the last field, may contain commas."""
+def _titles(folder: Path, ids: set[str]) -> dict[str, str]:
+    """Return item -> title for those of `ids` that have one. Only the title, the last field, may contain commas."""
     file = find_file(folder, ITEMS)
     titles = {}
     for line, text in _lines(file):
@@ -134,7 +134,7 @@ def _titles(folder: Path, wanted: set[str]) -> dict[str, str]:
         if len(fields) < 3:
             raise DataError(f"{file}, line {line}: expected item,category,address,title, got {text[:60]!r}")
         title = fields[3].strip() if len(fields) == 4 else ""
-        if fields[0].strip() in wanted and title:
+        if fields[0].strip() in ids and title:
             titles[fields[0].strip()] = title
     return titles
 

@@ -22,7 +22,7 @@ Plan = dict[str, dict[str, str]]
 """Name of a shared layer -> part -> module path in that part's model."""
 
 
-class Several(nn.Module):
+class MultitaskModel(nn.Module):
     """Several models with shared layers; `forward(part, ...)` calls the model of that part.
 
     A shared layer is registered once, under `shared.`; the others under `parts.NAME.`. Layers are shared rather than
@@ -62,9 +62,9 @@ class Several(nn.Module):
         """Return the model of one part."""
         return self.parts.get_submodule(name)
 
-    def forward(self, part: str | None, *args: Any, **named: Any) -> Any:
+    def forward(self, part: str | None, *args: Any, **kwargs: Any) -> Any:
         """Call the model of `part`; for None, return the loss weights exp(-log variance) of all parts, (parts,)."""
-        return self._loss_weights() if part is None else self.part(part)(*args, **named)
+        return self._loss_weights() if part is None else self.part(part)(*args, **kwargs)
 
     def _loss_weights(self) -> Tensor:
         return torch.exp(-torch.stack(list(self.log_variance.parameters())))
@@ -153,14 +153,14 @@ def _check_name(root: nn.Module, name: str) -> nn.Module:
 
 def _remove_aliases(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """Remove aliases from a state dict, so that it names each tensor once."""
-    assert isinstance(module, Several)
+    assert isinstance(module, MultitaskModel)
     for key in [key for key in state if key.removeprefix(prefix).rpartition(".")[0] in module.aliases]:
         del state[key]
 
 
 def _restore_aliases(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
     """Copy shared tensors to their aliases in a state dict before it is loaded."""
-    assert isinstance(module, Several)
+    assert isinstance(module, MultitaskModel)
     for alias, shared in module.aliases.items():
         for kind in module.get_submodule(shared).state_dict():
             if f"{prefix}{shared}.{kind}" in state:
