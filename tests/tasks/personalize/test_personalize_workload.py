@@ -151,7 +151,7 @@ def test_truncated_clip_weights_are_refused_before_training(tmp_path: Path, base
         ({"model.start_words": [""]}, UsageError, "model.start_words: '' has no token"),
         ({"model.num_image_tokens": 100_000}, UsageError, "num_image_tokens .* lower these"),
         ({"data.min_score": 4}, UsageError, "data.min_score: applies to data.collection=flickr only"),
-        ({"data.images": "nowhere"}, UsageError, "data.images: nowhere is not a folder"),
+        ({"data.pictures": "nowhere"}, UsageError, "data.pictures: nowhere is not a folder"),
     ],
 )
 def test_invalid_settings_are_refused_by_key(
