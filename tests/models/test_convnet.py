@@ -86,8 +86,8 @@ def test_temporal_downsampling_block_uses_every_frame() -> None:
 
 
 def test_initial_weights_depend_on_seed_and_name_and_preserve_the_scale() -> None:
-    first, again, other = (build_net((28, 28), seed=seed, num_layers=3).state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    first, repeated, other = (build_net((28, 28), seed=seed, num_layers=3).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not torch.equal(first["stem.weight"], other["stem.weight"])
     deep = build_net((28, 28), num_layers=8, hidden_size=32)
     sizes: list[float] = []

@@ -213,9 +213,9 @@ def test_bf16_is_close_to_float32() -> None:
     ],
 )
 def test_invalid_shape_is_refused(changes: dict[str, Any], message: str) -> None:
-    usual = {"grid": (8, 8), "patch": (2, 2), "channels": 1, "hidden_size": 24, "num_layers": 1, "num_heads": 2}
+    valid = {"grid": (8, 8), "patch": (2, 2), "channels": 1, "hidden_size": 24, "num_layers": 1, "num_heads": 2}
     with pytest.raises(ValueError, match=re.escape(message)):
-        DiTShape(**{**usual, **changes})
+        DiTShape(**{**valid, **changes})
 
 
 def test_shared_class_embeddings_are_read_by_their_classes_only() -> None:

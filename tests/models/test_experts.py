@@ -90,8 +90,10 @@ def test_output_is_the_gate_weighted_sum_of_experts(gate: str, k: int, activatio
     x = draw_inputs(13, dtype=torch.float64).requires_grad_()
     out, reference_out = model(x)[0], compute_reference(model, x)
     torch.testing.assert_close(out, reference_out, rtol=0, atol=1e-12)
-    for got, expected in zip(compute_gradients(model, out, x), compute_gradients(model, reference_out, x), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    for gradient, expected in zip(
+        compute_gradients(model, out, x), compute_gradients(model, reference_out, x), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("k", [1, 2, E])
@@ -110,8 +112,8 @@ def test_grouped_and_looped_experts_agree(k: int) -> None:
         out = dispatch.dispatch_sorted(rows, chosen, gates, small, run=run)
         return [out, *torch.autograd.grad(out.float().square().sum(), [rows, *small])]
 
-    for got, expected in zip(run_bf16(dispatch.run_grouped), run_bf16(dispatch.run_loop), strict=True):
-        assert float((got - expected).detach().abs().max()) < 0.02 * float(expected.detach().abs().max())
+    for actual, expected in zip(run_bf16(dispatch.run_grouped), run_bf16(dispatch.run_loop), strict=True):
+        assert float((actual - expected).detach().abs().max()) < 0.02 * float(expected.detach().abs().max())
 
 
 def test_gradients_agree_with_finite_differences() -> None:
@@ -478,8 +480,10 @@ def test_compiles_fully_with_the_grouped_kernel_or_breaks_the_graph(
         (out.float().square().sum() + routing.balance + routing.z).backward()
         return [out.detach().float(), routing.load, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
-    for got, expected in zip(run(compiled), run(model), strict=True):
-        assert float((got - expected).abs().max()) <= (0.01 if forced else 1e-5) * max(1.0, float(expected.abs().max()))
+    for actual, expected in zip(run(compiled), run(model), strict=True):
+        assert float((actual - expected).abs().max()) <= (0.01 if forced else 1e-5) * max(
+            1.0, float(expected.abs().max())
+        )
     assert multiplied == ([] if forced else [16 * 2] * 2)
 
 

@@ -33,22 +33,22 @@ def _config(kind: str) -> Any:
     import transformers as t
 
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    usual = {**sizes, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
+    common = {**sizes, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64}
     ends = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     builders: dict[str, Callable[[], Any]] = {
-        "llama": lambda: t.LlamaConfig(**usual, **ends),
-        "qwen3": lambda: t.Qwen3Config(**usual, **ends, head_dim=16),
-        "mistral": lambda: t.MistralConfig(**usual, **ends, sliding_window=40),
+        "llama": lambda: t.LlamaConfig(**common, **ends),
+        "qwen3": lambda: t.Qwen3Config(**common, **ends, head_dim=16),
+        "mistral": lambda: t.MistralConfig(**common, **ends, sliding_window=40),
         "gpt2": lambda: t.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **ends),
-        "gemma": lambda: t.GemmaConfig(**usual, **ends, head_dim=8),
+        "gemma": lambda: t.GemmaConfig(**common, **ends, head_dim=8),
         "gemma3_text": lambda: t.Gemma3TextConfig(
-            **usual, **ends, head_dim=8, sliding_window=40, layer_types=["sliding_attention", "full_attention"]
+            **common, **ends, head_dim=8, sliding_window=40, layer_types=["sliding_attention", "full_attention"]
         ),
-        "windowed": lambda: t.MistralConfig(**usual, **ends, sliding_window=3),
+        "windowed": lambda: t.MistralConfig(**common, **ends, sliding_window=3),
         "bloom": lambda: t.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **ends),
         "falcon": lambda: t.FalconConfig(**sizes, **ends),
         "mamba": lambda: t.MambaConfig(hidden_size=32, num_hidden_layers=2, state_size=4, **ends),
-        "gemma2": lambda: t.Gemma2Config(**usual, **ends, head_dim=8),
+        "gemma2": lambda: t.Gemma2Config(**common, **ends, head_dim=8),
         "bert": lambda: t.CLIPTextConfig(**sizes, intermediate_size=48, **ends),
     }
     return builders[kind]()

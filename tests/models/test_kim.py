@@ -80,8 +80,8 @@ def test_logits_are_the_head_of_the_features() -> None:
 
 
 def test_initial_weights_are_a_function_of_seed_and_name() -> None:
-    first, again, other = (build_network(seed, vocab_size=2000).state_dict() for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    first, repeated, other = (build_network(seed, vocab_size=2000).state_dict() for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not torch.equal(first["embedding.weight"], other["embedding.weight"])
     assert first["embedding.weight"].std().item() == pytest.approx(0.1, rel=0.03)
     large = Kim(KimShape(vocab_size=10, num_labels=2))

@@ -129,10 +129,10 @@ def test_every_mismatched_size_is_named(tmp_path: Path) -> None:
 
 
 def test_level_with_inconsistent_sizes_is_refused() -> None:
-    wrong = build_memory().state_dict()
-    wrong["episodic_uses"] = wrong["episodic_uses"][:2]
+    state = build_memory().state_dict()
+    state["episodic_uses"] = state["episodic_uses"][:2]
     with pytest.raises(CheckpointError, match=r"episodic_uses has shape \[2\], which does not match its level"):
-        HierarchicalMemory(SHAPE).load_state_dict(wrong)
+        HierarchicalMemory(SHAPE).load_state_dict(state)
 
 
 def test_missing_folder_is_refused(tmp_path: Path) -> None:

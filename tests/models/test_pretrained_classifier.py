@@ -91,8 +91,8 @@ def build_classifier(folder: Path, seed: int = 0) -> PretrainedClassifier:
 @pytest.mark.parametrize("kind", KINDS)
 def test_folder_without_a_head_gets_a_new_head_and_keeps_the_rest(kind: str, tmp_path: Path) -> None:
     folder = save_encoder(tmp_path, kind)
-    first, again, other = (dict(build_classifier(folder, seed).named_parameters()) for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    first, repeated, other = (dict(build_classifier(folder, seed).named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert {name for name in first if name.endswith("weight") and not torch.equal(first[name], other[name])} == {
         name for name in KINDS[kind][3] if name.endswith("weight")
     }

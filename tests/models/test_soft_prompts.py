@@ -46,10 +46,10 @@ def test_parameter_count_matches_the_shape(prefixes: int, projection: int | None
 
 
 def test_initial_values_depend_on_seed_and_name() -> None:
-    first, again, other = (dict(build_soft_prompts(TINY, seed).named_parameters()) for seed in (3, 3, 4))
+    first, repeated, other = (dict(build_soft_prompts(TINY, seed).named_parameters()) for seed in (3, 3, 4))
     fewer = dict(build_soft_prompts(TINY.model_copy(update={"num_prefix_tokens": 0}), 3).named_parameters())
     for name, value in first.items():
-        assert torch.equal(value, again[name])
+        assert torch.equal(value, repeated[name])
         assert name.endswith("bias") or not torch.equal(value, other[name])
         assert name not in fewer or torch.equal(value, fewer[name])
 

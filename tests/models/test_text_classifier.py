@@ -127,6 +127,6 @@ def test_shape_is_discriminated_by_its_kind() -> None:
     pretrained = PretrainedShape(config='{"model_type": "bert", "id2label": {"0": "a", "1": "b"}}')
     for shape in (SHAPE, KimShape(vocab_size=10, num_labels=2), pretrained):
         assert reader.validate_json(shape.model_dump_json()) == shape
-    for wrong in ("[]", '{"id2label": {"0": "a", "1": "b"}}', '{"model_type": "bert"}', "no json"):
+    for config in ("[]", '{"id2label": {"0": "a", "1": "b"}}', '{"model_type": "bert"}', "no json"):
         with pytest.raises(ValidationError):
-            PretrainedShape(config=wrong)
+            PretrainedShape(config=config)

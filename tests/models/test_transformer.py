@@ -248,5 +248,5 @@ def test_blocks_compile_once() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_trunk_compiles_without_a_graph_break() -> None:
     model, tokens = small_model(), draw_tokens()
-    whole = torch.compile(model.hidden, backend="eager", fullgraph=True)
-    torch.testing.assert_close(whole(tokens), model.hidden(tokens))
+    compiled = torch.compile(model.hidden, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), model.hidden(tokens))

@@ -121,8 +121,8 @@ def test_weights_with_names_from_before_2023_load(tmp_path: Path) -> None:
                 tensors[name.replace(new, before)] = value[..., None, None].contiguous() if is_matrix else value
     assert any("proj_attn" in name for name in tensors)
     save_file(tensors, tmp_path / WEIGHTS)
-    again = load_autoencoder(tmp_path).state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    loaded = load_autoencoder(tmp_path).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
 
 
 def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:

@@ -300,7 +300,7 @@ def test_ewc_has_no_effect_before_the_first_source_boundary(tmp_path: Path) -> N
         changes = {"checkpoint.every": 1, "checkpoint.keep": 20, "techniques": techniques}
         run = train("classify", tmp_path, **changes, name=name)
         boundary = (set(small_run.steps_logged(run.path, "eval")) - {4, 8}).pop()
-        for step in (boundary, boundary + 2):  # at the border itself the weights are the anchors
+        for step in (boundary, boundary + 2):  # at the boundary itself the weights are the anchors
             folder = run.path / "checkpoints" / f"step-{step:08d}"
             tensors = {f: load_file(folder / f"{f}.safetensors") for f in ("model", "optimizer")}
             states[name, step] = {f"{f}/{n}": a for f in tensors for n, a in tensors[f].items()}

@@ -342,13 +342,13 @@ def test_evaluation_is_independent_of_batch_size_and_ranks(name: str, tmp_path: 
     subject = Subject(name, tmp_path, "fomaml")
     held_out = subject.plan.validation
     assert held_out is not None
-    usual = evaluate(subject.engine, iter_eval_batches(held_out, 5, limit=5))
-    assert evaluate(subject.engine, iter_eval_batches(held_out, 2, limit=5)) == pytest.approx(usual, rel=1e-5)
+    expected = evaluate(subject.engine, iter_eval_batches(held_out, 5, limit=5))
+    assert evaluate(subject.engine, iter_eval_batches(held_out, 2, limit=5)) == pytest.approx(expected, rel=1e-5)
     rank_sums = [
         subject.engine.eval_step(next(iter_eval_batches(held_out, 5, data_rank=rank, data_size=2, limit=5))).sums
         for rank in range(2)
     ]
-    for key, mean in usual.items():
+    for key, mean in expected.items():
         total, count = (sum(float(sums[key][i]) for sums in rank_sums) for i in range(2))
         assert total / count == pytest.approx(mean, rel=1e-5), key
 

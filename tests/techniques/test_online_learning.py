@@ -144,12 +144,12 @@ def test_prequential_batch_size_is_limited_to_what_fits(
             raise OutOfMemory("too much")
         return plain(engine, batch, **options)
 
-    usual = train("routing", tmp_path, name="usual").metrics
+    reference = train("routing", tmp_path, name="usual").metrics
     monkeypatch.setattr(TorchEngine, "eval_step", eval_step)
     metrics = train("routing", tmp_path, name="few", **changes).metrics
     assert max(sizes) == largest
-    names = [name for name in usual if name.startswith("online/")]
-    assert {name: metrics[name] for name in names} == pytest.approx({name: usual[name] for name in names}, rel=1e-5)
+    names = [name for name in reference if name.startswith("online/")]
+    assert {name: metrics[name] for name in names} == pytest.approx({name: reference[name] for name in names}, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
