@@ -1,11 +1,11 @@
-"""An encoder of transformers on SST-2: our training and evaluation beside those of HF's Trainer, on a CPU.
+"""Training and evaluation speed of a transformers encoder on SST-2, compared with HF's Trainer, on a CPU.
 
     python benchmarks/cpu_encoder.py --data text-cls-sst2/ --rounds 3
 
 The same BERT (random weights, saved once), tokenizer, sentences, batches of 32 padded to their longest, AdamW at one rate
-with clipping at 1, loss logged every 10 steps; each contestant in a process of its own, rounds interleaved. Speed is that
-of the windows between logs, after the first two; an evaluation is timed whole, over dev, the second time. Printed: a
-table with medians and the ratio of ours, and one line of JSON.
+with clipping at 1, loss logged every 10 steps; each contestant runs in its own process, rounds interleaved. Training speed is
+measured between logs after the first two; the second evaluation over dev is timed. Prints a table with medians and the
+ratio, and one line of JSON.
 """
 
 from __future__ import annotations
@@ -24,28 +24,30 @@ from typing import Any
 STEPS, BATCH, WINDOW, RATE, LENGTH = 80, 32, 10, 5e-5, 64
 
 
-def read(file: Path) -> list[tuple[str, int]]:
+def read_rows(file: Path) -> list[tuple[str, int]]:
     rows = (line.rstrip("\n").split("\t") for line in file.open(encoding="utf-8"))
     return [(text, int(label)) for text, label in rows]
 
 
-def make(folder: Path, data: Path) -> None:
-    """The folder both start from: an encoder of 4 layers and width 256 with a tokenizer learnt from the sentences."""
+def write_base_model(folder: Path, data: Path) -> None:
+    """Write the folder both start from: an encoder of 4 layers and width 256, with a tokenizer trained on the sentences."""
     import torch
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertConfig, BertForSequenceClassification, BertTokenizerFast
 
-    words = BertWordPieceTokenizer(lowercase=True)
-    words.train_from_iterator([text for text, _ in read(data / "train.tsv")], vocab_size=8000, show_progress=False)
-    words.save_model(str(folder))
+    tokenizer = BertWordPieceTokenizer(lowercase=True)
+    tokenizer.train_from_iterator(
+        [text for text, _ in read_rows(data / "train.tsv")], vocab_size=8000, show_progress=False
+    )
+    tokenizer.save_model(str(folder))
     BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
     torch.manual_seed(0)
     size = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
-    config = BertConfig(vocab_size=words.get_vocab_size(), max_position_embeddings=128, num_labels=2, **size)
+    config = BertConfig(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=128, num_labels=2, **size)
     BertForSequenceClassification(config).save_pretrained(folder)
 
 
-def trainer(folder: Path, data: Path) -> dict[str, Any]:
+def run_trainer(folder: Path, data: Path) -> dict[str, Any]:
     import torch
     from transformers import (
         AutoModelForSequenceClassification,
@@ -97,34 +99,34 @@ def trainer(folder: Path, data: Path) -> dict[str, Any]:
         seed=0,
     )
     model = AutoModelForSequenceClassification.from_pretrained(folder)
-    found = Trainer(
+    hf_trainer = Trainer(
         model=model,
         args=options,
-        train_dataset=Sentences(read(data / "train.tsv")),
-        eval_dataset=Sentences(read(data / "dev.tsv")),
+        train_dataset=Sentences(read_rows(data / "train.tsv")),
+        eval_dataset=Sentences(read_rows(data / "dev.tsv")),
         data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lambda p: {"accuracy": float((p.predictions.argmax(1) == p.label_ids).mean())},
         callbacks=[clock],
     )
-    found.train()
+    hf_trainer.train()
     windows = [
         b - a for a, b in zip(clock.times[1 : STEPS // WINDOW - 1], clock.times[2 : STEPS // WINDOW], strict=True)
     ]
-    losses = [row["loss"] for row in found.state.log_history if "loss" in row]
-    found.evaluate()
-    began = time.perf_counter()
-    measured = found.evaluate()
-    seconds = time.perf_counter() - began
-    count = len(found.eval_dataset)  # type: ignore[arg-type]
+    losses = [row["loss"] for row in hf_trainer.state.log_history if "loss" in row]
+    hf_trainer.evaluate()
+    start = time.perf_counter()
+    metrics = hf_trainer.evaluate()
+    seconds = time.perf_counter() - start
+    count = len(hf_trainer.eval_dataset)  # type: ignore[arg-type]
     return {
         "train": WINDOW * BATCH / median(windows),
         "evaluate": count / seconds,
         "loss": losses[-1],
-        "accuracy": measured["eval_accuracy"],
+        "accuracy": metrics["eval_accuracy"],
     }
 
 
-def ours(folder: Path, data: Path) -> dict[str, Any]:
+def run_ours(folder: Path, data: Path) -> dict[str, Any]:
     import bottega
 
     settings: dict[str, Any] = {
@@ -150,14 +152,14 @@ def ours(folder: Path, data: Path) -> dict[str, Any]:
     rows = [row for row in run.history() if "samples_per_second" in row]
     saved = bottega.load(run.path)
     saved.evaluate()
-    began = time.perf_counter()
-    measured = saved.evaluate()
-    seconds = time.perf_counter() - began
+    start = time.perf_counter()
+    metrics = saved.evaluate()
+    seconds = time.perf_counter() - start
     return {
         "train": median(row["samples_per_second"] for row in rows[2:]),
-        "evaluate": len(read(data / "dev.tsv")) / seconds,
+        "evaluate": len(read_rows(data / "dev.tsv")) / seconds,
         "loss": rows[-1]["loss"],
-        "accuracy": measured["accuracy"],
+        "accuracy": metrics["accuracy"],
     }
 
 
@@ -168,28 +170,28 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--as", dest="who", choices=("trainer", "ours"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.who:
+    options = parser.parse_args()
+    if options.who:
         import torch
 
-        torch.set_num_threads(asked.threads)
-        print(json.dumps({"trainer": trainer, "ours": ours}[asked.who](asked.folder, asked.data)))
+        torch.set_num_threads(options.threads)
+        print(json.dumps({"trainer": run_trainer, "ours": run_ours}[options.who](options.folder, options.data)))
         return
-    found: dict[str, list[dict[str, Any]]] = {"trainer": [], "ours": []}
+    results: dict[str, list[dict[str, Any]]] = {"trainer": [], "ours": []}
     with tempfile.TemporaryDirectory() as name:
-        make(Path(name), asked.data)
-        for _ in range(asked.rounds):
-            for who, rows in found.items():
-                command = [sys.executable, __file__, "--as", who, "--folder", name, "--data", str(asked.data)]
-                said = subprocess.run(
-                    [*command, "--threads", str(asked.threads)], check=True, stdout=subprocess.PIPE, text=True
+        write_base_model(Path(name), options.data)
+        for _ in range(options.rounds):
+            for contestant, rows in results.items():
+                command = [sys.executable, __file__, "--as", contestant, "--folder", name, "--data", str(options.data)]
+                process = subprocess.run(
+                    [*command, "--threads", str(options.threads)], check=True, stdout=subprocess.PIPE, text=True
                 )
-                rows.append(json.loads(said.stdout.splitlines()[-1]))
-                print(who, rows[-1], file=sys.stderr, flush=True)
-    medians = {who: {k: median(row[k] for row in rows) for k in rows[0]} for who, rows in found.items()}
+                rows.append(json.loads(process.stdout.splitlines()[-1]))
+                print(contestant, rows[-1], file=sys.stderr, flush=True)
+    medians = {contestant: {k: median(row[k] for row in rows) for k in rows[0]} for contestant, rows in results.items()}
     for key in ("train", "evaluate"):
-        theirs, mine = medians["trainer"][key], medians["ours"][key]
-        print(f"{key:<9} Trainer {theirs:8.1f} texts/s   ours {mine:8.1f} texts/s   ratio {mine / theirs:.2f}")
+        theirs, own = medians["trainer"][key], medians["ours"][key]
+        print(f"{key:<9} Trainer {theirs:8.1f} texts/s   ours {own:8.1f} texts/s   ratio {own / theirs:.2f}")
     print(json.dumps(medians))
 
 

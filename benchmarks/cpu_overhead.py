@@ -1,8 +1,8 @@
-"""Ours as a contestant of a framework-overhead benchmark: what `Fit` adds to a step over a bare torch loop, on a CPU.
+"""Our contestant of a framework-overhead benchmark: what `Trainer` adds to a step over a bare torch loop, on a CPU.
 
-The benchmark that runs the peers (bare loop, Accelerate, Lightning, HF Trainer) interleaved calls this one through its
-`--extra`, with the task in BENCH_* variables; BENCH_DIR holds its models, its optimizer settings and its clock. Printed:
-one JSON line with microseconds and processor time per step.
+The benchmark that interleaves the others (bare loop, Accelerate, Lightning, HF Trainer) calls this one through its
+`--extra`, with the task in BENCH_* variables; BENCH_DIR holds its models, optimizer settings and clock. Prints one JSON line
+with microseconds and CPU time per step.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from bottega.engines.torch.engine import TorchEngine
 BATCH = 8
 
 
-def borrowed(name: str) -> torch.nn.Module:
+def build_model(name: str) -> torch.nn.Module:
     torch.manual_seed(0)
     shapes = {"tiny_gpt": Cfg(2, 2, 64, 64, 256), "gpt": Cfg(6, 6, 384, 256, 256)}
     return MLP(32) if name == "mlp" else GPT(shapes[name])
 
 
-class Borrowed(Task):
-    """The benchmark's own model: it returns a mean, so the total is that times the count."""
+class BenchmarkTask(Task):
+    """The benchmark's own model: it returns a mean, so the sum is the mean times the count."""
 
     name: str
 
     def specs(self) -> dict[str, ModelSpec]:
-        return {"model": ModelSpec(borrowed, self.name)}
+        return {"model": ModelSpec(build_model, self.name)}
 
     def counts(self, batch: Any) -> dict[str, float]:
         return {"loss": batch["labels"].size}
@@ -53,14 +53,14 @@ class Borrowed(Task):
         return Loss({"loss": (mean * batch["labels"].numel(), 1.0)})
 
 
-class Tick(Callback):
-    """Prints what the others print, at the same cadence."""
+class PrintLoss(Callback):
+    """Prints the same output as the other contestants, at the same cadence."""
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
         print({"step": progress.step, "loss": metrics["loss"]}, file=sys.stderr)
 
 
-class Timed(TorchEngine):
+class TimedEngine(TorchEngine):
     clock: Clock
 
     def train_step(self, step: int, batch: Any) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Timed(TorchEngine):
         return out
 
 
-def data(name: str, count: int) -> ArraySource:
+def build_source(name: str, count: int) -> ArraySource:
     random = np.random.default_rng(0)
     if name == "mlp":
         x = random.standard_normal((count * BATCH, 32)).astype(np.float32)
@@ -84,11 +84,13 @@ def main() -> None:
     steps, warmup, window, threads = (int(os.environ[f"BENCH_{k}"]) for k in ("STEPS", "WARMUP", "WINDOW", "THREADS"))
     torch.set_num_threads(threads)
     training = Training(learning_rate=3e-4, weight_decay=0.1, optimizer=Optimizer(betas=(0.9, 0.95)), max_grad_norm=1.0)
-    engine = Timed(Borrowed(name=name), training, rate=lambda step: 3e-4, device="cpu")
+    engine = TimedEngine(BenchmarkTask(name=name), training, rate=lambda step: 3e-4, device="cpu")
     engine.clock = clock = Clock(warmup, window)
-    loader = Loader(data(name, warmup + steps), BATCH, seed=0)
+    loader = Loader(build_source(name, warmup + steps), BATCH, seed=0)
     progress = Progress(total=warmup + steps)
-    Trainer(engine=engine, batches=loader, progress=progress, cadences=Cadences(log=window), callbacks=[Tick()]).run()
+    Trainer(
+        engine=engine, batches=loader, progress=progress, cadences=Cadences(log=window), callbacks=[PrintLoss()]
+    ).run()
     print(
         json.dumps(
             {

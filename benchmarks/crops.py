@@ -1,4 +1,4 @@
-"""The image sample of benchmarks/data.py, in a module of its own so that worker processes can import it."""
+"""The image source of benchmarks/data.py, in its own module so that worker processes can import it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.data.tables.shards import Table
 
 
 class Crops(Source):
-    """The benchmark's own sample: 224 pixels out of the middle of 256, in floats."""
+    """Center crops of 224 of 256 pixels, as floats."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -22,12 +22,12 @@ class Crops(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         images = np.empty((len(index), 224, 224, 3), np.float32)
-        for place, number in enumerate(index.tolist()):
+        for position, number in enumerate(index.tolist()):
             stored = self.table.row("image", number)
             pixels = decode_image(stored, channels=3) if isinstance(stored, bytes) else stored
-            # One picture after the other, while it is in the processor's cache.
-            np.subtract(pixels[16:240, 16:240], np.float32(127.5), out=images[place])
-            images[place] /= np.float32(64)
+            # One image at a time, while it is in the CPU cache.
+            np.subtract(pixels[16:240, 16:240], np.float32(127.5), out=images[position])
+            images[position] /= np.float32(64)
         return {"image": images, "label": np.array([int(self.table.row("label", n)) for n in index.tolist()])}
 
     @property

@@ -1,9 +1,9 @@
-"""Ours as a contestant of a data benchmark: text to packed tokens and shuffled batches of them; images from tar shards.
+"""Our contestant of a data benchmark: text to packed tokens and shuffled batches of them; images from tar shards.
 
-The benchmark that runs the peers (HF datasets, tokenizers, tiktoken, webdataset, ...) interleaved calls this one through
-its `--extra`, with the task in BENCH_* variables. Printed: one JSON line.
+The benchmark that interleaves the others (HF datasets, tokenizers, tiktoken, webdataset, ...) calls this one through its
+`--extra`, with the task in BENCH_* variables. Prints one JSON line.
 
-  BENCH_STORE=decoded    images: serve prepared pixels in place of decoding PNG files as the peers do
+  BENCH_STORE=decoded    images: serve decoded pixels instead of decoding PNG files as the others do
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ def processor_seconds() -> float:
     return t.user + t.system + t.children_user + t.children_system
 
 
-def text() -> dict[str, Any]:
+def run_text() -> dict[str, Any]:
     corpus, out = os.environ["BENCH_CORPUS"], Path(os.environ["BENCH_OUT"])
     block, batch = int(os.environ["BENCH_BLOCK"]), int(os.environ["BENCH_BATCH"])
     data = TextData(train=SourceOptions(path=corpus))
     spec = TokenizerSpec(kind="pretrained", path=os.environ["BENCH_TOKENIZER"])
-    begun, used = time.perf_counter(), processor_seconds()
+    start, used = time.perf_counter(), processor_seconds()
     prepared = prepare_language(data, spec, progress=lambda stage, done, total: None, cache=out / "cache")
-    seconds, used = time.perf_counter() - begun, processor_seconds() - used
+    seconds, used = time.perf_counter() - start, processor_seconds() - used
     stream = prepared.table("train").values("tokens")
-    # A window of `block` tokens: its last one is the target of the one before.
+    # A window of `block` tokens includes the target of its last input.
     loader = Loader(TokenWindows(prepared.folder, "train", sequence_length=block - 1, seed=0), batch, seed=0)
     rates = []
     for epoch in range(3):
         steps = int(loader.steps_per_epoch)
         batches = loader(epoch * steps)
-        begun, count = time.perf_counter(), 0
+        start, count = time.perf_counter(), 0
         for _ in range(steps):
             ids = torch.from_numpy(next(batches)["input_ids"]).long()
             count += ids.numel()
-        rates.append(count / (time.perf_counter() - begun))
+        rates.append(count / (time.perf_counter() - start))
         assert ids.shape == (batch, block)
     return {
         "tokens": len(stream),
@@ -68,7 +68,7 @@ def text() -> dict[str, Any]:
     }
 
 
-def image() -> dict[str, Any]:
+def run_image() -> dict[str, Any]:
     out, batch, workers = (
         Path(os.environ["BENCH_OUT"]),
         int(os.environ["BENCH_BATCH"]),
@@ -84,21 +84,21 @@ def image() -> dict[str, Any]:
     steps = len(crops) // batch
     rates, firsts, used = [], [], processor_seconds()
     for epoch in range(2):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         batches = loader(epoch * steps)
         for step in range(steps):
-            got = next(batches)
-            images, labels = torch.from_numpy(got["image"]), torch.from_numpy(got["label"])
+            rows = next(batches)
+            images, labels = torch.from_numpy(rows["image"]), torch.from_numpy(rows["label"])
             if step == 0:
                 first = time.perf_counter()
             assert images.shape == (batch, 224, 224, 3)
             assert len(labels) == batch
         rates.append((steps - 1) * batch / (time.perf_counter() - first))
-        firsts.append(first - begun)
+        firsts.append(first - start)
         batches.close()
     per_image = 1e3 * (processor_seconds() - used) / 2 / (steps * batch)
     return {"images_per_s": median(rates), "first_batch_s": median(firsts), "cpu_ms_per_image": per_image}
 
 
 if __name__ == "__main__":
-    print(json.dumps({"text": text, "image": image}[os.environ["BENCH_TASK"]]()))
+    print(json.dumps({"text": run_text, "image": run_image}[os.environ["BENCH_TASK"]]()))

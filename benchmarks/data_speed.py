@@ -1,8 +1,8 @@
-"""How fast the data layer is beside the plainest code that does the same, as ratios of processor time (below 1: faster).
+"""Speed of the data layer compared with the simplest equivalent code, as ratios of CPU time (below 1: faster).
 
   python benchmarks/data_speed.py
 
-Ratios are taken of the best of several turns, interleaved, so that other work on the machine hits both sides.
+Ratios are of the best of several interleaved rounds, so that other work on the machine affects both sides.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ Work = Callable[[], object]
 TEXT = "It was a dark night, and the rain fell in torrents except at occasional intervals.\n" * 25_000
 
 
-def seconds(work: Work) -> float:
-    begun = time.process_time()
+def measure_seconds(work: Work) -> float:
+    start = time.process_time()
     work()
-    return time.process_time() - begun
+    return time.process_time() - start
 
 
 def compare(name: str, ours: Work, theirs: Work, *, turns: int = 5) -> None:
-    best = [min(times) for times in zip(*[(seconds(ours), seconds(theirs)) for _ in range(turns)], strict=True)]
-    print(f"{name:<58} {best[0] / best[1]:8.2f}   ({best[0] * 1e3:.2f} ms beside {best[1] * 1e3:.2f} ms)", flush=True)
+    best = [
+        min(times)
+        for times in zip(*[(measure_seconds(ours), measure_seconds(theirs)) for _ in range(turns)], strict=True)
+    ]
+    print(f"{name:<58} {best[0] / best[1]:8.2f}   ({best[0] * 1e3:.2f} ms vs {best[1] * 1e3:.2f} ms)", flush=True)
 
 
-def archive(folder: Path) -> Path:
+def write_archive(folder: Path) -> Path:
     path = folder / "a.tar"
     with tarfile.open(path, "w") as out:
         for name in (f"{i:05}.{suffix}" for i in range(2000) for suffix in ("png", "wav")):
@@ -54,7 +57,7 @@ def archive(folder: Path) -> Path:
     return path
 
 
-def read_by_tarfile(path: Path) -> None:
+def read_with_tarfile(path: Path) -> None:
     with tarfile.open(path) as members:
         for info in members:
             members.extractfile(info).read()  # type: ignore[union-attr]
@@ -63,29 +66,29 @@ def read_by_tarfile(path: Path) -> None:
 def main() -> None:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
-        path = archive(Path(folder))
+        path = write_archive(Path(folder))
         piece = Piece(path, path.name)
         compare(
-            "tar: 2,000 samples beside tarfile",
+            "tar: 2,000 samples vs tarfile",
             lambda: list(tar.read(piece, Source())),
-            lambda: read_by_tarfile(path),
+            lambda: read_with_tarfile(path),
         )
 
     loader = Loader(ArraySource({"x": np.arange(1_000_000)}), 8, seed=0)
     compare(
-        "order: step 1,000,000,000 beside step 1 (200 of them)",
+        "order: step 1,000,000,000 vs step 1 (200 steps)",
         lambda: [loader.indices(10**9 + step) for step in range(200)],
         lambda: [loader.indices(1 + step) for step in range(200)],
     )
     compare(
-        "order: a million places beside numpy's permutation",
+        "order: a million indices vs numpy's permutation",
         lambda: permute(np.arange(1_000_000), size=1_100_000, seed=0, epoch=0),
         lambda: np.random.default_rng(0).permutation(1_100_000),
     )
     values, index = np.arange(1000), np.arange(8)
     stream = Loader(ArraySource({"x": values}), 8, seed=0)(0)
     compare(
-        "loader: 10,000 batches of 8 beside the gather alone",
+        "loader: 10,000 batches of 8 vs the gather alone",
         lambda: list(islice(stream, 10_000)),
         lambda: [{"x": values[index]} for _ in range(10_000)],
     )
@@ -95,21 +98,19 @@ def main() -> None:
     for rule in ("fraction", "hash", "file", "stratified", "group"):
         options = Splitting(by=rule, field="user" if rule == "group" else None)
         compare(
-            f"split: a million rows by {rule} beside sorting them",
+            f"split: a million rows by {rule} vs sorting",
             lambda options=options: assign_splits(rows, options, 0.05, 0.05),
             lambda: np.argsort(keys, kind="stable"),
         )
 
     raw = TEXT.encode()
-    compare("clean: 2 MB of clean text beside its CRC", lambda: clean_text(TEXT, Cleaning()), lambda: zlib.crc32(raw))
-    compare(
-        "duplicates: the signature of 2 MB beside its CRC", lambda: minhash_signature(TEXT), lambda: zlib.crc32(raw)
-    )
+    compare("clean: 2 MB of clean text vs its CRC", lambda: clean_text(TEXT, Cleaning()), lambda: zlib.crc32(raw))
+    compare("duplicates: the signature of 2 MB vs its CRC", lambda: minhash_signature(TEXT), lambda: zlib.crc32(raw))
     for kind in ("bytes", "characters"):
         tokenizer = build_tokenizer(TokenizerSpec(kind=kind), [TEXT])
         tokenizer.encode(TEXT)
         compare(
-            f"tokenizer: 2 MB as {kind} beside a copy as 16 bits",
+            f"tokenizer: 2 MB as {kind} vs a copy as 16 bits",
             lambda tokenizer=tokenizer: tokenizer.encode(TEXT),
             lambda: np.frombuffer(TEXT.encode(), np.uint8).astype(np.uint16),
         )

@@ -1,7 +1,7 @@
-"""DiT-B/4 at 32 x 32 x 4 latents in bf16 on one GPU: ours beside the plainly written model, eager and compiled.
+"""DiT-B/4 at 32 x 32 x 4 latents in bf16 on one GPU: ours compared with a plain implementation, eager and compiled.
 
-One process, one run: the contestants take turns in short windows of steps, so that clocks and heat are shared, and the
-medians are compared. Both draw noise and times, compute the flow-matching loss and take a fused AdamW step.
+In one process the contestants are interleaved in short windows of steps to share clock and thermal effects, and medians
+are compared. Both draw noise and times, compute the flow-matching loss and take a fused AdamW step.
 
     python benchmarks/gpu_dit.py [--batch 256] [--rounds 5] [--steps 20]
 """
@@ -30,7 +30,7 @@ SIDE, CHANNELS, PATCH, WIDTH, LAYERS, HEADS, CLASSES = 32, 4, 4, 768, 12, 12, 10
 
 
 class PlainBlock(nn.Module):
-    """As the paper has it and as anybody would write it."""
+    """A DiT block as in the paper."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PlainDiT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Conv2d(CHANNELS, WIDTH, PATCH, PATCH)
-        self.place = nn.Parameter(torch.randn(1, (SIDE // PATCH) ** 2, WIDTH) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, (SIDE // PATCH) ** 2, WIDTH) * 0.02)
         self.time = nn.Sequential(nn.Linear(256, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
         self.label = nn.Embedding(CLASSES + 1, WIDTH)
         self.blocks = nn.ModuleList(PlainBlock() for _ in range(LAYERS))
@@ -68,7 +68,7 @@ class PlainDiT(nn.Module):
         rates = torch.exp(-math.log(10000) * torch.arange(128, device=x.device) / 128)
         angles = t[:, None] * 1000 * rates
         c = self.time(torch.cat((angles.cos(), angles.sin()), 1)) + self.label(y)
-        h = self.embed(x).flatten(2).transpose(1, 2) + self.place
+        h = self.embed(x).flatten(2).transpose(1, 2) + self.positions
         for block in self.blocks:
             h = block(h, c)
         shift, scale = self.ada(c).chunk(2, dim=1)
@@ -78,7 +78,7 @@ class PlainDiT(nn.Module):
         return torch.einsum("nhwpqc->nchpwq", h).reshape(-1, CHANNELS, SIDE, SIDE)
 
 
-def plain(batch: int, *, compiled: bool) -> Callable[[], None]:
+def build_plain(batch: int, *, compiled: bool) -> Callable[[], None]:
     torch.manual_seed(0)
     model = PlainDiT().cuda()
     called = torch.compile(model) if compiled else model
@@ -101,7 +101,7 @@ def plain(batch: int, *, compiled: bool) -> Callable[[], None]:
     return step
 
 
-def ours(batch: int, *, ema: float | None = None) -> Callable[[], None]:
+def build_ours(batch: int, *, ema: float | None = None) -> Callable[[], None]:
     backbone = DiTShape(
         grid=(SIDE, SIDE),
         channels=CHANNELS,
@@ -127,30 +127,30 @@ def ours(batch: int, *, ema: float | None = None) -> Callable[[], None]:
     return step
 
 
-def timed(step: Callable[[], None], steps: int) -> float:
+def time_step(step: Callable[[], None], steps: int) -> float:
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(steps):
         step()
     torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
+    return (time.perf_counter() - start) / steps
 
 
 def matmul_rate() -> float:
-    """FLOP/s of a large bf16 product on this device, what there is to reach."""
+    """Return the FLOP/s of a large bf16 product on this device, an upper bound."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     for _ in range(5):
         a @ b
     torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(30):
         a @ b
     torch.cuda.synchronize()
-    return 30 * 2 * 8192**3 / (time.perf_counter() - began)
+    return 30 * 2 * 8192**3 / (time.perf_counter() - start)
 
 
 def flops_per_image() -> float:
-    """Forward and backward: six for each weight and token it meets, and attention."""
+    """Return the FLOPs of forward and backward: six per weight and token, plus attention."""
     tokens = (SIDE // PATCH) ** 2
     per_token = LAYERS * (4 + 8) * WIDTH**2 + 2 * WIDTH * PATCH * PATCH * CHANNELS
     per_image = LAYERS * 6 * WIDTH**2 + 2 * WIDTH**2
@@ -162,33 +162,33 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="the two compiled ones alone")
+    parser.add_argument("--quick", action="store_true", help="compare the two compiled contestants only")
     arguments = parser.parse_args()
     torch.set_float32_matmul_precision("high")
     contestants: dict[str, Any] = {
-        **({} if arguments.quick else {"plain eager": plain(arguments.batch, compiled=False)}),
-        "plain compiled": plain(arguments.batch, compiled=True),
-        "ours": ours(arguments.batch),
-        **({} if arguments.quick else {"ours with ema": ours(arguments.batch, ema=0.999)}),
+        **({} if arguments.quick else {"plain eager": build_plain(arguments.batch, compiled=False)}),
+        "plain compiled": build_plain(arguments.batch, compiled=True),
+        "ours": build_ours(arguments.batch),
+        **({} if arguments.quick else {"ours with ema": build_ours(arguments.batch, ema=0.999)}),
     }
     for step in contestants.values():
-        timed(step, 10)
+        time_step(step, 10)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(arguments.rounds):
         for name, step in contestants.items():
-            seconds[name].append(timed(step, arguments.steps))
+            seconds[name].append(time_step(step, arguments.steps))
     peak = matmul_rate()
     result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "batch": arguments.batch}
     result["matmul_tflops"] = round(peak / 1e12, 1)
     for name, times in seconds.items():
         rate = arguments.batch / median(times)
-        share = rate * flops_per_image() / peak
-        result[name] = {"images_per_second": round(rate), "share_of_matmul": round(share, 3)}
-        print(f"{name:<16}{rate:>10,.0f} images/s  {share:6.1%} of the matmul rate")
-    mine = result["ours"]["images_per_second"]
-    result["over_compiled"] = round(mine / result["plain compiled"]["images_per_second"], 3)
+        fraction = rate * flops_per_image() / peak
+        result[name] = {"images_per_second": round(rate), "share_of_matmul": round(fraction, 3)}
+        print(f"{name:<16}{rate:>10,.0f} images/s  {fraction:6.1%} of the matmul rate")
+    own = result["ours"]["images_per_second"]
+    result["over_compiled"] = round(own / result["plain compiled"]["images_per_second"], 3)
     if not arguments.quick:
-        result["over_eager"] = round(mine / result["plain eager"]["images_per_second"], 3)
+        result["over_eager"] = round(own / result["plain eager"]["images_per_second"], 3)
     print(json.dumps(result))
 
 

@@ -1,7 +1,7 @@
-"""Ours as a contestant of the GPT-2 124M throughput benchmark on one GPU: tokens/s, peak memory, time to the first step.
+"""Our contestant of the GPT-2 124M throughput benchmark on one GPU: tokens/s, peak memory, time to the first step.
 
-The peers' benchmark calls this through its `--extra`, with the task in BENCH_* variables, and reads one JSON line. The
-model is size `verse`, whose FLOPs per token are within 2 % of GPT-2's at the same shape. Any training key can be set:
+The benchmark of the other trainers calls this through its `--extra`, with the task in BENCH_* variables, and reads one JSON
+line. The model is size `verse`, whose FLOPs per token are within 2 % of GPT-2's at the same shape. Any training key can be set:
 
     python benchmarks/gpu_language.py training.gradient_checkpointing=true deterministic=true
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-STARTED = time.perf_counter()  # as for the peers: the import of torch is before it, the framework's own after it
+STARTED = time.perf_counter()  # as for the others: after importing torch, before importing the framework
 
 from bottega.config.training import Optimizer, Training
 from bottega.core.callback import Progress
@@ -48,8 +48,8 @@ class Windows(Source):
         return f"window {index}"
 
 
-class Timed(TorchEngine):
-    """Marks windows of steps, waiting for the device at their borders only."""
+class TimedEngine(TorchEngine):
+    """Records the time of windows of steps, synchronising with the device at their boundaries only."""
 
     warmup: int
     window: int
@@ -73,38 +73,43 @@ class Timed(TorchEngine):
 
 
 def main() -> None:
-    ask = {
+    task = {
         k: int(os.environ[f"BENCH_{k}"]) for k in ("BATCH", "T", "VOCAB", "LAYERS", "D", "WARMUP", "STEPS", "WINDOW")
     }
-    words = dict(word.split("=", 1) for word in sys.argv[1:])
-    dims = {**SIZES["verse"], "num_layers": ask["LAYERS"], "context": ask["T"], "vocab_size": ask["VOCAB"]}
-    if ask["D"] != 768:
-        dims |= {"hidden_size": ask["D"], "head_size": 32, "num_heads": ask["D"] // 32, "num_kv_heads": ask["D"] // 32}
-        dims["intermediate_size"] = ask["D"] * 8 // 3
+    overrides = dict(argument.split("=", 1) for argument in sys.argv[1:])
+    dims = {**SIZES["verse"], "num_layers": task["LAYERS"], "context": task["T"], "vocab_size": task["VOCAB"]}
+    if task["D"] != 768:
+        dims |= {
+            "hidden_size": task["D"],
+            "head_size": 32,
+            "num_heads": task["D"] // 32,
+            "num_kv_heads": task["D"] // 32,
+        }
+        dims["intermediate_size"] = task["D"] * 8 // 3
     shape = TransformerShape(**dims)
-    settings = {k.removeprefix("training."): json.loads(v) for k, v in words.items() if k.startswith("training.")}
+    settings = {k.removeprefix("training."): json.loads(v) for k, v in overrides.items() if k.startswith("training.")}
     training = Training(learning_rate=3e-4, optimizer=Optimizer(betas=(0.9, 0.95)), mixed_precision="bf16", **settings)
-    engine = Timed(
+    engine = TimedEngine(
         Language(shape=shape),
         training,
         rate=lambda step: 3e-4,
         device=os.environ["BENCH_DEVICE"],
-        deterministic=words.get("deterministic") == "true",
+        deterministic=overrides.get("deterministic") == "true",
     )
-    engine.warmup, engine.window, engine.marks = ask["WARMUP"], ask["WINDOW"], []
-    loader = Loader(Windows(os.environ["BENCH_TOKENS"], ask["T"]), ask["BATCH"], seed=0, prefetch=2)
-    progress = Progress(total=ask["WARMUP"] + ask["STEPS"])
-    Trainer(engine=engine, batches=loader, progress=progress, cadences=Cadences(log=ask["WINDOW"])).run()
-    step = median(b - a for a, b in zip(engine.marks, engine.marks[1:], strict=False)) / ask["WINDOW"]
+    engine.warmup, engine.window, engine.marks = task["WARMUP"], task["WINDOW"], []
+    loader = Loader(Windows(os.environ["BENCH_TOKENS"], task["T"]), task["BATCH"], seed=0, prefetch=2)
+    progress = Progress(total=task["WARMUP"] + task["STEPS"])
+    Trainer(engine=engine, batches=loader, progress=progress, cadences=Cadences(log=task["WINDOW"])).run()
+    step = median(b - a for a, b in zip(engine.marks, engine.marks[1:], strict=False)) / task["WINDOW"]
     print(
         json.dumps(
             {
-                "tokens_per_s": ask["BATCH"] * ask["T"] / step,
+                "tokens_per_s": task["BATCH"] * task["T"] / step,
                 "ms_per_step": 1e3 * step,
                 "first_step_s": engine.first,
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if engine.device.type == "cuda" else None,
                 "loss": engine.last_loss,
-                "batch": ask["BATCH"],
+                "batch": task["BATCH"],
                 "flops_ratio": shape.flops_per_token() / float(os.environ["BENCH_FLOPS_PER_TOKEN"]),
             }
         )

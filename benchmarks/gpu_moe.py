@@ -1,12 +1,12 @@
-"""A layer of experts on one GPU beside the dense layer that does the same work for a token, forward and backward.
+"""A mixture-of-experts layer on one GPU compared with the dense layer of equal FLOPs per token, forward and backward.
 
-The dense SwiGLU is as wide as the experts that a token asks together (top_k x expert_size), so both multiply the same
-numbers. They take turns in short windows, so that clocks and heat are shared, and medians are compared. Weights are
-bfloat16, or float32 under autocast as in a training run, where those of all experts are rounded in each forward.
+The dense SwiGLU is as wide as the active experts of a token together (top_k x expert_size), so both have equal FLOPs. They
+are interleaved in short windows to share clock and thermal effects, and medians are compared. Weights are bfloat16, or
+float32 under autocast as in a training run, where the weights of all experts are cast in each forward.
 
     python benchmarks/gpu_moe.py [--experts 8 16 64] [--tokens 16384 65536] [--rounds 7] [--steps 10]
 
-`--tiny` tries it out on any machine in seconds; its numbers mean nothing.
+`--tiny` checks that it runs on any machine in seconds; its numbers are meaningless.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from bottega.models.experts.torch import Experts, FeedForward
 from bottega.models.initial import initialise
 
 BAR = 0.6
-"""Of the dense layer's tokens a second, at least."""
+"""Required fraction of the dense layer's tokens per second."""
 LENGTH = 2048
-"""Tokens of a row."""
+"""Tokens per row."""
 
 
-def stepped(
-    layer: nn.Module, x: Tensor, *, called: Callable[..., Any], autocast: bool, weighs: bool
+def build_step(
+    layer: nn.Module, x: Tensor, *, called: Callable[..., Any], autocast: bool, has_routing_losses: bool
 ) -> Callable[[], None]:
-    """One forward and backward; of experts with the two losses that a run has."""
+    """Return a function that runs one forward and backward, for experts with the two router losses of a run."""
     upstream = torch.randn_like(x) / x.numel()
 
     def step() -> None:
         layer.zero_grad(set_to_none=True)
         x.grad = None
         with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=autocast):
-            found = called(x)
-        out, extra = (found[0], found[1].balance + 1e-3 * found[1].z) if weighs else (found, None)
-        both = [out] if extra is None else [out, extra]
-        torch.autograd.backward(both, [upstream.to(out.dtype), *(torch.full_like(e, 1e-6) for e in both[1:])])
+            result = called(x)
+        out, extra = (result[0], result[1].balance + 1e-3 * result[1].z) if has_routing_losses else (result, None)
+        outputs = [out] if extra is None else [out, extra]
+        torch.autograd.backward(outputs, [upstream.to(out.dtype), *(torch.full_like(e, 1e-6) for e in outputs[1:])])
 
     return step
 
 
-def compiled(layer: nn.Module, step_of: Callable[[Callable[..., Any]], Callable[[], None]], *, wanted: bool) -> Any:
-    """The step with the layer compiled as one graph; as it is, with a word why, where that fails."""
-    if wanted:
+def try_compile(layer: nn.Module, step_of: Callable[[Callable[..., Any]], Callable[[], None]], *, enabled: bool) -> Any:
+    """Return the step with the layer compiled as one graph, or eager with a printed reason if that fails."""
+    if enabled:
         step = step_of(torch.compile(layer, fullgraph=True, dynamic=False))
         try:
             step()
         except Exception as error:
-            print(f"{type(layer).__name__} does not compile here, so it runs as it is: {str(error).splitlines()[0]}")
+            print(f"{type(layer).__name__} does not compile here and runs eagerly: {str(error).splitlines()[0]}")
         else:
             return step, True
     return step_of(layer), False
 
 
-def timed(step: Callable[[], None], steps: int, device: torch.device) -> float:
+def time_step(step: Callable[[], None], steps: int, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(steps):
         step()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
+    return (time.perf_counter() - start) / steps
 
 
-def compared(
+def compare_layers(
     shape: ExpertsShape, tokens: int, *, rounds: int, steps: int, device: torch.device, autocast: bool
 ) -> dict[str, Any]:
     torch._dynamo.reset()
@@ -92,16 +92,16 @@ def compared(
         x = x.bfloat16().requires_grad_()
 
         def step_of(called: Callable[..., Any], layer: Any = layer, x: Tensor = x) -> Callable[[], None]:
-            return stepped(layer, x, called=called, autocast=autocast, weighs=isinstance(layer, Experts))
+            return build_step(layer, x, called=called, autocast=autocast, has_routing_losses=isinstance(layer, Experts))
 
-        contestants[name], graphs[name] = compiled(layer, step_of, wanted=device.type == "cuda")
+        contestants[name], graphs[name] = try_compile(layer, step_of, enabled=device.type == "cuda")
     for step in contestants.values():
-        timed(step, 3, device)
+        time_step(step, 3, device)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, step in contestants.items():
-            seconds[name].append(timed(step, steps, device))
-    middle = {name: median(times) for name, times in seconds.items()}
+            seconds[name].append(time_step(step, steps, device))
+    medians = {name: median(times) for name, times in seconds.items()}
     with torch.no_grad(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=autocast):
         load = layers["experts"](x)[1].load
     flops = 6 * tokens * 3 * shape.hidden_size * shape.top_k * shape.expert_size
@@ -110,12 +110,12 @@ def compared(
         "tokens": tokens,
         "weights": "float32" if autocast else "bfloat16",
         "compiled": all(graphs.values()),
-        "experts_ms": round(1e3 * middle["experts"], 3),
-        "dense_ms": round(1e3 * middle["dense"], 3),
-        "experts_tflops": round(flops / middle["experts"] / 1e12, 1),
-        "dense_tflops": round(flops / middle["dense"] / 1e12, 1),
+        "experts_ms": round(1e3 * medians["experts"], 3),
+        "dense_ms": round(1e3 * medians["dense"], 3),
+        "experts_tflops": round(flops / medians["experts"] / 1e12, 1),
+        "dense_tflops": round(flops / medians["dense"] / 1e12, 1),
         "load_entropy": round(float(torch.special.entr(load / load.sum()).sum()) / math.log(shape.num_experts), 3),
-        "over_dense": round(middle["dense"] / middle["experts"], 3),
+        "over_dense": round(medians["dense"] / medians["experts"], 3),
     }
 
 
@@ -128,16 +128,16 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--tiny", action="store_true", help="small, on a CPU if there is no GPU")
+    parser.add_argument("--tiny", action="store_true", help="small sizes; runs on a CPU if there is no GPU")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() and not arguments.tiny:
-        parser.error("torch sees no GPU; use --tiny to try it out without one")
+        parser.error("torch finds no GPU; use --tiny to check that it runs without one")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if arguments.tiny:
         arguments.experts, arguments.tokens, arguments.hidden, arguments.size = [4], [256], 64, 32
         arguments.rounds, arguments.steps = 3, 2
     torch.manual_seed(0)
-    torch.set_float32_matmul_precision("high")  # as in a run with short floats
+    torch.set_float32_matmul_precision("high")  # as in a mixed-precision run
     rows = []
     print("experts   tokens  weights    experts ms   dense ms   TFLOP/s of each    load   over dense")
     for autocast in (False, True):
@@ -149,7 +149,7 @@ def main() -> None:
                     num_experts=experts,
                     top_k=arguments.top_k,
                 )
-                row = compared(
+                row = compare_layers(
                     shape, tokens, rounds=arguments.rounds, steps=arguments.steps, device=device, autocast=autocast
                 )
                 rows.append(row)

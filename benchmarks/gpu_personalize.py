@@ -1,12 +1,12 @@
 """Personalised generation in the shapes of LLaMA-7B and Stable Diffusion 1.5, with random weights, on one GPU.
 
 First the table of `bottega plan --memory`: a training step by micro-batch, with and without gradient checkpointing. Then
-ours beside the plain way to write it (transformers with the prefixes in a cache, diffusers, one AdamW), both in bf16, in
-turns of short windows, so that clocks and heat are shared; medians are compared.
+ours compared with a plain implementation (transformers with the prefixes in a cache, diffusers, AdamW), both in bf16, in
+interleaved short windows to share clock and thermal effects; medians are compared.
 
     python benchmarks/gpu_personalize.py [--prompt 600] [--most 16] [--rounds 3] [--steps 4] [--tiny] [--out FILE]
 
-Weights are random because their values do not change the time; --tiny is a check of this script on a CPU.
+Weights are random because their values do not affect speed; --tiny checks this script on a CPU.
 """
 
 from __future__ import annotations
@@ -54,39 +54,42 @@ TINY: dict[str, Any] = {
 TEXT_TOKENS, TEXT_VOCAB, DOWNSAMPLE, LATENT_CHANNELS = 77, 49408, 8, 4
 
 
-class Unpretrained(Personalize):
-    """The task with frozen models of random weights, made where they are used."""
+class RandomPersonalize(Personalize):
+    """The task with frozen models of random weights, built on their device."""
 
     sizes: dict[str, Any]
     device: str
 
     def specs(self) -> dict[str, ModelSpec]:
         torch.manual_seed(0)
-        language, (unet, vae, text) = language_model(self.sizes, self.device), image_parts(self.sizes, self.device)
+        language, (unet, vae, text) = (
+            build_language_model(self.sizes, self.device),
+            build_image_parts(self.sizes, self.device),
+        )
         if self.checkpointing:
             unet.enable_gradient_checkpointing()
         models = {
             "model": build_soft_prompts(self.shape, 0),
             "language_model": FrozenLanguageModel(language, supports_prefixes=True, checkpointing=self.checkpointing),
-            "image_model": FrozenImageModel(facts(self.sizes), denoiser=unet, encoders=[text], vae=vae),
+            "image_model": FrozenImageModel(build_metadata(self.sizes), denoiser=unet, encoders=[text], vae=vae),
         }
         return {name: ModelSpec.of(model) for name, model in models.items()}
 
 
-def language_model(sizes: dict[str, Any], device: str, *, attention: str | None = None) -> Any:
+def build_language_model(sizes: dict[str, Any], device: str, *, attention: str | None = None) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**sizes["language"], vocab_size=sizes["vocab"], max_position_embeddings=4096)
     config._attn_implementation = attention or register_prefix_attention()
-    return made(lambda: LlamaForCausalLM(config), device)
+    return build_frozen(lambda: LlamaForCausalLM(config), device)
 
 
-def image_parts(sizes: dict[str, Any], device: str) -> tuple[Any, Any, Any]:
+def build_image_parts(sizes: dict[str, Any], device: str) -> tuple[Any, Any, Any]:
     from diffusers import AutoencoderKL, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel
 
     text = sizes["text"]
-    unet = made(
+    unet = build_frozen(
         lambda: UNet2DConditionModel(
             sample_size=sizes["image"] // DOWNSAMPLE,
             block_out_channels=sizes["unet"],
@@ -95,7 +98,7 @@ def image_parts(sizes: dict[str, Any], device: str) -> tuple[Any, Any, Any]:
         ),
         device,
     )
-    vae = made(
+    vae = build_frozen(
         lambda: AutoencoderKL(
             block_out_channels=sizes["vae"],
             down_block_types=("DownEncoderBlock2D",) * 4,
@@ -106,21 +109,21 @@ def image_parts(sizes: dict[str, Any], device: str) -> tuple[Any, Any, Any]:
         device,
     )
     config = CLIPTextConfig(**text, vocab_size=TEXT_VOCAB, max_position_embeddings=TEXT_TOKENS)
-    return unet, vae, made(lambda: CLIPTextModel(config), device)
+    return unet, vae, build_frozen(lambda: CLIPTextModel(config), device)
 
 
-def made(build: Callable[[], Any], device: str) -> Any:
-    """In half precision from the first byte: 7 billion numbers in float32 would take 26 GiB on the way."""
-    usual = torch.get_default_dtype()
+def build_frozen(build: Callable[[], Any], device: str) -> Any:
+    """Build a frozen model directly in half precision: 7 billion float32 parameters would take 26 GiB temporarily."""
+    default_dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16 if device == "cuda" else torch.float32)
     try:
         with torch.device(device):
             return build().eval().requires_grad_(False)
     finally:
-        torch.set_default_dtype(usual)
+        torch.set_default_dtype(default_dtype)
 
 
-def facts(sizes: dict[str, Any]) -> PipelineMetadata:
+def build_metadata(sizes: dict[str, Any]) -> PipelineMetadata:
     return PipelineMetadata(
         kind="sd",
         folder="random",
@@ -147,7 +150,7 @@ def facts(sizes: dict[str, Any]) -> PipelineMetadata:
     )
 
 
-def soft_shape(sizes: dict[str, Any]) -> SoftPromptShape:
+def build_soft_shape(sizes: dict[str, Any]) -> SoftPromptShape:
     language = sizes["language"]
     heads = language["num_attention_heads"]
     return SoftPromptShape(
@@ -161,10 +164,10 @@ def soft_shape(sizes: dict[str, Any]) -> SoftPromptShape:
     )
 
 
-def engine_of(sizes: dict[str, Any], device: str, *, checkpointing: bool, compile: bool = False) -> TorchEngine:
+def build_engine(sizes: dict[str, Any], device: str, *, checkpointing: bool, compile: bool = False) -> TorchEngine:
     side = sizes["image"] // DOWNSAMPLE
-    task = Unpretrained(
-        shape=soft_shape(sizes),
+    task = RandomPersonalize(
+        shape=build_soft_shape(sizes),
         path=NoisePath(objective="noise", schedule="scaled_linear"),
         language_model="random",
         image_model="random",
@@ -179,7 +182,7 @@ def engine_of(sizes: dict[str, Any], device: str, *, checkpointing: bool, compil
     return TorchEngine(task, training, rate=lambda step: 5e-6, device=device)
 
 
-def batch_of(sizes: dict[str, Any], count: int, prompt: int) -> dict[str, np.ndarray]:
+def draw_batch(sizes: dict[str, Any], count: int, prompt: int) -> dict[str, np.ndarray]:
     rng, side = np.random.default_rng(0), sizes["image"]
     return {
         "image": rng.uniform(-1, 1, (count, side, side, 3)).astype(np.float32),
@@ -191,20 +194,20 @@ def batch_of(sizes: dict[str, Any], count: int, prompt: int) -> dict[str, np.nda
 
 
 class Plain:
-    """The same step as anybody would write it: the prefix as a filled cache, everything called in turn."""
+    """A plain implementation of the same step: the prefix as a filled cache, models called in sequence."""
 
     def __init__(self, sizes: dict[str, Any], device: str) -> None:
         self.sizes, self.device = sizes, device
         self.dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.language = language_model(sizes, device, attention="sdpa")
-        self.unet, self.vae, self.text = image_parts(sizes, device)
-        self.soft: SoftPrompts = build_soft_prompts(soft_shape(sizes), 0).to(device)
+        self.language = build_language_model(sizes, device, attention="sdpa")
+        self.unet, self.vae, self.text = build_image_parts(sizes, device)
+        self.soft: SoftPrompts = build_soft_prompts(build_soft_shape(sizes), 0).to(device)
         self.optimizer = torch.optim.AdamW(self.soft.parameters(), lr=5e-6)
         betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64).square()
-        self.kept = torch.cumprod(1 - betas, 0).float().to(device)
+        self.alphas_cumprod = torch.cumprod(1 - betas, 0).float().to(device)
 
     def compiled(self) -> Plain:
-        """With one line for each model."""
+        """Compile each model."""
         self.language.model.compile()
         self.unet.compile()
         self.vae.encoder.compile()
@@ -214,14 +217,16 @@ class Plain:
         from transformers import DynamicCache
 
         cache, shape, count = DynamicCache(), self.soft.shape, len(ids)
-        for layer, both in enumerate(self.soft.prefixes()):
-            heads = [one.view(-1, shape.num_kv_heads, shape.head_size).transpose(0, 1) for one in both]
-            keys, values = (one.to(self.dtype).expand(count, -1, -1, -1) for one in heads)
+        for layer, pair in enumerate(self.soft.prefixes()):
+            heads = [tensor.view(-1, shape.num_kv_heads, shape.head_size).transpose(0, 1) for tensor in pair]
+            keys, values = (tensor.to(self.dtype).expand(count, -1, -1, -1) for tensor in heads)
             cache.update(keys, values, layer)
-        words = self.language.get_input_embeddings()(ids)
+        embeddings = self.language.get_input_embeddings()(ids)
         tokens = self.soft.image_tokens.to(self.dtype).expand(count, -1, -1)
-        found = self.language.model(inputs_embeds=torch.cat((words, tokens), 1), past_key_values=cache, use_cache=True)
-        return found.last_hidden_state[:, -len(self.soft.image_tokens) :]
+        output = self.language.model(
+            inputs_embeds=torch.cat((embeddings, tokens), 1), past_key_values=cache, use_cache=True
+        )
+        return output.last_hidden_state[:, -len(self.soft.image_tokens) :]
 
     def step(self, batch: dict[str, Tensor]) -> float:
         count = len(batch["image"])
@@ -230,7 +235,7 @@ class Plain:
             clean = (self.vae.encode(pixels).latent_dist.sample() * 0.18215).float()
             texts = [self.text(batch[name])[0] for name in ("preference_0", "target_0")]
         noise, time = torch.randn_like(clean), torch.randint(0, 1000, (count,), device=self.device)
-        level = self.kept[time].view(-1, 1, 1, 1)
+        level = self.alphas_cumprod[time].view(-1, 1, 1, 1)
         noisy = (level.sqrt() * clean + (1 - level).sqrt() * noise).to(self.dtype)
         soft = self.soft.mapping(self.hidden(batch["prompt"]).float()).to(self.dtype)
         predicted = self.unet(noisy, time, encoder_hidden_states=torch.cat((soft, *texts), 1)).sample
@@ -242,11 +247,12 @@ class Plain:
         return float(loss.detach())
 
 
-def side_by_side(arguments: argparse.Namespace, sizes: dict[str, Any], device: str) -> dict[str, Any]:
+def compare_throughput(arguments: argparse.Namespace, sizes: dict[str, Any], device: str) -> dict[str, Any]:
     count = arguments.batch
-    batch = batch_of(sizes, count, arguments.prompt)
+    batch = draw_batch(sizes, count, arguments.prompt)
     engines = {
-        name: engine_of(sizes, device, checkpointing=False, compile=name == "ours") for name in ("ours", "ours, eager")
+        name: build_engine(sizes, device, checkpointing=False, compile=name == "ours")
+        for name in ("ours", "ours, eager")
     }
     plains = {"plain": Plain(sizes, device), "plain, compiled": Plain(sizes, device).compiled()}
 
@@ -254,26 +260,26 @@ def side_by_side(arguments: argparse.Namespace, sizes: dict[str, Any], device: s
         return engines[name].fetch(engines[name].train_step(step, batch))
 
     def plain(name: str, step: int) -> float:
-        # A batch comes from the host, as a loader's do, for either.
+        # The batch comes from the host for both, as from a loader.
         return plains[name].step({field: torch.from_numpy(value).to(device) for field, value in batch.items()})
 
     contestants: dict[str, Callable[[int], Any]] = {name: partial(ours, name) for name in engines}
     contestants |= {name: partial(plain, name) for name in plains}
-    for name, contest in contestants.items():
-        begun = time.perf_counter()
-        contest(0)
-        contest(1)
-        print(f"{name}: ready after {time.perf_counter() - begun:.0f} s", flush=True)
+    for name, run_step in contestants.items():
+        start = time.perf_counter()
+        run_step(0)
+        run_step(1)
+        print(f"{name}: ready after {time.perf_counter() - start:.0f} s", flush=True)
     rates: dict[str, list[float]] = {name: [] for name in contestants}
     for number in range(arguments.rounds):
-        for name, contest in contestants.items():
-            begun = time.perf_counter()
+        for name, run_step in contestants.items():
+            start = time.perf_counter()
             for step in range(arguments.steps):
-                contest(2 + number * arguments.steps + step)
-            rates[name].append(count * arguments.steps / (time.perf_counter() - begun))
-    found = {name: median(values) for name, values in rates.items()}
-    ratios = {name: found["ours"] / value for name, value in found.items() if name != "ours"}
-    return {"micro_batch": count, "samples_per_second": found, "ours_to": ratios}
+                run_step(2 + number * arguments.steps + step)
+            rates[name].append(count * arguments.steps / (time.perf_counter() - start))
+    medians = {name: median(values) for name, values in rates.items()}
+    ratios = {name: medians["ours"] / value for name, value in medians.items() if name != "ours"}
+    return {"micro_batch": count, "samples_per_second": medians, "ours_to": ratios}
 
 
 def main() -> None:
@@ -287,27 +293,27 @@ def main() -> None:
     parser.add_argument("--out")
     arguments = parser.parse_args()
     sizes, device = (TINY, "cpu") if arguments.tiny else (SIZES, "cuda")
-    found: dict[str, Any] = {"prompt": arguments.prompt}
+    results: dict[str, Any] = {"prompt": arguments.prompt}
     for checkpointing in (False, True):
-        engine = engine_of(sizes, device, checkpointing=checkpointing)
-        measured = measure_memory(
+        engine = build_engine(sizes, device, checkpointing=checkpointing)
+        report = measure_memory(
             engine,
-            lambda size: batch_of(sizes, size, arguments.prompt),
+            lambda size: draw_batch(sizes, size, arguments.prompt),
             batch=24,
             max_micro_batch=arguments.most,
             notes=[],
         )
-        found["checkpointing" if checkpointing else "plain"] = measured
-        print(f"\ngradient checkpointing: {checkpointing}\n{format_report(measured)}", flush=True)
+        results["checkpointing" if checkpointing else "plain"] = report
+        print(f"\ngradient checkpointing: {checkpointing}\n{format_report(report)}", flush=True)
         engine.close()
         del engine
         if device == "cuda":
             torch.cuda.empty_cache()
-    found["side_by_side"] = side_by_side(arguments, sizes, device)
-    print(json.dumps(found["side_by_side"]), flush=True)
+    results["side_by_side"] = compare_throughput(arguments, sizes, device)
+    print(json.dumps(results["side_by_side"]), flush=True)
     if arguments.out:
         with open(arguments.out, "w") as file:
-            json.dump(found, file, indent=1)
+            json.dump(results, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""A state-space layer beside causal attention on one GPU: tokens/s of forward and backward as the context grows.
+"""A state-space layer compared with causal attention on one GPU: tokens/s of forward and backward as the context grows.
 
-The number of tokens stays the same, so the work of the projections does too. The contestants are compiled, run in bf16
-and take turns in short windows of steps, so that clocks and heat are shared; the medians are compared. A layer is the mixer
-alone; `--models` also takes whole models of 24 layers, where both have the same feed-forward. Attention has no rotary
-positions here, which is in its favour.
+The number of tokens is constant, hence also the cost of the projections. The contestants are compiled, run in bf16 and are
+interleaved in short windows of steps to share clock and thermal effects; medians are compared. A layer is the mixer alone;
+`--models` also compares models of 24 layers with the same feed-forward. Attention has no rotary positions here, which
+favours it.
 
     python benchmarks/gpu_ssm.py [--contexts 2048 ... 32768] [--tokens 32768] [--rounds 5] [--steps 10] [--models]
-    python benchmarks/gpu_ssm.py --tiny        # on a CPU, to see that it runs
+    python benchmarks/gpu_ssm.py --tiny        # check that it runs, on a CPU
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Step = Callable[[], Tensor]
 
 
 class CausalAttention(nn.Module):
-    """Four projections and the device's fastest kernel."""
+    """Causal attention: four projections and the device's fastest kernel."""
 
     def __init__(self, width: int, head_size: int) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Scan(nn.Module):
         return self.mixer(x)[0]
 
 
-def layer_step(layer: nn.Module, width: int, *, rows: int, length: int, device: str, compiled: bool) -> Step:
+def build_layer_step(layer: nn.Module, width: int, *, rows: int, length: int, device: str, compiled: bool) -> Step:
     initialise(layer, 0, residual_layers=1)
     layer.to(device)
     called = torch.compile(layer, fullgraph=True, dynamic=False) if compiled else layer
@@ -73,7 +73,7 @@ def layer_step(layer: nn.Module, width: int, *, rows: int, length: int, device: 
     return step
 
 
-def model_step(shape: TransformerShape, *, rows: int, device: str, compiled: bool) -> Step:
+def build_model_step(shape: TransformerShape, *, rows: int, device: str, compiled: bool) -> Step:
     model = Transformer(shape)
     initialise(model, 0, residual_layers=shape.num_layers)
     model.to(device)
@@ -92,7 +92,7 @@ def model_step(shape: TransformerShape, *, rows: int, device: str, compiled: boo
     return step
 
 
-def model_shapes(context: int, arguments: argparse.Namespace) -> dict[str, TransformerShape]:
+def build_model_shapes(context: int, arguments: argparse.Namespace) -> dict[str, TransformerShape]:
     width = arguments.model_width
     common: dict[str, Any] = {
         "num_layers": arguments.layers,
@@ -116,16 +116,16 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def timed(step: Step, steps: int) -> float:
+def time_step(step: Step, steps: int) -> float:
     synchronize()
-    began = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(steps):
         step()
     synchronize()
-    return (time.perf_counter() - began) / steps
+    return (time.perf_counter() - start) / steps
 
 
-def peak_gib(step: Step) -> float | None:
+def measure_peak_gib(step: Step) -> float | None:
     if not torch.cuda.is_available():
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -135,52 +135,52 @@ def peak_gib(step: Step) -> float | None:
     return round((torch.cuda.max_memory_allocated() - before) / 2**30, 2)
 
 
-def contest(contestants: dict[str, Step], tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Tokens/s of each, with the peak of what one step allocates."""
+def compare_steps(contestants: dict[str, Step], tokens: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return tokens/s of each contestant, and the peak allocation of one step."""
     for step in contestants.values():
-        timed(step, 3)
+        time_step(step, 3)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(arguments.rounds):
         for name, step in contestants.items():
-            seconds[name].append(timed(step, arguments.steps))
-    found: dict[str, Any] = {name: round(tokens / median(times)) for name, times in seconds.items()}
-    found["ratio"] = round(found["state space"] / found["attention"], 3)
-    found["gib"] = {name: peak_gib(step) for name, step in contestants.items()}
-    return found
+            seconds[name].append(time_step(step, arguments.steps))
+    result: dict[str, Any] = {name: round(tokens / median(times)) for name, times in seconds.items()}
+    result["ratio"] = round(result["state space"] / result["attention"], 3)
+    result["gib"] = {name: measure_peak_gib(step) for name, step in contestants.items()}
+    return result
 
 
-def far(step: Step, layer: nn.Module, *, rows: int, length: int, width: int, device: str) -> float:
-    """How far the compiled layer in bf16 is from float32, op by op: the root mean square of the difference over that of
-    the values."""
+def relative_error(step: Step, layer: nn.Module, *, rows: int, length: int, width: int, device: str) -> float:
+    """Return the relative error of the compiled bf16 layer against eager float32: RMS of the difference over RMS of the
+    values."""
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(rows, length, width, device=device, generator=generator).bfloat16().float()
-    given = step().detach().float()
+    output = step().detach().float()
     with torch.no_grad():
         exact = layer(x)
-    return ((given - exact).square().mean().sqrt() / exact.square().mean().sqrt()).item()
+    return ((output - exact).square().mean().sqrt() / exact.square().mean().sqrt()).item()
 
 
-def layers(context: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_layers(context: int, arguments: argparse.Namespace) -> dict[str, Any]:
     rows, width = max(1, arguments.tokens // context), arguments.width
-    named: dict[str, Any] = {"rows": rows, "length": context, "device": arguments.device}
+    options: dict[str, Any] = {"rows": rows, "length": context, "device": arguments.device}
     attention = CausalAttention(width, arguments.head_size)
     scan = Scan(SSMShape(hidden_size=width, state_size=arguments.state, chunk_size=arguments.chunk))
     compiled = not arguments.eager
     contestants = {
-        "attention": layer_step(attention, width, **named, compiled=compiled),
-        "state space": layer_step(scan, width, **named, compiled=compiled),
+        "attention": build_layer_step(attention, width, **options, compiled=compiled),
+        "state space": build_layer_step(scan, width, **options, compiled=compiled),
     }
-    found = contest(contestants, rows * context, arguments)
-    return found | {"bf16_error": round(far(contestants["state space"], scan, width=width, **named), 5)}
+    result = compare_steps(contestants, rows * context, arguments)
+    return result | {"bf16_error": round(relative_error(contestants["state space"], scan, width=width, **options), 5)}
 
 
-def models(context: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_models(context: int, arguments: argparse.Namespace) -> dict[str, Any]:
     rows = max(1, arguments.tokens // context)
     steps = {
-        name: model_step(shape, rows=rows, device=arguments.device, compiled=not arguments.eager)
-        for name, shape in model_shapes(context, arguments).items()
+        name: build_model_step(shape, rows=rows, device=arguments.device, compiled=not arguments.eager)
+        for name, shape in build_model_shapes(context, arguments).items()
     }
-    return contest(steps, rows * context, arguments)
+    return compare_steps(steps, rows * context, arguments)
 
 
 def main() -> None:
@@ -188,16 +188,16 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--head-size", type=int, default=128, help="of attention")
+    parser.add_argument("--head-size", type=int, default=128, help="head size of attention")
     parser.add_argument("--state", type=int, default=64)
     parser.add_argument("--chunk", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--models", action="store_true", help="whole models as well")
+    parser.add_argument("--models", action="store_true", help="also compare full models")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--model-width", type=int, default=1024)
-    parser.add_argument("--eager", action="store_true", help="compile nothing")
-    parser.add_argument("--tiny", action="store_true", help="so small that a CPU does it in seconds")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    parser.add_argument("--tiny", action="store_true", help="small sizes that run on a CPU in seconds")
     arguments = parser.parse_args()
     arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
     if arguments.tiny:
@@ -206,14 +206,14 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")  # as the engine does in bf16
     name = torch.cuda.get_device_name() if arguments.device == "cuda" else "cpu"
     result: dict[str, Any] = {"device": name, "torch": torch.__version__, "tokens": arguments.tokens}
-    for what, measure in {"layer": layers, **({"model": models} if arguments.models else {})}.items():
-        print(f"{what:<8}{'context':>8}{'attention':>14}{'state space':>14}{'ratio':>8}   tokens/s")
-        result[what] = {}
+    for level, measure in {"layer": compare_layers, **({"model": compare_models} if arguments.models else {})}.items():
+        print(f"{level:<8}{'context':>8}{'attention':>14}{'state space':>14}{'ratio':>8}   tokens/s")
+        result[level] = {}
         for context in arguments.contexts:
-            torch.compiler.reset()  # one graph for each length, and none of the last
-            found = measure(context, arguments)
-            result[what][context] = found
-            print(f"{'':<8}{context:>8}{found['attention']:>14,}{found['state space']:>14,}{found['ratio']:>8.2f}")
+            torch.compiler.reset()  # one graph per length
+            row = measure(context, arguments)
+            result[level][context] = row
+            print(f"{'':<8}{context:>8}{row['attention']:>14,}{row['state space']:>14,}{row['ratio']:>8.2f}")
     print(json.dumps(result))
 
 

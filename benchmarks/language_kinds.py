@@ -1,10 +1,10 @@
-"""Tiny Shakespeare by every kind of language model: at equal parameters and steps, and experts against dense at equal active
-parameters. Runs are interleaved over seeds, so that a machine that slows down slows all of them.
+"""Tiny Shakespeare with every kind of language model: at equal parameters and steps, and experts against dense at equal active
+parameters. Runs are interleaved over seeds, so that a slow phase of the machine affects all of them.
 
 BOTTEGA_DATA=... python benchmarks/language_kinds.py                  # the CPU budget: 0.8 M parameters, 2,000 steps of 12 x 64
 BOTTEGA_DATA=... python benchmarks/language_kinds.py --device cuda    # the same models, 64 x 128 characters a step
-BOTTEGA_DATA=... python benchmarks/language_kinds.py --tiny           # does it run at all
-  --seeds N   --steps N   --kinds transformer,ssm   --rates 1e-3,2e-3  (of every kind, in place of its own)
+BOTTEGA_DATA=... python benchmarks/language_kinds.py --tiny           # check that it runs
+  --seeds N   --steps N   --kinds transformer,ssm   --rates 1e-3,2e-3  (for every kind, instead of its own)
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from bottega.models.decoder.kinds import resolve_shape_fields
 
 WIDTH, VOCABULARY = 128, 65
 ATTENTION = {"num_heads": 4, "num_kv_heads": 4, "head_size": 32}
-SCANNED = {"state_size": 48, "ssm_head_size": 32}
+SSM = {"state_size": 48, "ssm_head_size": 32}
 KINDS: dict[str, dict[str, Any]] = {
     "transformer": {"kind": "transformer", "num_layers": 4, "intermediate_size": 344, **ATTENTION},
-    "ssm": {"kind": "ssm", "num_layers": 7, **SCANNED},
-    "hybrid": {"kind": "hybrid", "num_layers": 4, "intermediate_size": 248, **ATTENTION, **SCANNED},
+    "ssm": {"kind": "ssm", "num_layers": 7, **SSM},
+    "hybrid": {"kind": "hybrid", "num_layers": 4, "intermediate_size": 248, **ATTENTION, **SSM},
     "moe": {"kind": "moe", "num_layers": 4, "num_experts": 4, "expert_size": 86, **ATTENTION},
     "moe-active": {"kind": "moe", "num_layers": 4, "num_experts": 8, "expert_size": 172, **ATTENTION},
 }
-"""The last has as many parameters that take part in a token as the transformer; the others have as many in all."""
+"""The last has as many active parameters as the transformer; the others have as many in total."""
 RATES = {"transformer": 3e-3, "ssm": 4e-3, "hybrid": 3e-3, "moe": 3e-3, "moe-active": 3e-3}
 BUDGETS: dict[str, dict[str, Any]] = {
     "cpu": {"model.context": 64, "training.batch_size": 12, "training.max_steps": 2000},
@@ -41,18 +41,18 @@ BUDGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def shape_of(name: str, budget: dict[str, Any]) -> TransformerShape:
-    said = {"hidden_size": WIDTH, **{key: value for key, value in KINDS[name].items() if key != "kind"}}
-    fields = resolve_shape_fields(KINDS[name]["kind"], None, said)
+def build_shape(name: str, budget: dict[str, Any]) -> TransformerShape:
+    settings = {"hidden_size": WIDTH, **{key: value for key, value in KINDS[name].items() if key != "kind"}}
+    fields = resolve_shape_fields(KINDS[name]["kind"], None, settings)
     return TransformerShape(vocab_size=VOCABULARY, context=budget["model.context"], **fields)
 
 
-def settings_of(
+def build_settings(
     name: str, budget: dict[str, Any], *, seed: int, rate: float, device: str, folder: str
 ) -> dict[str, Any]:
-    # The recipe's dimensions are those of the transformer; what another kind has no use for is taken back.
-    ours = dict.fromkeys(("num_heads", "num_kv_heads", "head_size", "intermediate_size"), None)
-    model = {f"model.{key}": value for key, value in {**ours, "hidden_size": WIDTH, **KINDS[name]}.items()}
+    # The recipe's dimensions are those of the transformer; unset those that other kinds do not use.
+    unset = dict.fromkeys(("num_heads", "num_kv_heads", "head_size", "intermediate_size"), None)
+    model = {f"model.{key}": value for key, value in {**unset, "hidden_size": WIDTH, **KINDS[name]}.items()}
     steps = budget["training.max_steps"]
     return {
         **budget,
@@ -74,20 +74,20 @@ def settings_of(
     }
 
 
-def measured(name: str, budget: dict[str, Any], **how: Any) -> dict[str, Any]:
-    began = time.monotonic()
-    run = bottega.train("language/shakespeare", settings_of(name, budget, **how), quiet=True)
+def train_and_measure(name: str, budget: dict[str, Any], **how: Any) -> dict[str, Any]:
+    start = time.monotonic()
+    run = bottega.train("language/shakespeare", build_settings(name, budget, **how), quiet=True)
     rows = run.history()
     speeds = [row["units_per_second"] for row in rows if row["kind"] == "train"]
     best = min((row for row in rows if row["kind"] == "eval"), key=lambda row: row["loss"])
-    found = {
+    metrics = {
         "loss": best["loss"],
         "tokens_per_second": statistics.median(speeds[len(speeds) // 2 :]),
-        "seconds": time.monotonic() - began,
+        "seconds": time.monotonic() - start,
         **{key: best[key] for key in ("load_entropy", "load_max") if key in best},
     }
-    print(f"{name} seed {how['seed']} rate {how['rate']:g}: {found}", flush=True)
-    return found
+    print(f"{name} seed {how['seed']} rate {how['rate']:g}: {metrics}", flush=True)
+    return metrics
 
 
 def main() -> None:
@@ -98,24 +98,26 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--kinds")
     parser.add_argument("--rates")
-    asked = parser.parse_args()
-    budget = dict(BUDGETS["tiny" if asked.tiny else asked.device])
-    if asked.steps:
-        budget["training.max_steps"] = asked.steps
-    names = [name for name in KINDS if asked.kinds is None or name in asked.kinds.split(",")]
-    rates = {name: [float(r) for r in asked.rates.split(",")] if asked.rates else [RATES[name]] for name in names}
+    options = parser.parse_args()
+    budget = dict(BUDGETS["tiny" if options.tiny else options.device])
+    if options.steps:
+        budget["training.max_steps"] = options.steps
+    names = [name for name in KINDS if options.kinds is None or name in options.kinds.split(",")]
+    rates = {name: [float(r) for r in options.rates.split(",")] if options.rates else [RATES[name]] for name in names}
     results: dict[tuple[str, float], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(1 if asked.tiny else asked.seeds):
+        for seed in range(1 if options.tiny else options.seeds):
             for name in names:
                 for rate in rates[name]:
-                    found = measured(name, budget, seed=seed, rate=rate, device=asked.device, folder=folder)
-                    results.setdefault((name, rate), []).append(found)
+                    metrics = train_and_measure(
+                        name, budget, seed=seed, rate=rate, device=options.device, folder=folder
+                    )
+                    results.setdefault((name, rate), []).append(metrics)
     print("\n| kind | validation loss | deviation | rate | parameters | active | tokens/s | load entropy |")
     print("|---|---|---|---|---|---|---|---|")
     table = []
     for (name, rate), runs in results.items():
-        shape, losses = shape_of(name, budget), [run["loss"] for run in runs]
+        shape, losses = build_shape(name, budget), [run["loss"] for run in runs]
         row = {
             "kind": name,
             "loss": statistics.mean(losses),
@@ -127,13 +129,13 @@ def main() -> None:
             "load_entropy": statistics.mean(run.get("load_entropy", float("nan")) for run in runs),
             "losses": losses,
         }
-        even = f"{row['load_entropy']:.3f}" if shape.experts is not None else ""
+        load_entropy = f"{row['load_entropy']:.3f}" if shape.experts is not None else ""
         print(
             f"| {name} | {row['loss']:.4f} | {row['deviation']:.4f} | {rate:g} | {row['parameters']:,} | {row['active']:,} | "
-            f"{row['tokens_per_second']:,.0f} | {even} |"
+            f"{row['tokens_per_second']:,.0f} | {load_entropy} |"
         )
         table.append({**row, "load_entropy": row["load_entropy"] if shape.experts is not None else None})
-    print(json.dumps({"bench": "language_kinds", "device": asked.device, "budget": budget, "rows": table}))
+    print(json.dumps({"bench": "language_kinds", "device": options.device, "budget": budget, "rows": table}))
 
 
 if __name__ == "__main__":

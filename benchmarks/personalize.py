@@ -1,11 +1,11 @@
-"""What personalised pictures are worth: all parts trained from nothing, held-out people drawn for, and the bars they must pass.
+"""Personalised image generation: train all parts from scratch, evaluate on held-out people, and check the acceptance criteria.
 
     python benchmarks/personalize.py                       # about half an hour on two CPU cores
-    python benchmarks/personalize.py --out runs/trial      # the same again goes on where it was stopped
+    python benchmarks/personalize.py --out runs/trial      # run again to resume
 
-Trained: the recipe `personalize` with its parts, each timed. Evaluated: validation and test people, whose pairs of colour and
-pattern nobody in training likes; and what the language model says with random weights, which must be chance.
-Printed: tables, each bar with what was found, and one line of JSON; exit code 1 where a bar is missed.
+Trains the recipe `personalize` with its dependencies, each timed. Evaluates validation and test people, whose favourite pairs
+of colour and pattern do not occur in training; keywords of a language model with random weights must be at chance.
+Prints tables, each criterion with its value, and one line of JSON; the exit code is 1 if a criterion fails.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ GAIN, LOSS, P = 2.0, 0.05, 0.01
 
 
 class Clock:
-    """Seconds of each piece of work, kept in a file: what is done is not done again, and what was stopped is added up."""
+    """Seconds of each stage, saved in a file: finished stages are skipped, and the time of interrupted ones is added up."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        kept = json.loads(path.read_text()) if path.is_file() else {"seconds": {}, "done": []}
-        self.seconds: dict[str, float] = kept["seconds"]
-        self.done: list[str] = kept["done"]
+        state = json.loads(path.read_text()) if path.is_file() else {"seconds": {}, "done": []}
+        self.seconds: dict[str, float] = state["seconds"]
+        self.done: list[str] = state["done"]
 
     def run(self, name: str, work: Callable[[], Any]) -> None:
         if name in self.done:
@@ -57,57 +57,61 @@ class Clock:
             self.path.write_text(json.dumps({"seconds": self.seconds, "done": self.done}, indent=1) + "\n")
 
 
-def all_parts(recipe: Recipe) -> Iterator[tuple[Recipe, str]]:
-    """Parts of parts first, each once."""
-    seen: set[str] = set()
+def iter_dependencies(recipe: Recipe) -> Iterator[tuple[Recipe, str]]:
+    """Yield (recipe, dependency name) in topological order, each run once."""
+    runs: set[str] = set()
     for name in recipe.needs:
         inner = dependencies.dependency_recipe(recipe, name)
-        for owner, one in (*all_parts(inner), (recipe, name)):
-            run = str(dependencies.dependency_run(owner, one))
-            if run not in seen:
-                seen.add(run)
-                yield owner, one
+        for owner, dependency in (*iter_dependencies(inner), (recipe, name)):
+            run = str(dependencies.dependency_run(owner, dependency))
+            if run not in runs:
+                runs.add(run)
+                yield owner, dependency
 
 
-def trained(out: Path, words: list[str], clock: Clock) -> Path:
-    given = {key: yaml.safe_load(value) for key, _, value in (word.partition("=") for word in words)}
-    settings = {**given, "output_dir": str(out), "name": "personal"}
+def train_all(out: Path, arguments: list[str], clock: Clock) -> Path:
+    overrides = {key: yaml.safe_load(value) for key, _, value in (argument.partition("=") for argument in arguments)}
+    settings = {**overrides, "output_dir": str(out), "name": "personal"}
     recipe = load_recipe(["personalize", settings]).recipe
-    for owner, name in all_parts(recipe):
+    for owner, name in iter_dependencies(recipe):
         clock.run(name, partial(ensure_dependency, owner, name, quiet=False))
     clock.run("personalize", lambda: bottega.train("personalize", settings))
     return out / "personal"
 
 
-def evaluated(run: Path, split: str, clock: Clock) -> dict[str, Any]:
+def evaluate_split(run: Path, split: str, clock: Clock) -> dict[str, Any]:
     clock.run(f"evaluate {split}", lambda: bottega.evaluate(run, split=split, quiet=False))
     folder = run / "evaluation" / split
     fields = json.loads((folder / "metrics.json").read_bytes())
     return {"metrics": {"loss": fields["loss"]}, **fields, "folder": str(folder)}
 
 
-def keywords(run: Path, split: str, found: dict[str, Any]) -> dict[str, Any]:
-    """Share of people whose keywords name the favourite pair, by learnt and by random weights, with intervals."""
+def keyword_accuracy(run: Path, split: str, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the fraction of people whose keywords name the favourite pair, for trained and random weights, with intervals."""
     workload: Any = bottega.load(run, device="cpu").workload
     tables = {name: workload.personal_rows(name) for name in workload.data.prepared.tables}
     records = {name: [table.record(i) for i in range(len(table))] for name, table in tables.items()}
-    fields = find_truth_fields(records[split], [record for several in records.values() for record in several])
+    fields = find_truth_fields(
+        records[split], [record for split_records in records.values() for record in split_records]
+    )
     assert fields is not None
-    words: dict[str, Any] = {"chance": fields.chance_accuracy["preference"]}
-    for name, shares in found["keywords"].items():
-        count = found["counts"]["records"]
-        interval = st.wilson_interval(round(shares["preference"] * count), count)
-        words[name] = {"share": shares["preference"], "low": interval.low, "high": interval.high}
-    liked = {tuple(r.truth[f] for f in fields.preference) for r in records["train"]}
-    words["new_people"] = sum(tuple(r.truth[f] for f in fields.preference) not in liked for r in records[split])
-    return words
+    metrics: dict[str, Any] = {"chance": fields.chance_accuracy["preference"]}
+    for name, accuracies in result["keywords"].items():
+        count = result["counts"]["records"]
+        interval = st.wilson_interval(round(accuracies["preference"] * count), count)
+        metrics[name] = {"share": accuracies["preference"], "low": interval.low, "high": interval.high}
+    train_pairs = {tuple(r.truth[f] for f in fields.preference) for r in records["train"]}
+    metrics["new_people"] = sum(tuple(r.truth[f] for f in fields.preference) not in train_pairs for r in records[split])
+    return metrics
 
 
-def bars(split: str, found: dict[str, Any], words: dict[str, Any], clock: Clock) -> list[tuple[str, str, bool]]:
-    """What was promised, what was found, and whether that is enough."""
-    arms, rows = found["arms"], []
+def check_bars(
+    split: str, result: dict[str, Any], keywords: dict[str, Any], clock: Clock
+) -> list[tuple[str, str, bool]]:
+    """Return (criterion, value, passed) for each acceptance criterion."""
+    arms, rows = result["arms"], []
     for kind in ("", "drawn_"):
-        preference, wish = f"{kind}preference_accuracy", f"{kind}wish_accuracy"
+        preference, text = f"{kind}preference_accuracy", f"{kind}wish_accuracy"
         if preference not in arms["both"]:
             continue
         both, none, shuffled = (arms[arm][preference]["mean"] for arm in ("both", "none", "shuffled"))
@@ -118,9 +122,9 @@ def bars(split: str, found: dict[str, Any], words: dict[str, Any], clock: Clock)
                 both >= GAIN * none and both > none,
             )
         )
-        lost = arms["none"][wish]["mean"] - arms["both"][wish]["mean"]
-        rows.append((f"{wish}: lost at most {LOSS:g}", f"{lost:+.3f}", lost <= LOSS))
-        chance, low = found["chance"][preference], arms["shuffled"][preference]["low"]
+        lost = arms["none"][text]["mean"] - arms["both"][text]["mean"]
+        rows.append((f"{text}: lost at most {LOSS:g}", f"{lost:+.3f}", lost <= LOSS))
+        chance, low = result["chance"][preference], arms["shuffled"][preference]["low"]
         level = max(chance, none)
         rows.append(
             (
@@ -129,17 +133,27 @@ def bars(split: str, found: dict[str, Any], words: dict[str, Any], clock: Clock)
                 low <= level,
             )
         )
-        (test,) = [t for t in found["tests"] if (t["measure"], t["first"], t["second"]) == (preference, "none", "both")]
+        (test,) = [
+            t for t in result["tests"] if (t["measure"], t["first"], t["second"]) == (preference, "none", "both")
+        ]
         rows.append(
             (f"{preference}: p of both and none below {P:g}", f"{test['p_adjusted']:.2g}", test["p_adjusted"] < P)
         )
-    learnt, random = words["learnt"], words["random weights"]
-    said = f"{learnt['share']:.3f} and {random['share']:.3f} ({random['low']:.3f} to {random['high']:.3f})"
-    is_chance = random["low"] <= words["chance"]
-    rows.append(
-        ("keywords: learnt above chance, random at chance", said, is_chance and learnt["low"] > words["chance"])
+    trained, untrained = keywords["learnt"], keywords["random weights"]
+    text_value = (
+        f"{trained['share']:.3f} and {untrained['share']:.3f} ({untrained['low']:.3f} to {untrained['high']:.3f})"
     )
-    rows.append((f"people with new pairs: at least {PEOPLE}", str(words["new_people"]), words["new_people"] >= PEOPLE))
+    is_chance = untrained["low"] <= keywords["chance"]
+    rows.append(
+        (
+            "keywords: trained above chance, random at chance",
+            text_value,
+            is_chance and trained["low"] > keywords["chance"],
+        )
+    )
+    rows.append(
+        (f"people with new pairs: at least {PEOPLE}", str(keywords["new_people"]), keywords["new_people"] >= PEOPLE)
+    )
     minutes = clock.seconds[f"evaluate {split}"] / 60
     rows.append((f"evaluation within {MINUTES_EVALUATION} minutes", f"{minutes:.1f}", minutes <= MINUTES_EVALUATION))
     return [(f"{split}: {name}", value, passed) for name, value, passed in rows]
@@ -148,27 +162,27 @@ def bars(split: str, found: dict[str, Any], words: dict[str, Any], clock: Clock)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/personalize-benchmark"))
-    parser.add_argument("settings", nargs="*", help="key=value of the recipe, for trials")
+    parser.add_argument("settings", nargs="*", help="recipe settings as key=value")
     options = parser.parse_args()
     clock = Clock(options.out / "times.json")
-    run = trained(options.out, options.settings, clock)
+    run = train_all(options.out, options.settings, clock)
     training = [name for name in clock.seconds if not name.startswith("evaluate")]
     minutes = sum(clock.seconds[name] for name in training) / 60
-    found: dict[str, Any] = {"seconds": clock.seconds}
+    results: dict[str, Any] = {"seconds": clock.seconds}
     checks = [(f"all parts within {MINUTES_TRAINING} minutes", f"{minutes:.1f}", minutes <= MINUTES_TRAINING)]
     for split in ("validation", "test"):
-        result = evaluated(run, split, clock)
-        words = keywords(run, split, result)
+        result = evaluate_split(run, split, clock)
+        keyword_metrics = keyword_accuracy(run, split, result)
         print(f"\n{split}\n{format_report(result)}\n")
-        checks += bars(split, result, words, clock)
+        checks += check_bars(split, result, keyword_metrics, clock)
         means = {arm: {name: v["mean"] for name, v in values.items()} for arm, values in result["arms"].items()}
-        found[split] = {"arms": means, "keywords": words}
+        results[split] = {"arms": means, "keywords": keyword_metrics}
     print("\n".join(f"{name:<16}{seconds:>8.0f} s" for name, seconds in clock.seconds.items()))
     width = max(len(name) for name, _, _ in checks)
     print(
         "\n" + "\n".join(f"{'pass' if passed else 'FAIL'}  {name:<{width}}  {value}" for name, value, passed in checks)
     )
-    print(json.dumps(replace_non_finite({**found, "bars": [list(check) for check in checks]})))
+    print(json.dumps(replace_non_finite({**results, "bars": [list(check) for check in checks]})))
     return 0 if all(passed for _, _, passed in checks) else 1
 
 

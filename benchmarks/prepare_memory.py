@@ -1,9 +1,9 @@
-"""What preparing a large text takes: the private memory of all processes together at its peak, and the time.
+"""Peak private memory of all processes, and time, of preparing a large text.
 
   python benchmarks/prepare_memory.py            # 2 GB of shuffled lines of the standard library's sources
   python benchmarks/prepare_memory.py --gb 0.2
 
-Memory is looked at every 50 ms. Printed: one JSON line.
+Memory is sampled every 50 ms. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def write_text(path: Path, size: float) -> None:
             written += out.write("\n".join(lines) + "\n")
 
 
-def private(process: psutil.Process) -> int:
+def private_memory(process: psutil.Process) -> int:
     total = 0
-    for one in (process, *process.children(recursive=True)):
+    for member in (process, *process.children(recursive=True)):
         try:
-            total += one.memory_full_info().uss
-        except psutil.Error:  # it ended meanwhile
+            total += member.memory_full_info().uss
+        except psutil.Error:  # the process has exited
             continue
     return total
 
@@ -50,15 +50,15 @@ def main() -> None:
         path = Path(folder, "big.txt")
         write_text(path, size)
         command = [sys.executable, "-m", "bottega", "prepare", "language", "--data", str(path), "--json"]
-        begun, peak = time.monotonic(), 0
+        start, peak = time.monotonic(), 0
         process = psutil.Popen(command, env={**os.environ, "XDG_CACHE_HOME": folder}, stdout=-3)
         while process.poll() is None:
             try:
-                peak = max(peak, private(process))
+                peak = max(peak, private_memory(process))
             except psutil.Error:
                 break
             time.sleep(0.05)
-        seconds, code = time.monotonic() - begun, process.wait()
+        seconds, code = time.monotonic() - start, process.wait()
         result = {"gb": path.stat().st_size / 1e9, "peak_mb": peak / 1e6, "seconds": seconds, "exit": code}
     print(json.dumps(result))
 

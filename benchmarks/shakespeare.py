@@ -28,11 +28,11 @@ def main() -> None:
             "logging.tensorboard": False,
             "samples.every": None,
         }
-        began = time.monotonic()
+        start = time.monotonic()
         run = bottega.train(name, settings, quiet=False)
         losses = [row["loss"] for row in run.history() if row["kind"] == "eval"]
     best = min(losses)
-    print(f"{name}: best validation loss {best:.4f} (nanoGPT {GOALS[name]}), {time.monotonic() - began:.0f} s")
+    print(f"{name}: best validation loss {best:.4f} (nanoGPT {GOALS[name]}), {time.monotonic() - start:.0f} s")
     print(json.dumps({"bench": "shakespeare", "recipe": name, "best": best, "goal": GOALS[name], "steps": run.step}))
 
 

@@ -1,4 +1,4 @@
-"""How long commands take to answer: processor seconds of a process of its own, the median of several.
+"""Start-up time of commands: CPU seconds of a separate process, median of several runs.
 
 python benchmarks/start.py
 """
@@ -21,7 +21,7 @@ COMMANDS = {
 
 
 def processor_seconds(arguments: list[str]) -> float:
-    """Seconds that one child takes of a processor, which other work on the machine does not change."""
+    """Return the CPU seconds of a child process, which other work on the machine does not affect."""
     child = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(child.pid, 0)
     child.returncode = os.waitstatus_to_exitcode(status)

@@ -1,9 +1,9 @@
-"""Makes src/bottega/data/embedded/docstrings.jsonl.gz from the standard library of the Python that runs it.
+"""Write src/bottega/data/embedded/docstrings.jsonl.gz from the standard library of the running Python.
 
     python tools/docstrings.py src/bottega/data/embedded/docstrings.jsonl.gz
 
-The file is made once and kept: Python 3.11, 3.12 and 3.13 differ in hundreds of docstrings, and every machine must learn
-from the same ones. Run it with Python 3.11 only to see how the file came about.
+The file is generated once and committed: Python 3.11, 3.12 and 3.13 differ in hundreds of docstrings, and every machine must
+train on the same ones. It was generated with Python 3.11.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PACKAGES = (
     *("asyncio", "email", "http", "idlelib", "importlib", "logging"),
     *("multiprocessing", "tkinter", "unittest", "urllib", "xml"),
 )
-FEWEST_WORDS = 5
-LONGEST = 600
-"""Characters; cut at a word. The longest have 4,000, and what they are about is said at the beginning."""
-MOST = 400
-"""Of one package: tkinter and idlelib have twice as many as any other."""
+MIN_WORDS = 5
+MAX_CHARACTERS = 600
+"""Longer texts are cut at a word. The longest have 4,000 characters, and their subject is stated at the beginning."""
+MAX_PER_PACKAGE = 400
+"""tkinter and idlelib have twice as many docstrings as any other package."""
 SIMILAR = 0.5
-"""Share of common runs of five words that makes two docstrings one."""
+"""Fraction of shared 5-word shingles above which two docstrings are duplicates."""
 HIDDEN = "_"
 NAMES = re.compile(rf"\w*(?:{'|'.join(PACKAGES)})\w*", re.IGNORECASE)
 
@@ -43,25 +43,25 @@ class Doc(NamedTuple):
     text: str
     label: str
     group: str
-    """The class or function at the top of its module that it belongs to; a split keeps these together."""
+    """Its top-level class or function; splits do not separate a group."""
 
 
-def docs(root: Path, package: str) -> Iterator[Doc]:
+def iter_docs(root: Path, package: str) -> Iterator[Doc]:
     for file in sorted((root / package).rglob("*.py")):
         module = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
         if {"test", "tests", "idle_test"} & set(file.parts):
             continue
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             for text in _texts(node):
-                if len(text.split()) >= FEWEST_WORDS:
-                    yield Doc(hidden(text), package, f"{module}.{getattr(node, 'name', '')}")
+                if len(text.split()) >= MIN_WORDS:
+                    yield Doc(hide_package_names(text), package, f"{module}.{getattr(node, 'name', '')}")
 
 
-def hidden(text: str) -> str:
-    """Without the names of all the packages, also within other words: any of them would give an answer away."""
+def hide_package_names(text: str) -> str:
+    """Replace the names of all packages, also within other words: each would reveal a label."""
     text = NAMES.sub(HIDDEN, inspect.cleandoc(text))
-    if len(text) > LONGEST:
-        text = text[:LONGEST].rsplit(maxsplit=1)[0]
+    if len(text) > MAX_CHARACTERS:
+        text = text[:MAX_CHARACTERS].rsplit(maxsplit=1)[0]
     return text
 
 
@@ -74,25 +74,25 @@ def _texts(node: ast.AST) -> Iterator[str]:
             yield from _texts(inner)
 
 
-def chosen(root: Path) -> list[Doc]:
-    """No two alike, in no package too many, in the order of a hash."""
-    found = [doc for package in PACKAGES for doc in docs(root, package)]
-    found = [doc for doc, stays in zip(found, find_exact_unique(_keys(found)), strict=True) if stays]
-    signatures = np.stack([minhash_signature(doc.text) for doc in found])
-    found = [doc for doc, stays in zip(found, find_near_unique(signatures, SIMILAR), strict=True) if stays]
-    found.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
-    return [doc for package in PACKAGES for doc in [doc for doc in found if doc.label == package][:MOST]]
+def select_docs(root: Path) -> list[Doc]:
+    """Return deduplicated docstrings, at most MAX_PER_PACKAGE of each package, in the order of a hash."""
+    entries = [doc for package in PACKAGES for doc in iter_docs(root, package)]
+    entries = [doc for doc, is_unique in zip(entries, find_exact_unique(_keys(entries)), strict=True) if is_unique]
+    signatures = np.stack([minhash_signature(doc.text) for doc in entries])
+    entries = [doc for doc, is_unique in zip(entries, find_near_unique(signatures, SIMILAR), strict=True) if is_unique]
+    entries.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
+    return [doc for package in PACKAGES for doc in [doc for doc in entries if doc.label == package][:MAX_PER_PACKAGE]]
 
 
-def _keys(found: list[Doc]) -> np.ndarray:
-    return np.array([hash_content(doc.text) for doc in found], np.uint64)
+def _keys(entries: list[Doc]) -> np.ndarray:
+    return np.array([hash_content(doc.text) for doc in entries], np.uint64)
 
 
 def main() -> None:
-    rows = chosen(Path(sysconfig.get_paths()["stdlib"]))
+    rows = select_docs(Path(sysconfig.get_paths()["stdlib"]))
     rows.sort(key=lambda doc: hashlib.sha256(doc.text.encode()).digest())
     lines = "".join(json.dumps(doc._asdict(), ensure_ascii=False) + "\n" for doc in rows)
-    # No name and no time in the header, so that the same lines are the same bytes.
+    # No file name and no time in the header, so that equal lines give equal bytes.
     Path(sys.argv[1]).write_bytes(gzip.compress(lines.encode(), 9, mtime=0))
 
 

@@ -2,8 +2,8 @@
 
 Trains every bundled recipe in its tiny form (tests/small_recipes.py), and a few with a technique, for three steps on one
 thread, and hashes the tensors of the last checkpoint file by file, the samples of each step and the metrics without their
-times. With `--against`, the same is done with the code of another commit, and what differs is listed (exit 1). `--out FILE`
-keeps the hashes, `--compare A B` compares two such files. Hashes hold for one machine and one set of packages.
+times. With `--against`, the same is done with the code of another commit, and differences are listed (exit 1). `--out FILE`
+writes the hashes, `--compare A B` compares two such files. Hashes are valid for one machine and one set of packages.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-TIMES = ("seconds", "per_second", "wait", "gib", "percent")
-"""How the names of metrics end that differ from run to run."""
+TIME_SUFFIXES = ("seconds", "per_second", "wait", "gib", "percent")
+"""Suffixes of metrics that differ from run to run."""
 WITH_TECHNIQUES: dict[str, tuple[str, dict[str, Any]]] = {
     "language + lora": ("language", {"techniques": ["lora"]}),
     "classify + lora": ("classify", {"techniques": ["lora"]}),
@@ -44,10 +44,10 @@ def main() -> int:
     if arguments.compare:
         return compare(*(json.loads(Path(name).read_text()) for name in arguments.compare))
     if arguments.against:
-        with checked_out(arguments.against) as tree:
-            before = in_tree(tree, arguments.names)
-        return compare(before, in_tree(ROOT, arguments.names))
-    hashes = dict(fingerprints(arguments.names))
+        with checkout_commit(arguments.against) as tree:
+            before = fingerprint_tree(tree, arguments.names)
+        return compare(before, fingerprint_tree(ROOT, arguments.names))
+    hashes = dict(iter_fingerprints(arguments.names))
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(hashes, indent=1) + "\n")
     else:
@@ -56,8 +56,8 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def checked_out(commit: str) -> Iterator[Path]:
-    """A folder with the files of a commit."""
+def checkout_commit(commit: str) -> Iterator[Path]:
+    """Check out a commit in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="bottega-fingerprints-") as folder:
         tree = Path(folder) / "tree"
         subprocess.run(["git", "-C", ROOT, "worktree", "add", "--quiet", "--detach", tree, commit], check=True)
@@ -67,8 +67,8 @@ def checked_out(commit: str) -> Iterator[Path]:
             subprocess.run(["git", "-C", ROOT, "worktree", "remove", "--force", tree], check=True)
 
 
-def in_tree(tree: Path, names: list[str]) -> dict[str, Any]:
-    """The hashes with the code of another tree, and with this tree's tiny recipes."""
+def fingerprint_tree(tree: Path, names: list[str]) -> dict[str, Any]:
+    """Return the hashes of this tree's tiny recipes with the code of `tree`."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         env = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         subprocess.run([sys.executable, __file__, *names, "--out", file.name], env=env, check=True)
@@ -87,8 +87,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> int:
     return 1 if differ else 0
 
 
-def fingerprints(names: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Name and hashes of each recipe; a process of its own trains each, and what it cannot do is part of the answer."""
+def iter_fingerprints(names: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Yield name and hashes of each recipe, trained in its own process; an error is part of the result."""
     sys.path.insert(0, str(ROOT / "tests"))
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
@@ -97,54 +97,54 @@ def fingerprints(names: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
     import small_recipes
 
     torch.set_num_threads(1)
-    # The path is part of some hashes of data, so it is the same for both trees.
-    with fixed_folder() as folder:
+    # The path is part of some data hashes, so both trees use the same one.
+    with open_fixed_folder() as folder:
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         data = small_recipes.write_data(folder)
-        for name in names or [*recipe_names(), *WITH_TECHNIQUES]:
+        for name in names or [*list_recipes(), *WITH_TECHNIQUES]:
             recipe, more = WITH_TECHNIQUES.get(name, (name, {}))
             settings = {**small_recipes.settings(recipe, data, folder / "runs"), **more, "name": "run"}
-            hashes = trained_in_child(recipe, settings, folder)
+            hashes = train_in_child(recipe, settings, folder)
             print(f"{name}: {hashes.get('error', 'done')}", file=sys.stderr, flush=True)
             yield name, hashes
 
 
 @contextlib.contextmanager
-def fixed_folder() -> Iterator[Path]:
+def open_fixed_folder() -> Iterator[Path]:
     import shutil
 
     folder = Path(tempfile.gettempdir()) / "bottega-fingerprints"
-    folder.mkdir()  # somebody else's run of this tool would be in the way
+    folder.mkdir()  # fails if another run of this tool is active
     try:
         yield folder
     finally:
         shutil.rmtree(folder)
 
 
-def recipe_names() -> list[str]:
+def list_recipes() -> list[str]:
     import bottega
 
     folder = Path(bottega.__file__).parent / "recipes"
     return sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml"))
 
 
-def trained_in_child(recipe: str, settings: dict[str, Any], folder: Path) -> dict[str, str]:
+def train_in_child(recipe: str, settings: dict[str, Any], folder: Path) -> dict[str, str]:
     import shutil
 
-    answer = folder / "answer.json"
+    result_file = folder / "result.json"
     child = os.fork()
     if not child:
         try:
             with open(folder / "log.txt", "w") as log:
                 os.dup2(log.fileno(), 2)
-            answer.write_text(json.dumps(train_and_hash(recipe, settings)))
+            result_file.write_text(json.dumps(train_and_hash(recipe, settings)))
         except BaseException as error:
-            answer.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}))
+            result_file.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
-    hashes = dict(json.loads(answer.read_text()))
-    answer.unlink()
+    hashes = dict(json.loads(result_file.read_text()))
+    result_file.unlink()
     shutil.rmtree(folder / "runs", ignore_errors=True)
     return hashes
 
@@ -154,25 +154,25 @@ def train_and_hash(recipe: str, settings: dict[str, Any]) -> dict[str, str]:
 
     run = bottega.train(recipe, settings)
     path = Path(run.path)
-    hashes = {file.name: tensors_hash(file) for file in sorted((path / "checkpoints" / "last").glob("*.safetensors"))}
+    hashes = {file.name: hash_tensors(file) for file in sorted((path / "checkpoints" / "last").glob("*.safetensors"))}
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    hashes["metrics"] = digest([{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in rows])
-    hashes["samples"] = digest([ledger(path, step) for step in (1, 2, 3)])
+    hashes["metrics"] = digest([{k: v for k, v in row.items() if not k.endswith(TIME_SUFFIXES)} for row in rows])
+    hashes["samples"] = digest([read_ledger(path, step) for step in (1, 2, 3)])
     return hashes
 
 
-def tensors_hash(file: Path) -> str:
+def hash_tensors(file: Path) -> str:
     from safetensors.numpy import load_file
 
-    whole = hashlib.sha256()
+    sha = hashlib.sha256()
     for name, array in sorted(load_file(file).items()):
-        whole.update(f"{name} {array.dtype} {array.shape}".encode())
-        whole.update(array.tobytes())
-    return whole.hexdigest()[:16]
+        sha.update(f"{name} {array.dtype} {array.shape}".encode())
+        sha.update(array.tobytes())
+    return sha.hexdigest()[:16]
 
 
-def ledger(run: Path, step: int) -> Any:
-    """The samples of a step, as the verb tells them; its exit code where it does not."""
+def read_ledger(run: Path, step: int) -> Any:
+    """Return the samples and epochs of a step from `bottega ledger`, and its exit code."""
     from bottega.cli import main as command
 
     out = io.StringIO()

@@ -1,11 +1,11 @@
-"""Print every message that Bottega shows, as one list with file and line, so that they can be read for one voice.
+"""Print every message that Bottega shows, with file and line, to review them for one voice.
 
     python tools/messages.py                 all of them
     python tools/messages.py error help      only these kinds: error, warning, console, help
     python tools/messages.py --path src/bottega/data
 
-Collected from the syntax tree: the text of raised errors, of console and warning calls, of notes and of argparse help. What is put in
-at run time is shown as {expression}.
+Collected from the syntax tree: the text of raised errors, of console and warning calls, of notes and of argparse help. Values inserted
+at run time are shown as {expression}.
 """
 
 from __future__ import annotations

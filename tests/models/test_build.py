@@ -1,4 +1,4 @@
-"""Models from specs: where values come from, in which order, and what is known of a model without memory."""
+"""Models from specs: initial values, order of changes, and meta models."""
 
 from __future__ import annotations
 
@@ -18,86 +18,86 @@ from bottega.models.build import build_meta_model, build_meta_models, build_mode
 from toy_task import Toy
 
 
-class Own(nn.Module):
-    """Somebody's own module, as a plugin would have it."""
+class PluginModel(nn.Module):
+    """A module as a plugin would define it."""
 
     def __init__(self, size: int, *, bias: bool = True) -> None:
         super().__init__()
         self.layer = nn.Linear(size, size, bias=bias)
 
 
-def ones(model: nn.Module, seed: int, *, value: float = 1.0) -> None:
+def fill_constant(model: nn.Module, seed: int, *, value: float = 1.0) -> None:
     for parameter in model.parameters():
         if not parameter.is_meta:
             nn.init.constant_(parameter, value + seed)
 
 
-OWN = ModelSpec(Own, 3, {"bias": False}, initial=Initial(ones, {"value": 2.0}))
+SPEC = ModelSpec(PluginModel, 3, {"bias": False}, initial=Initial(fill_constant, {"value": 2.0}))
 
 
-class Task(Toy):
-    """Whose models are what a test says."""
+class SpecTask(Toy):
+    """A task with the given model specs."""
 
-    given: dict[str, ModelSpec]
+    model_specs: dict[str, ModelSpec]
 
     def specs(self) -> dict[str, ModelSpec]:
-        return self.given
+        return self.model_specs
 
 
-def weight(model: Any) -> float:
+def first_weight(model: Any) -> float:
     return float(model.layer.weight.detach()[0, 0])
 
 
-def saved(folder: Path, value: float, size: int = 3) -> str:
+def save_weights(folder: Path, value: float, size: int = 3) -> str:
     save_file({"layer.weight": torch.full((size, size), value)}, folder / "model.safetensors")
     return str(folder)
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
-def test_values_are_those_of_the_rule_or_of_the_folder(tmp_path: Path, is_filled: bool) -> None:
-    spec = replace(OWN, is_filled=is_filled)
+def test_values_come_from_the_initialiser_or_the_folder(tmp_path: Path, is_filled: bool) -> None:
+    spec = replace(SPEC, is_filled=is_filled)
     model = build_model(spec, 5)
-    assert weight(model) == 7
+    assert first_weight(model) == 7
     assert model.layer.bias is None
     assert not model.layer.weight.is_meta
-    assert weight(build_model(replace(spec, pretrained=saved(tmp_path, 0.5)), 5)) == 0.5
+    assert first_weight(build_model(replace(spec, pretrained=save_weights(tmp_path, 0.5)), 5)) == 0.5
 
 
-def test_a_folder_that_lacks_something_leaves_the_rules_values_only_where_the_spec_says_so() -> None:
-    kept = replace(OWN, pretrained="anywhere", load=lambda model, folder: None)
-    assert weight(build_model(replace(kept, starts_initial=True), 5)) == 7
-    assert weight(build_model(kept, 5)) != 7
+def test_initial_values_remain_only_with_starts_initial() -> None:
+    spec = replace(SPEC, pretrained="anywhere", load=lambda model, folder: None)
+    assert first_weight(build_model(replace(spec, starts_initial=True), 5)) == 7
+    assert first_weight(build_model(spec, 5)) != 7
 
 
-def test_an_architecture_that_reads_its_folder_by_itself_is_handed_it_and_the_seed() -> None:
-    asked: list[Any] = []
+def test_self_loading_architecture_receives_folder_and_seed() -> None:
+    calls: list[Any] = []
 
-    def whole(config: int, **options: Any) -> nn.Module:
-        asked.append(options)
-        return Own(config)
+    def build(config: int, **options: Any) -> nn.Module:
+        calls.append(options)
+        return PluginModel(config)
 
-    spec = ModelSpec(whole, 2, {"more": 1}, pretrained="there", load=None, is_seeded=True)
+    spec = ModelSpec(build, 2, {"more": 1}, pretrained="there", load=None, is_seeded=True)
     build_model(spec, 9)
-    assert asked == [{"more": 1, "seed": 9, "folder": "there"}]
+    assert calls == [{"more": 1, "seed": 9, "folder": "there"}]
 
 
-def test_without_a_rule_the_seed_alone_decides_and_nothing_outside_is_drawn_from() -> None:
-    spec = ModelSpec(Own, 3)
+def test_default_initialisation_depends_on_the_seed_only_and_leaves_the_global_rng() -> None:
+    spec = ModelSpec(PluginModel, 3)
     state = torch.default_generator.get_state()
-    one, other = build_model(spec, 4), build_model(spec, 5)
+    first, second = build_model(spec, 4), build_model(spec, 5)
     assert torch.equal(torch.default_generator.get_state(), state)
     torch.rand(3)
-    assert torch.equal(one.layer.weight, build_model(spec, 4).layer.weight)
-    assert not torch.equal(one.layer.weight, other.layer.weight)
+    assert torch.equal(first.layer.weight, build_model(spec, 4).layer.weight)
+    assert not torch.equal(first.layer.weight, second.layer.weight)
 
 
-def test_names_mean_functions_classes_and_methods() -> None:
+def test_references_resolve_to_functions_classes_and_methods() -> None:
     assert resolve_reference("bottega.models.build:resolve_reference") is resolve_reference
     assert resolve_reference("torch.nn:Linear.forward") is nn.Linear.forward
-    assert resolve_reference(ones) is ones
+    assert resolve_reference(fill_constant) is fill_constant
 
 
-def test_changes_come_last_in_their_order_and_see_all_models() -> None:
+def test_changes_apply_last_in_order_with_access_to_all_models() -> None:
     def add(models: Models, seed: int) -> None:
         with torch.no_grad():
             models["model"].layer.weight.add_(models["other"].layer.weight)
@@ -106,33 +106,33 @@ def test_changes_come_last_in_their_order_and_see_all_models() -> None:
         with torch.no_grad():
             models["model"].layer.weight.mul_(2 * seed)
 
-    other = replace(OWN, initial=Initial(ones, {"value": 10.0}))
-    task = Task(given={"model": OWN.changed(add).changed(double), "other": other})
+    other = replace(SPEC, initial=Initial(fill_constant, {"value": 10.0}))
+    task = SpecTask(model_specs={"model": SPEC.changed(add).changed(double), "other": other})
     models = build_models(task, 1)
-    assert weight(models["model"]) == (3 + 11) * 2
-    assert weight(models["other"]) == 11
-    assert OWN.changes == (), "a spec is a value"
+    assert first_weight(models["model"]) == (3 + 11) * 2
+    assert first_weight(models["other"]) == 11
+    assert SPEC.changes == (), "specs are immutable"
 
 
-def test_parts_are_built_and_changed_first() -> None:
+def test_parts_are_built_and_changed_before_the_model() -> None:
     def double(models: Models, seed: int) -> None:
         with torch.no_grad():
             models["model"].layer.weight.mul_(2)
 
-    spec = ModelSpec(nn.ModuleDict, parts={"a": OWN.changed(double), "b": OWN})
-    whole = build_model(spec, 0)
-    assert (weight(whole["a"]), weight(whole["b"])) == (4, 2)
+    spec = ModelSpec(nn.ModuleDict, parts={"a": SPEC.changed(double), "b": SPEC})
+    model = build_model(spec, 0)
+    assert (first_weight(model["a"]), first_weight(model["b"])) == (4, 2)
 
 
-def test_an_outline_has_names_and_shapes_and_reads_no_folder() -> None:
-    model = build_meta_model(Task(given={"model": replace(OWN, pretrained="not/here")}), 0)
+def test_meta_model_has_names_and_shapes_and_reads_no_folder() -> None:
+    model = build_meta_model(SpecTask(model_specs={"model": replace(SPEC, pretrained="not/here")}), 0)
     assert model is not None
     assert {name: (tuple(p.shape), p.is_meta) for name, p in model.named_parameters()} == {
         "layer.weight": ((3, 3), True)
     }
 
 
-def test_an_outline_refuses_what_a_change_refuses_and_is_none_where_only_files_tell() -> None:
+def test_meta_model_raises_errors_of_changes_and_is_none_when_files_are_required() -> None:
     def refuse(models: Models, seed: int) -> None:
         raise UsageError("no such layer")
 
@@ -140,11 +140,11 @@ def test_an_outline_refuses_what_a_change_refuses_and_is_none_where_only_files_t
         raise OSError("cannot be read without memory")
 
     with pytest.raises(UsageError, match="no such layer"):
-        build_meta_model(Task(given={"model": OWN.changed(refuse)}), 0)
-    assert build_meta_model(Task(given={"model": ModelSpec(fail)}), 0) is None
-    assert build_meta_models(Task(given={"model": ModelSpec(fail)}), 0) is None
+        build_meta_model(SpecTask(model_specs={"model": SPEC.changed(refuse)}), 0)
+    assert build_meta_model(SpecTask(model_specs={"model": ModelSpec(fail)}), 0) is None
+    assert build_meta_models(SpecTask(model_specs={"model": ModelSpec(fail)}), 0) is None
 
 
-def test_a_model_that_is_there_is_the_model() -> None:
-    model = Own(2)
+def test_spec_of_a_model_returns_that_model() -> None:
+    model = PluginModel(2)
     assert build_model(ModelSpec.of(model), 0) is model

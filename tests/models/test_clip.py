@@ -1,4 +1,4 @@
-"""CLIP as others open it: the same numbers in transformers, whatever folder it came from, and no folder that could run code."""
+"""CLIP: the same outputs in transformers, caption deduplication, and which folders load."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ BOS, EOS = 18, 19
 SHAPE = clip_shape(MODEL, image_size=8, tokens=20, bos=BOS, eos=EOS, padding=EOS)
 
 
-def row(words: list[int]) -> list[int]:
+def build_row(words: list[int]) -> list[int]:
     return [BOS, *words, EOS, *[EOS] * (8 - len(words))]
 
 
@@ -50,13 +50,13 @@ def exported(clip: Clip, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def hub_like(folder: Path, **vision: Any) -> Path:
-    """As OpenAI's: other means and deviations, pictures cut to the middle."""
+def save_hub_model(folder: Path, **vision: Any) -> Path:
+    """Save a model as OpenAI's: other means and deviations, images center-cropped."""
     text = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
     text |= {"num_attention_heads": 2, "max_position_embeddings": 10, "eos_token_id": EOS, "bos_token_id": BOS}
-    seen = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    seen |= {"image_size": 16, "patch_size": 8, **vision}
-    config = transformers.CLIPConfig(text_config=text, vision_config=seen, projection_dim=12)
+    vision_config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision_config |= {"image_size": 16, "patch_size": 8, **vision}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision_config, projection_dim=12)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformers.CLIPModel(config).save_pretrained(folder)
@@ -66,68 +66,72 @@ def hub_like(folder: Path, **vision: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return hub_like(tmp_path_factory.mktemp("hub"))
+    return save_hub_model(tmp_path_factory.mktemp("hub"))
 
 
-def pixels(side: int, *, width: int | None = None, count: int = 3) -> np.ndarray:
+def draw_pixels(side: int, *, width: int | None = None, count: int = 3) -> np.ndarray:
     draw = np.random.default_rng(0)
     return draw.integers(0, 256, (count, side, width or side, 3), np.uint8)
 
 
-def values(seen: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(seen.astype(np.float32) / 127.5 - 1)
+def scale_pixels(pixels: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(pixels.astype(np.float32) / 127.5 - 1)
 
 
 def test_an_export_gives_the_same_numbers_in_transformers(clip: Clip, exported: Path) -> None:
     theirs = transformers.CLIPModel.from_pretrained(exported).eval()
-    shown = transformers.AutoImageProcessor.from_pretrained(exported, backend="pil")
-    seen, ids = pixels(8), torch.tensor([row([1, 2, 3]), row([4])])
+    processor = transformers.AutoImageProcessor.from_pretrained(exported, backend="pil")
+    images_u8, ids = draw_pixels(8), torch.tensor([build_row([1, 2, 3]), build_row([4])])
     with torch.no_grad():
-        pixel_values = shown(images=[Image.fromarray(one) for one in seen], return_tensors="pt").pixel_values
-        found = theirs(input_ids=ids, pixel_values=pixel_values)
-        images, texts = clip.encode_images(values(seen)), clip.encode_texts(ids)
+        pixel_values = processor(
+            images=[Image.fromarray(image) for image in images_u8], return_tensors="pt"
+        ).pixel_values
+        output = theirs(input_ids=ids, pixel_values=pixel_values)
+        images, texts = clip.encode_images(scale_pixels(images_u8)), clip.encode_texts(ids)
         logits = clip.logits(images, texts)
-    torch.testing.assert_close(images, found.image_embeds, atol=1e-5, rtol=0)
-    torch.testing.assert_close(texts, found.text_embeds, atol=1e-5, rtol=0)
-    torch.testing.assert_close(logits - clip.offset, found.logits_per_image, atol=1e-4, rtol=0)
+    torch.testing.assert_close(images, output.image_embeds, atol=1e-5, rtol=0)
+    torch.testing.assert_close(texts, output.text_embeds, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits - clip.offset, output.logits_per_image, atol=1e-4, rtol=0)
 
 
-def test_its_reading_half_is_a_text_encoder_for_generators(clip: Clip, exported: Path) -> None:
+def test_exported_text_model_loads_as_a_text_encoder(clip: Clip, exported: Path) -> None:
     from bottega.models.text_encoder import load_text_encoder, read_text_encoder_metadata
 
-    ids, facts = torch.tensor([row([1, 2, 3])]), read_text_encoder_metadata(exported)
-    assert (facts.width, facts.positions, facts.vocab_size, facts.is_clip) == (16, 10, 20, True)
+    ids, metadata = torch.tensor([build_row([1, 2, 3])]), read_text_encoder_metadata(exported)
+    assert (metadata.width, metadata.positions, metadata.vocab_size, metadata.is_clip) == (16, 10, 20, True)
     with torch.no_grad():
         ours = clip.network.text_model(input_ids=ids).last_hidden_state
         for loaded in (load_text_encoder(exported), transformers.CLIPTextModel.from_pretrained(exported).eval()):
             torch.testing.assert_close(loaded(input_ids=ids).last_hidden_state, ours, atol=0, rtol=0)
 
 
-def test_a_loaded_one_is_the_exported_one_bias_included(clip: Clip, exported: Path) -> None:
-    again = load_clip(exported)
-    assert not again.training
-    assert not any(p.requires_grad for p in again.parameters())
-    x, ids = values(pixels(8)), torch.tensor([[row([1]), row([2, 3])]] * 3)
+def test_loaded_clip_matches_the_exported_one_including_the_bias(clip: Clip, exported: Path) -> None:
+    loaded = load_clip(exported)
+    assert not loaded.training
+    assert not any(p.requires_grad for p in loaded.parameters())
+    x, ids = scale_pixels(draw_pixels(8)), torch.tensor([[build_row([1]), build_row([2, 3])]] * 3)
     with torch.no_grad():
-        torch.testing.assert_close(again(x, ids).scores, clip(x, ids).scores, atol=0, rtol=0)
-    assert again.shape.mean == clip.shape.mean
+        torch.testing.assert_close(loaded(x, ids).scores, clip(x, ids).scores, atol=0, rtol=0)
+    assert loaded.shape.mean == clip.shape.mean
 
 
 @pytest.mark.parametrize(("height", "width"), [(16, 16), (40, 40), (24, 40), (33, 20), (8, 8)])
-def test_pictures_are_sized_and_scaled_as_the_folder_says(hub: Path, height: int, width: int) -> None:
+def test_images_are_resized_and_normalised_as_the_folder_specifies(hub: Path, height: int, width: int) -> None:
     ours, theirs = load_clip(hub), transformers.CLIPModel.from_pretrained(hub).eval()
-    seen = pixels(height, width=width)
-    shown = transformers.CLIPImageProcessor.from_pretrained(hub)
+    images = draw_pixels(height, width=width)
+    processor = transformers.CLIPImageProcessor.from_pretrained(hub)
     with torch.no_grad():
-        told = shown(images=list(seen), return_tensors="pt", input_data_format="channels_last").pixel_values
-        wanted = theirs.get_image_features(pixel_values=told).pooler_output
-        found = ours.encode_images(values(seen))
-    # They round to whole pixels after sizing.
-    torch.testing.assert_close(found, torch.nn.functional.normalize(wanted, dim=-1), atol=0.01, rtol=0)
+        pixel_values = processor(
+            images=list(images), return_tensors="pt", input_data_format="channels_last"
+        ).pixel_values
+        expected = theirs.get_image_features(pixel_values=pixel_values).pooler_output
+        embeddings = ours.encode_images(scale_pixels(images))
+    # transformers rounds pixels to integers after resizing.
+    torch.testing.assert_close(embeddings, torch.nn.functional.normalize(expected, dim=-1), atol=0.01, rtol=0)
 
 
-def test_a_grey_picture_is_one_of_equal_colours(clip: Clip) -> None:
-    grey = values(pixels(8))[..., :1]
+def test_grey_image_equals_three_equal_channels(clip: Clip) -> None:
+    grey = scale_pixels(draw_pixels(8))[..., :1]
     with torch.no_grad():
         torch.testing.assert_close(
             clip.encode_images(grey), clip.encode_images(grey.expand(-1, -1, -1, 3)), atol=0, rtol=0
@@ -135,8 +139,8 @@ def test_a_grey_picture_is_one_of_equal_colours(clip: Clip) -> None:
 
 
 @given(st.lists(st.integers(0, 17), max_size=7), st.integers(0, 19))
-def test_what_comes_after_the_end_of_a_caption_changes_nothing(clip: Clip, words: list[int], filler: int) -> None:
-    ids = torch.tensor([row(words)])
+def test_tokens_after_the_end_of_a_caption_have_no_effect(clip: Clip, words: list[int], filler: int) -> None:
+    ids = torch.tensor([build_row(words)])
     other = ids.clone()
     other[0, len(words) + 2 :] = filler
     with torch.no_grad():
@@ -144,57 +148,57 @@ def test_what_comes_after_the_end_of_a_caption_changes_nothing(clip: Clip, words
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=4))
-def test_equal_captions_are_encoded_once_and_nobody_can_tell(clip: Clip, numbers: list[list[int]]) -> None:
-    captions = torch.tensor([row([1, 2]), row([3]), row([4, 5, 6]), row([])])
+def test_deduplicated_captions_give_the_same_scores(clip: Clip, numbers: list[list[int]]) -> None:
+    captions = torch.tensor([build_row([1, 2]), build_row([3]), build_row([4, 5, 6]), build_row([])])
     number = torch.tensor(numbers)
-    x, ids = values(pixels(8, count=len(numbers))), captions[number]
+    x, ids = scale_pixels(draw_pixels(8, count=len(numbers))), captions[number]
     with torch.no_grad():
-        each, once = clip(x, ids), clip(x, ids, 1000 - 7 * number)
-    torch.testing.assert_close(once.scores, each.scores, atol=1e-5, rtol=0)
-    torch.testing.assert_close(once.texts, each.texts, atol=1e-6, rtol=0)
+        each, deduplicated = clip(x, ids), clip(x, ids, 1000 - 7 * number)
+    torch.testing.assert_close(deduplicated.scores, each.scores, atol=1e-5, rtol=0)
+    torch.testing.assert_close(deduplicated.texts, each.texts, atol=1e-6, rtol=0)
 
 
-def test_gradients_of_captions_that_are_encoded_once_add_up(clip: Clip) -> None:
-    x, number = values(pixels(8)), torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 1]])
-    ids = torch.tensor([row([1, 2]), row([3])])[number]
-    found = []
+def test_gradients_of_deduplicated_captions_add_up(clip: Clip) -> None:
+    x, number = scale_pixels(draw_pixels(8)), torch.tensor([[0, 1, 1], [1, 0, 0], [0, 0, 1]])
+    ids = torch.tensor([build_row([1, 2]), build_row([3])])[number]
+    gradients = []
     for numbers in (None, number):
         clip.zero_grad()
         clip(x, ids, numbers).scores.square().sum().backward()
-        found.append({n: p.grad.clone() for n, p in clip.named_parameters() if p.grad is not None})
-    assert found[0].keys() == {name for name, _ in clip.named_parameters()}, "all of it learns"
-    for name, wanted in found[0].items():
-        torch.testing.assert_close(found[1][name], wanted, atol=2e-3, rtol=1e-4, msg=name)
+        gradients.append({n: p.grad.clone() for n, p in clip.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == {name for name, _ in clip.named_parameters()}, "every parameter gets a gradient"
+    for name, expected in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], expected, atol=2e-3, rtol=1e-4, msg=name)
 
 
-def test_two_threads_give_the_same_gradient_every_time() -> None:
-    """With as many captions as a recipe has: smaller sums are left to one thread."""
+def test_gradient_is_deterministic_with_two_threads() -> None:
+    """With as many captions as in a recipe: smaller sums use one thread."""
     wide = MODEL.model_copy(update={"projection_size": 64, "text_num_layers": 1, "num_layers": 1})
     model = build_clip(clip_shape(wide, image_size=8, tokens=20, bos=BOS, eos=EOS, padding=EOS), 0, negatives=15)
     rng = np.random.default_rng(0)
     numbers = torch.from_numpy(rng.integers(0, 120, (64, 16)))
-    rows = torch.tensor([row([int(n) % 18, int(n) // 18 + 1]) for n in range(120)])
+    rows = torch.tensor([build_row([int(n) % 18, int(n) // 18 + 1]) for n in range(120)])
     pixels = torch.from_numpy(rng.uniform(-1, 1, (64, 8, 8, 3)).astype(np.float32))
-    before, found = torch.get_num_threads(), set()
+    before, distinct = torch.get_num_threads(), set()
     torch.set_num_threads(2)
     try:
         for _ in range(12):
             model.zero_grad()
             model(pixels, rows[numbers], numbers).scores.square().sum().backward()
             gradients = [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
-            found.add(b"".join(gradients))
+            distinct.add(b"".join(gradients))
     finally:
         torch.set_num_threads(before)
-    assert len(found) == 1
+    assert len(distinct) == 1
 
 
-def test_training_begins_by_expecting_one_of_all_pairs() -> None:
+def test_initial_offset_matches_one_positive_pair() -> None:
     clip = build_clip(SHAPE, 0, negatives=7)
     assert clip.offset.item() == pytest.approx(-np.log(7))
     assert clip.scale.item() == pytest.approx(10)
 
 
-def test_a_siglip_folder_is_read_too(tmp_path: Path) -> None:
+def test_siglip_folder_loads(tmp_path: Path) -> None:
     shared = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**shared, "vocab_size": 20, "max_position_embeddings": 10, "projection_size": 16}
     config = transformers.SiglipConfig(text_config=text, vision_config={**shared, "image_size": 16, "patch_size": 8})
@@ -203,43 +207,43 @@ def test_a_siglip_folder_is_read_too(tmp_path: Path) -> None:
         network = transformers.SiglipModel(config).eval()
     network.save_pretrained(tmp_path)
     transformers.SiglipImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path)
-    clip, ids, seen = load_clip(tmp_path), torch.tensor([row([1, 2]), row([3])]), pixels(16)
+    clip, ids, images = load_clip(tmp_path), torch.tensor([build_row([1, 2]), build_row([3])]), draw_pixels(16)
     assert (clip.shape.mean, clip.shape.keeps_aspect) == ((0.5, 0.5, 0.5), False)
     with torch.no_grad():
-        found = network(input_ids=ids, pixel_values=values(seen).movedim(-1, 1)).logits_per_image
+        logits = network(input_ids=ids, pixel_values=scale_pixels(images).movedim(-1, 1)).logits_per_image
         torch.testing.assert_close(
-            clip.logits(clip.encode_images(values(seen)), clip.encode_texts(ids)), found, atol=1e-4, rtol=0
+            clip.logits(clip.encode_images(scale_pixels(images)), clip.encode_texts(ids)), logits, atol=1e-4, rtol=0
         )
 
 
-def test_starting_from_a_folder_without_a_bias_begins_undecided(hub: Path) -> None:
+def test_folder_without_a_bias_starts_at_a_neutral_offset(hub: Path) -> None:
     clip = build_clip(read_clip_shape(hub), 0, negatives=3, folder=hub)
     assert clip.training
     assert clip.offset.item() == pytest.approx(-np.log(3) - 0.25 * clip.scale.item(), rel=1e-4)
 
 
-def changed(folder: Path, target: Path, **config: Any) -> Path:
+def copy_with_config(folder: Path, target: Path, **config: Any) -> Path:
     for file in folder.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    known = json.loads((folder / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps({**known, **config}))
+    original = json.loads((folder / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**original, **config}))
     return target
 
 
-def test_code_of_the_folders_own_is_refused(hub: Path, tmp_path: Path) -> None:
+def test_custom_code_is_refused(hub: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has auto_map, code of its own"):
-        load_clip(changed(hub, tmp_path, auto_map={"AutoModel": "modeling_evil.Evil"}))
+        load_clip(copy_with_config(hub, tmp_path, auto_map={"AutoModel": "modeling_evil.Evil"}))
 
 
-def test_only_safetensors_are_opened(hub: Path, tmp_path: Path) -> None:
-    folder = changed(hub, tmp_path)
+def test_pickled_weights_are_refused(hub: Path, tmp_path: Path) -> None:
+    folder = copy_with_config(hub, tmp_path)
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickles are never opened"):
         load_clip(folder)
 
 
-def test_a_weight_that_is_missing_is_an_error(hub: Path, tmp_path: Path) -> None:
-    folder = changed(hub, tmp_path)
+def test_missing_weight_is_refused(hub: Path, tmp_path: Path) -> None:
+    folder = copy_with_config(hub, tmp_path)
     tensors = load_file(folder / "model.safetensors")
     tensors.pop("visual_projection.weight")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -247,12 +251,12 @@ def test_a_weight_that_is_missing_is_an_error(hub: Path, tmp_path: Path) -> None
         load_clip(folder)
 
 
-def test_what_is_no_clip_is_named(hub: Path, tmp_path: Path) -> None:
+def test_folder_that_is_not_a_clip_is_refused(hub: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds a bert"):
-        read_clip_shape(changed(hub, tmp_path, model_type="bert"))
+        read_clip_shape(copy_with_config(hub, tmp_path, model_type="bert"))
     with pytest.raises(UsageError, match=r"has no config\.json"):
         read_clip_shape(tmp_path / "nowhere")
-    folder = changed(hub, tmp_path)
+    folder = copy_with_config(hub, tmp_path)
     (folder / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
     with pytest.raises(CheckpointError, match="must be three numbers"):
         read_clip_shape(folder)

@@ -1,4 +1,4 @@
-"""What codes promise: every number has a vector and comes back from it, and the encoder can learn through both kinds."""
+"""Code autoencoders: codes round-trip through vectors, and the encoder gets gradients through both quantizers."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def small_model(kind: str = "levels", **changes: Any) -> CodeAutoencoder:
     return model.eval()
 
 
-def some(*shape: int, seed: int = 0) -> Tensor:
+def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("levels", [(8, 5, 5, 5), (2, 3), (4,), (7, 2, 6), (255, 254)])
-def test_every_code_is_a_vector_and_comes_back(levels: tuple[int, ...]) -> None:
+def test_codes_round_trip_through_vectors(levels: tuple[int, ...]) -> None:
     scalars = FiniteScalarQuantizer(levels)
     codes = torch.arange(math.prod(levels))
     vectors = scalars.embed_codes(codes)
@@ -47,7 +47,7 @@ def test_every_code_is_a_vector_and_comes_back(levels: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("levels", [(8, 5, 5, 5), (2, 3), (255, 254)])
-def test_every_level_is_reached_and_none_beyond(levels: tuple[int, ...]) -> None:
+def test_every_level_is_reachable_and_bounded(levels: tuple[int, ...]) -> None:
     scalars = FiniteScalarQuantizer(levels)
     line = torch.linspace(-12, 12, 20_001)
     for channel, level in enumerate(levels):
@@ -62,7 +62,7 @@ def test_every_level_is_reached_and_none_beyond(levels: tuple[int, ...]) -> None
     assert (scalars(torch.zeros(1, len(levels)))[0] == 0).all()
 
 
-def test_levels_change_where_the_paper_has_it() -> None:
+def test_level_boundaries_match_the_paper() -> None:
     """With 8 levels, bound(z) = 3.5035 tanh(z + s) - 0.5 with tanh(s) = 0.5 / 3.5035, and it is rounded."""
     half, scalars = 3.5035, FiniteScalarQuantizer((8,))
     for level in range(-3, 4):
@@ -72,7 +72,7 @@ def test_levels_change_where_the_paper_has_it() -> None:
 
 
 def test_a_code_is_read_in_mixed_radix() -> None:
-    """(8, 5, 5, 5) by hand: the first level is the lowest digit."""
+    """In (8, 5, 5, 5) the first level is the lowest digit."""
     assert FiniteScalarQuantizer((8, 5, 5, 5)).embed_codes(torch.tensor(7 + 8 * (4 + 5 * (0 + 5 * 2)))).tolist() == [
         0.75,
         1,
@@ -81,11 +81,11 @@ def test_a_code_is_read_in_mixed_radix() -> None:
     ]
 
 
-def test_codebook_vectors_come_back_as_their_codes() -> None:
+def test_codebook_round_trips_and_compares_directions() -> None:
     book = Codebook(64, 8)
     codes = torch.arange(64)
     assert torch.equal(book.nearest_codes(book.embed_codes(codes)), codes)
-    # The direction decides, not the length.
+    # Vectors are compared by direction, not by length.
     assert torch.equal(book(3 * book.embed_codes(codes)[None])[1][0], codes)
     torch.testing.assert_close(book.embed_codes(codes).square().mean(-1), torch.ones(64))
 
@@ -93,35 +93,35 @@ def test_codebook_vectors_come_back_as_their_codes() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @torch.no_grad()
-def test_codes_say_all_that_the_decoder_knows(kind: str, dims: Any) -> None:
+def test_decoding_codes_equals_the_reconstruction(kind: str, dims: Any) -> None:
     model, grid = small_model(kind, dims=dims), GRIDS[dims]
-    x = some(2, *grid, 3)
+    x = draw(2, *grid, 3)
     codes = model.encode(x)
     assert codes.shape == (2, *model.latent_shape(grid))
     assert codes.dtype == torch.int64
     assert codes.min() >= 0
     assert codes.max() < model.num_codes == (1000 if kind == "levels" else 64)
     assert len(codes.unique()) > 8
-    found, same, _, _ = model(x)
+    reconstruction, same, _, _ = model(x)
     assert torch.equal(same, codes)
-    torch.testing.assert_close(model.decode(codes), found, atol=1e-6, rtol=1e-5)
-    assert found.shape == x.shape
+    torch.testing.assert_close(model.decode(codes), reconstruction, atol=1e-6, rtol=1e-5)
+    assert reconstruction.shape == x.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_of_the_reconstruction_reaches_the_encoder_and_changes_no_state(kind: str) -> None:
+def test_reconstruction_gradient_reaches_the_encoder_and_changes_no_state(kind: str) -> None:
     model = small_model(kind).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model(some(2, 16, 16, 3))[0].square().sum().backward()
+    model(draw(2, 16, 16, 3))[0].square().sum().backward()
     for name, parameter in model.encoder.named_parameters():
-        # A gain before another norm has the gradient 0 only where nothing arrives at all.
+        # A gain before another norm has a zero gradient only if no gradient arrives.
         assert parameter.grad is not None, name
         assert parameter.grad.abs().max() > 0, name
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_codebook_and_encoder_are_drawn_to_each_other_by_their_own_terms() -> None:
-    book, z = Codebook(16, 4), some(2, 5, 4).requires_grad_()
+def test_codebook_and_commitment_losses_train_separate_parameters() -> None:
+    book, z = Codebook(16, 4), draw(2, 5, 4).requires_grad_()
     _, codes, codebook, commitment = book(z)
     torch.testing.assert_close(codebook, commitment)
     assert codebook.shape == (2,)
@@ -135,12 +135,12 @@ def test_codebook_and_encoder_are_drawn_to_each_other_by_their_own_terms() -> No
 
 
 @torch.no_grad()
-def test_the_published_model_gives_our_codes_and_numbers() -> None:
+def test_diffusers_gives_the_same_codes_and_outputs() -> None:
     diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
     ours = small_model("codebook")
     theirs = diffusers.VQModel(**ours.diffusers_config(sample_size=16)).eval()
     theirs.load_state_dict(ours.diffusers_state(), strict=True)
-    x = some(2, 16, 16, 3)
+    x = draw(2, 16, 16, 3)
     latents = theirs.encode(x.movedim(-1, 1)).latents
     codes = theirs.quantize(latents)[2][2]
     assert torch.equal(codes, ours.encode(x).flatten())
@@ -150,8 +150,8 @@ def test_the_published_model_gives_our_codes_and_numbers() -> None:
 
 
 @torch.no_grad()
-def test_half_precision_around_it_does_not_confuse_neighbours() -> None:
-    book, z = Codebook(512, 8), some(2, 100, 8)
+def test_codes_are_exact_under_autocast() -> None:
+    book, z = Codebook(512, 8), draw(2, 100, 8)
     expected = book(z)[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         vectors, codes, _, _ = book(z)
@@ -160,19 +160,19 @@ def test_half_precision_around_it_does_not_confuse_neighbours() -> None:
 
 
 @torch.no_grad()
-def test_causal_codes_do_not_know_the_future() -> None:
+def test_causal_codes_do_not_depend_on_later_frames() -> None:
     model = small_model(dims=3, causal_time=True, temporal_downsample=2)
-    x = some(1, 5, 8, 8, 3)
+    x = draw(1, 5, 8, 8, 3)
     other = x.clone()
-    other[:, 3:] = some(1, 2, 8, 8, 3, seed=1)
+    other[:, 3:] = draw(1, 2, 8, 8, 3, seed=1)
     before, after = model.encode(x), model.encode(other)
     assert torch.equal(before[:, :2], after[:, :2])
     assert not torch.equal(before[:, 2], after[:, 2])
 
 
-def test_sides_that_cannot_be_halved_are_named() -> None:
+def test_invalid_sides_are_named() -> None:
     with pytest.raises(UsageError, match="width 15"):
-        small_model().encode(some(1, 16, 15, 3))
+        small_model().encode(draw(1, 16, 15, 3))
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_sides_that_cannot_be_halved_are_named() -> None:
         ({"levels": (8, 8)}, "set latent_channels to 2"),
     ],
 )
-def test_impossible_codes_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_invalid_codes_are_refused(fields: dict[str, Any], message: str) -> None:
     inner = AutoencoderShape(channels=3, latent_channels=4, widths=(16, 32))
     with pytest.raises(ValidationError, match=message):
         CodesShape(autoencoder=inner, **fields)

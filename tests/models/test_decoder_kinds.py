@@ -1,4 +1,4 @@
-"""What every kind of decoder promises: the parameters it is called, causality, and that every shortcut computes the same."""
+"""Every kind of decoder: parameter counts, causality, and that caching, packing and compilation change nothing."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def small_shape(name: str, **changes: Any) -> TransformerShape:
     kind: Any = name.partition("-")[0]
-    said = {"num_layers": 4, "hidden_size": 32, **KINDS[name], **changes}
-    return TransformerShape(**{"vocab_size": V, "context": 32, **resolve_shape_fields(kind, None, said)})
+    settings = {"num_layers": 4, "hidden_size": 32, **KINDS[name], **changes}
+    return TransformerShape(**{"vocab_size": V, "context": 32, **resolve_shape_fields(kind, None, settings)})
 
 
 def small_model(name: str, *, seed: int = 0, **changes: Any) -> Transformer:
-    """Wide initial weights, so that every layer has something to say."""
+    """Build a model with wide initial weights, so that every layer affects the output."""
     shape = small_shape(name, **changes)
     with torch.device("meta"):
         model = Transformer(shape)
@@ -44,7 +44,7 @@ def small_model(name: str, *, seed: int = 0, **changes: Any) -> Transformer:
     return model
 
 
-def some_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:
+def draw_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:
     return torch.randint(0, V, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
@@ -55,7 +55,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["transformer", "ssm", "moe", "hybrid"])
-def test_a_size_is_the_same_size_in_every_kind(kind: Any, size: str) -> None:
+def test_named_size_has_the_same_parameters_in_every_kind(kind: Any, size: str) -> None:
     vocab_size, declared = DOCUMENTED_PARAMETERS[size]
     shape = TransformerShape(vocab_size=vocab_size, **resolve_shape_fields(kind, size, {}))
     assert decoder_kind(shape) == kind
@@ -63,7 +63,7 @@ def test_a_size_is_the_same_size_in_every_kind(kind: Any, size: str) -> None:
         counted = sum(p.numel() for p in Transformer(shape).parameters())
     assert shape.num_parameters() == counted
     assert abs(shape.num_active_parameters() / declared - 1) < 0.02
-    assert (shape.num_parameters() > 2 * declared) == (kind == "moe"), "all experts together are more"
+    assert (shape.num_parameters() > 2 * declared) == (kind == "moe"), "only MoE has inactive parameters"
 
 
 def test_parameters_are_counted_in_closed_form(name: str) -> None:
@@ -71,29 +71,29 @@ def test_parameters_are_counted_in_closed_form(name: str) -> None:
     assert model.shape.num_parameters() == sum(p.numel() for p in model.parameters())
     unused = 0
     if (experts := model.shape.experts) is not None:
-        one = 3 * experts.hidden_size * experts.expert_size
-        unused = len(model.shape.expert_layers) * (experts.num_experts - experts.top_k) * one
+        expert_parameters = 3 * experts.hidden_size * experts.expert_size
+        unused = len(model.shape.expert_layers) * (experts.num_experts - experts.top_k) * expert_parameters
     assert model.shape.num_parameters() - model.shape.num_active_parameters() == unused
 
 
-def test_work_per_token_counts_what_a_token_meets() -> None:
+def test_flops_per_token_count_active_parameters() -> None:
     dense, moe = small_shape("transformer", intermediate_size=48), small_shape("moe")
     routers = 6 * 4 * 4 * 32
     assert moe.flops_per_token() == dense.flops_per_token() + routers
     ssm = small_shape("ssm")
-    assert ssm.flops_per_token(10) == ssm.flops_per_token(100_000), "a state does not grow"
+    assert ssm.flops_per_token(10) == ssm.flops_per_token(100_000), "the state size is constant"
 
 
-def test_words_say_a_shape_again(name: str) -> None:
+def test_shape_round_trips_through_recipe_keys(name: str) -> None:
     shape = small_shape(name)
-    words = shape_to_recipe_keys(shape)
-    kind: Any = words.pop("kind")
-    useless = {key for key, value in words.items() if value is None or value == 0}
-    fields = resolve_shape_fields(kind, None, {key: value for key, value in words.items() if key not in useless})
+    keys = shape_to_recipe_keys(shape)
+    kind: Any = keys.pop("kind")
+    unset = {key for key, value in keys.items() if value is None or value == 0}
+    fields = resolve_shape_fields(kind, None, {key: value for key, value in keys.items() if key not in unset})
     assert TransformerShape(**fields) == shape
 
 
-def test_attention_stands_in_the_last_of_so_many_layers() -> None:
+def test_attention_is_every_nth_layer() -> None:
     assert layer_mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
     assert layer_mixers(2, attention_every=4) == ("ssm", "ssm")
     assert layer_mixers(2, attention_every=1) == ("attention", "attention")
@@ -114,8 +114,8 @@ def test_impossible_shapes_name_the_remedy() -> None:
             TransformerShape(**{**dense, **change})
 
 
-def test_a_shape_of_before_is_the_shape_of_now() -> None:
-    """shape.json files of older runs have none of the new fields."""
+def test_shape_of_older_runs_still_loads() -> None:
+    """shape.json files of older runs lack the new fields."""
     shape = small_shape("transformer")
     old = shape.model_dump(exclude={"mixers", "ssm", "experts", "experts_every"})
     assert TransformerShape(**old) == shape
@@ -125,7 +125,7 @@ def test_a_shape_of_before_is_the_shape_of_now() -> None:
 
 
 def test_a_later_token_changes_no_earlier_logit(name: str) -> None:
-    model, tokens = small_model(name).eval(), some_tokens()
+    model, tokens = small_model(name).eval(), draw_tokens()
     before = model(tokens)
     changed = tokens.clone()
     changed[:, 15] = (changed[:, 15] + 1) % V
@@ -134,32 +134,32 @@ def test_a_later_token_changes_no_earlier_logit(name: str) -> None:
     assert ((after[:, 15:] - before[:, 15:]).abs().amax(dim=(0, 2)) > 1e-4).all(), "each later position sees the change"
 
 
-def test_a_row_does_not_depend_on_those_beside_it(name: str) -> None:
-    model, tokens = small_model(name).eval(), some_tokens(4)
+def test_rows_are_independent(name: str) -> None:
+    model, tokens = small_model(name).eval(), draw_tokens(4)
     torch.testing.assert_close(model(tokens)[1:3], model(tokens[1:3]), atol=1e-5, rtol=0)
 
 
-def test_the_loss_is_the_sum_over_the_targets_that_count(name: str) -> None:
-    model, tokens, targets = small_model(name).eval(), some_tokens(), some_tokens(seed=1)
+def test_loss_is_the_sum_over_counted_targets(name: str) -> None:
+    model, tokens, targets = small_model(name).eval(), draw_tokens(), draw_tokens(seed=1)
     targets[0, 5:9] = -100
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
-    found = model(tokens, targets)
+    output = model(tokens, targets)
     if model.shape.experts is None:
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(output, expected)
         return
-    total, routed = found
+    total, routed = output
     torch.testing.assert_close(total, expected)
     assert len(routed) == len(model.shape.expert_layers)
-    for one in routed:
-        assert one.tokens == 2 * T - 4
-        assert one.load.sum() == (2 * T - 4) * model.shape.experts.top_k
-    logits, again = model(tokens, token_mask=targets != -100)
+    for routing in routed:
+        assert routing.tokens == 2 * T - 4
+        assert routing.load.sum() == (2 * T - 4) * model.shape.experts.top_k
+    logits, masked_routing = model(tokens, token_mask=targets != -100)
     torch.testing.assert_close(logits, model(tokens))
-    torch.testing.assert_close(again[0].balance, routed[0].balance)
+    torch.testing.assert_close(masked_routing[0].balance, routed[0].balance)
 
 
-def test_reading_with_a_cache_equals_reading_at_once(name: str) -> None:
-    model, tokens = small_model(name).eval(), some_tokens()
+def test_cached_decoding_equals_the_full_pass(name: str) -> None:
+    model, tokens = small_model(name).eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
         cache = DecoderCache.empty(model.shape, batch=2)
@@ -171,8 +171,8 @@ def test_reading_with_a_cache_equals_reading_at_once(name: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 
-def test_what_fills_up_a_row_enters_no_state(name: str) -> None:
-    model, tokens = small_model(name).eval(), some_tokens()
+def test_padding_does_not_enter_the_cache(name: str) -> None:
+    model, tokens = small_model(name).eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
         for filling in (0, 7):
@@ -186,13 +186,13 @@ def test_what_fills_up_a_row_enters_no_state(name: str) -> None:
             torch.testing.assert_close(logits[1, 0], expected[1, 5], atol=1e-5, rtol=0)
 
 
-def test_what_a_state_space_keeps_does_not_grow() -> None:
+def test_ssm_cache_does_not_grow_with_length() -> None:
     short, long = (DecoderCache.empty(small_shape("ssm"), batch=2, length=n) for n in (8, 8000))
     assert [t.shape for layer in short.layers for t in layer] == [t.shape for layer in long.layers for t in layer]
 
 
-def test_a_state_space_reads_beyond_its_context() -> None:
-    model, tokens = small_model("ssm").eval(), some_tokens(1, 100)
+def test_ssm_decodes_beyond_its_context() -> None:
+    model, tokens = small_model("ssm").eval(), draw_tokens(1, 100)
     with torch.no_grad():
         cache = DecoderCache.empty(model.shape, batch=1)
         model(tokens[:, :99], cache=cache)
@@ -200,8 +200,8 @@ def test_a_state_space_reads_beyond_its_context() -> None:
         torch.testing.assert_close(stepped[:, 0], model(tokens)[:, 99], atol=1e-5, rtol=0)
 
 
-def test_documents_do_not_see_each_other(name: str) -> None:
-    model, tokens = small_model(name).eval(), some_tokens()
+def test_documents_are_independent(name: str) -> None:
+    model, tokens = small_model(name).eval(), draw_tokens()
     documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 10 + [2] * 10])
     packed = model(tokens, documents=documents)
     for row, first, last in [(0, 0, 9), (0, 9, 24), (1, 0, 4), (1, 4, 14), (1, 14, 24)]:
@@ -212,16 +212,16 @@ def test_documents_do_not_see_each_other(name: str) -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_blocks_changes_no_gradient(name: str, dropout: float) -> None:
-    tokens, gradients, balances = some_tokens(), [], []
+    tokens, gradients, balances = draw_tokens(), [], []
     for checkpoint_blocks in (False, True):
         model = small_model(name, dropout=dropout)
         model.checkpoint_blocks = checkpoint_blocks
         torch.manual_seed(0)
-        found = model(tokens, some_tokens(seed=1))
-        cost, *routed = found if isinstance(found, tuple) else (found,)
-        for one in routed:
-            cost = cost + sum(layer.balance + layer.z for layer in one)
-            balances.append([layer.balance.item() for layer in one])
+        output = model(tokens, draw_tokens(seed=1))
+        cost, *routed = output if isinstance(output, tuple) else (output,)
+        for layers in routed:
+            cost = cost + sum(layer.balance + layer.z for layer in layers)
+            balances.append([layer.balance.item() for layer in layers])
         cost.backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     assert not balances or balances[0] == balances[1]
@@ -230,26 +230,26 @@ def test_checkpointing_blocks_changes_no_gradient(name: str, dropout: float) -> 
         torch.testing.assert_close(gradients[1][parameter], gradient, msg=parameter, atol=0, rtol=0)
 
 
-# torch.compile itself looks at .grad of tensors that have none.
+# torch.compile itself accesses .grad of non-leaf tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize(("name", "kinds"), [("moe", 0), ("ssm", 1), ("hybrid", 2), ("ssm-experts", 1)])
-def test_blocks_are_compiled_once_for_each_kind(name: str, kinds: int) -> None:
-    """Experts only where one kernel has all of them, which is a GPU: in a graph they would else all run for all tokens."""
+def test_blocks_compile_once_per_kind(name: str, kinds: int) -> None:
+    """Experts are captured only with the grouped GPU kernel; otherwise a graph would run every expert on every token."""
     torch._dynamo.reset()
-    model, tokens, targets = small_model(name), some_tokens(), some_tokens(seed=1)
-    found = model(tokens, targets)
-    expected = found[0] if isinstance(found, tuple) else found
+    model, tokens, targets = small_model(name), draw_tokens(), draw_tokens(seed=1)
+    output = model(tokens, targets)
+    expected = output[0] if isinstance(output, tuple) else output
     compilations = compile_and_count(model)
-    found = model(tokens, targets)
-    torch.testing.assert_close(found[0] if isinstance(found, tuple) else found, expected)
+    output = model(tokens, targets)
+    torch.testing.assert_close(output[0] if isinstance(output, tuple) else output, expected)
     assert len(compilations) == kinds
     model.eval()(tokens, targets)
     assert len(compilations) == kinds
     assert all(block.compiled is not None for block in model.model.layers if isinstance(block, Block))
 
 
-def test_no_forward_changes_what_a_router_knows() -> None:
-    model, tokens = small_model("moe", capacity_factor=1.0, expert_dropout=0.3), some_tokens()
+def test_forward_does_not_change_router_state() -> None:
+    model, tokens = small_model("moe", capacity_factor=1.0, expert_dropout=0.3), draw_tokens()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model(tokens, tokens)[0].backward()
     model.eval()(tokens, tokens)

@@ -1,5 +1,5 @@
-"""Experts answer as if all were run and weighed, whatever the form of the computation; and what routing promises of room,
-balance and sums holds."""
+"""Mixture of experts: the output is the gate-weighted sum of experts in every implementation; capacity, balance and
+additive statistics."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from bottega.models.spiking.config import SpikingShape
 D, E = 8, 4
 
 
-def shape(**changes: Any) -> ExpertsShape:
+def build_shape(**changes: Any) -> ExpertsShape:
     return ExpertsShape(**{"hidden_size": D, "expert_size": 16, "num_experts": E, **changes})
 
 
-def layer(seed: int = 0, *, spread: float = 1.0, **changes: Any) -> Experts:
-    model = Experts(shape(**changes))
+def build_layer(seed: int = 0, *, spread: float = 1.0, **changes: Any) -> Experts:
+    model = Experts(build_shape(**changes))
     initialise(model, seed, residual_layers=1)
     if model.router.weight is not None:
         with torch.no_grad():
@@ -45,19 +45,21 @@ def layer(seed: int = 0, *, spread: float = 1.0, **changes: Any) -> Experts:
     return model
 
 
-def inputs(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+def draw_inputs(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*size, D, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def one_expert(model: Experts, e: int, x: Tensor) -> Tensor:
+def run_expert(model: Experts, e: int, x: Tensor) -> Tensor:
     weights = model.experts
     up = x @ weights.up_proj[e].T
     inner = F.gelu(up) if weights.gate_proj is None else F.silu(x @ weights.gate_proj[e].T) * up
     return inner @ weights.down_proj[e].T
 
 
-def reference(model: Experts, x: Tensor, *, keep: Callable[[int, int], bool] = lambda token, choice: True) -> Tensor:
-    """Token by token: every expert, weighed by the gates of those that were chosen."""
+def compute_reference(
+    model: Experts, x: Tensor, *, keep: Callable[[int, int], bool] = lambda token, choice: True
+) -> Tensor:
+    """Compute token by token: the chosen experts, weighted by their gates."""
     form, router = model.shape, model.router
     assert router.weight is not None
     out = []
@@ -66,13 +68,13 @@ def reference(model: Experts, x: Tensor, *, keep: Callable[[int, int], bool] = l
         scores = logits.softmax(-1) if form.gate == "softmax" else logits.sigmoid()
         ranked = scores + router.bias if form.balance == "bias" else scores
         chosen = ranked.argsort(descending=True)[: form.top_k].tolist()
-        whole = sum(scores[e] for e in chosen) if form.top_k > 1 else 1.0
-        answers = [scores[e] / whole * one_expert(model, e, token) for j, e in enumerate(chosen) if keep(n, j)]
+        total = sum(scores[e] for e in chosen) if form.top_k > 1 else 1.0
+        answers = [scores[e] / total * run_expert(model, e, token) for j, e in enumerate(chosen) if keep(n, j)]
         out.append(sum(answers, torch.zeros_like(token)) + (0 if model.shared is None else model.shared(token)))
     return torch.stack(out)
 
 
-def gradients(model: Experts, out: Tensor, x: Tensor) -> list[Tensor]:
+def compute_gradients(model: Experts, out: Tensor, x: Tensor) -> list[Tensor]:
     return list(
         torch.autograd.grad((out * torch.arange(out.numel()).view_as(out).cos()).sum(), [x, *model.parameters()])
     )
@@ -82,38 +84,40 @@ FORMS = list(itertools.product(("softmax", "sigmoid"), (1, 2, E), ("swiglu", "ge
 
 
 @pytest.mark.parametrize(("gate", "k", "activation"), FORMS)
-def test_every_token_gets_what_all_experts_weighed_by_its_gates_say(gate: str, k: int, activation: str) -> None:
-    model = layer(gate=gate, top_k=k, activation=activation, num_shared=k % 2, balance="bias").double()
+def test_output_is_the_gate_weighted_sum_of_experts(gate: str, k: int, activation: str) -> None:
+    model = build_layer(gate=gate, top_k=k, activation=activation, num_shared=k % 2, balance="bias").double()
     model.router.bias.copy_(torch.tensor([0.3, -0.2, 0.0, 0.1]))
-    x = inputs(13, dtype=torch.float64).requires_grad_()
-    out, wanted = model(x)[0], reference(model, x)
-    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
-    for got, expected in zip(gradients(model, out, x), gradients(model, wanted, x), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=1e-11)
+    x = draw_inputs(13, dtype=torch.float64).requires_grad_()
+    out, reference_out = model(x)[0], compute_reference(model, x)
+    torch.testing.assert_close(out, reference_out, rtol=0, atol=1e-12)
+    for gradient, expected in zip(
+        compute_gradients(model, out, x), compute_gradients(model, reference_out, x), strict=True
+    ):
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-11)
 
 
 @pytest.mark.parametrize("k", [1, 2, E])
-def test_the_two_forms_agree(k: int) -> None:
-    """One kernel for all experts is for a GPU, and exists on a CPU in bfloat16: close is what its eight bits allow."""
-    model, x = layer(top_k=k), inputs(40)
+def test_grouped_and_looped_experts_agree(k: int) -> None:
+    """The grouped kernel is meant for GPUs and exists on CPUs in bfloat16, whose precision bounds the difference."""
+    model, x = build_layer(top_k=k), draw_inputs(40)
     weights = model.experts
     assert weights.gate_proj is not None
     chosen = torch.rand(40, E, generator=torch.Generator().manual_seed(1)).topk(k).indices
     gates = torch.rand(40, k, generator=torch.Generator().manual_seed(2))
     stacks = weights.gate_proj, weights.up_proj, weights.down_proj
 
-    def short(run: Callable[..., Tensor]) -> list[Tensor]:
+    def run_bf16(run: Callable[..., Tensor]) -> list[Tensor]:
         small = tuple(stack.detach().bfloat16().requires_grad_() for stack in stacks)
         rows = x.bfloat16().requires_grad_()
         out = dispatch.dispatch_sorted(rows, chosen, gates, small, run=run)
         return [out, *torch.autograd.grad(out.float().square().sum(), [rows, *small])]
 
-    for got, wanted in zip(short(dispatch.run_grouped), short(dispatch.run_loop), strict=True):
-        assert float((got - wanted).detach().abs().max()) < 0.02 * float(wanted.detach().abs().max())
+    for actual, expected in zip(run_bf16(dispatch.run_grouped), run_bf16(dispatch.run_loop), strict=True):
+        assert float((actual - expected).detach().abs().max()) < 0.02 * float(expected.detach().abs().max())
 
 
 def test_gradients_agree_with_finite_differences() -> None:
-    model = layer(top_k=2, expert_size=2, num_experts=3).double()
+    model = build_layer(top_k=2, expert_size=2, num_experts=3).double()
     model.router.load.copy_(torch.tensor([0.7, 0.2, 0.1]))
 
     def outputs(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -121,15 +125,15 @@ def test_gradients_agree_with_finite_differences() -> None:
         out, routing = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (x,))
         return out, routing.balance, routing.z
 
-    values = [inputs(2, 2, dtype=torch.float64), *(p.detach().clone() for p in model.parameters())]
+    values = [draw_inputs(2, 2, dtype=torch.float64), *(p.detach().clone() for p in model.parameters())]
     values = [value.requires_grad_() for value in values]
     assert torch.autograd.gradcheck(outputs, values)
-    assert torch.autograd.gradgradcheck(lambda x: outputs(x, *values[1:])[0], values[:1])  # meta-learning wants it
+    assert torch.autograd.gradgradcheck(lambda x: outputs(x, *values[1:])[0], values[:1])  # needed by meta-learning
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_the_answer_of_a_sample_depends_on_itself_alone(k: int) -> None:
-    model, x = layer(top_k=k), inputs(31)
+def test_samples_are_independent(k: int) -> None:
+    model, x = build_layer(top_k=k), draw_inputs(31)
     order = torch.randperm(31, generator=torch.Generator().manual_seed(3))
     out = model(x)[0]
     torch.testing.assert_close(model(x[order])[0], out[order])
@@ -137,44 +141,44 @@ def test_the_answer_of_a_sample_depends_on_itself_alone(k: int) -> None:
     torch.testing.assert_close(model(x.view(1, 31, D))[0][0], out)
 
 
-def full_by_hand(chosen: Tensor, room: int) -> list[list[bool]]:
+def reference_full(chosen: Tensor, capacity: int) -> list[list[bool]]:
     taken, full = [0] * E, []
     for token in chosen.tolist():
-        full.append([taken[e] >= room for e in token])
+        full.append([taken[e] >= capacity for e in token])
         for e in token:
             taken[e] += 1
     return full
 
 
 @pytest.mark.parametrize(
-    ("changes", "room"), [({"capacity": 3}, 3), ({"capacity_factor": 1.1}, 6), ({"capacity_factor": 0.1}, 1)]
+    ("changes", "capacity"), [({"capacity": 3}, 3), ({"capacity_factor": 1.1}, 6), ({"capacity_factor": 0.1}, 1)]
 )
-def test_beyond_the_room_choices_are_dropped_and_counted(changes: dict[str, Any], room: int) -> None:
-    model, x = layer(top_k=2, num_shared=1, **changes), inputs(3, 10)
-    assert model.shape.capacity_for(10) == room
+def test_choices_beyond_capacity_are_dropped_and_counted(changes: dict[str, Any], capacity: int) -> None:
+    model, x = build_layer(top_k=2, num_shared=1, **changes), draw_inputs(3, 10)
+    assert model.shape.capacity_for(10) == capacity
     out, routing = model(x)
     dropped = 0
     for row, answer, chosen in zip(x, out, routing.chosen, strict=True):
-        full = full_by_hand(chosen, room)
+        full = reference_full(chosen, capacity)
         dropped += sum(map(sum, full))
-        torch.testing.assert_close(answer, reference(model, row, keep=lambda n, j, full=full: not full[n][j]))
+        torch.testing.assert_close(answer, compute_reference(model, row, keep=lambda n, j, full=full: not full[n][j]))
     assert int(routing.dropped) == dropped > 0
     assert int(routing.load.sum()) == 3 * 10 * 2
 
 
-def test_later_tokens_never_take_the_room_of_earlier_ones() -> None:
-    model, x = layer(top_k=2, capacity=3), inputs(2, 12)
+def test_later_tokens_never_take_capacity_of_earlier_ones() -> None:
+    model, x = build_layer(top_k=2, capacity=3), draw_inputs(2, 12)
     out = model(x)[0]
     for t in (1, 5, 11):
         changed = x.clone()
-        changed[:, t:] = inputs(2, 12 - t, seed=9)
+        changed[:, t:] = draw_inputs(2, 12 - t, seed=9)
         torch.testing.assert_close(model(changed)[0][:, :t], out[:, :t])
-    torch.testing.assert_close(model(x[1:])[0], out[1:])  # and a row has room of its own
+    torch.testing.assert_close(model(x[1:])[0], out[1:])  # capacity is per row
 
 
-def test_padding_takes_no_room_and_enters_no_sum() -> None:
-    model, x = layer(top_k=2, capacity_factor=1.0), inputs(2, 8)
-    padded = torch.cat((torch.full((2, 4, D), 5.0), x, inputs(2, 7, seed=5)), dim=1)
+def test_padding_takes_no_capacity_and_enters_no_sum() -> None:
+    model, x = build_layer(top_k=2, capacity_factor=1.0), draw_inputs(2, 8)
+    padded = torch.cat((torch.full((2, 4, D), 5.0), x, draw_inputs(2, 7, seed=5)), dim=1)
     counted = torch.zeros(2, 19)
     counted[:, 4:12] = 1
     (out, routing), (wide, other) = model(x), model(padded, token_mask=counted)
@@ -184,10 +188,10 @@ def test_padding_takes_no_room_and_enters_no_sum() -> None:
     assert float(routing.dropped) > 0
 
 
-def test_room_and_absence_are_for_training_alone() -> None:
-    limited, free = layer(capacity=1, expert_dropout=0.5), layer()
+def test_capacity_and_expert_dropout_apply_in_training_only() -> None:
+    limited, free = build_layer(capacity=1, expert_dropout=0.5), build_layer()
     limited.router.get_buffer("absent").copy_(torch.tensor([1.0, 1.0, 0.0, 0.0]))
-    x = inputs(2, 9)
+    x = draw_inputs(2, 9)
     routing = limited(x)[1]
     assert float(routing.dropped) > 0
     assert routing.load[:2].tolist() == [0, 0]
@@ -198,24 +202,24 @@ def test_room_and_absence_are_for_training_alone() -> None:
 
 
 def test_sums_add_up_over_splits() -> None:
-    model, x = layer(top_k=2, capacity=3), inputs(6, 7)
-    whole, parts = model(x)[1], [model(part)[1] for part in x.split([1, 3, 2])]
+    model, x = build_layer(top_k=2, capacity=3), draw_inputs(6, 7)
+    full, parts = model(x)[1], [model(part)[1] for part in x.split([1, 3, 2])]
     for name in ("balance", "z", "load", "dropped", "entropy", "tokens"):
-        torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(whole, name))
-    torch.testing.assert_close(torch.cat([part.chosen for part in parts]), whole.chosen)
+        torch.testing.assert_close(sum(getattr(part, name) for part in parts), getattr(full, name))
+    torch.testing.assert_close(torch.cat([part.chosen for part in parts]), full.chosen)
 
 
-def test_one_token_and_one_expert_are_enough() -> None:
-    out, routing = layer(top_k=2)(inputs(3, 1))
+def test_single_token_and_single_expert() -> None:
+    out, routing = build_layer(top_k=2)(draw_inputs(3, 1))
     assert out.shape == (3, 1, D)
     assert int(routing.tokens) == 3
-    single = layer(num_experts=1)
-    x = inputs(5)
-    torch.testing.assert_close(single(x)[0], one_expert(single, 0, x))
+    single = build_layer(num_experts=1)
+    x = draw_inputs(5)
+    torch.testing.assert_close(single(x)[0], run_expert(single, 0, x))
 
 
-def test_an_overloaded_expert_is_pushed_down_and_even_is_best() -> None:
-    model, x = layer(), inputs(50)
+def test_balance_loss_penalises_overload_and_is_lowest_when_even() -> None:
+    model, x = build_layer(), draw_inputs(50)
     even = model(x)[1]
     assert float(even.balance.detach()) == pytest.approx(50)
     model.router.load.copy_(torch.tensor([0.7, 0.1, 0.1, 0.1]))
@@ -223,15 +227,15 @@ def test_an_overloaded_expert_is_pushed_down_and_even_is_best() -> None:
     (gradient,) = torch.autograd.grad(model(x, logits=logits)[1].balance, logits)
     assert bool((gradient[:, 0] > 0).all())
     assert bool((gradient[:, 1:] < 0).all())
-    # Where the load is what the gates ask for, the mean is E * sum of squares: 1 if even, and more else.
+    # Where the load equals the gates, the mean is E * sum of squares: 1 if even, more otherwise.
     for skew in (0.5, 1.0, 3.0):
         uneven = (skew * torch.tensor([1.0, 0.0, -1.0, 0.5])).expand(50, E)
         model.router.load.copy_(uneven[0].softmax(-1))
         assert float(model(x, logits=uneven)[1].balance) / 50 > 1.01
 
 
-def update(model: Experts, routing: Routing, step: int = 0, *, seed: int = 0) -> None:
-    """What an engine does after a step."""
+def update_router(model: Experts, routing: Routing, step: int = 0, *, seed: int = 0) -> None:
+    """Apply the router update as an engine does after a step."""
     tensors = {f"layer.{name}": value for name, value in model.state_dict().items()}
     with torch.no_grad():
         for name, value in update_router_state(
@@ -240,118 +244,118 @@ def update(model: Experts, routing: Routing, step: int = 0, *, seed: int = 0) ->
             tensors[name].copy_(value)
 
 
-def trained(balance: str, seed: int) -> float:
-    """Share of the highest load entropy on new samples, after training from a router that knows one expert alone."""
-    model = layer(seed, balance=balance, bias_rate=5e-3, gate="sigmoid" if balance == "bias" else "softmax")
-    middle, target = inputs(1, seed=seed + 7), inputs(D, seed=seed + 8)
+def train_load_entropy(balance: str, seed: int) -> float:
+    """Return the normalised load entropy on new samples after training from a router that prefers one expert."""
+    model = build_layer(seed, balance=balance, bias_rate=5e-3, gate="sigmoid" if balance == "bias" else "softmax")
+    middle, target = draw_inputs(1, seed=seed + 7), draw_inputs(D, seed=seed + 8)
     assert model.router.weight is not None
     with torch.no_grad():
         model.router.weight.mul_(0.1)
         model.router.weight[0] += middle[0] / middle.norm()
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(200):
-        # The rate falls to 0, or else the router would swing about the even load and not come to rest there.
+        # The rate decays to 0; otherwise the router would oscillate about the even load.
         optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 200)
-        x = inputs(64, seed=100 + step) + middle
+        x = draw_inputs(64, seed=100 + step) + middle
         out, routing = model(x)
         loss = F.mse_loss(out, (x @ target).tanh()) + (0.1 * routing.balance / 64 if balance == "loss" else 0.0)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        update(model, routing, step)
-    load = model.eval()(inputs(1000, seed=1) + middle)[1].load / 1000
+        update_router(model, routing, step)
+    load = model.eval()(draw_inputs(1000, seed=1) + middle)[1].load / 1000
     return float(torch.special.entr(load).sum()) / math.log(E)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_balancing_evens_out_what_would_else_stay_skewed(seed: int) -> None:
-    assert trained("none", seed) < 0.5
-    assert trained("loss", seed) >= 0.95
-    assert trained("bias", seed) >= 0.95
+def test_balancing_evens_out_a_skewed_load(seed: int) -> None:
+    assert train_load_entropy("none", seed) < 0.5
+    assert train_load_entropy("loss", seed) >= 0.95
+    assert train_load_entropy("bias", seed) >= 0.95
 
 
-def test_the_update_is_that_of_the_paper_and_of_a_running_mean() -> None:
-    form = shape(balance="bias", bias_rate=0.25, load_decay=0.75)
+def test_router_update_matches_the_paper() -> None:
+    form = build_shape(balance="bias", bias_rate=0.25, load_decay=0.75)
     load, bias = torch.tensor([0.4, 0.3, 0.2, 0.1]), torch.tensor([0.0, 1.0, 0.0, 0.0])
-    tensors, seen = {"m.router.load": load, "m.router.bias": bias}, {"m.load": torch.tensor([6.0, 2.0, 0.0, 0.0])}
-    new = update_router_state(tensors, seen, name="m", shape=form)
+    tensors, stats = {"m.router.load": load, "m.router.bias": bias}, {"m.load": torch.tensor([6.0, 2.0, 0.0, 0.0])}
+    new = update_router_state(tensors, stats, name="m", shape=form)
     torch.testing.assert_close(new["m.router.load"], 0.75 * load + 0.25 * torch.tensor([0.75, 0.25, 0.0, 0.0]))
     assert new["m.router.bias"].tolist() == [-0.25, 1.0, 0.25, 0.25]
-    nothing = update_router_state(tensors, {"m.load": torch.zeros(E)}, name="m", shape=form)
-    assert torch.equal(nothing["m.router.load"], load)
-    assert torch.equal(nothing["m.router.bias"], bias)
+    unchanged = update_router_state(tensors, {"m.load": torch.zeros(E)}, name="m", shape=form)
+    assert torch.equal(unchanged["m.router.load"], load)
+    assert torch.equal(unchanged["m.router.bias"], bias)
     assert load.tolist() == pytest.approx([0.4, 0.3, 0.2, 0.1])  # pure
 
 
-def test_the_bias_chooses_and_the_score_weighs() -> None:
-    model, x = layer(balance="bias"), inputs(20)
+def test_bias_affects_selection_but_not_the_gate() -> None:
+    model, x = build_layer(balance="bias"), draw_inputs(20)
     model.router.bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0]))
     out, routing = model(x)
     assert routing.load.tolist() == [0, 0, 20, 0]
-    torch.testing.assert_close(out, routing.gates[:, 2:3] * one_expert(model, 2, x))
+    torch.testing.assert_close(out, routing.gates[:, 2:3] * run_expert(model, 2, x))
 
 
-def test_experts_are_left_out_by_the_step_and_enough_of_them_stay() -> None:
-    model = layer(top_k=2, expert_dropout=0.6)
+def test_expert_dropout_depends_on_the_step_and_leaves_top_k() -> None:
+    model = build_layer(top_k=2, expert_dropout=0.6)
     absent, counts = model.router.get_buffer("absent"), []
     assert int(absent.sum()) == 0
     for step in range(200):
         before = model.router.load.clone()
-        routing = model(inputs(20, seed=step))[1]
+        routing = model(draw_inputs(20, seed=step))[1]
         assert float((routing.load * absent).sum()) == 0
-        gone = absent.clone() > 0
-        update(model, routing, step)
-        assert torch.equal(model.router.load[gone], before[gone])  # not asked because not there: that says nothing
+        was_absent = absent.clone() > 0
+        update_router(model, routing, step)
+        assert torch.equal(model.router.load[was_absent], before[was_absent])  # a dropped expert's load is not updated
         assert float(model.router.load.sum()) == pytest.approx(1, abs=1e-5)
         counts.append(int(absent.sum()))
     assert max(counts) == E - 2
     assert len(set(counts)) == 3
-    update(model, routing, 41)
-    once = absent.clone()
-    update(model, routing, 42)
-    assert not torch.equal(absent, once)
-    update(model, routing, 41)
-    assert torch.equal(absent, once)
+    update_router(model, routing, 41)
+    first = absent.clone()
+    update_router(model, routing, 42)
+    assert not torch.equal(absent, first)
+    update_router(model, routing, 41)
+    assert torch.equal(absent, first)
 
 
-def test_another_seed_leaves_out_others_from_the_first_step_on() -> None:
+def test_expert_dropout_depends_on_the_seed_from_the_first_step() -> None:
     def left_out(seed: int) -> list[list[float]]:
         model = torch.nn.Module()
-        model.add_module("layer", layer(top_k=2, expert_dropout=0.6))
+        model.add_module("layer", build_layer(top_k=2, expert_dropout=0.6))
         drop_initial_experts(model, seed)
-        absent, found = model.layer.router.get_buffer("absent"), []
+        absent, history = model.layer.router.get_buffer("absent"), []
         for step in range(20):
-            found.append(absent.tolist())
-            update(model.layer, model.layer(inputs(20))[1], step, seed=seed)
-        return found
+            history.append(absent.tolist())
+            update_router(model.layer, model.layer(draw_inputs(20))[1], step, seed=seed)
+        return history
 
     assert left_out(0) == left_out(0)
     assert left_out(0) != left_out(1)
-    assert any(any(left_out(seed)[0]) for seed in range(3)), "also the first step does without some"
-    own, twin = (torch.nn.ModuleDict({name: layer(expert_dropout=0.6, num_experts=16)}) for name in ("a", "b"))
+    assert any(any(left_out(seed)[0]) for seed in range(3)), "the first step drops experts too"
+    own, twin = (torch.nn.ModuleDict({name: build_layer(expert_dropout=0.6, num_experts=16)}) for name in ("a", "b"))
     for model in (own, twin):
         drop_initial_experts(model, 0)
     assert not torch.equal(own["a"].router.get_buffer("absent"), twin["b"].router.get_buffer("absent"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 500])
-def test_of_experts_that_are_even_the_lower_number_is_asked(count: int) -> None:
-    """Groups of eight spiking units vote with few different numbers; whom a token asks must not depend on its company."""
-    model = layer(num_experts=40, top_k=3)
+def test_ties_choose_the_lower_expert_index(count: int) -> None:
+    """Groups of eight spiking units have few distinct logits; the choice must not depend on the rest of the batch."""
+    model = build_layer(num_experts=40, top_k=3)
     votes = torch.randint(0, 3, (500, 40), generator=torch.Generator().manual_seed(0)).float()
-    found = model(inputs(500)[:count], logits=votes[:count])[1].chosen
+    chosen = model(draw_inputs(500)[:count], logits=votes[:count])[1].chosen
     expected = [sorted(range(40), key=lambda e, row=row: (-row[e], e))[:3] for row in votes[:count].tolist()]
-    assert found.tolist() == expected
+    assert chosen.tolist() == expected
 
 
-def test_a_load_is_even_or_not() -> None:
+def test_load_entropy_values() -> None:
     assert float(load_entropy(torch.tensor([[4.0, 4, 4, 4], [16, 0, 0, 0]]))) == pytest.approx(0.5)
     assert float(load_entropy(torch.tensor([5.0, 5, 0, 0]))) == pytest.approx(0.5)
     assert float(load_entropy(torch.zeros(4))) == 0
 
 
-def test_who_was_left_out_keeps_its_bias() -> None:
-    form = shape(balance="bias", expert_dropout=0.5)
+def test_dropped_expert_keeps_its_bias() -> None:
+    form = build_shape(balance="bias", expert_dropout=0.5)
     names = ("load", "bias", "absent")
     values = (torch.full((E,), 0.25), torch.zeros(E), torch.tensor([1.0, 0.0, 0.0, 0.0]))
     tensors = {f"m.router.{name}": value for name, value in zip(names, values, strict=True)}
@@ -364,25 +368,25 @@ def test_who_was_left_out_keeps_its_bias() -> None:
 
 @pytest.mark.parametrize("renormalise", [None, True, False])
 @pytest.mark.parametrize("k", [1, 2])
-def test_the_router_learns_from_the_answer_unless_its_gate_is_always_one(renormalise: bool | None, k: int) -> None:
-    model = layer(top_k=k, renormalise=renormalise)
-    model(inputs(9))[0].square().sum().backward()
+def test_router_gets_gradients_unless_its_gate_is_constant(renormalise: bool | None, k: int) -> None:
+    model = build_layer(top_k=k, renormalise=renormalise)
+    model(draw_inputs(9))[0].square().sum().backward()
     assert model.router.weight is not None
     assert model.router.weight.grad is not None
     assert (float(model.router.weight.grad.abs().max()) > 1e-3) == (renormalise is not True or k > 1)
 
 
-def test_logits_from_elsewhere_take_the_place_of_the_routers() -> None:
-    model, x = layer(), inputs(6)
-    wanted = torch.tensor([3, 1, 0, 0, 2, 1])
-    routing = model(x, logits=20.0 * F.one_hot(wanted, E))[1]
-    assert routing.chosen[:, 0].tolist() == wanted.tolist()
+def test_given_logits_replace_the_router() -> None:
+    model, x = build_layer(), draw_inputs(6)
+    targets = torch.tensor([3, 1, 0, 0, 2, 1])
+    routing = model(x, logits=20.0 * F.one_hot(targets, E))[1]
+    assert routing.chosen[:, 0].tolist() == targets.tolist()
     own = model(x)[1].logits
     torch.testing.assert_close(model(x, logits=own)[0], model(x)[0])
 
 
-def test_the_router_counts_in_float32_under_autocast() -> None:
-    model, x = layer(top_k=2), inputs(2, 20)
+def test_router_runs_in_float32_under_autocast() -> None:
+    model, x = build_layer(top_k=2), draw_inputs(2, 20)
     routing = model(x)[1]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out, short = model(x)
@@ -392,28 +396,28 @@ def test_the_router_counts_in_float32_under_autocast() -> None:
     assert float((out - model(x)[0]).detach().abs().max()) < 0.05
 
 
-def test_from_the_meta_device_it_becomes_what_it_is_at_once() -> None:
+def test_initialisation_from_the_meta_device_matches_direct_construction() -> None:
     with torch.device("meta"):
-        late = Experts(shape(top_k=2, expert_dropout=0.1, num_shared=1))
-    late.to_empty(device="cpu")
-    now = Experts(shape(top_k=2, expert_dropout=0.1, num_shared=1))
-    for model in (late, now):
+        materialised = Experts(build_shape(top_k=2, expert_dropout=0.1, num_shared=1))
+    materialised.to_empty(device="cpu")
+    direct = Experts(build_shape(top_k=2, expert_dropout=0.1, num_shared=1))
+    for model in (materialised, direct):
         initialise(model, 3, residual_layers=2)
-    for (name, value), other in zip(now.state_dict().items(), late.state_dict().values(), strict=True):
+    for (name, value), other in zip(direct.state_dict().items(), materialised.state_dict().values(), strict=True):
         assert torch.equal(value, other), name
-    assert late.router.load.tolist() == [0.25] * E
+    assert materialised.router.load.tolist() == [0.25] * E
 
 
 def test_buffers_stay_in_float32() -> None:
-    model = layer()
+    model = build_layer()
     model.router.bias.fill_(0.501)
     model.bfloat16()
     assert model.router.bias.dtype is torch.float32
     assert float(model.router.bias[0]) == pytest.approx(0.501)
 
 
-def test_initial_weights_keep_the_size_of_a_signal() -> None:
-    model = Experts(shape(hidden_size=64, expert_size=32, num_experts=3))
+def test_initial_weights_preserve_the_signal_scale() -> None:
+    model = Experts(build_shape(hidden_size=64, expert_size=32, num_experts=3))
     initialise(model, 0, residual_layers=8)
     assert model.experts.up_proj.detach().std() == pytest.approx(1 / 8, rel=0.05)
     assert model.experts.down_proj.detach().std() == pytest.approx(1 / math.sqrt(32) / 4, rel=0.05)  # 16 additions
@@ -427,17 +431,17 @@ def test_initial_weights_keep_the_size_of_a_signal() -> None:
     [{}, {"activation": "gelu"}, {"num_shared": 2, "shared_size": 5}, {"top_k": 3}, {"router": "spiking"}],
 )
 def test_parameters_are_counted_exactly(changes: dict[str, Any]) -> None:
-    form = shape(**changes)
+    form = build_shape(**changes)
     model = Experts(form)
     assert form.num_parameters() == sum(p.numel() for p in model.parameters())
     idle = (form.num_experts - form.top_k) * sum(p[0].numel() for p in model.experts.parameters())
     assert form.num_active_parameters() == form.num_parameters() - idle
 
 
-def test_a_spiking_router_learns_and_says_how_often_it_fired() -> None:
+def test_spiking_router_gets_gradients_and_reports_rates() -> None:
     units = SpikingShape(time_steps=4)
-    model = layer(router="spiking", spiking=units, top_k=2)
-    out, routing = model(2 * inputs(2, 9))
+    model = build_layer(router="spiking", spiking=units, top_k=2)
+    out, routing = model(2 * draw_inputs(2, 9))
     (out.square().sum() + routing.z).backward()
     assert routing.rates is not None
     assert routing.rates.shape[:2] == (2, 9)
@@ -445,19 +449,21 @@ def test_a_spiking_router_learns_and_says_how_often_it_fired() -> None:
     assert all(p.grad is not None and float(p.grad.abs().max()) > 0 for p in model.gate.parameters())  # type: ignore[union-attr]
 
 
-def test_two_models_share_router_and_experts_as_layers() -> None:
-    models = {name: torch.nn.Sequential(Experts(shape(num_shared=1)), torch.nn.Linear(D, 2)) for name in ("a", "b")}
+def test_router_and_experts_are_shareable_layers() -> None:
+    models = {
+        name: torch.nn.Sequential(Experts(build_shape(num_shared=1)), torch.nn.Linear(D, 2)) for name in ("a", "b")
+    }
     assert {"0.router", "0.experts", "0.shared.up_proj"} <= set(shared_layers(models))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # the compiler's own doing
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by the compiler
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("forced", [False, True])
-def test_it_compiles_as_a_whole_or_leaves_the_graph_and_never_runs_what_nobody_chose(
+def test_compiles_fully_with_the_grouped_kernel_or_breaks_the_graph(
     forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the kernel for a GPU nothing waits for the host. Without it, all experts for all tokens would be one graph too."""
-    model, x = layer(top_k=2, capacity_factor=1.0, balance="bias", num_shared=1), inputs(2, 8)
+    """The grouped kernel needs no host sync. Without it, a single graph would run every expert on every token."""
+    model, x = build_layer(top_k=2, capacity_factor=1.0, balance="bias", num_shared=1), draw_inputs(2, 8)
     if forced:
         monkeypatch.setattr(dispatch, "can_use_grouped_mm", lambda x, weight: True)
     multiplied: list[int] = []
@@ -474,13 +480,15 @@ def test_it_compiles_as_a_whole_or_leaves_the_graph_and_never_runs_what_nobody_c
         (out.float().square().sum() + routing.balance + routing.z).backward()
         return [out.detach().float(), routing.load, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
-    for got, wanted in zip(run(compiled), run(model), strict=True):
-        assert float((got - wanted).abs().max()) <= (0.01 if forced else 1e-5) * max(1.0, float(wanted.abs().max()))
+    for actual, expected in zip(run(compiled), run(model), strict=True):
+        assert float((actual - expected).abs().max()) <= (0.01 if forced else 1e-5) * max(
+            1.0, float(expected.abs().max())
+        )
     assert multiplied == ([] if forced else [16 * 2] * 2)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"top_k": 5}, "top_k 5 is more than num_experts 4; lower top_k to 4"),
         (
@@ -504,14 +512,14 @@ def test_it_compiles_as_a_whole_or_leaves_the_graph_and_never_runs_what_nobody_c
         ({"topk": 1}, "topk"),
     ],
 )
-def test_what_cannot_route_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValidationError) as refused:
-        shape(**changes)
-    assert said in str(refused.value)
+def test_invalid_shape_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        build_shape(**changes)
+    assert message in str(error.value)
 
 
-def test_what_is_whole_but_for_rounding_is_whole() -> None:
+def test_capacity_is_robust_to_rounding() -> None:
     assert 1.1 * 2 * 100 / E > 55
-    assert shape(capacity_factor=1.1, top_k=2).capacity_for(100) == 55
-    assert shape(capacity_factor=1.1, top_k=2).capacity_for(101) == 56
-    assert shape(capacity_factor=1e-3).capacity_for(1) == 1
+    assert build_shape(capacity_factor=1.1, top_k=2).capacity_for(100) == 55
+    assert build_shape(capacity_factor=1.1, top_k=2).capacity_for(101) == 56
+    assert build_shape(capacity_factor=1e-3).capacity_for(1) == 1

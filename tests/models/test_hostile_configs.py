@@ -1,4 +1,4 @@
-"""Configurations from anywhere: whatever stands in a config.json, the answer is a model or one clear refusal."""
+"""Untrusted configurations: any config.json gives a model or a one-line error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VALUES: tuple[Any, ...] = ("text", {"a": 1}, [1, "x"], -3, 0, True)
 REFUSED = {2, 3, 4, 5, 7}
 
 
-def decoder(folder: Path) -> Path:
+def save_decoder(folder: Path) -> Path:
     shape = TransformerShape(
         num_layers=1,
         hidden_size=8,
@@ -49,7 +49,7 @@ def read_decoder(folder: Path) -> Any:
     return Transformer(read_decoder_shape(folder))
 
 
-def bert(folder: Path) -> Path:
+def save_bert(folder: Path) -> Path:
     sizes = {"vocab_size": 20, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     model = transformers.BertModel(transformers.BertConfig(**sizes, num_attention_heads=2, max_position_embeddings=12))
     with tiny_pipelines._quiet():
@@ -57,26 +57,26 @@ def bert(folder: Path) -> Path:
     return folder
 
 
-def autoencoder(folder: Path) -> Path:
+def save_autoencoder(folder: Path) -> Path:
     with tiny_pipelines._quiet():
         tiny_pipelines._vae().save_pretrained(folder)
     return folder
 
 
-def both_of_text(folder: Path) -> Any:
+def read_text_encoder(folder: Path) -> Any:
     return read_text_encoder_metadata(folder), load_text_encoder(folder)
 
 
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
-    "decoder": (decoder, read_decoder),
-    "classifier": (bert, read_classifier),
-    "text encoder": (bert, both_of_text),
+    "decoder": (save_decoder, read_decoder),
+    "classifier": (save_bert, read_classifier),
+    "text encoder": (save_bert, read_text_encoder),
     "language model": (
         tiny_pipelines.llama,
         lambda folder: load_language_model(folder, precision="fp32", checkpointing=False),
     ),
     "clip": (tiny_pipelines.clip, load_clip),
-    "autoencoder": (autoencoder, load_autoencoder),
+    "autoencoder": (save_autoencoder, load_autoencoder),
 }
 
 
@@ -92,31 +92,29 @@ def case(
     return folder, read
 
 
-def changed(folder: Path, target: Path, config: str) -> Path:
+def copy_with_config(folder: Path, target: Path, config: str) -> Path:
     shutil.copytree(folder, target, symlinks=True)
     (target / "config.json").write_text(config)
     return target
 
 
-def test_any_value_in_any_place_gives_a_model_or_a_refusal(
-    case: tuple[Path, Callable[[Path], Any]], tmp_path: Path
-) -> None:
+def test_any_config_value_gives_a_model_or_an_error(case: tuple[Path, Callable[[Path], Any]], tmp_path: Path) -> None:
     folder, read = case
     config = json.loads((folder / "config.json").read_text())
-    places = [(key,) for key in config]
-    places += [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
-    for number, place in enumerate(places):
+    key_paths = [(key,) for key in config]
+    key_paths += [(key, inner) for key, value in config.items() if isinstance(value, dict) for inner in value]
+    for number, key_path in enumerate(key_paths):
         value = VALUES[number % len(VALUES)]
         hostile = json.loads(json.dumps(config))
-        block = hostile if len(place) == 1 else hostile[place[0]]
-        block[place[-1]] = value
-        target = changed(folder, tmp_path / str(number), json.dumps(hostile))
+        block = hostile if len(key_path) == 1 else hostile[key_path[0]]
+        block[key_path[-1]] = value
+        target = copy_with_config(folder, tmp_path / str(number), json.dumps(hostile))
         try:
             read(target)
         except Exception as error:
             is_refused = isinstance(error, BottegaError) and error.code in REFUSED
             if not is_refused:
-                raise AssertionError(f"{'.'.join(place)} = {value!r} gives {error!r}") from error
+                raise AssertionError(f"{'.'.join(key_path)} = {value!r} gives {error!r}") from error
         shutil.rmtree(target)
 
 
@@ -131,17 +129,17 @@ def test_any_value_in_any_place_gives_a_model_or_a_refusal(
         ({"quantization_config": {"quant_method": "x"}}, "use the folder of the original weights"),
     ],
 )
-def test_what_cannot_be_built_is_named(
+def test_impossible_config_is_named(
     case: tuple[Path, Callable[[Path], Any]], tmp_path: Path, change: dict[str, Any], reason: str
 ) -> None:
     folder, read = case
     config = json.loads((folder / "config.json").read_text()) | change
     with pytest.raises(UsageError, match=reason):
-        read(changed(folder, tmp_path / "x", json.dumps(config)))
+        read(copy_with_config(folder, tmp_path / "x", json.dumps(config)))
 
 
-def test_a_config_of_a_hundred_thousand_brackets(case: tuple[Path, Callable[[Path], Any]], tmp_path: Path) -> None:
+def test_deeply_nested_config_is_refused(case: tuple[Path, Callable[[Path], Any]], tmp_path: Path) -> None:
     folder, read = case
     deep = '{"model_type": "qwen3", "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
     with pytest.raises(UsageError, match="nested too deeply"):
-        read(changed(folder, tmp_path / "x", deep))
+        read(copy_with_config(folder, tmp_path / "x", deep))

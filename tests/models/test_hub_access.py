@@ -1,4 +1,4 @@
-"""A hub that says nothing is asked once, named in one line, and what was fetched before is still read."""
+"""An unresponsive hub is contacted once and reported in one line, and cached models still load."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from bottega.models.folders.resolve import resolve_model
 constants = pytest.importorskip("huggingface_hub.constants")
 
 
-class Silent:
-    """A server on this machine that takes connections and never answers."""
+class SilentServer:
+    """A local server that accepts connections and never answers."""
 
     def __init__(self) -> None:
         self.listening = socket.create_server(("127.0.0.1", 0))
         self.port = self.listening.getsockname()[1]
-        self.taken: list[socket.socket] = []
-        threading.Thread(target=self._take, daemon=True).start()
+        self.connections: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def _take(self) -> None:
+    def _accept(self) -> None:
         while True:
             try:
-                self.taken.append(self.listening.accept()[0])
+                self.connections.append(self.listening.accept()[0])
             except OSError:
                 return
 
     def close(self) -> None:
         self.listening.close()
-        for connection in self.taken:
+        for connection in self.connections:
             connection.close()
 
 
 @pytest.fixture
-def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
-    server = Silent()
+def silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentServer]:
+    server = SilentServer()
     endpoint = f"http://127.0.0.1:{server.port}"
     for name in hub_access.PROXIES:
         monkeypatch.delenv(name, raising=False)
@@ -58,23 +58,25 @@ def silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Silent]:
     server.close()
 
 
-def test_every_kind_of_name_gives_up_after_one_question(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_name_gives_up_after_one_request(
+    silent_server: SilentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    for ask in (
+    for request in (
         lambda: resolve_model("owner/name", key="model.from").path,
         lambda: load_pretrained_tokenizer("owner/name"),
         lambda: hub.count_bytes(Source(path="owner/name", kind="huggingface")),
     ):
         with pytest.raises(EnvironmentProblem, match=r"http://127\.0\.0\.1:\d+ did not answer within 0\.3 s") as caught:
-            ask()
+            request()
         assert len(str(caught.value).splitlines()) == 1
-    assert len(silent.taken) <= 1, "nobody asks again"
+    assert len(silent_server.connections) <= 1, "there is no retry"
     assert constants.HF_HUB_OFFLINE is False
     assert datasets.config.HF_HUB_OFFLINE is False
 
 
-def test_what_was_fetched_before_is_still_read(silent: Silent, tmp_path: Path) -> None:
+def test_cached_model_is_read_without_the_hub(silent_server: SilentServer, tmp_path: Path) -> None:
     commit = "0" * 40
     folder = tmp_path / "hub" / "models--owner--name"
     snapshot = folder / "snapshots" / commit
@@ -85,8 +87,8 @@ def test_what_was_fetched_before_is_still_read(silent: Silent, tmp_path: Path) -
     assert resolve_model("owner/name", key="model.from").path == snapshot
 
 
-def test_a_proxy_is_named_without_its_password(silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTPS_PROXY", f"http://anna:canary@127.0.0.1:{silent.port}")
-    with pytest.raises(EnvironmentProblem, match=rf"through http://127\.0\.0\.1:{silent.port}") as caught:
+def test_proxy_error_hides_the_password(silent_server: SilentServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", f"http://anna:canary@127.0.0.1:{silent_server.port}")
+    with pytest.raises(EnvironmentProblem, match=rf"through http://127\.0\.0\.1:{silent_server.port}") as caught:
         resolve_model("owner/name", key="model.from")
     assert "canary" not in str(caught.value)

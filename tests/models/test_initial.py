@@ -1,4 +1,4 @@
-"""Initial weights are a function of seed and name, whatever else exists and however the module came to be."""
+"""Initial weights depend on seed and name only, whatever other modules exist and however the module was built."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import nn
 from bottega.models.initial import initial_value, initialise
 
 
-def network(*names: str) -> nn.ModuleDict:
+def build_network(*names: str) -> nn.ModuleDict:
     return nn.ModuleDict({name: nn.LayerNorm(64) if "norm" in name else nn.Linear(64, 96) for name in names})
 
 
-def test_order_company_and_device_do_not_matter() -> None:
-    first, second = network("a", "b", "input_norm"), network("input_norm", "c", "b")
+def test_values_are_independent_of_order_other_modules_and_device() -> None:
+    first, second = build_network("a", "b", "input_norm"), build_network("input_norm", "c", "b")
     with torch.device("meta"):
-        third = network("b", "d")
+        third = build_network("b", "d")
     third.to_empty(device="cpu")
     for module in (first, second, third):
         initialise(module, 7, residual_layers=2)
@@ -30,7 +30,7 @@ def test_order_company_and_device_do_not_matter() -> None:
 
 
 def test_values_follow_the_role_of_the_parameter() -> None:
-    module = network("q_proj", "o_proj", "down_proj", "input_norm")
+    module = build_network("q_proj", "o_proj", "down_proj", "input_norm")
     initialise(module, 0, std=0.02, residual_layers=8)
     # 6,144 draws: three standard errors of a deviation are under 3 %.
     assert module["q_proj"].weight.std().item() == pytest.approx(0.02, rel=0.03)
@@ -40,8 +40,8 @@ def test_values_follow_the_role_of_the_parameter() -> None:
     assert (module["q_proj"].bias == 0).all()
 
 
-def test_the_value_of_one_parameter_can_be_had_alone() -> None:
-    module = network("q_proj")
+def test_single_parameter_value_can_be_computed_alone() -> None:
+    module = build_network("q_proj")
     initialise(module, 3, residual_layers=1)
     alone = initial_value("q_proj.weight", (96, 64), 3, residual_layers=1)
     assert (module["q_proj"].weight.detach().numpy() == alone).all()

@@ -1,4 +1,4 @@
-"""What a GPU computes by kernels of its own equals the plain form: the loss over a vocabulary, experts, documents, prefixes."""
+"""GPU kernels match the plain implementation: linear cross-entropy, grouped experts, packed documents, prefixes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [37, 512, 5003])
-def test_the_loss_over_a_vocabulary(vocab: int, dtype: torch.dtype) -> None:
+def test_linear_cross_entropy_matches_float64(vocab: int, dtype: torch.dtype) -> None:
     hidden = normal(70, 64, dtype=dtype).requires_grad_()
     weight = normal(vocab, 64, seed=1, dtype=dtype).mul_(0.2).requires_grad_()
     targets = torch.randint(0, vocab, (70,), generator=torch.Generator().manual_seed(2)).to("cuda")
@@ -32,12 +32,12 @@ def test_the_loss_over_a_vocabulary(vocab: int, dtype: torch.dtype) -> None:
     expected = F.cross_entropy(wide[0] @ wide[1].T, targets, reduction="sum", ignore_index=-100)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 6e-3}[dtype]
     assert abs(total.item() - expected.item()) <= tolerance * expected.item()
-    for found, right in zip(gradients, torch.autograd.grad(expected, wide), strict=True):
-        assert (found.double() - right).abs().max() <= tolerance * right.abs().max()
+    for actual, exact in zip(gradients, torch.autograd.grad(expected, wide), strict=True):
+        assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_one_product_for_all_experts_and_one_after_the_other(k: int) -> None:
+def test_grouped_and_looped_experts_agree(k: int) -> None:
     experts, tokens, width, inner = 5, 60, 32, 48
     draw = torch.Generator().manual_seed(0)
     chosen = torch.stack([torch.randperm(experts - 1, generator=draw)[:k] for _ in range(tokens)]).to("cuda")
@@ -45,37 +45,35 @@ def test_one_product_for_all_experts_and_one_after_the_other(k: int) -> None:
         normal(experts, *size, seed=i, dtype=torch.bfloat16).mul_(0.2)
         for i, size in enumerate(((inner, width), (inner, width), (width, inner)))
     ]
-    found = []
+    outputs = []
     for run in (dispatch.run_grouped, dispatch.run_loop):
         x = normal(tokens, width, seed=7, dtype=torch.bfloat16).requires_grad_()
         leaves = [stack.clone().requires_grad_() for stack in stacks]
         weights = normal(tokens, k, seed=8, dtype=torch.bfloat16)
         y = dispatch.dispatch_sorted(x, chosen, weights, tuple(leaves), run=run)
-        found.append((y, *torch.autograd.grad(y.float().square().sum(), (x, *leaves))))
-    for one, other in zip(*found, strict=True):
-        assert (one - other).float().abs().max() <= 2e-2 * other.float().abs().max()
-    assert all(gradient[-1].abs().max() == 0 for gradient in found[0][2:]), (
-        "the expert that nobody asked has not learnt"
-    )
+        outputs.append((y, *torch.autograd.grad(y.float().square().sum(), (x, *leaves))))
+    for grouped, looped in zip(*outputs, strict=True):
+        assert (grouped - looped).float().abs().max() <= 2e-2 * looped.float().abs().max()
+    assert all(gradient[-1].abs().max() == 0 for gradient in outputs[0][2:]), "an expert without tokens has no gradient"
 
 
 @pytest.mark.parametrize("heads", [4, 2])
-def test_documents_by_flex_attention_and_by_a_mask(heads: int) -> None:
+def test_flex_attention_of_documents_matches_a_mask(heads: int) -> None:
     documents = (torch.arange(256, device="cuda") // 70).repeat(2, 1)
-    found = []
+    outputs = []
     for flex in (True, False):
         q, k, v = (normal(2, n, 256, 32, seed=i).requires_grad_() for i, n in enumerate((4, heads, heads)))
         y = attend(q, k, v, mask=build_document_mask(documents, flex=flex), causal=True, dropout=0.0)
-        found.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
-    for one, other in zip(*found, strict=True):
-        assert (one - other).abs().max() <= 5e-3 * other.abs().max()
+        outputs.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
+    for flexed, masked in zip(*outputs, strict=True):
+        assert (flexed - masked).abs().max() <= 5e-3 * masked.abs().max()
 
 
-def test_a_prefix_through_the_causal_kernel_and_through_a_mask() -> None:
+def test_causal_flash_attention_with_a_prefix_matches_a_mask() -> None:
     q, k, v = (
         normal(2, n, size, 32, seed=i, dtype=torch.bfloat16) for i, (n, size) in enumerate(((4, 9), (2, 14), (2, 14)))
     )
-    found = prefix_attention.causal_flash_attention(q, k, v, scale=None)
+    actual = prefix_attention.causal_flash_attention(q, k, v, scale=None)
     mask = torch.ones(9, 14, dtype=torch.bool, device="cuda").tril(14 - 9)
-    right = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
-    assert (found - right).float().abs().max() <= 2e-2 * right.float().abs().max()
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    assert (actual - expected).float().abs().max() <= 2e-2 * expected.float().abs().max()

@@ -1,4 +1,4 @@
-"""The fused head and loss equals the plain one, in value and gradient, and never holds more than a chunk of logits."""
+"""The fused head and loss equals cross-entropy in value and gradient, and never holds more than a chunk of logits."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from bottega.models.losses.linear_cross_entropy import linear_cross_entropy
 D, V = 16, 37
 
 
-def example(rows: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def draw_example(rows: int, *, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(rows)
     hidden = torch.randn(rows, D, generator=generator, dtype=dtype, requires_grad=True)
     weight = torch.randn(V, D, generator=generator, dtype=dtype, requires_grad=True)
     return hidden, weight, torch.randint(0, V, (rows,), generator=generator)
 
 
-def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def reference_loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(hidden @ weight.T, targets, reduction="sum", ignore_index=-100)
 
 
@@ -29,10 +29,10 @@ def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 @pytest.mark.parametrize(("rows", "chunk"), [(1, 4), (3, 4), (4, 4), (5, 4), (8, 4), (9, 1), (9, None)])
 def test_equals_cross_entropy(rows: int, chunk: int | None, ignored: str, dtype: torch.dtype) -> None:
-    hidden, weight, targets = example(rows, dtype=dtype)
+    hidden, weight, targets = draw_example(rows, dtype=dtype)
     if ignored != "none":
         targets[:: 2 if ignored == "some" else 1] = -100
-    expected = plain(hidden, weight, targets)
+    expected = reference_loss(hidden, weight, targets)
     expected_gradients = torch.autograd.grad(expected * 3.5, (hidden, weight))
     total = linear_cross_entropy(hidden, weight, targets, chunk_rows=chunk)
     gradients = torch.autograd.grad(total * 3.5, (hidden, weight))
@@ -41,8 +41,8 @@ def test_equals_cross_entropy(rows: int, chunk: int | None, ignored: str, dtype:
     torch.testing.assert_close(gradients, expected_gradients, rtol=tolerance, atol=tolerance)
 
 
-def test_only_what_is_trained_gets_a_gradient() -> None:
-    hidden, weight, targets = example(6)
+def test_only_trainable_inputs_get_a_gradient() -> None:
+    hidden, weight, targets = draw_example(6)
     for frozen, trained in ((hidden, weight), (weight, hidden)):
         frozen.requires_grad_(False)
         linear_cross_entropy(hidden, weight, targets).backward()
@@ -52,25 +52,25 @@ def test_only_what_is_trained_gets_a_gradient() -> None:
         trained.grad = None
 
 
-def test_no_gradient_is_made_for_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden, weight, targets = example(6)
-    asked = []
+def test_evaluation_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, targets = draw_example(6)
+    requests = []
     inner = module._losses_and_gradient
 
     def spy(*args: Tensor, ignore_index: int, gradient: bool) -> None:
-        asked.append(gradient)
+        requests.append(gradient)
         inner(*args, ignore_index=ignore_index, gradient=gradient)
 
     monkeypatch.setattr(module, "_losses_and_gradient", spy)
     with torch.no_grad():
         total = linear_cross_entropy(hidden, weight, targets)
-    assert asked == [False]
+    assert requests == [False]
     assert not total.requires_grad
-    torch.testing.assert_close(total, plain(hidden, weight, targets).detach())
+    torch.testing.assert_close(total, reference_loss(hidden, weight, targets).detach())
 
 
-class Largest(TorchDispatchMode):
-    """The greatest number of elements any operation gave back."""
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements of any operation's result."""
 
     elements = 0
 
@@ -81,16 +81,16 @@ class Largest(TorchDispatchMode):
         return result
 
 
-def test_never_more_logits_than_a_chunk() -> None:
+def test_logits_never_exceed_a_chunk() -> None:
     rows, vocab, chunk = 512, 128, 16
     hidden = torch.randn(rows, 4, requires_grad=True)
     weight = torch.randn(vocab, 4, requires_grad=True)
-    with Largest() as largest:
+    with LargestTensor() as largest:
         linear_cross_entropy(hidden, weight, torch.randint(0, vocab, (rows,)), chunk_rows=chunk).backward()
     assert largest.elements == chunk * vocab
-    with Largest() as largest:
-        plain(hidden, weight, torch.randint(0, vocab, (rows,))).backward()
-    assert largest.elements == rows * vocab, "the measure sees full logits"
+    with LargestTensor() as largest:
+        reference_loss(hidden, weight, torch.randint(0, vocab, (rows,))).backward()
+    assert largest.elements == rows * vocab, "the recorder sees full logits"
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -101,7 +101,7 @@ def test_the_chosen_chunk_fits_its_budget(kind: str, rows: int) -> None:
 
 
 def test_autocast_keeps_the_master_gradient_in_float32() -> None:
-    hidden, weight, targets = example(8, dtype=torch.float32)
+    hidden, weight, targets = draw_example(8, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         total = linear_cross_entropy(hidden.bfloat16(), weight, targets)
     total.backward()
@@ -109,4 +109,4 @@ def test_autocast_keeps_the_master_gradient_in_float32() -> None:
     assert weight.grad is not None
     assert weight.grad.dtype == torch.float32
     assert hidden.grad is not None
-    torch.testing.assert_close(total, plain(hidden.bfloat16().float(), weight, targets), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(total, reference_loss(hidden.bfloat16().float(), weight, targets), rtol=1e-5, atol=1e-5)

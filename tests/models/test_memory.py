@@ -1,4 +1,4 @@
-"""Memory: bounded, forgetful by a clock that is given to it, found again by what it is like, and never changed in place."""
+"""Hierarchical memory: bounded size, decay by an explicit clock, retrieval by cosine similarity, and no in-place updates."""
 
 from __future__ import annotations
 
@@ -38,75 +38,87 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def apart(count: int) -> Tensor:
-    """Keys that are like no other."""
+def orthogonal_keys(count: int) -> Tensor:
+    """Return `count` orthogonal keys."""
     return torch.eye(K)[:count]
 
 
-def holds(found: Tensor, values: Tensor) -> bool:
-    """Whether each of the values is among what was found, and nothing else is."""
-    rows = {tuple(row) for row in found.tolist()}
+def equal_sets(actual: Tensor, values: Tensor) -> bool:
+    """Return whether both hold the same set of rows."""
+    rows = {tuple(row) for row in actual.tolist()}
     return rows == {tuple(row) for row in values.tolist()}
 
 
 # Working memory
 
 
-def working(slots: int = 4) -> Any:
+def empty_working(slots: int = 4) -> Any:
     return memory_working.empty_working(slots=slots, key_size=K, value_size=V)
 
 
-def test_strength_fades_by_the_tick_and_what_is_faint_is_forgotten() -> None:
-    memory = memory_working.store(working(), apart(2), draw(2, V), torch.tensor([1.0, 0.3]), 7, **FADING)
+def test_strength_decays_each_tick_and_weak_entries_are_removed() -> None:
+    memory = memory_working.store(
+        empty_working(), orthogonal_keys(2), draw(2, V), torch.tensor([1.0, 0.3]), 7, **FADING
+    )
     assert memory.strength.tolist() == pytest.approx([1.0, 0.3, 0, 0])
     later = memory_working.decay_working(memory, 8, **FADING)
     assert later.strength.tolist() == pytest.approx([0.5, 0.15, 0, 0])
     later = memory_working.decay_working(later, 9, **FADING)
-    assert later.strength.tolist() == pytest.approx([0.25, 0, 0, 0]), "0.075 is less than 0.1"
-    assert later.values[1].tolist() == [0, 0, 0], "and nothing of it is left"
-    at_once = memory_working.decay_working(memory, 9, **FADING)
-    assert torch.allclose(at_once.strength, later.strength), "two ticks are two times one"
+    assert later.strength.tolist() == pytest.approx([0.25, 0, 0, 0]), "0.075 is below the floor of 0.1"
+    assert later.values[1].tolist() == [0, 0, 0], "a removed value is zeroed"
+    two_ticks = memory_working.decay_working(memory, 9, **FADING)
+    assert torch.allclose(two_ticks.strength, later.strength), "decaying by two ticks equals decaying twice by one"
     back = memory_working.decay_working(memory, 3, **FADING)
-    assert torch.equal(back.strength, memory.strength), "time does not go back"
+    assert torch.equal(back.strength, memory.strength), "an earlier clock changes nothing"
 
 
-def test_the_weakest_makes_room_be_it_old_or_new() -> None:
+def test_weakest_entry_is_evicted_old_or_new() -> None:
     values = torch.arange(6.0)[:, None].expand(6, V)
-    first = memory_working.store(working(), apart(6)[:4], values[:4], torch.tensor([0.9, 0.2, 0.7, 0.8]), 0, **FADING)
-    second = memory_working.store(first, apart(6)[4:], values[4:], torch.tensor([0.5, 0.1]), 0, **FADING)
+    first = memory_working.store(
+        empty_working(), orthogonal_keys(6)[:4], values[:4], torch.tensor([0.9, 0.2, 0.7, 0.8]), 0, **FADING
+    )
+    second = memory_working.store(first, orthogonal_keys(6)[4:], values[4:], torch.tensor([0.5, 0.1]), 0, **FADING)
     assert sorted(second.values[:, 0].tolist()) == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize("parts", [1, 3, 12])
-def test_many_at_once_are_one_after_the_other(parts: int) -> None:
+def test_batched_store_equals_sequential_stores(parts: int) -> None:
     keys, values, importance = draw(12, K), draw(12, V, seed=1), draw(12, seed=2).sigmoid()
-    memory = working()
-    for some in torch.arange(12).chunk(parts):
-        memory = memory_working.store(memory, keys[some], values[some], importance[some], 3, **FADING)
+    memory = empty_working()
+    for indices in torch.arange(12).chunk(parts):
+        memory = memory_working.store(memory, keys[indices], values[indices], importance[indices], 3, **FADING)
     best = importance.argsort(descending=True)[:4]
     assert torch.equal(memory.values, values[best])
 
 
-def test_a_key_that_comes_again_is_replaced() -> None:
-    keys, same = torch.cat((apart(2), apart(1))), {"same": 0.9}
-    memory = memory_working.store(working(), keys, torch.arange(9.0).view(3, 3), torch.ones(3), 0, **FADING, **same)
-    assert holds(memory.values[memory.valid], torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
-    memory = memory_working.store(memory, 3 * apart(2)[1:], torch.zeros(1, V) - 1, torch.ones(1), 1, **FADING, **same)
-    assert holds(memory.values[memory.valid], torch.tensor([[-1.0, -1, -1], [6, 7, 8]])), "whatever its length"
+def test_repeated_key_replaces_its_value() -> None:
+    keys, same = torch.cat((orthogonal_keys(2), orthogonal_keys(1))), {"same": 0.9}
+    memory = memory_working.store(
+        empty_working(), keys, torch.arange(9.0).view(3, 3), torch.ones(3), 0, **FADING, **same
+    )
+    assert equal_sets(memory.values[memory.valid], torch.tensor([[3.0, 4, 5], [6, 7, 8]]))
+    memory = memory_working.store(
+        memory, 3 * orthogonal_keys(2)[1:], torch.zeros(1, V) - 1, torch.ones(1), 1, **FADING, **same
+    )
+    assert equal_sets(memory.values[memory.valid], torch.tensor([[-1.0, -1, -1], [6, 7, 8]])), (
+        "keys are compared by direction only"
+    )
 
 
-def test_what_does_not_matter_is_not_stored() -> None:
-    memory = memory_working.store(working(), apart(2), draw(2, V), torch.tensor([0.0, 1.0]), 0, **FADING)
+def test_entry_of_zero_importance_is_not_stored() -> None:
+    memory = memory_working.store(
+        empty_working(), orthogonal_keys(2), draw(2, V), torch.tensor([0.0, 1.0]), 0, **FADING
+    )
     assert memory.valid.sum() == 1
     assert memory.keys[~memory.valid].abs().sum() == memory.values[~memory.valid].abs().sum() == 0
 
 
-def test_examples_of_a_batch_do_not_see_each_other() -> None:
+def test_examples_of_a_batch_are_independent() -> None:
     keys, values, importance = draw(5, 6, K), draw(5, 6, V, seed=1), draw(5, 6, seed=2).sigmoid()
     together = memory_working.empty_working(5, slots=4, key_size=K, value_size=V)
     together = memory_working.store(together, keys, values, importance, 2, **FADING, same=0.9)
     for row in range(5):
-        alone = memory_working.store(working(), keys[row], values[row], importance[row], 2, **FADING, same=0.9)
+        alone = memory_working.store(empty_working(), keys[row], values[row], importance[row], 2, **FADING, same=0.9)
         for a, b in zip(together, alone, strict=True):
             assert torch.equal(a[row], b)
 
@@ -114,85 +126,93 @@ def test_examples_of_a_batch_do_not_see_each_other() -> None:
 # Episodic memory
 
 
-def episodic(slots: int = 3) -> Any:
+def empty_episodic(slots: int = 3) -> Any:
     return memory_episodic.empty_episodic(slots=slots, key_size=K, value_size=V)
 
 
-def kept(memory: Any) -> list[int]:
-    """Which of the keys of `apart` are there."""
+def stored_keys(memory: Any) -> list[int]:
+    """Return the indices of the stored `orthogonal_keys`."""
     return sorted(memory.keys[memory.valid].argmax(-1).tolist())
 
 
-def said(memory: Any, key: int, clock: int, importance: float = 1.0, value: Tensor | None = None) -> Any:
+def store_episode(memory: Any, key: int, clock: int, importance: float = 1.0, value: Tensor | None = None) -> Any:
     values = value if value is not None else torch.full((1, V), float(key + 1))
     return memory_episodic.store(
-        memory, apart(K)[key : key + 1], values, torch.tensor([importance]), clock, decay=0.9, same=0.95
+        memory, orthogonal_keys(K)[key : key + 1], values, torch.tensor([importance]), clock, decay=0.9, same=0.95
     )
 
 
-def test_what_matters_less_leaves_first() -> None:
-    memory = episodic()
+def test_least_important_entry_is_evicted_first() -> None:
+    memory = empty_episodic()
     for key, importance in enumerate([0.5, 0.9, 0.7, 0.8]):
-        memory = said(memory, key, 0, importance)
-    assert kept(memory) == [1, 2, 3]
-    assert kept(said(memory, 4, 0, 0.1)) == [1, 2, 3], "also where it is the new one"
+        memory = store_episode(memory, key, 0, importance)
+    assert stored_keys(memory) == [1, 2, 3]
+    assert stored_keys(store_episode(memory, 4, 0, 0.1)) == [1, 2, 3], "a new entry is evicted too"
 
 
-def test_of_equals_the_newest_stays() -> None:
-    at_once = memory_episodic.store(episodic(), apart(5), draw(5, V), torch.ones(5), 0, decay=0.9, same=0.95)
-    assert kept(at_once) == [2, 3, 4]
-    memory = memory_working.store(working(), apart(6), draw(6, V), torch.ones(6), 0, **FADING)
-    assert kept(memory) == [2, 3, 4, 5]
+def test_of_equally_important_entries_the_newest_stay() -> None:
+    batched = memory_episodic.store(
+        empty_episodic(), orthogonal_keys(5), draw(5, V), torch.ones(5), 0, decay=0.9, same=0.95
+    )
+    assert stored_keys(batched) == [2, 3, 4]
+    memory = memory_working.store(empty_working(), orthogonal_keys(6), draw(6, V), torch.ones(6), 0, **FADING)
+    assert stored_keys(memory) == [2, 3, 4, 5]
 
 
-def test_what_is_older_leaves_first() -> None:
-    memory = episodic()
+def test_oldest_entry_is_evicted_first() -> None:
+    memory = empty_episodic()
     for key in range(4):
-        memory = said(memory, key, clock=key)
-    assert kept(memory) == [1, 2, 3]
+        memory = store_episode(memory, key, clock=key)
+    assert stored_keys(memory) == [1, 2, 3]
 
 
-def test_importance_weighs_against_age_by_the_clock() -> None:
-    """1.0 of seven ticks ago is worth 0.9^7 = 0.478."""
+def test_importance_is_discounted_by_age() -> None:
+    """An importance of 1.0 is discounted to 0.9^7 = 0.478 after seven ticks."""
     for importance, expected in ((0.47, [0, 1, 2]), (0.49, [1, 2, 3])):
-        memory = said(said(said(episodic(), 0, 0), 1, 7), 2, 7)
-        assert kept(said(memory, 3, 7, importance)) == expected
+        memory = store_episode(store_episode(store_episode(empty_episodic(), 0, 0), 1, 7), 2, 7)
+        assert stored_keys(store_episode(memory, 3, 7, importance)) == expected
 
 
-def test_what_was_of_use_stays() -> None:
-    memory = said(said(said(episodic(), 0, 0), 1, 1), 2, 2)
+def test_recently_used_entry_stays() -> None:
+    memory = store_episode(store_episode(store_episode(empty_episodic(), 0, 0), 1, 1), 2, 2)
     where = memory.keys.argmax(-1).tolist().index(0)
     memory = memory_episodic.record_use(memory, torch.tensor([where]), 3)
     assert (memory.uses[where], memory.used[where]) == (1, 3)
-    memory = said(memory, 3, 4)
-    assert kept(memory) == [0, 2, 3]
+    memory = store_episode(memory, 3, 4)
+    assert stored_keys(memory) == [0, 2, 3]
 
 
-def test_the_same_again_is_reinforced_and_another_value_begins_anew() -> None:
-    memory = said(said(episodic(), 0, 0, importance=0.8), 0, 5, importance=0.3)
+def test_repetition_reinforces_an_episode_and_a_new_value_resets_it() -> None:
+    memory = store_episode(store_episode(empty_episodic(), 0, 0, importance=0.8), 0, 5, importance=0.3)
     slot = int(memory.valid.nonzero())
     assert (memory.said[slot], memory.written[slot]) == (2, 5)
     assert memory.importance[slot] == pytest.approx(0.8)
-    memory = said(memory_episodic.record_use(memory, torch.tensor([slot]), 6), 0, 7, value=torch.full((1, V), 9.0))
+    memory = store_episode(
+        memory_episodic.record_use(memory, torch.tensor([slot]), 6), 0, 7, value=torch.full((1, V), 9.0)
+    )
     slot = int(memory.valid.nonzero())
     assert (memory.said[slot], memory.uses[slot]) == (1, 0)
     assert memory.values[slot].tolist() == [9, 9, 9]
 
 
-def test_of_one_key_said_twice_at_one_tick_the_last_counts() -> None:
-    keys, values = apart(1).expand(3, K), torch.tensor([[1.0] * V, [2.0] * V, [2.0] * V])
-    memory = memory_episodic.store(episodic(), keys, values, torch.ones(3), 0, decay=0.9, same=0.95)
+def test_of_repeated_keys_in_one_tick_the_last_value_wins() -> None:
+    keys, values = orthogonal_keys(1).expand(3, K), torch.tensor([[1.0] * V, [2.0] * V, [2.0] * V])
+    memory = memory_episodic.store(empty_episodic(), keys, values, torch.ones(3), 0, decay=0.9, same=0.95)
     assert memory.valid.sum() == 1
     slot = int(memory.valid.nonzero())
     assert memory.values[slot].tolist() == [2, 2, 2]
-    assert memory.said[slot] == 2, "the two that agree"
+    assert memory.said[slot] == 2, "the last two values agree"
 
 
-def test_values_of_one_direction_are_two_values() -> None:
-    memory = said(said(episodic(), 0, 0, value=torch.ones(1, V)), 0, 1, value=2 * torch.ones(1, V))
+def test_values_are_compared_by_length_too() -> None:
+    memory = store_episode(
+        store_episode(empty_episodic(), 0, 0, value=torch.ones(1, V)), 0, 1, value=2 * torch.ones(1, V)
+    )
     assert memory.said.max() == 1
-    memory = said(said(episodic(), 0, 0, value=torch.zeros(1, V)), 0, 1, value=torch.zeros(1, V))
-    assert memory.said.max() == 2, "and nothing is the same as nothing"
+    memory = store_episode(
+        store_episode(empty_episodic(), 0, 0, value=torch.zeros(1, V)), 0, 1, value=torch.zeros(1, V)
+    )
+    assert memory.said.max() == 2, "zero vectors are equal"
 
 
 ROOMY = MemoryShape(
@@ -208,61 +228,65 @@ ROOMY = MemoryShape(
 )
 
 
-def near(rows: Tensor, seed: int) -> Tensor:
-    """The same keys, a little beside: some pairs of them are still the same key and some are not."""
+def perturb(rows: Tensor, seed: int) -> Tensor:
+    """Perturb keys: some pairs still count as the same key and some do not."""
     return rows + 0.06 * draw(*rows.shape, seed=seed)
 
 
-@pytest.mark.parametrize("many", range(6))
-def test_many_at_once_are_one_after_the_other_also_where_keys_come_again(many: int) -> None:
-    """300 sequences of few keys and values: said again, contradicted, and said as before. There is room for all."""
-    for case in range(50 * many, 50 * many + 50):
+@pytest.mark.parametrize("block", range(6))
+def test_batched_store_equals_sequential_stores_with_repeated_keys(block: int) -> None:
+    """300 sequences with few keys and values: repeated, contradicted and restored. There is a slot for every key."""
+    for case in range(50 * block, 50 * block + 50):
         choose = torch.Generator().manual_seed(case)
-        at_once = one_by_one = memories.empty_memory(ROOMY)
+        batched = sequential = memories.empty_memory(ROOMY)
         for clock in range(2):
             which = torch.randint(0, 3, (5,), generator=choose)
-            keys = near(apart(3)[which], case + clock)
+            keys = perturb(orthogonal_keys(3)[which], case + clock)
             values = torch.eye(V)[torch.randint(0, 2, (5,), generator=choose)] + 0.05 * draw(5, V, seed=case)
             importance = torch.rand(5, generator=choose) - 0.1
-            at_once = memories.store(at_once, keys, values, importance, clock, shape=ROOMY)
+            batched = memories.store(batched, keys, values, importance, clock, shape=ROOMY)
             for i in range(5):
-                one = slice(i, i + 1)
-                one_by_one = memories.store(one_by_one, keys[one], values[one], importance[one], clock, shape=ROOMY)
-            assert same_memory(at_once, one_by_one), (case, clock)
-            found = memories.search(at_once, keys[:2], 1, same=ROOMY.same)
-            at_once = memories.consolidate(memories.record_use(at_once, found, clock, same=0.95), clock, shape=ROOMY)
-            one_by_one = memories.consolidate(
-                memories.record_use(one_by_one, found, clock, same=0.95), clock, shape=ROOMY
+                row = slice(i, i + 1)
+                sequential = memories.store(sequential, keys[row], values[row], importance[row], clock, shape=ROOMY)
+            assert equal_memories(batched, sequential), (case, clock)
+            result = memories.search(batched, keys[:2], 1, same=ROOMY.same)
+            batched = memories.consolidate(memories.record_use(batched, result, clock, same=0.95), clock, shape=ROOMY)
+            sequential = memories.consolidate(
+                memories.record_use(sequential, result, clock, same=0.95), clock, shape=ROOMY
             )
 
 
-def same_memory(a: memories.MemoryState, b: memories.MemoryState) -> bool:
+def equal_memories(a: memories.MemoryState, b: memories.MemoryState) -> bool:
     return all(
         torch.allclose(x, y)
         for x, y in zip(memories.flatten_memory(a).values(), memories.flatten_memory(b).values(), strict=True)
     )
 
 
-def test_only_what_was_said_since_the_last_contradiction_counts() -> None:
-    one, two = torch.ones(1, V), -torch.ones(1, V)
-    before = said(episodic(), 0, 0, value=one)
+def test_repetitions_are_counted_since_the_last_contradiction() -> None:
+    ones, minus_ones = torch.ones(1, V), -torch.ones(1, V)
+    before = store_episode(empty_episodic(), 0, 0, value=ones)
     before = memory_episodic.record_use(before, torch.tensor([0]), 1)
-    values = torch.cat((one, two, one))
-    memory = memory_episodic.store(before, apart(1).expand(3, K), values, torch.ones(3), 2, decay=0.9, same=0.95)
+    values = torch.cat((ones, minus_ones, ones))
+    memory = memory_episodic.store(
+        before, orthogonal_keys(1).expand(3, K), values, torch.ones(3), 2, decay=0.9, same=0.95
+    )
     assert memory.said.tolist() == [1, 0, 0]
     assert memory.uses.tolist() == [0, 0, 0]
-    values = torch.cat((one, one))
-    memory = memory_episodic.store(before, apart(1).expand(2, K), values, torch.ones(2), 2, decay=0.9, same=0.95)
+    values = torch.cat((ones, ones))
+    memory = memory_episodic.store(
+        before, orthogonal_keys(1).expand(2, K), values, torch.ones(2), 2, decay=0.9, same=0.95
+    )
     assert (memory.said[0], memory.uses[0]) == (3, 1)
 
 
-def test_what_is_too_faint_is_not_stored_and_yet_replaces() -> None:
-    memory = memory_working.store(working(), apart(1), draw(1, V), torch.ones(1), 0, **FADING, same=0.9)
-    memory = memory_working.store(memory, apart(1), draw(1, V), torch.tensor([0.05]), 0, **FADING, same=0.9)
+def test_entry_below_the_floor_is_not_stored_but_still_replaces() -> None:
+    memory = memory_working.store(empty_working(), orthogonal_keys(1), draw(1, V), torch.ones(1), 0, **FADING, same=0.9)
+    memory = memory_working.store(memory, orthogonal_keys(1), draw(1, V), torch.tensor([0.05]), 0, **FADING, same=0.9)
     assert not memory.valid.any()
 
 
-def test_nothing_can_be_stored() -> None:
+def test_storing_zero_entries_leaves_the_memory_empty() -> None:
     memory = memories.store(
         memories.empty_memory(SHAPE), torch.zeros(0, K), torch.zeros(0, V), torch.zeros(0), 0, shape=SHAPE
     )
@@ -272,74 +296,77 @@ def test_nothing_can_be_stored() -> None:
 # Semantic memory
 
 
-def test_what_is_said_and_used_often_enough_becomes_a_prototype() -> None:
-    memory = said(said(said(episodic(), 0, 0), 1, 0), 1, 1)
+def test_frequent_episode_becomes_a_prototype() -> None:
+    memory = store_episode(store_episode(store_episode(empty_episodic(), 0, 0), 1, 0), 1, 1)
     where = memory.keys.argmax(-1).tolist().index(1)
-    rest, found = memory_semantic.consolidate(memory, semantic(), promote_after=3, same=0.95)
-    assert not found.valid.any()
+    rest, prototypes = memory_semantic.consolidate(memory, empty_semantic(), promote_after=3, same=0.95)
+    assert not prototypes.valid.any()
     memory = memory_episodic.record_use(memory, torch.tensor([where]), 2)
-    rest, found = memory_semantic.consolidate(memory, semantic(), promote_after=3, same=0.95)
-    assert kept(rest) == [0]
-    assert kept(found) == [1]
-    assert found.counts.max() == 3
+    rest, prototypes = memory_semantic.consolidate(memory, empty_semantic(), promote_after=3, same=0.95)
+    assert stored_keys(rest) == [0]
+    assert stored_keys(prototypes) == [1]
+    assert prototypes.counts.max() == 3
 
 
-def semantic(slots: int = 2) -> Any:
+def empty_semantic(slots: int = 2) -> Any:
     return memory_semantic.empty_semantic(slots=slots, key_size=K, value_size=V)
 
 
-def episode(keys: Tensor, values: Tensor, times: Tensor) -> Any:
-    """Episodes that were said so often."""
+def build_episodes(keys: Tensor, values: Tensor, times: Tensor) -> Any:
+    """Build episodes with the given repetition counts."""
     memory = memory_episodic.empty_episodic(slots=len(keys), key_size=K, value_size=V)
     stored = memory_episodic.store(memory, keys, values, torch.ones(len(keys)), 0, decay=1.0, same=1.0)
     order = torch.cdist(stored.values, values).argmin(1)
     return stored._replace(said=times[order])
 
 
-def test_a_prototype_is_the_mean_of_what_agrees_with_it() -> None:
-    """Noise of many episodes evens out."""
-    true, found = draw(1, V), semantic()
-    seen = []
+def test_prototype_is_the_mean_of_agreeing_episodes() -> None:
+    """The noise of many episodes averages out."""
+    true, prototypes = draw(1, V), empty_semantic()
+    noisy_values = []
     for step in range(50):
         noisy = true + 0.05 * draw(1, V, seed=step + 1)
-        seen.append(noisy)
-        one = episode(apart(1) + 0.02 * draw(1, K, seed=step + 100), noisy, torch.tensor([4.0]))
-        _, found = memory_semantic.consolidate(one, found, promote_after=4, same=0.9)
-    assert found.valid.sum() == 1
-    assert found.counts[0] == 200
-    assert torch.allclose(found.values[0], torch.cat(seen).mean(0), atol=1e-5)
-    assert found.keys[0].norm().item() == pytest.approx(1.0)
+        noisy_values.append(noisy)
+        episodes = build_episodes(orthogonal_keys(1) + 0.02 * draw(1, K, seed=step + 100), noisy, torch.tensor([4.0]))
+        _, prototypes = memory_semantic.consolidate(episodes, prototypes, promote_after=4, same=0.9)
+    assert prototypes.valid.sum() == 1
+    assert prototypes.counts[0] == 200
+    assert torch.allclose(prototypes.values[0], torch.cat(noisy_values).mean(0), atol=1e-5)
+    assert prototypes.keys[0].norm().item() == pytest.approx(1.0)
 
 
-def test_what_contradicts_a_prototype_takes_its_place() -> None:
-    _, found = memory_semantic.consolidate(
-        episode(apart(1), torch.ones(1, V), torch.tensor([9.0])), semantic(), promote_after=3, same=0.95
+def test_contradicting_episode_replaces_the_prototype() -> None:
+    _, prototypes = memory_semantic.consolidate(
+        build_episodes(orthogonal_keys(1), torch.ones(1, V), torch.tensor([9.0])),
+        empty_semantic(),
+        promote_after=3,
+        same=0.95,
     )
-    other = episode(apart(1), -torch.ones(1, V), torch.tensor([3.0]))
-    _, found = memory_semantic.consolidate(other, found, promote_after=3, same=0.95)
-    assert found.counts.tolist() == [3, 0]
-    assert found.values[0].tolist() == [-1, -1, -1]
+    other = build_episodes(orthogonal_keys(1), -torch.ones(1, V), torch.tensor([3.0]))
+    _, prototypes = memory_semantic.consolidate(other, prototypes, promote_after=3, same=0.95)
+    assert prototypes.counts.tolist() == [3, 0]
+    assert prototypes.values[0].tolist() == [-1, -1, -1]
 
 
-def test_an_episode_stays_one_where_prototypes_rest_on_more() -> None:
-    full = episode(apart(2), draw(2, V), torch.tensor([5.0, 6.0]))
-    _, found = memory_semantic.consolidate(full, semantic(), promote_after=3, same=0.95)
-    rest, again = memory_semantic.consolidate(
-        episode(apart(3)[2:], draw(1, V), torch.tensor([4.0])), found, promote_after=3, same=0.95
+def test_episode_is_promoted_only_over_a_prototype_of_lower_count() -> None:
+    full = build_episodes(orthogonal_keys(2), draw(2, V), torch.tensor([5.0, 6.0]))
+    _, prototypes = memory_semantic.consolidate(full, empty_semantic(), promote_after=3, same=0.95)
+    rest, updated = memory_semantic.consolidate(
+        build_episodes(orthogonal_keys(3)[2:], draw(1, V), torch.tensor([4.0])), prototypes, promote_after=3, same=0.95
     )
-    assert rest.valid.sum() == 1, "nothing is lost for want of room"
-    assert kept(again) == kept(found) == [0, 1]
-    rest, again = memory_semantic.consolidate(
-        episode(apart(3)[2:], draw(1, V), torch.tensor([8.0])), found, promote_after=3, same=0.95
+    assert rest.valid.sum() == 1, "the episode is not lost when no prototype slot is free"
+    assert stored_keys(updated) == stored_keys(prototypes) == [0, 1]
+    rest, updated = memory_semantic.consolidate(
+        build_episodes(orthogonal_keys(3)[2:], draw(1, V), torch.tensor([8.0])), prototypes, promote_after=3, same=0.95
     )
     assert rest.valid.sum() == 0
-    assert kept(again) == [1, 2]
+    assert stored_keys(updated) == [1, 2]
 
 
 # All levels
 
 
-def test_it_is_bounded_whatever_is_written() -> None:
+def test_memory_size_is_bounded() -> None:
     memory = HierarchicalMemory(SHAPE)
     sizes = {name: tensor.shape for name, tensor in memory.state_dict().items()}
     for clock in range(100):
@@ -353,84 +380,84 @@ def test_it_is_bounded_whatever_is_written() -> None:
     assert all(tensor.isfinite().all() for tensor in memory.state_dict().values())
 
 
-def filled(seed: int = 0, steps: int = 6) -> HierarchicalMemory:
-    """Something on every level."""
+def fill_memory(seed: int = 0, steps: int = 6) -> HierarchicalMemory:
+    """Build a memory with entries on every level."""
     memory = HierarchicalMemory(SHAPE)
     keys, values = draw(9, K, seed=seed), draw(9, V, seed=seed + 1)
     for clock in range(steps):
-        some = slice(0, 3) if clock % 2 else slice(2, 9)
-        memory.store(keys[some], values[some], clock=clock)
+        rows = slice(0, 3) if clock % 2 else slice(2, 9)
+        memory.store(keys[rows], values[rows], clock=clock)
         memory.search(keys[:1], 1, clock=clock)
         memory.consolidate(clock)
     return memory
 
 
-def test_search_is_what_a_look_at_each_slot_finds() -> None:
-    memory = filled()
+def test_search_equals_an_exhaustive_scan() -> None:
+    memory = fill_memory()
     assert {memory.level_of(w) for w in memory.search(draw(40, K), 3).where.unique().tolist()} > {"semantic"}
     queries = draw(7, K, seed=5)
-    found = memory.search(queries, 4)
-    seen = memories.visible_slots(memory.memory, same=SHAPE.same)
+    result = memory.search(queries, 4)
+    visible = memories.visible_slots(memory.memory, same=SHAPE.same)
     for number, query in enumerate(queries):
         scores = {
             slot: float(torch.dot(query, key) / query.norm())
             for slot, key in enumerate(memory.memory.keys)
-            if seen[slot]
+            if visible[slot]
         }
         best = sorted(scores, key=lambda slot: -scores[slot])[:4]
-        assert found.where[number].tolist() == best
-        assert found.scores[number].tolist() == pytest.approx([scores[slot] for slot in best], abs=1e-6)
-        assert torch.equal(found.values[number], memory.memory.values[best])
+        assert result.where[number].tolist() == best
+        assert result.scores[number].tolist() == pytest.approx([scores[slot] for slot in best], abs=1e-6)
+        assert torch.equal(result.values[number], memory.memory.values[best])
 
 
-def test_nothing_is_found_twice_and_nothing_as_it_was_before() -> None:
-    """Said anew while an episode and a prototype hold the old value."""
-    memory = filled()
+def test_search_returns_each_key_once_with_its_latest_value() -> None:
+    """A new value is stored while an episode and a prototype hold the old one."""
+    memory = fill_memory()
     key = draw(9, K)[:1]
     memory.store(key, 5 * torch.ones(1, V), clock=9)
-    found = memory.search(key, SHAPE.slots)
-    same = found.scores[0] > SHAPE.same
+    result = memory.search(key, SHAPE.slots)
+    same = result.scores[0] > SHAPE.same
     assert same.sum() == 1
-    assert found.values[0, 0].tolist() == [5, 5, 5]
-    for clock in range(10, 40):  # it fades from what is at hand, and is an episode by then
+    assert result.values[0, 0].tolist() == [5, 5, 5]
+    for clock in range(10, 40):  # it decays out of working memory and is an episode by then
         memory.consolidate(clock)
-    found = memory.search(key, 1)
-    assert memory.level_of(int(found.where[0, 0])) == "episodic"
-    assert found.values[0, 0].tolist() == [5, 5, 5]
+    result = memory.search(key, 1)
+    assert memory.level_of(int(result.where[0, 0])) == "episodic"
+    assert result.values[0, 0].tolist() == [5, 5, 5]
 
 
-def test_an_empty_memory_finds_nothing_and_says_zeros() -> None:
+def test_empty_memory_returns_no_results_and_reads_zeros() -> None:
     memory = HierarchicalMemory(SHAPE)
-    found = memory.search(draw(2, K), 3, clock=0)
-    assert found.scores.tolist() == [[float("-inf")] * 3] * 2
-    assert found.where.tolist() == [[-1] * 3] * 2
-    assert not found.valid.any()
-    assert found.values.abs().sum() == 0
+    result = memory.search(draw(2, K), 3, clock=0)
+    assert result.scores.tolist() == [[float("-inf")] * 3] * 2
+    assert result.where.tolist() == [[-1] * 3] * 2
+    assert not result.valid.any()
+    assert result.values.abs().sum() == 0
     queries = draw(2, K).requires_grad_()
-    told = memory.read(queries)
-    assert told.tolist() == [[0.0] * V] * 2
-    told.sum().backward()
+    output = memory.read(queries)
+    assert output.tolist() == [[0.0] * V] * 2
+    output.sum().backward()
     assert queries.grad is not None
     assert queries.grad.tolist() == [[0.0] * K] * 2
     assert len(memory) == 0
 
 
-def test_more_than_there_is_is_filled_up_and_marked() -> None:
+def test_results_beyond_the_stored_entries_are_padded_and_masked() -> None:
     memory = HierarchicalMemory(SHAPE)
-    memory.store(apart(2), draw(2, V), clock=0)
-    found = memory.search(apart(1), 50)
-    assert found.scores.shape == (1, 50)
-    assert found.valid.sum() == 2
-    assert found.values[0, 2:].abs().sum() == 0
+    memory.store(orthogonal_keys(2), draw(2, V), clock=0)
+    result = memory.search(orthogonal_keys(1), 50)
+    assert result.scores.shape == (1, 50)
+    assert result.valid.sum() == 2
+    assert result.values[0, 2:].abs().sum() == 0
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
-def test_a_search_for_nothing_is_refused(top_k: int) -> None:
+def test_top_k_below_one_is_refused(top_k: int) -> None:
     with pytest.raises(UsageError, match=f"top_k must be 1 or more, got {top_k}"):
         HierarchicalMemory(SHAPE).search(draw(1, K), top_k)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_mismatched_shapes_clocks_and_slots_are_refused() -> None:
     memory = HierarchicalMemory(SHAPE)
     with pytest.raises(UsageError, match=r"expected keys \[n, 8\], got \[2, 7\]"):
         memory.store(draw(2, 7), draw(2, V), clock=0)
@@ -443,52 +470,54 @@ def test_what_does_not_fit_is_refused() -> None:
         memory.level_of(21)
 
 
-def test_a_read_has_the_gradient_of_finite_differences() -> None:
+def test_read_gradient_matches_finite_differences() -> None:
     valid = torch.tensor([True, True, False, True])
 
-    def told(keys: Tensor, values: Tensor, queries: Tensor, temperature: Tensor, bias: Tensor) -> Tensor:
+    def read(keys: Tensor, values: Tensor, queries: Tensor, temperature: Tensor, bias: Tensor) -> Tensor:
         return memories.read_memory(keys, values, valid, queries, temperature, bias=bias)
 
     inputs = [draw(4, K), draw(4, V, seed=1), draw(2, K, seed=2), torch.tensor(0.3), draw(4, seed=3)]
-    assert torch.autograd.gradcheck(told, [one.double().requires_grad_() for one in inputs])
+    assert torch.autograd.gradcheck(read, [tensor.double().requires_grad_() for tensor in inputs])
 
 
-def test_a_read_is_the_mean_by_softmax_of_what_is_there() -> None:
-    memory = filled()
-    seen = memories.visible_slots(memory.memory, same=SHAPE.same)
+def test_read_is_the_softmax_weighted_mean_of_visible_slots() -> None:
+    memory = fill_memory()
+    visible = memories.visible_slots(memory.memory, same=SHAPE.same)
     queries = draw(3, K, seed=9)
-    weights = torch.softmax(torch.nn.functional.normalize(queries, dim=-1) @ memory.memory.keys[seen].T / 0.2, dim=-1)
-    assert torch.allclose(memory.read(queries, 0.2), weights @ memory.memory.values[seen], atol=1e-6)
+    weights = torch.softmax(
+        torch.nn.functional.normalize(queries, dim=-1) @ memory.memory.keys[visible].T / 0.2, dim=-1
+    )
+    assert torch.allclose(memory.read(queries, 0.2), weights @ memory.memory.values[visible], atol=1e-6)
 
 
-def test_nothing_is_changed_in_place() -> None:
-    """Each function is called with tensors that are compared afterwards."""
-    memory = filled().memory
+def test_functions_do_not_modify_their_inputs() -> None:
+
+    memory = fill_memory().memory
     before = {name: tensor.clone() for name, tensor in memories.flatten_memory(memory).items()}
     keys, values = draw(4, K, seed=7), draw(4, V, seed=8)
-    one = memories.store(memory, keys, values, torch.ones(4), 11, shape=SHAPE)
-    found = memories.search(one, keys, 2, same=SHAPE.same)
-    two = memories.consolidate(memories.record_use(one, found, 12, same=SHAPE.same), 13, shape=SHAPE)
+    stored = memories.store(memory, keys, values, torch.ones(4), 11, shape=SHAPE)
+    result = memories.search(stored, keys, 2, same=SHAPE.same)
+    consolidated = memories.consolidate(memories.record_use(stored, result, 12, same=SHAPE.same), 13, shape=SHAPE)
     after = memories.flatten_memory(memory)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert any(not torch.equal(before[name], tensor) for name, tensor in memories.flatten_memory(two).items())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in memories.flatten_memory(consolidated).items())
 
 
-def test_the_same_calls_give_the_same_bits() -> None:
-    a, b = filled().state_dict(), filled().state_dict()
+def test_same_calls_are_bitwise_deterministic() -> None:
+    a, b = fill_memory().state_dict(), fill_memory().state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_it_is_saved_and_read_back_whole(tmp_path: Path) -> None:
-    memory, again = filled(), HierarchicalMemory(SHAPE)
+def test_saved_memory_loads_with_its_full_state(tmp_path: Path) -> None:
+    memory, loaded = fill_memory(), HierarchicalMemory(SHAPE)
     memory.save(tmp_path / "memory.safetensors")
-    again.load(tmp_path / "memory.safetensors")
-    a, b = memory.state_dict(), again.state_dict()
+    loaded.load(tmp_path / "memory.safetensors")
+    a, b = memory.state_dict(), loaded.state_dict()
     assert all(torch.equal(a[name], b[name]) for name in a)
-    for one in (memory, again):
-        one.store(draw(2, K, seed=30), draw(2, V), clock=20)
-    a, b = memory.state_dict(), again.state_dict()
-    assert all(torch.equal(a[name], b[name]) for name in a), "and goes on alike"
+    for copy in (memory, loaded):
+        copy.store(draw(2, K, seed=30), draw(2, V), clock=20)
+    a, b = memory.state_dict(), loaded.state_dict()
+    assert all(torch.equal(a[name], b[name]) for name in a), "further updates agree too"
 
 
 def test_a_memory_larger_than_its_bounds_is_refused(tmp_path: Path) -> None:
@@ -504,19 +533,19 @@ def test_a_memory_larger_than_its_bounds_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slots", ["working_slots", "episodic_slots", "semantic_slots"])
-def test_a_memory_without_slots_is_none(slots: str) -> None:
+def test_zero_slots_are_refused(slots: str) -> None:
     with pytest.raises(ValueError, match=slots):
         MemoryShape(**{**SHAPE.model_dump(), slots: 0})
 
 
-def test_without_faiss_it_says_what_to_install() -> None:
+def test_missing_faiss_names_the_package_to_install() -> None:
     if importlib.util.find_spec("faiss") is not None:
         pytest.skip("faiss is installed")
     with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[faiss\]'"):
-        filled().search(draw(1, K), 1, by="faiss")
+        fill_memory().search(draw(1, K), 1, by="faiss")
 
 
-def test_faiss_finds_what_the_exact_search_finds() -> None:
+def test_faiss_matches_exact_search() -> None:
     pytest.importorskip("faiss", reason="faiss is not installed; pip install 'bottega[faiss]'")
     keys = torch.nn.functional.normalize(draw(5000, 32), dim=-1)
     values, queries, valid = draw(5000, 4, seed=1), draw(20, 32, seed=2), draw(5000, seed=3) > 0

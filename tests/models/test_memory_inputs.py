@@ -1,4 +1,4 @@
-"""What a memory takes, and what it refuses in one line; nothing that is refused leaves a trace."""
+"""Input validation of a memory: accepted types, one-line errors, and no change of state after an error."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ VALUES = [[1.0, 2.0], [3.0, 4.0]]
 NAN, INF = float("nan"), float("inf")
 
 
-def told(**changes: Any) -> HierarchicalMemory:
+def build_memory(**changes: Any) -> HierarchicalMemory:
     memory = HierarchicalMemory(SHAPE.model_copy(update=changes))
     memory.store(KEYS, VALUES, clock=3)
     return memory
 
 
-def state(memory: HierarchicalMemory) -> dict[str, Any]:
+def state_lists(memory: HierarchicalMemory) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in memory.state_dict().items()}
 
 
@@ -39,34 +39,37 @@ REFUSED: dict[str, tuple[Callable[[HierarchicalMemory], Any], str]] = {
         "keys have numbers that are not finite",
     ),
     "ragged": (lambda m: m.store([[1, 0, 0], [1]], VALUES, clock=4), "keys cannot be read as a table of numbers"),
-    "words": (lambda m: m.store([["a", "b", "c"]], [[1, 2]], clock=4), "keys cannot be read as a table of numbers"),
+    "strings": (lambda m: m.store([["a", "b", "c"]], [[1, 2]], clock=4), "keys cannot be read as a table of numbers"),
     "a single key": (lambda m: m.store([1, 0, 0], [[1, 2]], clock=4), r"expected keys \[n, 3\], got \[3\]"),
     "importances": (
         lambda m: m.store(KEYS, VALUES, [1.0, 1.0, 1.0], clock=4),
         r"\[3\] importances of \[2\] keys; give one each, or one number",
     ),
-    "one importance in a list": (lambda m: m.store(KEYS, VALUES, [1.0], clock=4), r"\[1\] importances of \[2\] keys"),
-    "half a tick": (lambda m: m.store(KEYS, VALUES, clock=4.5), "clock 4.5 is not an integer"),
-    "back in time": (lambda m: m.search(KEYS, 1, clock=2), "clock 2 is before 3, the last one"),
-    "wide query": (lambda m: m.search([[1, 0, 0, 0]], 1), r"expected queries \[n, 3\], got \[1, 4\]"),
-    "wide read": (lambda m: m.read(torch.zeros(1, 4)), r"expected queries \[n, 3\], got \[1, 4\]"),
+    "single importance in a list": (
+        lambda m: m.store(KEYS, VALUES, [1.0], clock=4),
+        r"\[1\] importances of \[2\] keys",
+    ),
+    "fractional clock": (lambda m: m.store(KEYS, VALUES, clock=4.5), "clock 4.5 is not an integer"),
+    "decreasing clock": (lambda m: m.search(KEYS, 1, clock=2), "clock 2 is before 3, the last one"),
+    "query size": (lambda m: m.search([[1, 0, 0, 0]], 1), r"expected queries \[n, 3\], got \[1, 4\]"),
+    "read query size": (lambda m: m.read(torch.zeros(1, 4)), r"expected queries \[n, 3\], got \[1, 4\]"),
     "nan query": (lambda m: m.search([[NAN, 0, 0]], 1), "queries have numbers that are not finite"),
     "by": (lambda m: m.search(KEYS, 1, by="foo"), "by must be exact or faiss, got 'foo'"),
-    "cold": (lambda m: m.read(KEYS, 0.0), "temperature must be greater than 0, got 0.0"),
-    "colder": (lambda m: m.read(KEYS, -1), "temperature must be greater than 0, got -1"),
+    "zero temperature": (lambda m: m.read(KEYS, 0.0), "temperature must be greater than 0, got 0.0"),
+    "negative temperature": (lambda m: m.read(KEYS, -1), "temperature must be greater than 0, got -1"),
     "nan temperature": (lambda m: m.read(KEYS, NAN), "temperature must be greater than 0, got nan"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_no_sense_is_refused_and_leaves_no_trace(name: str) -> None:
-    memory = told()
-    before = state(memory)
+def test_invalid_input_is_refused_and_leaves_the_memory_unchanged(name: str) -> None:
+    memory = build_memory()
+    before = state_lists(memory)
     call, message = REFUSED[name]
     with pytest.raises(UsageError, match=f"^memory: {message}") as error:
         call(memory)
     assert "\n" not in str(error.value)
-    assert state(memory) == before
+    assert state_lists(memory) == before
 
 
 @pytest.mark.parametrize(
@@ -80,24 +83,24 @@ def test_what_makes_no_sense_is_refused_and_leaves_no_trace(name: str) -> None:
     ],
     ids=["float32", "float64", "bfloat16", "numpy", "integers"],
 )
-def test_numbers_of_any_kind_are_one_memory(kind: Callable[[Any], Any]) -> None:
+def test_any_numeric_type_gives_the_same_memory(kind: Callable[[Any], Any]) -> None:
     memory = HierarchicalMemory(SHAPE)
     memory.store(kind(KEYS), kind(VALUES), kind([1, 1]), clock=np.int64(3))
-    assert state(memory) == state(told())
+    assert state_lists(memory) == state_lists(build_memory())
     assert {t.dtype for name, t in memory.state_dict().items() if name != "clock"} == {torch.float32}
     assert memory.search(kind(KEYS), 1).values[:, 0].tolist() == VALUES
     assert memory.read(kind(KEYS), 0.01).tolist() == VALUES
 
 
-def test_one_importance_is_that_of_all() -> None:
-    one, each = HierarchicalMemory(SHAPE), HierarchicalMemory(SHAPE)
-    one.store(KEYS, VALUES, 0.5, clock=0)
-    each.store(KEYS, VALUES, [0.5, 0.5], clock=0)
-    assert state(one) == state(each)
+def test_scalar_importance_applies_to_all_keys() -> None:
+    scalar, per_key = HierarchicalMemory(SHAPE), HierarchicalMemory(SHAPE)
+    scalar.store(KEYS, VALUES, 0.5, clock=0)
+    per_key.store(KEYS, VALUES, [0.5, 0.5], clock=0)
+    assert state_lists(scalar) == state_lists(per_key)
 
 
-def test_a_smaller_memory_is_filled_up_and_goes_on_as_it_was(tmp_path: Path) -> None:
-    small = told(working_slots=2, episodic_slots=3, semantic_slots=1)
+def test_smaller_saved_memory_loads_into_a_larger_one(tmp_path: Path) -> None:
+    small = build_memory(working_slots=2, episodic_slots=3, semantic_slots=1)
     small.save(str(tmp_path / "small"))
     large = HierarchicalMemory(SHAPE)
     large.load(str(tmp_path / "small"))
@@ -112,26 +115,26 @@ def test_a_smaller_memory_is_filled_up_and_goes_on_as_it_was(tmp_path: Path) -> 
     assert large.search([*KEYS, [0.0, 0.0, 1.0]], 1).values[:, 0].tolist() == [*VALUES, [5.0, 6.0]]
 
 
-def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
+def test_every_mismatched_size_is_named(tmp_path: Path) -> None:
     path = tmp_path / "memory"
     HierarchicalMemory(SHAPE.model_copy(update={"key_size": 5, "working_slots": 9, "semantic_slots": 1})).save(path)
-    memory = told()
-    before = state(memory)
+    memory = build_memory()
+    before = state_lists(memory)
     with pytest.raises(
         CheckpointError,
         match=r"the memory has key_size 5 \(this memory: 3\), working_slots 9 \(this memory: 4\); create",
     ):
         memory.load(path)
-    assert state(memory) == before
+    assert state_lists(memory) == before
 
 
-def test_a_level_that_is_not_of_one_size_is_refused() -> None:
-    wrong = told().state_dict()
-    wrong["episodic_uses"] = wrong["episodic_uses"][:2]
+def test_level_with_inconsistent_sizes_is_refused() -> None:
+    state = build_memory().state_dict()
+    state["episodic_uses"] = state["episodic_uses"][:2]
     with pytest.raises(CheckpointError, match=r"episodic_uses has shape \[2\], which does not match its level"):
-        HierarchicalMemory(SHAPE).load_state_dict(wrong)
+        HierarchicalMemory(SHAPE).load_state_dict(state)
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"the folder .*missing does not exist; create it first"):
-        told().save(tmp_path / "missing" / "memory")
+        build_memory().save(tmp_path / "missing" / "memory")

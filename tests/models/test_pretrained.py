@@ -1,4 +1,4 @@
-"""Our folders open in transformers, theirs in ours, with the same logits; what would differ or run code is refused."""
+"""Folders load in both directions with transformers with the same logits; unsupported configs and code are refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bottega.models.initial import initialise
 TOKENS = torch.arange(20).reshape(2, 10) * 3
 
 
-def peer(kind: str, *, tied: bool) -> Any:
+def build_transformers_model(kind: str, *, tied: bool) -> Any:
     import transformers
 
     config = {
@@ -45,7 +45,7 @@ def peer(kind: str, *, tied: bool) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config[kind](**fields)).eval()
 
 
-def our_shape(**changes: Any) -> TransformerShape:
+def build_shape(**changes: Any) -> TransformerShape:
     fields: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -60,7 +60,7 @@ def our_shape(**changes: Any) -> TransformerShape:
     return TransformerShape(**{**fields, **changes})
 
 
-def our_model(shape: TransformerShape) -> Transformer:
+def build_model(shape: TransformerShape) -> Transformer:
     model = Transformer(shape)
     initialise(model, 0, std=0.2, residual_layers=2)
     return model.eval()
@@ -68,24 +68,24 @@ def our_model(shape: TransformerShape) -> Transformer:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "mistral"])
-def test_a_model_of_transformers_opens_here(tmp_path: Path, kind: str, tied: bool) -> None:
-    theirs = peer(kind, tied=tied)
+def test_transformers_model_loads(tmp_path: Path, kind: str, tied: bool) -> None:
+    theirs = build_transformers_model(kind, tied=tied)
     theirs.save_pretrained(tmp_path)
     model = Transformer(read_decoder_shape(tmp_path)).eval()
     load_weights(model, tmp_path)
     with torch.no_grad():
         expected = theirs(TOKENS).logits
-        assert expected.std() > 0.1, "the comparison has something to compare"
+        assert expected.std() > 0.1, "logits are not trivially equal"
         torch.testing.assert_close(model(TOKENS), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_our_export_opens_in_transformers(tmp_path: Path, qk_norm: bool, tied: bool) -> None:
+def test_export_loads_in_transformers(tmp_path: Path, qk_norm: bool, tied: bool) -> None:
     from transformers import AutoModelForCausalLM
 
-    shape = our_shape(qk_norm=qk_norm, tie_embeddings=tied)
-    model = our_model(shape)
+    shape = build_shape(qk_norm=qk_norm, tie_embeddings=tied)
+    model = build_model(shape)
     export_transformers(model.state_dict(), shape, tmp_path, bos_token_id=1, eos_token_id=2)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert theirs.config.eos_token_id == 2
@@ -96,7 +96,7 @@ def test_our_export_opens_in_transformers(tmp_path: Path, qk_norm: bool, tied: b
 
 
 def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
-    theirs, folder = peer("qwen3", tied=False), tmp_path / "model"
+    theirs, folder = build_transformers_model("qwen3", tied=False), tmp_path / "model"
     theirs.save_pretrained(folder, max_shard_size="20KB")
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 1
@@ -112,9 +112,9 @@ def test_shards_are_read_by_their_index(tmp_path: Path) -> None:
         load_weights(model, folder)
 
 
-def test_a_head_saved_beside_its_tied_embedding_is_no_stranger(tmp_path: Path) -> None:
-    shape = our_shape()
-    model = our_model(shape)
+def test_head_saved_with_its_tied_embedding_is_accepted(tmp_path: Path) -> None:
+    shape = build_shape()
+    model = build_model(shape)
     export_transformers(model.state_dict(), shape, tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     save_file({**state, "lm_head.weight": state["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors")
@@ -137,26 +137,26 @@ def test_a_head_saved_beside_its_tied_embedding_is_no_stranger(tmp_path: Path) -
         ({"use_sliding_window": True, "sliding_window": 16}, "sliding_window 16"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    shape = our_shape()
-    export_transformers(our_model(shape).state_dict(), shape, tmp_path)
+def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    shape = build_shape()
+    export_transformers(build_model(shape).state_dict(), shape, tmp_path)
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     with pytest.raises(UsageError, match=message):
         read_decoder_shape(tmp_path)
 
 
-def test_another_models_weights_are_refused_by_name(tmp_path: Path) -> None:
-    shape = our_shape()
-    export_transformers(our_model(shape).state_dict(), shape, tmp_path)
+def test_weights_of_a_different_model_are_refused_by_name(tmp_path: Path) -> None:
+    shape = build_shape()
+    export_transformers(build_model(shape).state_dict(), shape, tmp_path)
     with pytest.raises(CheckpointError, match=r"lacks model.layers.2.*11 missing, 0 unexpected"):
-        load_weights(Transformer(our_shape(num_layers=3)), tmp_path)
+        load_weights(Transformer(build_shape(num_layers=3)), tmp_path)
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight has shape \[64, 32\].*needs \[80, 32\]"):
-        load_weights(Transformer(our_shape(vocab_size=80)), tmp_path)
+        load_weights(Transformer(build_shape(vocab_size=80)), tmp_path)
 
 
-def test_pickles_and_damage_are_never_opened(tmp_path: Path) -> None:
-    model = Transformer(our_shape())
+def test_pickled_and_damaged_weights_are_refused(tmp_path: Path) -> None:
+    model = Transformer(build_shape())
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
         load_weights(model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")

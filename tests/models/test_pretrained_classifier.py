@@ -30,10 +30,10 @@ SMALL = {
     "max_position_embeddings": 40,
 }
 DISTIL = {"vocab_size": 50, "dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 40}
-MARKS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
 KINDS: dict[str, tuple[str, str, dict[str, Any], set[str]]] = {
     "bert": ("BertConfig", "BertModel", SMALL, {"head.weight", "head.bias"}),
-    "bert that fills in words": (
+    "bert masked lm": (
         "BertConfig",
         "BertForMaskedLM",
         SMALL,
@@ -51,12 +51,17 @@ KINDS: dict[str, tuple[str, str, dict[str, Any], set[str]]] = {
         {**SMALL, "pad_token_id": 1},
         {"head.weight", "head.bias", "pooling.classifier.dense.weight", "pooling.classifier.dense.bias"},
     ),
-    "modernbert": ("ModernBertConfig", "ModernBertForMaskedLM", {**SMALL, **MARKS}, {"head.weight", "head.bias"}),
+    "modernbert": (
+        "ModernBertConfig",
+        "ModernBertForMaskedLM",
+        {**SMALL, **SPECIAL_TOKENS},
+        {"head.weight", "head.bias"},
+    ),
 }
 NAMES = ("bad", "fair", "good")
 
 
-def save(folder: Path, network: Any) -> Path:
+def save_model(folder: Path, network: Any) -> Path:
     transformers.utils.logging.disable_progress_bar()
     try:
         network.save_pretrained(folder)
@@ -65,29 +70,29 @@ def save(folder: Path, network: Any) -> Path:
     return folder
 
 
-def encoder(folder: Path, kind: str) -> Path:
+def save_encoder(folder: Path, kind: str) -> Path:
     config, model, values, _ = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return save(folder, getattr(transformers, model)(getattr(transformers, config)(**values)))
+        return save_model(folder, getattr(transformers, model)(getattr(transformers, config)(**values)))
 
 
-def texts(kind: str, *, filled_with: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_texts(kind: str, *, filled_with: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(5, 50, (3, 9), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(9) < torch.tensor([9, 4, 1])[:, None]
     padding = KINDS[kind][2].get("pad_token_id", 0) if filled_with is None else filled_with
     return ids.masked_fill(~mask, padding), mask
 
 
-def build(folder: Path, seed: int = 0) -> PretrainedClassifier:
+def build_classifier(folder: Path, seed: int = 0) -> PretrainedClassifier:
     return build_pretrained(read_pretrained_shape(folder, NAMES), seed, folder=folder)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_without_a_head_gets_ours_and_keeps_the_rest(kind: str, tmp_path: Path) -> None:
-    folder = encoder(tmp_path, kind)
-    first, again, other = (dict(build(folder, seed).named_parameters()) for seed in (0, 0, 1))
-    assert all(torch.equal(first[name], again[name]) for name in first)
+def test_folder_without_a_head_gets_a_new_head_and_keeps_the_rest(kind: str, tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, kind)
+    first, repeated, other = (dict(build_classifier(folder, seed).named_parameters()) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert {name for name in first if name.endswith("weight") and not torch.equal(first[name], other[name])} == {
         name for name in KINDS[kind][3] if name.endswith("weight")
     }
@@ -102,11 +107,11 @@ def test_a_folder_without_a_head_gets_ours_and_keeps_the_rest(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_exported_opens_in_transformers_with_the_same_logits(kind: str, tmp_path: Path) -> None:
-    model = build(encoder(tmp_path / "encoder", kind)).eval()
+def test_export_loads_in_transformers_with_the_same_logits(kind: str, tmp_path: Path) -> None:
+    model = build_classifier(save_encoder(tmp_path / "encoder", kind)).eval()
     export_pretrained(model.state_dict(), model.shape, tmp_path / "out")
     theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
-    ids, mask = texts(kind)
+    ids, mask = draw_texts(kind)
     with torch.no_grad():
         torch.testing.assert_close(
             model(ids, mask), theirs(input_ids=ids, attention_mask=mask.long()).logits, rtol=0, atol=0
@@ -117,12 +122,12 @@ def test_what_is_exported_opens_in_transformers_with_the_same_logits(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_padding_changes_nothing_whatever_stands_there(kind: str, tmp_path: Path) -> None:
-    model = build(encoder(tmp_path, kind)).eval()
-    ids, mask = texts(kind)
+def test_padding_tokens_have_no_effect(kind: str, tmp_path: Path) -> None:
+    model = build_classifier(save_encoder(tmp_path, kind)).eval()
+    ids, mask = draw_texts(kind)
     with torch.no_grad():
         together = model(ids, mask)
-        assert torch.equal(model(*texts(kind, filled_with=7)), together)
+        assert torch.equal(model(*draw_texts(kind, filled_with=7)), together)
         for row, length in enumerate((9, 4, 1)):
             alone = model(ids[row : row + 1, :length], mask[row : row + 1, :length])
             torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
@@ -131,51 +136,51 @@ def test_padding_changes_nothing_whatever_stands_there(kind: str, tmp_path: Path
         torch.testing.assert_close(model.head(features), together)
 
 
-def test_a_decoder_answers_at_the_last_token_of_the_text_whatever_follows(tmp_path: Path) -> None:
+def test_decoder_classifies_at_the_last_token(tmp_path: Path) -> None:
     config = transformers.GPT2Config(
         vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=40, pad_token_id=0, bos_token_id=1, eos_token_id=1
     )
-    model = build(save(tmp_path, transformers.GPT2Model(config))).eval()
+    model = build_classifier(save_model(tmp_path, transformers.GPT2Model(config))).eval()
     assert model.shape.max_positions == 40
-    ids, mask = texts("bert")
-    together = model(*texts("bert", filled_with=7))
+    ids, mask = draw_texts("bert")
+    together = model(*draw_texts("bert", filled_with=7))
     for row, length in enumerate((9, 4, 1)):
         alone = model(ids[row : row + 1, :length], mask[row : row + 1, :length])
         torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-6)
 
 
-def test_an_exported_folder_is_started_from_head_and_all(tmp_path: Path) -> None:
-    model = build(encoder(tmp_path / "encoder", "roberta"), 5)
+def test_exported_folder_loads_with_its_head(tmp_path: Path) -> None:
+    model = build_classifier(save_encoder(tmp_path / "encoder", "roberta"), 5)
     export_pretrained(model.state_dict(), model.shape, tmp_path / "out")
-    again = build(tmp_path / "out", 9).state_dict()
-    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
-    # For other classes the last layer is new, and only that.
-    two = build_pretrained(
+    reloaded = build_classifier(tmp_path / "out", 9).state_dict()
+    assert all(torch.equal(reloaded[name], tensor) for name, tensor in model.state_dict().items())
+    # For other classes only the last layer is new.
+    two_classes = build_pretrained(
         read_pretrained_shape(tmp_path / "out", ("no", "yes")), 9, folder=tmp_path / "out"
     ).state_dict()
-    assert two["head.weight"].shape == (2, 16)
-    assert all(torch.equal(two[name], again[name]) for name in again if not name.startswith("head."))
+    assert two_classes["head.weight"].shape == (2, 16)
+    assert all(torch.equal(two_classes[name], reloaded[name]) for name in reloaded if not name.startswith("head."))
 
 
-def test_it_is_built_again_from_its_configuration_alone(tmp_path: Path) -> None:
-    model = build(encoder(tmp_path, "modernbert")).eval()
+def test_model_is_rebuilt_from_its_configuration(tmp_path: Path) -> None:
+    model = build_classifier(save_encoder(tmp_path, "modernbert")).eval()
     shape = PretrainedShape.model_validate_json(model.shape.model_dump_json())
     assert (shape.num_labels, shape.vocab_size, shape.max_positions) == (3, 50, 40)
     before = torch.get_rng_state()
-    again, same = (build_pretrained(shape, 0, folder=None).eval() for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before), "the global generator was drawn from"
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), same.parameters(), strict=True))
-    assert (again.backbone.final_norm.weight == 1).all()
-    again.load_state_dict(model.state_dict())
-    ids, mask = texts("modernbert")
+    rebuilt, same = (build_pretrained(shape, 0, folder=None).eval() for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before), "the global generator was used"
+    assert all(torch.equal(a, b) for a, b in zip(rebuilt.parameters(), same.parameters(), strict=True))
+    assert (rebuilt.backbone.final_norm.weight == 1).all()
+    rebuilt.load_state_dict(model.state_dict())
+    ids, mask = draw_texts("modernbert")
     with torch.no_grad():
-        assert torch.equal(again(ids, mask), model(ids, mask))
+        assert torch.equal(rebuilt(ids, mask), model(ids, mask))
 
 
-def test_texts_may_be_as_long_as_there_are_positions(tmp_path: Path) -> None:
-    """RoBERTa's first two rows stand for nothing and for padding."""
+def test_longest_text_is_the_number_of_positions(tmp_path: Path) -> None:
+    """RoBERTa reserves its first two positions."""
     for kind, longest in (("bert", 40), ("roberta", 38)):
-        model = build(encoder(tmp_path / kind, kind)).eval()
+        model = build_classifier(save_encoder(tmp_path / kind, kind)).eval()
         assert model.shape.max_positions == longest
         model(torch.full((1, longest), 7), torch.ones(1, longest, dtype=torch.bool))
         with pytest.raises((IndexError, RuntimeError)):
@@ -183,54 +188,54 @@ def test_texts_may_be_as_long_as_there_are_positions(tmp_path: Path) -> None:
 
 
 def test_checkpointing_changes_no_gradient(tmp_path: Path) -> None:
-    folder, found = encoder(tmp_path, "bert"), []
+    folder, gradients = save_encoder(tmp_path, "bert"), []
     for is_on in (False, True):
-        model = build(folder)
+        model = build_classifier(folder)
         model.checkpoint_blocks = is_on
         assert model.checkpoint_blocks is is_on
         torch.manual_seed(0)
-        model(*texts("bert")).square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        model(*draw_texts("bert")).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
-def test_evaluation_and_copies_reach_every_part(tmp_path: Path) -> None:
+def test_eval_mode_and_deepcopy_apply_to_every_part(tmp_path: Path) -> None:
     import copy
 
-    model = build(encoder(tmp_path, "distilbert"))
-    ids, mask = texts("distilbert")
+    model = build_classifier(save_encoder(tmp_path, "distilbert"))
+    ids, mask = draw_texts("distilbert")
     assert not torch.equal(model(ids, mask), model(ids, mask)), "training has dropout"
     model.eval()
-    answer = model(ids, mask)
-    assert torch.equal(model(ids, mask), answer)
+    logits = model(ids, mask)
+    assert torch.equal(model(ids, mask), logits)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.backbone.parameters():
             parameter.zero_()
-    assert torch.equal(twin(ids, mask), answer)
-    assert not torch.equal(model(ids, mask), answer)
+    assert torch.equal(twin(ids, mask), logits)
+    assert not torch.equal(model(ids, mask), logits)
 
 
-def test_a_weight_that_is_not_there_is_not_drawn_at_random(tmp_path: Path) -> None:
-    folder = encoder(tmp_path, "bert")
+def test_missing_weight_is_refused(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, "bert")
     state = load_file(folder / "model.safetensors")
-    gone = next(name for name in state if "layer.1.output.dense.weight" in name)
-    save_file({n: t for n, t in state.items() if n != gone}, folder / "model.safetensors", metadata={"format": "pt"})
+    removed = next(name for name in state if "layer.1.output.dense.weight" in name)
+    save_file({n: t for n, t in state.items() if n != removed}, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks backbone\.encoder\.layer\.1\.output\.dense\.weight"):
-        build(folder)
+        build_classifier(folder)
 
 
-def test_pickles_and_models_that_do_not_read_are_refused(tmp_path: Path) -> None:
-    folder = encoder(tmp_path, "bert")
+def test_pickles_and_non_text_models_are_refused(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path, "bert")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="pickles are never opened"):
-        build(folder)
+        build_classifier(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "vit", "hidden_size": 16}))
     with pytest.raises(UsageError, match="cannot classify texts"):
-        build(folder)
+        build_classifier(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "unheard-of"}))
     with pytest.raises(UsageError, match="cannot read the configuration of the encoder"):
-        build(folder)
+        build_classifier(folder)
     (folder / "config.json").unlink()
     with pytest.raises(UsageError, match=r"no config\.json"):
-        build(folder)
+        build_classifier(folder)

@@ -1,4 +1,4 @@
-"""One way from a name in a recipe to a folder of a model, for every kind of name and every kind of folder."""
+"""Resolving a name in a recipe to a model folder, for every kind of name and folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bottega.tasks.recipes import load_recipe
 KEY = "model.from"
 
 
-def folder(path: Path, *files: str) -> Path:
+def write_folder(path: Path, *files: str) -> Path:
     for file in files:
         (path / file).parent.mkdir(parents=True, exist_ok=True)
         (path / file).write_text("{}")
@@ -41,9 +41,9 @@ def folder(path: Path, *files: str) -> Path:
     [
         (["recipe.yaml", "final/config.json"], "run"),
         (["model_index.json", "vae/config.json"], "pipeline"),
-        (["model_index.json", "config.json"], "pipeline"),  # an export of ours is both
+        (["model_index.json", "config.json"], "pipeline"),  # our exports are both
         (["config.json", "model.safetensors"], "model"),
-        (["config.json", "adapter/bottega.json"], "model"),  # merged, with the adapter beside
+        (["config.json", "adapter/bottega.json"], "model"),  # merged, with the adapter next to it
         (["adapter_config.json", "adapter_model.safetensors"], "adapter"),
         (["adapter_config.json", "config.json"], "adapter"),
         (["bottega.json"], "adapter"),
@@ -52,67 +52,65 @@ def folder(path: Path, *files: str) -> Path:
         ([], "unknown"),
     ],
 )
-def test_a_folder_is_told_by_its_files(tmp_path: Path, files: list[str], kind: str) -> None:
-    assert folder_kind(folder(tmp_path / "x", *files)) == kind
+def test_folder_kind_follows_its_files(tmp_path: Path, files: list[str], kind: str) -> None:
+    assert folder_kind(write_folder(tmp_path / "x", *files)) == kind
 
 
-def test_a_folder_is_taken_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = folder(tmp_path / "model", "config.json")
-    assert resolve_model(str(made), key=KEY) == ModelFolder(made, "model", "folder")
-    assert resolve_model(made, key=KEY).path == made
+def test_local_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_folder(tmp_path / "model", "config.json")
+    assert resolve_model(str(path), key=KEY) == ModelFolder(path, "model", "folder")
+    assert resolve_model(path, key=KEY).path == path
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_model("~/model", key=KEY).path == made
+    assert resolve_model("~/model", key=KEY).path == path
     monkeypatch.chdir(tmp_path)
-    folder(tmp_path / "owner" / "name", "model_index.json")
-    # It could be a hub name as well: what is here comes first.
+    write_folder(tmp_path / "owner" / "name", "model_index.json")
+    # It could also be a hub name: local folders come first.
     assert resolve_model("owner/name", key=KEY) == ModelFolder(Path("owner/name"), "pipeline", "folder")
 
 
-def test_of_a_run_its_export_is_taken(tmp_path: Path) -> None:
-    run = folder(tmp_path / "run", "recipe.yaml")
+def test_run_resolves_to_its_export(tmp_path: Path) -> None:
+    run = write_folder(tmp_path / "run", "recipe.yaml")
     with pytest.raises(
         UsageError, match=rf"^model\.from: {run} is a run that was not exported; run bottega export {run} "
     ):
         resolve_model(run, key=KEY)
     assert resolve_model(run, key=KEY, required_file=None) == ModelFolder(run / "final", "unknown", "run")
-    folder(run, "final/config.json")
+    write_folder(run, "final/config.json")
     assert resolve_model(run, key=KEY) == ModelFolder(run / "final", "model", "run")
     with pytest.raises(UsageError, match="was not exported"):
         resolve_model(run, key=KEY, required_file="model_index.json")
 
 
-def test_a_part_of_the_recipe_is_its_run(tmp_path: Path) -> None:
+def test_dependency_resolves_to_its_run(tmp_path: Path) -> None:
     recipe = load_recipe(
         ["image", {"output_dir": str(tmp_path), "needs": {"vae": {"recipe": "image_vae/digits"}}}]
     ).recipe
     run = dependencies.dependency_run(recipe, "vae")
     with pytest.raises(UsageError, match=r"^model\.vae: needs\.vae is not trained yet"):
         dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae")
-    folder(run, "recipe.yaml")
+    write_folder(run, "recipe.yaml")
     with pytest.raises(UsageError, match=rf"^model\.vae: {run} is a run that was not exported"):
         dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae")
-    folder(run, "final/config.json")
-    (run / "recipe.yaml").unlink()  # only what it exported was copied
+    write_folder(run, "final/config.json")
+    (run / "recipe.yaml").unlink()  # only the export was copied
     assert dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae") == ModelFolder(
         run / "final", "model", "part"
     )
-    moved = folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
-    found = dependencies.resolve_model_reference(
-        recipe, "needs.vae", key="model.vae", runs_folder=tmp_path / "elsewhere"
-    )
-    assert found.path == moved / "final"
+    moved = write_folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
+    resolved = dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae", runs_folder=tmp_path / "elsewhere")
+    assert resolved.path == moved / "final"
 
 
 @pytest.mark.parametrize("name", ["./no", "/no/where", "~/no", "runs/no", "a/b/c", "../no"])
-def test_what_reads_as_a_path_is_not_asked_of_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resolve, "_download", lambda *args, **options: pytest.fail("the network was asked"))
+def test_local_path_is_not_requested_from_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_download", lambda *args, **options: pytest.fail("the network was accessed"))
     assert is_local_path(name)
     with pytest.raises(UsageError, match=rf"^model\.from: {name} is not a folder here; correct the path"):
         resolve_model(name, key=KEY)
     with pytest.raises(UsageError, match=r"^model\.from: owner/model is not a folder here"):
         resolve_model("owner/model", key=KEY, local_only=True)
-    with pytest.raises(UsageError, match=r"^model\.vae: owner/model is no folder; name a run$"):
-        resolve_model("owner/model", key="model.vae", missing_message="is no folder; name a run")
+    with pytest.raises(UsageError, match=r"^model\.vae: owner/model is not a folder; give a run$"):
+        resolve_model("owner/model", key="model.vae", missing_message="is not a folder; give a run")
 
 
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
@@ -122,25 +120,25 @@ def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
         resolve_model(file, key=KEY)
 
 
-def test_only_data_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_only_data_files_are_requested_from_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import huggingface_hub
 
-    asked: dict[str, Any] = {}
+    request: dict[str, Any] = {}
 
     def download(name: str, **options: Any) -> str:
-        asked.update(options, name=name)
-        return str(folder(tmp_path, "config.json"))
+        request.update(options, name=name)
+        return str(write_folder(tmp_path, "config.json"))
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("owner/model", key=KEY) == ModelFolder(tmp_path, "model", "hub")
-    assert asked["name"] == "owner/model"
-    assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in asked["allow_patterns"])
-    assert "*.safetensors" in asked["allow_patterns"]
+    assert request["name"] == "owner/model"
+    assert not any(pattern.endswith((".py", ".bin", ".pt")) for pattern in request["allow_patterns"])
+    assert "*.safetensors" in request["allow_patterns"]
     resolve_model("owner/model", key=KEY, patterns=["a.json"])
-    assert asked["allow_patterns"] == ["a.json"]
+    assert request["allow_patterns"] == ["a.json"]
 
 
-def test_a_hub_that_cannot_be_asked_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -158,14 +156,14 @@ def test_a_hub_that_cannot_be_asked_is_said_in_a_line(monkeypatch: pytest.Monkey
 
 
 def test_a_tokenizer_may_be_a_file(tmp_path: Path) -> None:
-    file = folder(tmp_path, "tokenizer.json") / "tokenizer.json"
+    file = write_folder(tmp_path, "tokenizer.json") / "tokenizer.json"
     assert resolve_tokenizer(str(file)) == file
     assert resolve_tokenizer(str(tmp_path)) == tmp_path
-    assert resolve_tokenizer("./nowhere") == Path("nowhere"), "who reads it says what is wrong with it"
+    assert resolve_tokenizer("./nowhere") == Path("nowhere"), "errors are raised by the reader"
 
 
 def test_a_component_is_in_a_pipeline_or_is_the_folder(tmp_path: Path) -> None:
-    pipeline = folder(tmp_path / "pipeline", "model_index.json", "vae/config.json")
+    pipeline = write_folder(tmp_path / "pipeline", "model_index.json", "vae/config.json")
     assert find_component_folder(pipeline, "vae") == pipeline / "vae"
     assert find_component_folder(pipeline / "vae", "vae") == pipeline / "vae"
     with pytest.raises(
@@ -173,10 +171,14 @@ def test_a_component_is_in_a_pipeline_or_is_the_folder(tmp_path: Path) -> None:
     ):
         require_config(pipeline, key="model.clip", description="CLIP")
     assert find_own_adapter(pipeline) is None
-    assert find_own_adapter(folder(tmp_path / "export", "adapter/bottega.json")) == tmp_path / "export" / "adapter"
+    assert (
+        find_own_adapter(write_folder(tmp_path / "export", "adapter/bottega.json")) == tmp_path / "export" / "adapter"
+    )
 
 
-def test_resolving_loads_no_framework() -> None:
+def test_resolving_imports_no_framework() -> None:
     code = "import sys, bottega.models.folders.resolve; print({'torch', 'transformers', 'huggingface_hub'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True)
-    assert done.stdout.strip() == "set()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ}, check=True
+    )
+    assert result.stdout.strip() == "set()"

@@ -1,4 +1,4 @@
-"""What learns: as many parameters as declared, each a function of seed and name, and of a size that others can read."""
+"""Soft prompts: parameter counts, initial values by seed and name, and their scale."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ TINY = SoftPromptShape(
 )
 
 
-def _counted(shape: SoftPromptShape) -> int:
+def _count_parameters(shape: SoftPromptShape) -> int:
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in SoftPrompts(shape).parameters())
 
 
-def test_llama_7b_has_as_many_as_the_method_trains() -> None:
-    assert _counted(LLAMA_7B) == LLAMA_7B.num_parameters == 3_678_976
+def test_llama_7b_has_the_published_number_of_parameters() -> None:
+    assert _count_parameters(LLAMA_7B) == LLAMA_7B.num_parameters == 3_678_976
 
 
 @pytest.mark.parametrize("prefixes", [0, 1, 3])
 @pytest.mark.parametrize("projection", [None, 12])
-def test_the_count_is_the_declared_one(prefixes: int, projection: int | None) -> None:
+def test_parameter_count_matches_the_shape(prefixes: int, projection: int | None) -> None:
     shape = TINY.model_copy(update={"num_prefix_tokens": prefixes, "projection": projection})
-    assert _counted(shape) == shape.num_parameters
+    assert _count_parameters(shape) == shape.num_parameters
     assert len(build_soft_prompts(shape, 0).prefixes()) == (shape.num_layers if prefixes else 0)
 
 
-def test_only_seed_and_name_decide_a_value() -> None:
-    one, again, other = (dict(build_soft_prompts(TINY, seed).named_parameters()) for seed in (3, 3, 4))
+def test_initial_values_depend_on_seed_and_name() -> None:
+    first, repeated, other = (dict(build_soft_prompts(TINY, seed).named_parameters()) for seed in (3, 3, 4))
     fewer = dict(build_soft_prompts(TINY.model_copy(update={"num_prefix_tokens": 0}), 3).named_parameters())
-    for name, value in one.items():
-        assert torch.equal(value, again[name])
+    for name, value in first.items():
+        assert torch.equal(value, repeated[name])
         assert name.endswith("bias") or not torch.equal(value, other[name])
         assert name not in fewer or torch.equal(value, fewer[name])
 
 
 @pytest.mark.parametrize("projection", [None, 200])
-def test_it_begins_at_the_size_of_what_it_stands_among(projection: int | None) -> None:
+def test_initial_scale_matches_the_surrounding_activations(projection: int | None) -> None:
     shape = TINY.model_copy(update={"projection": projection, "num_prefix_tokens": 50, "head_size": 32})
     soft = build_soft_prompts(shape, 0, token_scale=0.3)
     normed = torch.randn(512, 2, 256, generator=torch.Generator().manual_seed(0))
@@ -63,19 +63,19 @@ def test_it_begins_at_the_size_of_what_it_stands_among(projection: int | None) -
     assert soft.image_tokens.std().item() == pytest.approx(0.3, rel=0.1)
     keys, values = zip(*soft.prefixes(), strict=True)
     for part in (*keys, *values):
-        assert 0.005 < part.std().item() < 0.04  # far below keys and values of a layer, which are of about 1
+        assert 0.005 < part.std().item() < 0.04  # far below the keys and values of a layer, which are about 1
 
 
 @pytest.mark.parametrize("projection", [None, 6])
-def test_each_layer_has_keys_and_values_of_its_own(projection: int | None) -> None:
+def test_each_layer_has_its_own_keys_and_values(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
     parts = [part for both in soft.prefixes() for part in both]
     assert [tuple(part.shape) for part in parts] == [(5, 8)] * 6
     assert all(not torch.equal(a, b) for i, a in enumerate(parts) for b in parts[:i])
-    assert len({part[at].detach().numpy().tobytes() for part in parts for at in range(5)}) == 30
+    assert len({part[index].detach().numpy().tobytes() for part in parts for index in range(5)}) == 30
 
 
-def test_a_projected_token_is_its_own_in_all_layers() -> None:
+def test_projected_token_affects_only_its_own_prefix_in_all_layers() -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": 6}), 0)
     before = torch.stack([torch.stack(both) for both in soft.prefixes()])
     with torch.no_grad():
@@ -85,7 +85,7 @@ def test_a_projected_token_is_its_own_in_all_layers() -> None:
     assert not changed[:, :, [0, 1, 2, 4]].any()
 
 
-def test_prefixes_are_the_layout_that_is_saved() -> None:
+def test_prefixes_match_the_saved_layout() -> None:
     soft = build_soft_prompts(TINY, 0)
     for layer, (keys, values) in enumerate(soft.prefixes()):
         assert torch.equal(keys, soft.prefix[layer, 0])
@@ -93,7 +93,7 @@ def test_prefixes_are_the_layout_that_is_saved() -> None:
 
 
 @pytest.mark.parametrize("projection", [None, 6])
-def test_gradients_reach_all_of_it_inside_one_call(projection: int | None) -> None:
+def test_gradients_reach_every_parameter(projection: int | None) -> None:
     soft = build_soft_prompts(TINY.model_copy(update={"projection": projection}), 0)
 
     def read(prompts: SoftPrompts) -> torch.Tensor:

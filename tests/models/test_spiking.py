@@ -1,4 +1,4 @@
-"""Spiking units against what is known of them: closed forms, the order of time, and gradients of the smoothed neuron."""
+"""Spiking units: closed forms, causality, surrogate gradients, the spiking router and activity metrics."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
     return torch.from_numpy(scale * np.random.default_rng(seed).standard_normal(shape))
 
 
-def trained(shape: SpikingShape, current: list[float]) -> list[int]:
-    """The steps in which one unit fires."""
+def firing_steps(shape: SpikingShape, current: list[float]) -> list[int]:
+    """Return the steps in which a single unit fires."""
     spikes = LIF(shape)(torch.tensor(current, dtype=torch.float64).view(-1, 1, 1))
     return spikes.flatten().nonzero().flatten().tolist()
 
 
-def walked(shape: SpikingShape, current: np.ndarray, fire: Callable[[int, np.ndarray], np.ndarray]) -> np.ndarray:
-    """The same neuron written down once more, with any step in place of the spike: `fire(time, above)`."""
+def reference_spikes(
+    shape: SpikingShape, current: np.ndarray, fire: Callable[[int, np.ndarray], np.ndarray]
+) -> np.ndarray:
+    """Reference implementation of the neuron with `fire(time, above)` in place of the spike."""
     charge, raised, past = np.zeros_like(current[0]), np.zeros_like(current[0]), []
     for time, now in enumerate(current):
         free = np.ones_like(now)
@@ -67,18 +69,18 @@ def walked(shape: SpikingShape, current: np.ndarray, fire: Callable[[int, np.nda
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_spike_is_exactly_0_or_1_and_its_slope_is_that_of_the_smooth_step(kind: Surrogate) -> None:
+def test_spike_is_binary_with_the_gradient_of_the_smooth_step(kind: Surrogate) -> None:
     charge = torch.linspace(-2, 2, 401, dtype=torch.float64, requires_grad=True)
     fired = spike(charge, kind, 3.0)
     assert fired.tolist() == [float(value >= 0) for value in charge.tolist()]
-    (found,) = torch.autograd.grad(fired.sum(), charge)
+    (gradient,) = torch.autograd.grad(fired.sum(), charge)
     up, down = (smooth_spike(charge.detach() + side, kind, 3.0) for side in (EPS, -EPS))
-    torch.testing.assert_close(found, (up - down) / (2 * EPS), rtol=1e-5, atol=1e-8)
-    assert (found > 0).all()
+    torch.testing.assert_close(gradient, (up - down) / (2 * EPS), rtol=1e-5, atol=1e-8)
+    assert (gradient > 0).all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_smooth_step_goes_from_0_to_1_and_is_half_at_the_threshold(kind: Surrogate) -> None:
+def test_smooth_step_rises_from_0_to_1_and_is_half_at_the_threshold(kind: Surrogate) -> None:
     ends = smooth_spike(torch.tensor([-1e6, 0.0, 1e6], dtype=torch.float64), kind, 2.0)
     torch.testing.assert_close(ends, torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64), rtol=0, atol=1e-5)
     top = surrogate_gradient(torch.zeros(1), kind, 2.0).item()
@@ -86,7 +88,7 @@ def test_the_smooth_step_goes_from_0_to_1_and_is_half_at_the_threshold(kind: Sur
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gradient_of_the_gradient_is_the_slope_of_the_slope(kind: Surrogate) -> None:
+def test_second_derivative_matches_finite_differences(kind: Surrogate) -> None:
     charge = draw(50).requires_grad_()
     (first,) = torch.autograd.grad(spike(charge, kind, 2.0).sum(), charge, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), charge)
@@ -99,45 +101,43 @@ def test_a_gradient_of_the_gradient_is_the_slope_of_the_slope(kind: Surrogate) -
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NEURONS)
-def test_the_gradient_is_that_of_the_neuron_with_a_smooth_step_in_place_of_the_spike(
-    name: str, kind: Surrogate
-) -> None:
-    """Through time, resets, deafness and raised thresholds. The smooth step is moved up or down to go through each spike as
-    it was, so both neurons are at the same place, and finite differences of one must be the gradient of the other."""
+def test_gradient_equals_the_neuron_with_a_smooth_step(name: str, kind: Surrogate) -> None:
+    """Through time, resets, refractory periods and adaptive thresholds. The smooth step is shifted to pass through each
+    spike, so both neurons have the same state, and finite differences of one must equal the gradient of the other."""
     shape = SpikingShape(surrogate=kind, **NEURONS[name])
     current, weight = draw(6, 2, 3, scale=1.5).requires_grad_(), draw(6, 2, 3, seed=1).numpy()
     spikes = LIF(shape)(current)
-    assert 0.1 < spikes.mean().item() < 0.9, "spikes that never or always come would test nothing"
-    (found,) = torch.autograd.grad((spikes * torch.from_numpy(weight)).sum(), current)
-    places: list[np.ndarray] = []
+    assert 0.1 < spikes.mean().item() < 0.9, "a unit that never or always fires would test nothing"
+    (gradient,) = torch.autograd.grad((spikes * torch.from_numpy(weight)).sum(), current)
+    levels: list[np.ndarray] = []
 
     def hard(time: int, above: np.ndarray) -> np.ndarray:
-        places.append(above)
+        levels.append(above)
         return (above >= 0).astype(float)
 
     def smooth(time: int, above: np.ndarray) -> np.ndarray:
         moved = smooth_spike(torch.from_numpy(above), kind, 2.0) - smooth_spike(
-            torch.from_numpy(places[time]), kind, 2.0
+            torch.from_numpy(levels[time]), kind, 2.0
         )
-        return (places[time] >= 0) + moved.numpy()
+        return (levels[time] >= 0) + moved.numpy()
 
     start = current.detach().numpy()
-    np.testing.assert_array_equal(walked(shape, start, hard), spikes.detach().numpy())
+    np.testing.assert_array_equal(reference_spikes(shape, start, hard), spikes.detach().numpy())
     expected = np.zeros_like(start)
-    for place in np.ndindex(start.shape):
-        ends = []
+    for index in np.ndindex(start.shape):
+        losses = []
         for side in (EPS, -EPS):
             moved = start.copy()
-            moved[place] += side
-            ends.append((walked(shape, moved, smooth) * weight).sum())
-        expected[place] = (ends[0] - ends[1]) / (2 * EPS)
-    np.testing.assert_allclose(found.numpy(), expected, rtol=1e-5, atol=1e-7)
-    assert np.abs(expected[0]).max() > 1e-3, "nothing came back through time"
+            moved[index] += side
+            losses.append((reference_spikes(shape, moved, smooth) * weight).sum())
+        expected[index] = (losses[0] - losses[1]) / (2 * EPS)
+    np.testing.assert_allclose(gradient.numpy(), expected, rtol=1e-5, atol=1e-7)
+    assert np.abs(expected[0]).max() > 1e-3, "no gradient flowed back through time"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NEURONS)
-def test_the_smooth_neuron_is_differentiable_as_it_stands(name: str, kind: Surrogate) -> None:
+def test_smooth_neuron_passes_gradcheck(name: str, kind: Surrogate) -> None:
     neuron = LIF(SpikingShape(surrogate=kind, **NEURONS[name]), smooth=True)
     current = draw(5, 1, 2).requires_grad_()
     spikes = neuron(current)
@@ -145,7 +145,7 @@ def test_the_smooth_neuron_is_differentiable_as_it_stands(name: str, kind: Surro
     assert torch.autograd.gradcheck(neuron, (current,))
 
 
-def test_every_weight_of_a_deep_network_learns() -> None:
+def test_every_weight_of_a_deep_network_gets_a_gradient() -> None:
     torch.manual_seed(0)
     layers = nn.Sequential(*[SpikingLayer(16, 16, SpikingShape()) for _ in range(4)])
     layers(draw(8, 4, 16).float()).mean().backward()
@@ -159,65 +159,67 @@ def test_every_weight_of_a_deep_network_learns() -> None:
 
 @pytest.mark.parametrize("leak", [0.5, 0.9, 0.99])
 @pytest.mark.parametrize("refractory", [0, 3])
-def test_a_constant_current_gives_the_known_period(leak: float, refractory: int) -> None:
+def test_constant_current_gives_the_analytic_period(leak: float, refractory: int) -> None:
     """From rest, n steps of a current I charge to I (1 - leak^n) / (1 - leak)."""
     current, threshold = 0.7, 1.3
     shape = SpikingShape(leak=leak, threshold=threshold, reset="zero", refractory=refractory)
     steps = math.ceil(math.log(1 - threshold * (1 - leak) / current) / math.log(leak))
-    fired = trained(shape, [current] * 60)
+    fired = firing_steps(shape, [current] * 60)
     assert fired[0] == steps - 1
     assert {b - a for a, b in pairwise(fired)} == {steps + refractory}
 
 
-def test_a_current_too_weak_for_its_leak_never_fires() -> None:
+def test_current_below_the_leak_never_fires() -> None:
     shape = SpikingShape(leak=0.5)
-    assert trained(shape, [0.49] * 200) == []  # it charges to 0.98
-    assert trained(shape, [0.51] * 200) != []
+    assert firing_steps(shape, [0.49] * 200) == []  # it charges to 0.98
+    assert firing_steps(shape, [0.51] * 200) != []
 
 
-def test_without_leak_and_reset_by_subtraction_nothing_is_lost() -> None:
-    """The spikes so far are the whole thresholds in the sum of what came in."""
+def test_without_leak_spikes_count_whole_thresholds() -> None:
+    """The spikes so far are the number of thresholds in the cumulative current."""
     current = np.random.default_rng(0).uniform(0, 0.9, 200)
     spikes = LIF(SpikingShape(leak=1.0))(torch.from_numpy(current).view(-1, 1, 1)).flatten()
     np.testing.assert_array_equal(spikes.cumsum(0).numpy(), np.floor(np.cumsum(current)))
 
 
-def test_below_the_threshold_a_unit_without_leak_adds_up() -> None:
-    """So the highest sum decides whether it ever fires."""
+def test_without_leak_the_charge_is_the_cumulative_sum() -> None:
+    """The largest cumulative sum decides whether it ever fires."""
     current = np.random.default_rng(0).normal(0, 1, 50)
     highest = float(current.cumsum().max())
-    assert trained(SpikingShape(leak=1.0, threshold=highest - 1e-9), list(current)) == [int(current.cumsum().argmax())]
-    assert trained(SpikingShape(leak=1.0, threshold=highest + 1e-9), list(current)) == []
+    assert firing_steps(SpikingShape(leak=1.0, threshold=highest - 1e-9), list(current)) == [
+        int(current.cumsum().argmax())
+    ]
+    assert firing_steps(SpikingShape(leak=1.0, threshold=highest + 1e-9), list(current)) == []
 
 
 @pytest.mark.parametrize("refractory", [1, 2, 5])
 @pytest.mark.parametrize("reset", ["subtract", "zero"])
-def test_a_unit_rests_after_a_spike(refractory: int, reset: Any) -> None:
+def test_refractory_unit_is_silent_after_a_spike(refractory: int, reset: Any) -> None:
     spikes = LIF(SpikingShape(refractory=refractory, reset=reset))(draw(60, 8, 8, scale=4.0))
     assert spikes.sum() > 0
     for gap in range(1, refractory + 1):
         assert (spikes[gap:] * spikes[:-gap]).sum() == 0, gap
-    assert (spikes[refractory + 1 :] * spikes[: -refractory - 1]).sum() > 0, "and not longer than that"
+    assert (spikes[refractory + 1 :] * spikes[: -refractory - 1]).sum() > 0, "and not longer"
     assert spikes.mean(0).max() <= SpikingShape(time_steps=60, refractory=refractory).highest_rate
 
 
-def test_a_unit_that_adapts_fires_at_longer_and_longer_intervals() -> None:
-    fired = trained(SpikingShape(adaptation=0.5, adaptation_leak=1.0, leak=1.0), [0.6] * 120)
+def test_adaptation_lengthens_the_intervals() -> None:
+    fired = firing_steps(SpikingShape(adaptation=0.5, adaptation_leak=1.0, leak=1.0), [0.6] * 120)
     gaps = [b - a for a, b in pairwise(fired)]
     assert len(gaps) > 4
     assert gaps == sorted(gaps)
     assert gaps[-1] > 2 * gaps[0]
-    plain = trained(SpikingShape(leak=1.0), [0.6] * 120)
+    plain = firing_steps(SpikingShape(leak=1.0), [0.6] * 120)
     assert {b - a for a, b in pairwise(plain)} <= {1, 2}
 
 
-def test_a_raise_decays_back() -> None:
+def test_adaptation_decays() -> None:
     shape = SpikingShape(adaptation=5.0, adaptation_leak=0.5, leak=0.0)
-    assert trained(shape, [1.1] * 3) == [0]
-    assert trained(shape, [1.1] * 12)[1] == 7  # 5 * 0.5^k is below 0.1 at k 6, counted from the step after
+    assert firing_steps(shape, [1.1] * 3) == [0]
+    assert firing_steps(shape, [1.1] * 12)[1] == 7  # 5 * 0.5^k is below 0.1 at k 6, counted from the step after
 
 
-def test_a_higher_threshold_and_a_smaller_leak_fire_less() -> None:
+def test_rate_falls_with_higher_threshold_and_smaller_leak() -> None:
     current = draw(40, 16, 16)
     by_threshold = [LIF(SpikingShape(threshold=t))(current).mean().item() for t in (0.5, 1.0, 2.0, 4.0)]
     by_leak = [LIF(SpikingShape(leak=v))(current.abs()).mean().item() for v in (1.0, 0.8, 0.4, 0.0)]
@@ -225,8 +227,8 @@ def test_a_higher_threshold_and_a_smaller_leak_fire_less() -> None:
         assert all(a > b for a, b in pairwise(rates)), rates
 
 
-def test_time_has_a_direction() -> None:
-    """Of a leaky unit, a current backwards is not the train backwards; and what comes later changes nothing before."""
+def test_neuron_is_causal_and_not_time_symmetric() -> None:
+    """A reversed current does not give the reversed train, and later input does not change earlier spikes."""
     neuron, current = LIF(SpikingShape(leak=0.8)), draw(20, 4, 8)
     spikes = neuron(current)
     assert not torch.equal(neuron(current.flip(0)).flip(0), spikes)
@@ -236,64 +238,64 @@ def test_time_has_a_direction() -> None:
     assert not torch.equal(neuron(changed)[12:], spikes[12:])
 
 
-def test_no_state_outlives_a_call_and_a_split_of_the_batch_gives_the_same() -> None:
+def test_layer_is_stateless_and_independent_of_the_batch_split() -> None:
     layer = SpikingLayer(12, 9, SpikingShape(adaptation=0.2, refractory=1)).double()
     assert [name for name, _ in layer.named_buffers()] == []
     x = draw(8, 10, 12)
-    whole = layer(x)
-    assert torch.equal(layer(x), whole)
+    full = layer(x)
+    assert torch.equal(layer(x), full)
     for size in (1, 3, 7):
-        assert torch.equal(torch.cat([layer(part) for part in x.split(size, dim=1)], dim=1), whole)
+        assert torch.equal(torch.cat([layer(part) for part in x.split(size, dim=1)], dim=1), full)
 
 
-def test_half_precision_charges_in_full() -> None:
-    """In bfloat16 a sum of 0.01 stops growing at 2."""
+def test_bf16_input_charges_in_float32() -> None:
+    """In bfloat16 a running sum of 0.01 stops growing at 2."""
     shape = SpikingShape(leak=1.0, threshold=3.0)
     fired = LIF(shape)(torch.full((400, 1, 1), 0.01, dtype=torch.bfloat16))
     assert fired.dtype == torch.float32
     assert fired.sum() == 1
 
 
-def test_one_current_for_all_steps_is_multiplied_once() -> None:
+def test_constant_current_is_multiplied_once() -> None:
     layer, x = SpikingLayer(6, 5, SpikingShape()).double(), draw(1, 4, 6, scale=2.0)
     calls: list[tuple[int, ...]] = []
     layer.synapse.register_forward_hook(lambda module, args, out: calls.append(tuple(args[0].shape)))
-    seen: list[tuple[int, ...]] = []
-    layer.register_forward_hook(lambda module, args, out: seen.extend((tuple(args[0].shape), tuple(out.shape))))
+    shapes: list[tuple[int, ...]] = []
+    layer.register_forward_hook(lambda module, args, out: shapes.extend((tuple(args[0].shape), tuple(out.shape))))
     a, b = layer(x.expand(8, -1, -1)), layer(x.repeat(8, 1, 1))
     assert torch.equal(a, b)
     assert calls == [(1, 4, 6), (8, 4, 6)]
-    assert seen == [(8, 4, 6), (8, 4, 5)] * 2
+    assert shapes == [(8, 4, 6), (8, 4, 5)] * 2
 
 
 # The router
 
 
-def gate() -> SpikingGate:
-    found = SpikingGate(10, 4, SpikingShape(), group=3).double()
+def build_gate() -> SpikingGate:
+    model = SpikingGate(10, 4, SpikingShape(), group=3).double()
     with torch.no_grad():
-        for number, parameter in enumerate(found.parameters()):
+        for number, parameter in enumerate(model.parameters()):
             parameter.copy_(draw(*parameter.shape, seed=number, scale=0.5))
-    return found
+    return model
 
 
-def test_a_gate_says_of_each_expert_how_often_its_group_fires() -> None:
-    router, x = gate(), draw(2, 5, 10, seed=9)
+def test_gate_logits_are_the_firing_rates_of_groups() -> None:
+    router, x = build_gate(), draw(2, 5, 10, seed=9)
     logits, rates = router(x)
     assert rates.shape == (2, 5, 12)
     groups = rates.unflatten(-1, (4, 3)).mean(-1)
     torch.testing.assert_close(logits, MAX_LOGIT * groups)
     assert ((rates >= 0) & (rates <= 1)).all()
-    one_by_one = torch.stack([router(row)[0] for row in x.reshape(-1, 10)]).view(2, 5, 4)
-    torch.testing.assert_close(one_by_one, logits)
+    separate = torch.stack([router(row)[0] for row in x.reshape(-1, 10)]).view(2, 5, 4)
+    torch.testing.assert_close(separate, logits)
     logits[..., 0].sum().backward()
     for name, parameter in router.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.abs().max() > 0, name
 
 
-def test_groups_that_change_places_change_the_places_of_the_logits() -> None:
-    router, x = gate(), draw(6, 10, seed=9)
+def test_permuted_groups_permute_the_logits() -> None:
+    router, x = build_gate(), draw(6, 10, seed=9)
     before = router(x)[0]
     order = [2, 0, 3, 1]
     with torch.no_grad():
@@ -302,16 +304,17 @@ def test_groups_that_change_places_change_the_places_of_the_logits() -> None:
     torch.testing.assert_close(router(x)[0], before[:, order])
 
 
-def test_what_has_weights_in_a_gate_has_no_children() -> None:
-    for module in gate().modules():
+def test_gate_modules_with_weights_are_leaves() -> None:
+    for module in build_gate().modules():
         assert not (dict(module.named_parameters(recurse=False)) and list(module.children()))
 
 
-# What is measured
+# Activity metrics
 
 
-def constructed() -> Tensor:
-    """[4 steps, 3 examples, 4 units]: never; always; always in the last two examples alone; once in the last."""
+def build_spikes() -> Tensor:
+    """Build spikes [4 steps, 3 examples, 4 units] of units that fire: never; always; always in the last two examples;
+    once in the last example."""
     spikes = torch.zeros(4, 3, 4)
     spikes[:, :, 1] = 1
     spikes[:, 1:, 2] = 1
@@ -319,8 +322,8 @@ def constructed() -> Tensor:
     return spikes
 
 
-def test_dead_is_who_never_fired_at_all_and_saturated_who_always_did() -> None:
-    spikes = constructed()
+def test_dead_units_never_fire_and_saturated_units_always_do() -> None:
+    spikes = build_spikes()
     assert unit_activity_metrics(unit_activity(spikes).numpy()) == {"dead": 0.25, "saturated": 0.25}
     first = spikes[:, :1]
     assert unit_activity_metrics(unit_activity(first).numpy()) == {"dead": 0.75, "saturated": 0.25}
@@ -330,15 +333,15 @@ def test_dead_is_who_never_fired_at_all_and_saturated_who_always_did() -> None:
     assert unit_activity_metrics(np.zeros((0, 4), np.uint8)) == {}
 
 
-def test_the_rates_of_a_train_say_the_same_as_the_train() -> None:
-    spikes = constructed()
+def test_rates_give_the_same_metrics_as_spikes() -> None:
+    spikes = build_spikes()
     rates = units.spike_rate(spikes)[None]
     assert torch.equal(unit_activity(rates), unit_activity(spikes))
     assert activity_sums(rates) == activity_sums(spikes)
     torch.testing.assert_close(firing_rate_penalty(rates, 0.3), firing_rate_penalty(spikes, 0.3))
 
 
-def test_a_unit_that_fires_whenever_it_can_is_saturated_though_it_rests() -> None:
+def test_refractory_unit_at_its_highest_rate_is_saturated() -> None:
     shape = SpikingShape(time_steps=7, refractory=2)
     spikes = LIF(shape)(torch.full((7, 2, 1), 9.0))
     assert spikes.flatten(1).mean(1).tolist() == [1, 0, 0, 1, 0, 0, 1]
@@ -347,8 +350,8 @@ def test_a_unit_that_fires_whenever_it_can_is_saturated_though_it_rests() -> Non
     assert unit_activity_metrics(unit_activity(spikes).numpy())["saturated"] == 0.0
 
 
-def test_activity_is_a_sum_over_examples_that_count() -> None:
-    spikes = constructed()
+def test_activity_is_a_sum_over_counted_examples() -> None:
+    spikes = build_spikes()
     total, number = activity_sums(spikes)["firing_rate"]
     assert (total.item(), number.item()) == (pytest.approx(0.25 + 0.5 + 0.5625), 3)
     total, number = activity_sums(spikes, torch.tensor([1, 0, 1]))["firing_rate"]
@@ -356,8 +359,8 @@ def test_activity_is_a_sum_over_examples_that_count() -> None:
     assert activity_sums(spikes)["silent"][0].item() == pytest.approx(0.75 + 0.5 + 0.25)
 
 
-def test_the_rate_cost_is_a_sum_over_examples_and_falls_towards_the_target() -> None:
-    spikes = constructed()
+def test_rate_penalty_is_a_sum_and_decreases_towards_the_target() -> None:
+    spikes = build_spikes()
     each = [firing_rate_penalty(spikes[:, i : i + 1], 0.3) for i in range(3)]
     torch.testing.assert_close(firing_rate_penalty(spikes, 0.3), torch.stack(each).sum())
     assert firing_rate_penalty(spikes[:, :1], 0.25) == 0

@@ -1,5 +1,5 @@
-"""What the state-space layer promises: the fast form is the recurrence, cuts and packing change nothing, and the weights
-are those of transformers' Mamba-2."""
+"""State-space layer: the chunked scan equals the recurrence, splits and packing change nothing, and the weights are
+compatible with transformers' Mamba-2."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from bottega.models.ssm.scan import scan_chunked, scan_recurrent, scan_step
 from bottega.models.ssm.torch import SSMState, StateSpace
 
 D, T = 24, 37
-KEPT = ("A_log", "D", "dt_bias")
+DYNAMICS = ("A_log", "D", "dt_bias")
 
 
-def inputs(
+def draw_inputs(
     *,
     rows: int = 2,
     length: int = T,
@@ -37,7 +37,7 @@ def inputs(
     longest: float = 0.5,
     seed: int = 0,
 ) -> tuple[Tensor, ...]:
-    """x, dt, A, B, C with time steps up to `longest` and rates up to 16."""
+    """Draw x, dt, A, B, C with time steps up to `longest` and rates up to 16."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -49,14 +49,14 @@ def inputs(
     return x, dt.to(dtype), A.to(dtype), normal(rows, length, groups, states), normal(rows, length, groups, states)
 
 
-def some_state(x: Tensor, B: Tensor, *, seed: int = 1) -> Tensor:
+def draw_state(x: Tensor, B: Tensor, *, seed: int = 1) -> Tensor:
     shape = (x.shape[0], x.shape[2], x.shape[3], B.shape[3])
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(x.dtype)
 
 
-def far(one: Tensor, other: Tensor) -> float:
-    """The largest difference, against the largest value."""
-    return ((one - other).abs().max() / other.abs().max().clamp(min=1e-3)).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest expected value."""
+    return ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).item()
 
 
 def small_shape(**changes: Any) -> SSMShape:
@@ -71,7 +71,7 @@ def small_layer(*, seed: int = 0, dtype: torch.dtype = torch.float64, **changes:
     return layer.to(dtype)
 
 
-def some_x(rows: int = 2, length: int = T, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def draw_x(rows: int = 2, length: int = T, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, length, D, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -84,12 +84,12 @@ def some_x(rows: int = 2, length: int = T, *, seed: int = 0, dtype: torch.dtype 
     heads=st.integers(1, 3),
     size=st.integers(1, 5),
     states=st.integers(1, 6),
-    stated=st.booleans(),
-    cut=st.booleans(),
+    has_state=st.booleans(),
+    has_resets=st.booleans(),
     seed=st.integers(0, 999),
 )
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_matrix_products_are_the_recurrence(
+def test_chunked_scan_equals_the_recurrence(
     rows: int,
     length: int,
     chunk: int,
@@ -97,74 +97,77 @@ def test_matrix_products_are_the_recurrence(
     heads: int,
     size: int,
     states: int,
-    stated: bool,
-    cut: bool,
+    has_state: bool,
+    has_resets: bool,
     seed: int,
 ) -> None:
     shape: dict[str, Any] = {"rows": rows, "length": length, "heads": heads * groups, "size": size, "groups": groups}
     for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        given = inputs(**shape, states=states, dtype=dtype, seed=seed)
-        named: dict[str, Any] = {"state": some_state(given[0], given[3])} if stated else {}
-        if cut:
-            named["resets"] = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.15
-        fast, slow = scan_chunked(*given, chunk=chunk, **named), scan_recurrent(*given, **named)
-        assert far(fast[0], slow[0]) < bound
-        assert far(fast[1], slow[1]) < bound
+        scan_inputs = draw_inputs(**shape, states=states, dtype=dtype, seed=seed)
+        options: dict[str, Any] = {"state": draw_state(scan_inputs[0], scan_inputs[3])} if has_state else {}
+        if has_resets:
+            options["resets"] = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.15
+        fast, slow = scan_chunked(*scan_inputs, chunk=chunk, **options), scan_recurrent(*scan_inputs, **options)
+        assert relative_error(fast[0], slow[0]) < bound
+        assert relative_error(fast[1], slow[1]) < bound
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 1000])
-def test_every_length_around_a_chunk(length: int) -> None:
+def test_chunked_scan_at_lengths_around_the_chunk_size(length: int) -> None:
     for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
-        given = inputs(length=length, dtype=dtype, longest=0.1)
-        fast, slow = scan_chunked(*given, chunk=64), scan_recurrent(*given)
+        scan_inputs = draw_inputs(length=length, dtype=dtype, longest=0.1)
+        fast, slow = scan_chunked(*scan_inputs, chunk=64), scan_recurrent(*scan_inputs)
         assert fast[0].shape == slow[0].shape
-        assert far(fast[0], slow[0]) < bound
-        assert far(fast[1], slow[1]) < bound
+        assert relative_error(fast[0], slow[0]) < bound
+        assert relative_error(fast[1], slow[1]) < bound
 
 
-def test_what_was_forgotten_leaves_no_trace_in_the_digits() -> None:
-    """Sums in float32 lost 1e-3 here: a decay from one token to the next is the difference of two sums near -10,000."""
-    x, dt, A, B, C = inputs(length=64, dtype=torch.float32, longest=0.01)
+def test_large_decay_does_not_lose_precision() -> None:
+    """Float32 sums lost 1e-3 here: the decay between adjacent tokens is the difference of two sums near -10,000."""
+    x, dt, A, B, C = draw_inputs(length=64, dtype=torch.float32, longest=0.01)
     dt[:, 5] = 1000.0
-    assert far(scan_chunked(x, dt, A, B, C, chunk=64)[0][:, 6:], scan_recurrent(x, dt, A, B, C)[0][:, 6:]) < 1e-5
+    assert (
+        relative_error(scan_chunked(x, dt, A, B, C, chunk=64)[0][:, 6:], scan_recurrent(x, dt, A, B, C)[0][:, 6:])
+        < 1e-5
+    )
 
 
-@pytest.mark.parametrize("cut", [False, True])
-@pytest.mark.parametrize("stated", [False, True])
-def test_states_pass_through_groups_of_groups(cut: bool, stated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_resets", [False, True])
+@pytest.mark.parametrize("has_state", [False, True])
+def test_states_pass_through_nested_groups(has_resets: bool, has_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scan, "GROUP", 3)
-    given = inputs(length=85, longest=0.05)
-    named: dict[str, Any] = {"state": some_state(given[0], given[3])} if stated else {}
-    if cut:
-        named["resets"] = torch.rand(2, 85, generator=torch.Generator().manual_seed(0)) < 0.02
-    fast, slow = scan_chunked(*given, chunk=2, **named), scan_recurrent(*given, **named)
-    assert far(fast[0], slow[0]) < 1e-10
-    assert far(fast[1], slow[1]) < 1e-10
+    scan_inputs = draw_inputs(length=85, longest=0.05)
+    options: dict[str, Any] = {"state": draw_state(scan_inputs[0], scan_inputs[3])} if has_state else {}
+    if has_resets:
+        options["resets"] = torch.rand(2, 85, generator=torch.Generator().manual_seed(0)) < 0.02
+    fast, slow = scan_chunked(*scan_inputs, chunk=2, **options), scan_recurrent(*scan_inputs, **options)
+    assert relative_error(fast[0], slow[0]) < 1e-10
+    assert relative_error(fast[1], slow[1]) < 1e-10
 
 
-def test_gradients_are_those_of_the_recurrence() -> None:
+def test_chunked_gradients_equal_the_recurrence() -> None:
     resets = torch.zeros(2, T, dtype=torch.bool)
     resets[0, [5, 16, 17]] = True
     for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 3e-5)):
-        given = inputs(dtype=dtype)
-        state = some_state(given[0], given[3])
-        found = []
+        scan_inputs = draw_inputs(dtype=dtype)
+        state = draw_state(scan_inputs[0], scan_inputs[3])
+        gradients = []
         for form in (lambda *a, **k: scan_chunked(*a, chunk=8, **k), scan_recurrent):
-            leaves = [t.clone().requires_grad_() for t in (*given, state)]
+            leaves = [t.clone().requires_grad_() for t in (*scan_inputs, state)]
             y, last = form(*leaves[:5], state=leaves[5], resets=resets)
-            found.append(torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves))
-        for fast, slow in zip(*found, strict=True):
-            assert far(fast, slow) < bound
+            gradients.append(torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves))
+        for fast, slow in zip(*gradients, strict=True):
+            assert relative_error(fast, slow) < bound
 
 
-def test_gradients_are_those_of_finite_differences() -> None:
-    given = inputs(rows=1, length=7, heads=2, size=2, groups=1, states=2)
-    leaves = [t.requires_grad_() for t in (*given, some_state(given[0], given[3]))]
+def test_scan_gradients_match_finite_differences() -> None:
+    scan_inputs = draw_inputs(rows=1, length=7, heads=2, size=2, groups=1, states=2)
+    leaves = [t.requires_grad_() for t in (*scan_inputs, draw_state(scan_inputs[0], scan_inputs[3]))]
     resets = torch.tensor([[False, False, True, False, False, False, False]])
     assert torch.autograd.gradcheck(lambda *a: scan_chunked(*a[:5], chunk=3, state=a[5], resets=resets), leaves)
 
 
-def test_gradients_of_the_layer_are_those_of_finite_differences() -> None:
+def test_layer_gradients_match_finite_differences() -> None:
     layer = StateSpace(SSMShape(hidden_size=4, head_size=4, state_size=2, chunk_size=3, time_step_max=1.0)).double()
     initialise(layer, 0, std=0.5, residual_layers=1)
     names = [name for name, _ in layer.named_parameters()]
@@ -179,21 +182,21 @@ def test_gradients_of_the_layer_are_those_of_finite_differences() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 7, 8, 9, 20, T - 1])
-def test_a_sequence_can_be_cut_anywhere(cut: int) -> None:
-    layer, x = small_layer(), some_x()
-    whole, after = layer(x, state=layer.empty(2, "cpu", torch.float64))
+def test_sequence_can_be_split_at_any_position(cut: int) -> None:
+    layer, x = small_layer(), draw_x()
+    full, after = layer(x, state=layer.empty(2, "cpu", torch.float64))
     first, state = layer(x[:, :cut], state=layer.empty(2, "cpu", torch.float64))
     second, end = layer(x[:, cut:], state=state)
-    assert far(torch.cat((first, second), 1), whole) < 1e-10
-    assert far(end.conv, after.conv) < 1e-10
-    assert far(end.ssm, after.ssm) < 1e-10
-    assert far(whole, layer(x)[0]) < 1e-10
+    assert relative_error(torch.cat((first, second), 1), full) < 1e-10
+    assert relative_error(end.conv, after.conv) < 1e-10
+    assert relative_error(end.ssm, after.ssm) < 1e-10
+    assert relative_error(full, layer(x)[0]) < 1e-10
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("conv_size", [1, 2, 4])
-def test_step_by_step_is_the_whole(dtype: torch.dtype, conv_size: int) -> None:
-    layer, x = small_layer(dtype=dtype, conv_size=conv_size), some_x(dtype=dtype)
+def test_stepwise_decoding_equals_the_full_pass(dtype: torch.dtype, conv_size: int) -> None:
+    layer, x = small_layer(dtype=dtype, conv_size=conv_size), draw_x(dtype=dtype)
     state = layer.empty(2, "cpu", dtype)
     sizes, outputs = [t.shape for t in state], []
     for t in range(T):
@@ -201,22 +204,24 @@ def test_step_by_step_is_the_whole(dtype: torch.dtype, conv_size: int) -> None:
         outputs.append(y)
     assert [t.shape for t in state] == sizes
     assert sum(t[0].numel() for t in state) == layer.shape.state_numbers
-    assert far(torch.cat(outputs, 1), layer(x)[0]) < (1e-10 if dtype is torch.float64 else 1e-5)
+    assert relative_error(torch.cat(outputs, 1), layer(x)[0]) < (1e-10 if dtype is torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize("place", [0, 7, 8, 20, T - 1])
-def test_the_future_changes_nothing(place: int) -> None:
-    layer, x = small_layer(dtype=torch.float32), some_x(dtype=torch.float32)
+@pytest.mark.parametrize("position", [0, 7, 8, 20, T - 1])
+def test_later_tokens_do_not_change_earlier_outputs(position: int) -> None:
+    layer, x = small_layer(dtype=torch.float32), draw_x(dtype=torch.float32)
     changed = x.clone()
-    changed[:, place] += 1.0
-    one, other = layer(x)[0], layer(changed)[0]
-    assert torch.equal(one[:, :place], other[:, :place])
-    assert (one[:, place] != other[:, place]).any()
-    assert place == T - 1 or far(one[:, -1], other[:, -1]) > 1e-5, "and the past is not forgotten at once"
+    changed[:, position] += 1.0
+    original, modified = layer(x)[0], layer(changed)[0]
+    assert torch.equal(original[:, :position], modified[:, :position])
+    assert (original[:, position] != modified[:, position]).any()
+    assert position == T - 1 or relative_error(original[:, -1], modified[:, -1]) > 1e-5, (
+        "the past is not forgotten immediately"
+    )
 
 
 @pytest.mark.parametrize("length", [5_000, pytest.param(100_000, marks=pytest.mark.slow)])
-def test_stays_bounded_however_long_it_reads(length: int) -> None:
+def test_output_stays_bounded_over_long_sequences(length: int) -> None:
     """|y| cannot exceed what the slowest head sums up: with |x|, |B|, |C| <= 1 that is dt N / (1 - exp(dt A))."""
     generator = torch.Generator().manual_seed(0)
     heads, size, states = 2, 1, 2
@@ -234,12 +239,12 @@ def test_stays_bounded_however_long_it_reads(length: int) -> None:
         fast, last = scan_chunked(x, dt, A, B, C, chunk=64)
     assert torch.isfinite(stepped).all()
     assert stepped.abs().max() <= bound
-    assert far(fast, stepped) < 1e-5
-    assert far(last, state) < 1e-5
+    assert relative_error(fast, stepped) < 1e-5
+    assert relative_error(last, state) < 1e-5
 
 
 def test_extreme_time_steps_stay_finite() -> None:
-    x, dt, A, B, C = inputs(dtype=torch.float32)
+    x, dt, A, B, C = draw_inputs(dtype=torch.float32)
     dt[:, 3], dt[:, 9], dt[:, 20] = 0.0, 1e4, 1e-8
     leaves = [t.requires_grad_() for t in (x, dt, A, B, C)]
     y, last = scan_chunked(*leaves, chunk=8)
@@ -248,87 +253,87 @@ def test_extreme_time_steps_stay_finite() -> None:
     assert torch.isfinite(y).all()
 
 
-def test_each_document_alone_is_each_document_packed() -> None:
-    layer, x = small_layer(), some_x()
-    # Borders within a chunk, at one, and of documents shorter than the convolution; a number may come back.
+def test_packed_documents_equal_separate_documents() -> None:
+    layer, x = small_layer(), draw_x()
+    # Boundaries inside and at the edge of a chunk, documents shorter than the convolution, and a repeated document id.
     documents = torch.tensor([[3] * 5 + [4] * 3 + [5] * 8 + [6] + [5] + [7] * 19, [0] * T])
     packed = layer(x, documents=documents)[0]
     first = 0
     for length in (5, 3, 8, 1, 1, 19):
         alone = layer(x[:1, first : first + length])[0]
-        assert far(packed[:1, first : first + length], alone) < 1e-10
+        assert relative_error(packed[:1, first : first + length], alone) < 1e-10
         first += length
-    assert far(packed[1:], layer(x[1:])[0]) < 1e-10
+    assert relative_error(packed[1:], layer(x[1:])[0]) < 1e-10
 
 
-def test_one_document_does_not_feel_another_at_all() -> None:
-    layer, x = small_layer(dtype=torch.float32), some_x(dtype=torch.float32)
+def test_documents_are_independent() -> None:
+    layer, x = small_layer(dtype=torch.float32), draw_x(dtype=torch.float32)
     documents = torch.tensor([[0] * 13 + [1] * (T - 13)] * 2)
     changed = x.clone()
     changed[:, :13] *= -3.0
-    one, other = (layer(t, documents=documents)[0] for t in (x, changed))
-    assert far(one[:, 13:], other[:, 13:]) < 1e-6
-    assert far(one[:, :13], other[:, :13]) > 0.1
+    original, modified = (layer(t, documents=documents)[0] for t in (x, changed))
+    assert relative_error(original[:, 13:], modified[:, 13:]) < 1e-6
+    assert relative_error(original[:, :13], modified[:, :13]) > 0.1
 
 
-def test_the_state_of_a_row_is_the_one_behind_its_last_token() -> None:
+def test_state_is_taken_after_the_last_token_of_each_row() -> None:
     layer, lengths = small_layer(), torch.tensor([T, 1, 0, 8, 20])
-    x = some_x(rows=5)
+    x = draw_x(rows=5)
     empty = layer.empty(5, "cpu", torch.float64)
     start = SSMState(empty.conv + 0.5, empty.ssm - 0.25)
     y, state = layer(x, state=start, lengths=lengths)
     for row, length in enumerate(lengths.tolist()):
-        mine = SSMState(start.conv[row : row + 1], start.ssm[row : row + 1])
+        row_state = SSMState(start.conv[row : row + 1], start.ssm[row : row + 1])
         if length:
-            alone, mine = layer(x[row : row + 1, :length], state=mine)
-            assert far(y[row : row + 1, :length], alone) < 1e-10
-        assert far(state.conv[row : row + 1], mine.conv) < 1e-10
-        assert far(state.ssm[row : row + 1], mine.ssm) < 1e-10
+            alone, row_state = layer(x[row : row + 1, :length], state=row_state)
+            assert relative_error(y[row : row + 1, :length], alone) < 1e-10
+        assert relative_error(state.conv[row : row + 1], row_state.conv) < 1e-10
+        assert relative_error(state.ssm[row : row + 1], row_state.ssm) < 1e-10
 
 
 @pytest.mark.parametrize("length", [1, 5])
-def test_a_row_of_no_new_token_keeps_its_state(length: int) -> None:
+def test_row_of_length_zero_preserves_its_state(length: int) -> None:
     layer = small_layer()
-    _, before = layer(some_x(), state=layer.empty(2, "cpu", torch.float64))
-    _, after = layer(some_x(length=length, seed=1), state=before, lengths=torch.tensor([0, length]))
+    _, before = layer(draw_x(), state=layer.empty(2, "cpu", torch.float64))
+    _, after = layer(draw_x(length=length, seed=1), state=before, lengths=torch.tensor([0, length]))
     assert torch.equal(after.conv[0], before.conv[0])
-    assert far(after.ssm[0], before.ssm[0]) < 1e-12
+    assert relative_error(after.ssm[0], before.ssm[0]) < 1e-12
     assert not torch.equal(after.ssm[1], before.ssm[1])
 
 
-def test_rows_do_not_feel_each_other() -> None:
-    layer, x = small_layer(), some_x(rows=3)
-    assert far(layer(x)[0][1:2], layer(x[1:2])[0]) < 1e-12
+def test_rows_are_independent() -> None:
+    layer, x = small_layer(), draw_x(rows=3)
+    assert relative_error(layer(x)[0][1:2], layer(x[1:2])[0]) < 1e-12
 
 
-def test_half_precision_stays_near() -> None:
-    layer, x = small_layer(dtype=torch.float32), some_x(length=200, dtype=torch.float32)
+def test_bf16_is_close_to_float32() -> None:
+    layer, x = small_layer(dtype=torch.float32), draw_x(length=200, dtype=torch.float32)
     exact = layer(x)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = layer(x)[0]
+        low_precision = layer(x)[0]
         _, state = layer(x, state=layer.empty(2, "cpu", torch.bfloat16))
-    assert rough.dtype is torch.bfloat16
+    assert low_precision.dtype is torch.bfloat16
     assert state.conv.dtype is torch.bfloat16
     assert state.ssm.dtype is torch.float32
-    # A number of bfloat16 is off by 2^-9 at most; a handful of roundings stands behind each value.
-    error = (rough.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    # Rounding to bfloat16 is off by 2^-9 at most, and each value is rounded a few times.
+    error = (low_precision.float() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < 4 * 2**-9
-    rough.float().square().sum().backward()
+    low_precision.float().square().sum().backward()
     assert all(torch.isfinite(p.grad).all() and p.grad.abs().sum() > 0 for p in layer.parameters())
 
 
-def test_decays_are_never_of_half_precision() -> None:
-    """exp(-0.001) is 1 in bfloat16: a head that is to forget over 1,000 tokens would never."""
+def test_decays_are_computed_in_float32() -> None:
+    """exp(-0.001) is 1 in bfloat16: a head that forgets over 1,000 tokens would never do so."""
     length = 2000
     x, B, C = torch.ones(1, length, 1, 1), torch.ones(1, length, 1, 1), torch.ones(1, length, 1, 1)
     dt, A = torch.full((1, length, 1), 1e-3), torch.tensor([-1.0])
     exact = scan_recurrent(x, dt, A, B, C)[0]
     x, B, C = x.bfloat16(), B.bfloat16(), C.bfloat16()
     for y in (scan_chunked(x, dt, A, B, C, chunk=64)[0], scan_recurrent(x, dt, A, B, C)[0]):
-        assert far(y.float(), exact) < 0.01
+        assert relative_error(y.float(), exact) < 0.01
 
 
-def test_on_the_meta_device_it_has_shapes_and_no_memory() -> None:
+def test_meta_device_gives_shapes() -> None:
     with torch.device("meta"):
         layer = StateSpace(small_shape())
         x = torch.zeros(2, T, D)
@@ -339,16 +344,16 @@ def test_on_the_meta_device_it_has_shapes_and_no_memory() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_compiles_to_one_graph(packed: bool) -> None:
+def test_layer_compiles_to_one_graph(packed: bool) -> None:
     torch.compiler.reset()
-    layer, x = small_layer(), some_x()
+    layer, x = small_layer(), draw_x()
     documents = torch.arange(T)[None].repeat(2, 1) // 9 if packed else None
     compiled = torch.compile(layer, fullgraph=True, dynamic=False, backend="aot_eager")
-    found = []
+    outputs = []
     for form in (compiled, layer):
         y = form(x, documents=documents)[0]
-        found.append((y, *torch.autograd.grad(y.sin().sum(), list(layer.parameters()))))
-    assert all(far(one, other) < 1e-12 for one, other in zip(*found, strict=True))
+        outputs.append((y, *torch.autograd.grad(y.sin().sum(), list(layer.parameters()))))
+    assert all(relative_error(actual, expected) < 1e-12 for actual, expected in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_groups": 1}, {"expand": 4, "conv_size": 2}, {"state_size": 16}])
@@ -370,7 +375,7 @@ def test_impossible_shapes_name_the_remedy() -> None:
             small_shape(**{name: 0})
 
 
-def test_heads_begin_as_in_mamba_2() -> None:
+def test_heads_are_initialised_as_in_mamba_2() -> None:
     holder = nn.ModuleDict({"mixer": StateSpace(SSMShape(hidden_size=1024, head_size=8, state_size=4))})
     initialise(holder, 3, residual_layers=8)
     layer = holder["mixer"]
@@ -386,11 +391,11 @@ def test_heads_begin_as_in_mamba_2() -> None:
     assert (layer.norm.weight == 1).all()
     assert layer.conv1d.weight.abs().max().item() == pytest.approx(0.5, abs=0.01)
     assert layer.out_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.03)
-    again = nn.ModuleDict({"mixer": StateSpace(layer.shape), "other": nn.Linear(3, 3)})
-    initialise(again, 3, residual_layers=8)
-    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), again["mixer"].parameters(), strict=True))
-    initialise(again, 4, residual_layers=8)
-    assert not torch.equal(layer.dynamics.A_log, again["mixer"].dynamics.A_log)
+    rebuilt = nn.ModuleDict({"mixer": StateSpace(layer.shape), "other": nn.Linear(3, 3)})
+    initialise(rebuilt, 3, residual_layers=8)
+    assert all(torch.equal(p, q) for p, q in zip(layer.parameters(), rebuilt["mixer"].parameters(), strict=True))
+    initialise(rebuilt, 4, residual_layers=8)
+    assert not torch.equal(layer.dynamics.A_log, rebuilt["mixer"].dynamics.A_log)
 
 
 def test_every_parameter_sits_in_a_layer_that_can_be_shared() -> None:
@@ -401,8 +406,8 @@ def test_every_parameter_sits_in_a_layer_that_can_be_shared() -> None:
     assert set(plan) == {f"layers.0.{name}" for name in ("in_proj", "conv1d", "dynamics", "norm", "out_proj")}
 
 
-def of_transformers(kind: str, groups: int) -> tuple[nn.Module, StateSpace]:
-    """One of its models with a single layer, and ours with the weights of that layer."""
+def build_transformers_pair(kind: str, groups: int) -> tuple[nn.Module, StateSpace]:
+    """Build a single-layer transformers model, and our layer with its weights."""
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": groups, "expand": 2}
     config = transformers.Mamba2Config(num_hidden_layers=1, vocab_size=11, chunk_size=8, **sizes)
@@ -412,35 +417,35 @@ def of_transformers(kind: str, groups: int) -> tuple[nn.Module, StateSpace]:
         for parameter in model.parameters():
             parameter.copy_(torch.from_numpy(0.3 * rng.standard_normal(parameter.shape).astype(np.float32)))
     theirs = getattr(model, "backbone", model).layers[0].mixer
-    mine = StateSpace(SSMShape(hidden_size=32, head_size=8, state_size=16, num_groups=groups, chunk_size=5))
-    mine.load_state_dict({f"dynamics.{k}" if k in KEPT else k: v for k, v in theirs.state_dict().items()})
-    return model, mine
+    ours = StateSpace(SSMShape(hidden_size=32, head_size=8, state_size=16, num_groups=groups, chunk_size=5))
+    ours.load_state_dict({f"dynamics.{k}" if k in DYNAMICS else k: v for k, v in theirs.state_dict().items()})
+    return model, ours
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_computes_what_transformers_computes(groups: int) -> None:
-    model, mine = of_transformers("Mamba2Model", groups)
+def test_layer_matches_transformers(groups: int) -> None:
+    model, ours = build_transformers_pair("Mamba2Model", groups)
     for length in (1, 7, 8, 50):
         x = torch.randn(2, length, 32, generator=torch.Generator().manual_seed(length))
         with torch.no_grad():
-            assert far(mine(x)[0], model.layers[0].mixer(x)) < 1e-5
+            assert relative_error(ours(x)[0], model.layers[0].mixer(x)) < 1e-5
 
 
-def test_generates_what_transformers_generates() -> None:
-    """With its cache, so that the steps agree too and not only the whole."""
-    model, mine = of_transformers("Mamba2ForCausalLM", 2)
+def test_cached_decoding_matches_transformers() -> None:
+
+    model, ours = build_transformers_pair("Mamba2ForCausalLM", 2)
     trunk, tokens = model.backbone, torch.randint(0, 11, (2, 14), generator=torch.Generator().manual_seed(0))
 
     def logits(state: SSMState, tokens: Tensor) -> tuple[Tensor, SSMState]:
         x = trunk.embeddings(tokens)
-        mixed, state = mine(trunk.layers[0].norm(x), state=state)
+        mixed, state = ours(trunk.layers[0].norm(x), state=state)
         return model.lm_head(trunk.norm_f(x + mixed)), state
 
     with torch.no_grad():
         out = model(tokens[:, :9], use_cache=True)
-        read, state = logits(mine.empty(2, "cpu", torch.float32), tokens[:, :9])
-        assert far(read, out.logits) < 1e-5
+        output_logits, state = logits(ours.empty(2, "cpu", torch.float32), tokens[:, :9])
+        assert relative_error(output_logits, out.logits) < 1e-5
         for t in range(9, 14):
             out = model(tokens[:, t : t + 1], cache_params=out.cache_params, use_cache=True)
-            read, state = logits(state, tokens[:, t : t + 1])
-            assert far(read, out.logits) < 1e-5
+            output_logits, state = logits(state, tokens[:, t : t + 1])
+            assert relative_error(output_logits, out.logits) < 1e-5

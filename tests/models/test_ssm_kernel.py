@@ -1,4 +1,4 @@
-"""The kernels of the state-space layer compute what plain torch computes. They need a GPU."""
+"""GPU kernels of the state-space layer match plain torch."""
 
 from __future__ import annotations
 
@@ -24,71 +24,71 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def far(one: Tensor, other: Tensor) -> float:
-    return ((one - other).abs().max() / other.abs().max()).item()
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.parametrize(
     ("rows", "length", "channels", "width"), [(2, 70, 100, 4), (1, 5, 130, 4), (2, 65, 64, 2), (1, 3, 16, 1)]
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_convolution(rows: int, length: int, channels: int, width: int, packed: bool) -> None:
+def test_convolution_kernel_matches_torch(rows: int, length: int, channels: int, width: int, packed: bool) -> None:
     layer = CausalConvolution(channels, width)
     initialise(layer, 0, residual_layers=1)
     layer.to(DEVICE)
-    whole = normal(rows, length, channels + 24).requires_grad_()  # a slice of it, as the layer has it
+    projected = normal(rows, length, channels + 24).requires_grad_()  # the layer passes a slice of it
     segments = (normal(rows, length, seed=1) > 1).cumsum(1) if packed else None
-    found = []
+    outputs = []
     for fused in (True, False):
-        x = whole[..., 8 : 8 + channels]
+        x = projected[..., 8 : 8 + channels]
         if fused:
             y = layer.fused(x, slice(0, channels), segments)
         else:
             y = F.silu(layer(F.pad(x, (0, 0, width - 1, 0)), segments=segments))
-        found.append((y, *torch.autograd.grad(y, (whole, *layer.parameters()), normal(*y.shape, seed=2))))
-    assert all(far(one, other) < 1e-5 for one, other in zip(*found, strict=True))
+        outputs.append((y, *torch.autograd.grad(y, (projected, *layer.parameters()), normal(*y.shape, seed=2))))
+    assert all(relative_error(actual, expected) < 1e-5 for actual, expected in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize(("rows", "size"), [(35, 96), (3, 64), (17, 512)])
-def test_the_gated_norm(rows: int, size: int) -> None:
+def test_gated_norm_kernel_matches_torch(rows: int, size: int) -> None:
     layer = GatedRMSNorm(size, 1e-5).to(DEVICE)
     with torch.no_grad():
         layer.weight.copy_(normal(size, seed=3))
-    x, whole = normal(1, rows, size).requires_grad_(), normal(1, rows, size + 8, seed=1).requires_grad_()
-    found = []
+    x, gate = normal(1, rows, size).requires_grad_(), normal(1, rows, size + 8, seed=1).requires_grad_()
+    outputs = []
     for form in (layer.fused, layer):
-        y = form(x, whole[..., :size])
-        found.append((y, *torch.autograd.grad(y, (x, whole, layer.weight), normal(*y.shape, seed=2))))
-    assert all(far(one, other) < 1e-5 for one, other in zip(*found, strict=True))
+        y = form(x, gate[..., :size])
+        outputs.append((y, *torch.autograd.grad(y, (x, gate, layer.weight), normal(*y.shape, seed=2))))
+    assert all(relative_error(actual, expected) < 1e-5 for actual, expected in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize(("length", "size", "states"), [(3, 2, 3), (37, 3, 5), (130, 8, 72)])
-@pytest.mark.parametrize("cut", [False, True])
-def test_the_passing_of_states(length: int, size: int, states: int, cut: bool) -> None:
+@pytest.mark.parametrize("has_resets", [False, True])
+def test_state_passing_kernel_matches_torch(length: int, size: int, states: int, has_resets: bool) -> None:
     x, B, C = (normal(2, length, *s, seed=i) for i, s in enumerate(((4, size), (2, states), (2, states))))
     dt, A = 0.1 * normal(2, length, 4, seed=3).abs(), -normal(4, seed=4).abs()
-    resets = normal(2, length, seed=5) > 1.5 if cut else None
+    resets = normal(2, length, seed=5) > 1.5 if has_resets else None
     leaves = [t.requires_grad_() for t in (x, dt, A, B, C)]
-    found = []
+    outputs = []
     for kernels in (True, False):
         y, last = scan_chunked(*leaves, chunk=8, resets=resets, kernels=kernels)
-        found.append((y, last, *torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves)))
-    assert all(far(one, other) < 1e-5 for one, other in zip(*found, strict=True))
+        outputs.append((y, last, *torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves)))
+    assert all(relative_error(actual, expected) < 1e-5 for actual, expected in zip(*outputs, strict=True))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_layer_is_the_same_with_kernels_and_without(packed: bool, compiled: bool) -> None:
+def test_layer_with_kernels_matches_torch(packed: bool, compiled: bool) -> None:
     layer = StateSpace(SSMShape(hidden_size=64, num_groups=2, chunk_size=32))
     initialise(layer, 0, std=0.1, residual_layers=1)
     layer.to(DEVICE)
     x = normal(2, 300, 64).requires_grad_()
     documents = (torch.arange(300, device=DEVICE) // 70).repeat(2, 1) if packed else None
-    found = []
+    outputs = []
     for fused in (True, False):
         layer.fused = fused
         torch.compiler.reset()
         form = torch.compile(layer, fullgraph=True, dynamic=False) if compiled and fused else layer
         y = form(x, documents=documents)[0]
-        found.append((y, *torch.autograd.grad(y, (x, *layer.parameters()), normal(*y.shape, seed=2))))
-    assert all(far(one, other) < 5e-5 for one, other in zip(*found, strict=True))
+        outputs.append((y, *torch.autograd.grad(y, (x, *layer.parameters()), normal(*y.shape, seed=2))))
+    assert all(relative_error(actual, expected) < 5e-5 for actual, expected in zip(*outputs, strict=True))

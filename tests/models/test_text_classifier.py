@@ -1,4 +1,4 @@
-"""Our own encoder: padding changes nothing, every token sees all others and their order, names decide initial weights."""
+"""Our own encoder: padding has no effect, features depend on all tokens and their order, initial weights on names."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ SHAPE = EncoderShape(
 )
 
 
-def network(seed: int = 0, **changes: object) -> TextClassifier:
+def build_network(seed: int = 0, **changes: object) -> TextClassifier:
     model = TextClassifier(SHAPE.model_copy(update=changes))
     initialise_encoder(model, seed)
     return model.eval()
 
 
-def texts(lengths: list[int], *, to: int, filled_with: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_texts(lengths: list[int], *, to: int, filled_with: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     words = torch.randint(1, 30, (len(lengths), 40), generator=torch.Generator().manual_seed(0))[:, :to]
     mask = torch.arange(to) < torch.tensor(lengths)[:, None]
     return words.where(mask, torch.tensor(filled_with)), mask
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 12), st.integers(0, 29))
-def test_an_answer_depends_on_the_text_alone(lengths: list[int], more: int, filled_with: int) -> None:
-    model = network()
+def test_padding_and_batch_have_no_effect(lengths: list[int], num_padding: int, filled_with: int) -> None:
+    model = build_network()
     with torch.no_grad():
-        together = model(*texts(lengths, to=max(lengths) + more, filled_with=filled_with))
+        together = model(*draw_texts(lengths, to=max(lengths) + num_padding, filled_with=filled_with))
         for i, length in enumerate(lengths):
-            ids, mask = texts(lengths, to=max(lengths) + more)
+            ids, mask = draw_texts(lengths, to=max(lengths) + num_padding)
             alone = model(ids[i : i + 1, :length], mask[i : i + 1, :length])
             torch.testing.assert_close(together[i], alone[0], rtol=1e-6, atol=1e-6)
 
 
-def test_a_row_without_text_has_no_features_and_disturbs_no_gradient() -> None:
-    model = network().train()
-    ids, mask = texts([0, 4], to=6)
+def test_empty_row_has_zero_features_and_finite_gradients() -> None:
+    model = build_network().train()
+    ids, mask = draw_texts([0, 4], to=6)
     features = model.features(ids, mask)
     assert (features[0] == 0).all()
     model.head(features).square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_every_token_sees_all_others_and_their_order() -> None:
-    model, mask = network(), torch.ones(1, 3, dtype=torch.bool)
+def test_features_depend_on_all_tokens_and_their_order() -> None:
+    model, mask = build_network(), torch.ones(1, 3, dtype=torch.bool)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(5 if parameter.dim() > 1 else 1)
-        one, turned = (model.features(torch.tensor([ids]), mask) for ids in ([1, 2, 3], [3, 2, 1]))
-    assert (one - turned).abs().max() > 1e-3
+        original, reversed_order = (model.features(torch.tensor([ids]), mask) for ids in ([1, 2, 3], [3, 2, 1]))
+    assert (original - reversed_order).abs().max() > 1e-3
     model.zero_grad()
     x = model.embedding(torch.tensor([[4, 5, 6, 7]])).detach().requires_grad_()
     model.embedding.register_forward_hook(lambda module, args, out: x)
@@ -63,18 +63,18 @@ def test_every_token_sees_all_others_and_their_order() -> None:
     model.features(torch.tensor([[4, 5, 6, 7]]), torch.ones(1, 4, dtype=torch.bool))
     last[0][0, 0].square().sum().backward()
     assert x.grad is not None
-    assert (x.grad[0].abs().amax(1) > 1e-6).all(), "the first token does not see those after it"
+    assert (x.grad[0].abs().amax(1) > 1e-6).all(), "the first token does not attend to later ones"
 
 
-def test_features_and_head_make_the_answer() -> None:
-    model = network()
-    ids, mask = texts([7, 3], to=7)
+def test_logits_are_the_head_of_the_features() -> None:
+    model = build_network()
+    ids, mask = draw_texts([7, 3], to=7)
     assert model.features(ids, mask).shape == (2, SHAPE.num_features)
     torch.testing.assert_close(model.head(model.features(ids, mask)), model(ids, mask))
 
 
-def test_initial_weights_are_a_function_of_seed_and_name_and_survive_the_meta_device() -> None:
-    first, other = network(0), network(1)
+def test_initial_weights_depend_on_seed_and_name_also_from_the_meta_device() -> None:
+    first, other = build_network(0), build_network(1)
     with torch.device("meta"):
         bare = TextClassifier(SHAPE)
     bare.to_empty(device="cpu")
@@ -82,51 +82,51 @@ def test_initial_weights_are_a_function_of_seed_and_name_and_survive_the_meta_de
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), bare.parameters(), strict=True))
     assert not torch.equal(first.embedding.weight, other.embedding.weight)
     assert (first.norm.weight == 1).all()
-    ids, mask = texts([7, 3], to=7)
-    assert torch.equal(first(ids, mask), bare.eval()(ids, mask)), "the tables of positions were left undefined"
+    ids, mask = draw_texts([7, 3], to=7)
+    assert torch.equal(first(ids, mask), bare.eval()(ids, mask)), "position tables are uninitialised"
 
 
 def test_checkpointing_changes_no_gradient() -> None:
-    found = []
+    gradients = []
     for is_on in (False, True):
-        model = network(dropout=0.2, attention_dropout=0.2).train()
+        model = build_network(dropout=0.2, attention_dropout=0.2).train()
         model.checkpoint_blocks = is_on
         torch.manual_seed(0)
-        model(*texts([7, 3], to=9)).square().sum().backward()
-        found.append([p.grad for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+        model(*draw_texts([7, 3], to=9)).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.parametrize("which", ["dropout", "attention_dropout"])
-def test_dropout_is_of_training_alone(which: str) -> None:
-    model, (ids, mask) = network(**{which: 0.5}), texts([7, 3], to=9)
+def test_dropout_acts_in_training_only(which: str) -> None:
+    model, (ids, mask) = build_network(**{which: 0.5}), draw_texts([7, 3], to=9)
     assert torch.equal(model(ids, mask), model(ids, mask))
     model.train()
     assert not torch.equal(model(ids, mask), model(ids, mask))
 
 
-def test_half_precision_is_near_and_has_finite_gradients() -> None:
-    model, (ids, mask) = network().train(), texts([7, 3], to=9)
+def test_bf16_is_close_with_finite_gradients() -> None:
+    model, (ids, mask) = build_network().train(), draw_texts([7, 3], to=9)
     plain = model(ids, mask)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = model(ids, mask)
-    torch.testing.assert_close(found.float(), plain, rtol=0.1, atol=0.02)
-    found.float().square().sum().backward()
+        low_precision = model(ids, mask)
+    torch.testing.assert_close(low_precision.float(), plain, rtol=0.1, atol=0.02)
+    low_precision.float().square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_too_long_a_text_and_heads_that_do_not_divide_are_refused() -> None:
+def test_long_texts_and_indivisible_heads_are_refused() -> None:
     with pytest.raises(AssertionError, match="25 tokens exceed"):
-        network()(torch.ones(1, 25, dtype=torch.long), torch.ones(1, 25, dtype=torch.bool))
+        build_network()(torch.ones(1, 25, dtype=torch.long), torch.ones(1, 25, dtype=torch.bool))
     with pytest.raises(ValidationError, match="try hidden_size 96"):
         EncoderShape(vocab_size=10, num_labels=2, hidden_size=100, num_heads=8)
 
 
-def test_a_shape_is_told_by_its_kind() -> None:
+def test_shape_is_discriminated_by_its_kind() -> None:
     reader: TypeAdapter[TextClassifierShape] = TypeAdapter(TextClassifierShape)
     pretrained = PretrainedShape(config='{"model_type": "bert", "id2label": {"0": "a", "1": "b"}}')
     for shape in (SHAPE, KimShape(vocab_size=10, num_labels=2), pretrained):
         assert reader.validate_json(shape.model_dump_json()) == shape
-    for wrong in ("[]", '{"id2label": {"0": "a", "1": "b"}}', '{"model_type": "bert"}', "no json"):
+    for config in ("[]", '{"id2label": {"0": "a", "1": "b"}}', '{"model_type": "bert"}', "no json"):
         with pytest.raises(ValidationError):
-            PretrainedShape(config=wrong)
+            PretrainedShape(config=config)

@@ -1,4 +1,4 @@
-"""What the language model promises: names, counts, causality, and that every shortcut computes the same thing."""
+"""The language model: names, parameter counts, causality, and that caching, packing and compilation change nothing."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def small_shape(**changes: Any) -> TransformerShape:
 
 
 def small_model(*, seed: int = 0, std: float = 0.2, **changes: Any) -> Transformer:
-    """Wide initial weights, so that attention has something to say."""
+    """Build a model with wide initial weights, so that attention affects the output."""
     shape = small_shape(**changes)
     model = Transformer(shape)
     initialise(model, seed, std=std, residual_layers=shape.num_layers)
     return model
 
 
-def some_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:
+def draw_tokens(rows: int = 2, length: int = T, *, seed: int = 0) -> Tensor:
     return torch.randint(0, V, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_named_sizes_are_the_size_they_are_called(size: str) -> None:
+def test_named_sizes_have_their_documented_parameters(size: str) -> None:
     vocab_size, declared = DOCUMENTED_PARAMETERS[size]
     shape = shape_for_size(size, vocab_size=vocab_size)
     with torch.device("meta"):
@@ -61,12 +61,12 @@ def test_parameters_are_counted_in_closed_form(changes: dict[str, Any]) -> None:
     assert model.shape.num_parameters() == sum(p.numel() for p in model.parameters())
 
 
-def test_verse_does_the_work_of_gpt2_small() -> None:
+def test_verse_has_the_flops_of_gpt2_small() -> None:
     gpt2 = 6 * 123.7e6 + 12 * 12 * 768 * 1024
     assert abs(shape_for_size("verse", vocab_size=50304).flops_per_token(1024) / gpt2 - 1) < 0.02
 
 
-def test_an_untied_embedding_is_looked_up_for_free() -> None:
+def test_untied_embedding_costs_no_flops() -> None:
     tied, untied = small_shape(), small_shape(tie_embeddings=False)
     assert tied.flops_per_token() == untied.flops_per_token()
 
@@ -107,7 +107,7 @@ def test_names_and_shapes_are_those_of_transformers(qk_norm: bool, tied: bool) -
 
 
 def test_a_later_token_changes_no_earlier_logit() -> None:
-    model, tokens = small_model().eval(), some_tokens()
+    model, tokens = small_model().eval(), draw_tokens()
     before = model(tokens)
     changed = tokens.clone()
     changed[:, 15] = (changed[:, 15] + 1) % V
@@ -116,8 +116,8 @@ def test_a_later_token_changes_no_earlier_logit() -> None:
     assert ((after[:, 15:] - before[:, 15:]).abs().amax(dim=(0, 2)) > 1e-4).all(), "each later position sees the change"
 
 
-def test_the_loss_is_the_sum_over_the_targets_that_count() -> None:
-    model, tokens, targets = small_model().eval(), some_tokens(), some_tokens(seed=1)
+def test_loss_is_the_sum_over_counted_targets() -> None:
+    model, tokens, targets = small_model().eval(), draw_tokens(), draw_tokens(seed=1)
     targets[0, 5:9] = -100
     expected = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum")
     total = model(tokens, targets)
@@ -126,7 +126,7 @@ def test_the_loss_is_the_sum_over_the_targets_that_count() -> None:
 
 
 def test_random_tokens_cannot_be_predicted_better_than_their_entropy() -> None:
-    """A model that beats ln V on fresh random tokens sees what it should predict."""
+    """A model that beats ln V on new random tokens can see its targets."""
     model = small_model(std=0.02)
     generator = torch.Generator().manual_seed(0)
 
@@ -139,7 +139,7 @@ def test_random_tokens_cannot_be_predicted_better_than_their_entropy() -> None:
     for _ in range(60):
         tokens = batch()
         loss = model(tokens[:, :-1], tokens[:, 1:]) / (64 * 16)
-        # Each step is measured on tokens not seen before; 0.03 is far beyond the deviation of 1,024 draws.
+        # Each step is evaluated on new tokens; 0.03 is far beyond the deviation of 1,024 draws.
         assert loss.item() > math.log(V) - 0.03
         optimizer.zero_grad()
         loss.backward()
@@ -147,8 +147,8 @@ def test_random_tokens_cannot_be_predicted_better_than_their_entropy() -> None:
 
 
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_reading_with_a_cache_equals_reading_at_once(qk_norm: bool) -> None:
-    model, tokens = small_model(qk_norm=qk_norm).eval(), some_tokens()
+def test_cached_decoding_equals_the_full_pass(qk_norm: bool) -> None:
+    model, tokens = small_model(qk_norm=qk_norm).eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
         cache = DecoderCache.empty(model.shape, batch=2)
@@ -160,22 +160,22 @@ def test_reading_with_a_cache_equals_reading_at_once(qk_norm: bool) -> None:
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, atol=1e-5, rtol=0)
 
 
-def test_rows_may_have_read_unequally() -> None:
-    model, tokens = small_model().eval(), some_tokens()
+def test_rows_may_be_at_different_positions() -> None:
+    model, tokens = small_model().eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
         cache = DecoderCache.empty(model.shape, batch=2)
         model(tokens[:, :12], cache=cache)
-        # Row 1 goes back to position 6: what the cache holds behind it must not be seen.
+        # Row 1 goes back to position 6: later entries of its cache must not be attended to.
         step = torch.stack((tokens[0, 12:14], tokens[1, 6:8]))
         logits = model(step, cache=cache, position=[12, 6])
     torch.testing.assert_close(logits[0], expected[0, 12:14], atol=1e-5, rtol=0)
     torch.testing.assert_close(logits[1], expected[1, 6:8], atol=1e-5, rtol=0)
 
 
-def test_documents_do_not_see_each_other() -> None:
+def test_documents_are_independent() -> None:
     """RoPE is relative, so a document in the middle of a row equals the same document alone."""
-    model, tokens = small_model().eval(), some_tokens()
+    model, tokens = small_model().eval(), draw_tokens()
     documents = torch.tensor([[0] * 9 + [1] * 15, [0] * 4 + [1] * 10 + [2] * 10])
     packed = model(tokens, documents=documents)
     for row, first, last in [(0, 0, 9), (0, 9, 24), (1, 0, 4), (1, 4, 14), (1, 14, 24)]:
@@ -185,7 +185,7 @@ def test_documents_do_not_see_each_other() -> None:
 
 
 def test_dropout_acts_in_training_only() -> None:
-    model, tokens = small_model(dropout=0.2), some_tokens()
+    model, tokens = small_model(dropout=0.2), draw_tokens()
     torch.manual_seed(0)
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
@@ -193,7 +193,7 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 def test_grouped_keys_equal_the_same_keys_repeated() -> None:
-    grouped, tokens = small_model().eval(), some_tokens()
+    grouped, tokens = small_model().eval(), draw_tokens()
     full = small_model(num_kv_heads=4).eval()
     state = grouped.state_dict()
     for name, weight in state.items():
@@ -205,12 +205,12 @@ def test_grouped_keys_equal_the_same_keys_repeated() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_blocks_changes_no_gradient(dropout: float) -> None:
-    tokens, gradients = some_tokens(), []
+    tokens, gradients = draw_tokens(), []
     for checkpoint_blocks in (False, True):
         model = small_model(dropout=dropout)
         model.checkpoint_blocks = checkpoint_blocks
         torch.manual_seed(0)
-        model(tokens, some_tokens(seed=1)).backward()
+        model(tokens, draw_tokens(seed=1)).backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient, msg=name, atol=0, rtol=0)
@@ -228,11 +228,11 @@ def test_the_rotary_tables_survive_moves_between_devices_and_types() -> None:
     assert not {"cos", "sin"} & model.state_dict().keys()
 
 
-# torch.compile itself looks at .grad of tensors that have none.
+# torch.compile itself accesses .grad of non-leaf tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_every_block_is_the_same_to_the_compiler() -> None:
+def test_blocks_compile_once() -> None:
     """Compiled once for all layers, used in training only, names unchanged, results equal."""
-    model, tokens, targets = small_model(num_layers=3), some_tokens(), some_tokens(seed=1)
+    model, tokens, targets = small_model(num_layers=3), draw_tokens(), draw_tokens(seed=1)
     names = list(model.state_dict())
     expected = model(tokens, targets)
     compilations = compile_and_count(model)
@@ -244,9 +244,9 @@ def test_every_block_is_the_same_to_the_compiler() -> None:
     assert list(model.state_dict()) == names
 
 
-# torch.compile itself looks at .grad of tensors that have none.
+# torch.compile itself accesses .grad of non-leaf tensors.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_the_whole_trunk_compiles_without_a_break() -> None:
-    model, tokens = small_model(), some_tokens()
-    whole = torch.compile(model.hidden, backend="eager", fullgraph=True)
-    torch.testing.assert_close(whole(tokens), model.hidden(tokens))
+def test_trunk_compiles_without_a_graph_break() -> None:
+    model, tokens = small_model(), draw_tokens()
+    compiled = torch.compile(model.hidden, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens), model.hidden(tokens))

@@ -1,4 +1,4 @@
-"""diffusers' UNet as a backbone: it begins as it should, takes what it is handed, and opens from folders and nothing else."""
+"""diffusers' UNet as a backbone: initialisation, conditioning, unsupported sizes and folders."""
 
 from __future__ import annotations
 
@@ -21,15 +21,20 @@ diffusers = pytest.importorskip("diffusers")
 SIZES: dict[str, Any] = {"channels": 2, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "stages": 3}
 
 
-def shape_of(kind: Any = "none", *, grid: tuple[int, int] = (8, 12), **sizes: Any) -> GeneratorShape:
-    given = {**SIZES, "has_vector": kind in ("class", "vector"), "context_size": 6 if kind == "text" else None, **sizes}
-    backbone = UNetShape(grid=grid, **given)
+def build_shape(kind: Any = "none", *, grid: tuple[int, int] = (8, 12), **sizes: Any) -> GeneratorShape:
+    fields = {
+        **SIZES,
+        "has_vector": kind in ("class", "vector"),
+        "context_size": 6 if kind == "text" else None,
+        **sizes,
+    }
+    backbone = UNetShape(grid=grid, **fields)
     width = condition_vector_size(backbone) if backbone.has_vector else 0
     return GeneratorShape(backbone=backbone, condition=ConditionShape(kind=kind, size=3, hidden_size=width))
 
 
-def stirred(model: Generator) -> Generator:
-    """With no weight at rest: what begins at zero would hide what comes before it."""
+def randomise(model: Generator) -> Generator:
+    """Perturb every weight: zero-initialised ones would hide everything before them."""
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -37,58 +42,61 @@ def stirred(model: Generator) -> Generator:
     return model.eval()
 
 
-def inputs(batch: int = 3, *, grid: tuple[int, int] = (8, 12), channels: int = 2) -> tuple[Tensor, Tensor]:
+def draw_inputs(batch: int = 3, *, grid: tuple[int, int] = (8, 12), channels: int = 2) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(1)
     return torch.randn(batch, *grid, channels, generator=draw), 999 * torch.rand(batch, generator=draw)
 
 
-# How it begins
+# Initialisation
 
 
 @pytest.mark.parametrize("kind", ["none", "class", "text"])
-def test_it_begins_by_predicting_nothing_and_keeps_the_signal(kind: str) -> None:
-    model = build_generator(shape_of(kind, hidden_size=32, stages=4, grid=(16, 16)), 0).eval()
-    x, time = inputs(grid=(16, 16))
-    asked: dict[str, Any] = {"none": {}, "class": {"label": torch.tensor([0, 1, 2])}}.get(
+def test_initial_prediction_is_zero_and_the_signal_scale_is_preserved(kind: str) -> None:
+    model = build_generator(build_shape(kind, hidden_size=32, stages=4, grid=(16, 16)), 0).eval()
+    x, time = draw_inputs(grid=(16, 16))
+    condition: dict[str, Any] = {"none": {}, "class": {"label": torch.tensor([0, 1, 2])}}.get(
         kind, {"context": torch.randn(3, 4, 6, generator=torch.Generator().manual_seed(2))}
     )
-    seen: list[Tensor] = []
-    model.backbone.unet.conv_norm_out.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    activations: list[Tensor] = []
+    model.backbone.unet.conv_norm_out.register_forward_pre_hook(lambda _, args: activations.append(args[0]))
     with torch.no_grad():
-        assert model(x, time, **asked).abs().max() == 0
-    # Neither faded nor grown on the way down four stages and up again.
-    assert 0.3 < seen[0].std() < 3
+        assert model(x, time, **condition).abs().max() == 0
+    # The scale is preserved through four stages down and up.
+    assert 0.3 < activations[0].std() < 3
     norms = [p for name, p in model.named_parameters() if p.ndim == 1 and name.endswith(".weight")]
     assert norms
     assert all(bool((p == 1).all()) for p in norms)
 
 
-def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
+def test_initial_weights_depend_on_the_seed_only() -> None:
     torch.manual_seed(1)
-    one = build_generator(shape_of("class"), 7).state_dict()
+    first = build_generator(build_shape("class"), 7).state_dict()
     torch.manual_seed(2)
-    same, other = build_generator(shape_of("class"), 7).state_dict(), build_generator(shape_of("class"), 8).state_dict()
-    assert all(torch.equal(one[name], same[name]) for name in one)
-    assert not torch.equal(one["backbone.unet.conv_in.weight"], other["backbone.unet.conv_in.weight"])
+    same, other = (
+        build_generator(build_shape("class"), 7).state_dict(),
+        build_generator(build_shape("class"), 8).state_dict(),
+    )
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["backbone.unet.conv_in.weight"], other["backbone.unet.conv_in.weight"])
 
 
-# What it is handed
+# Inputs
 
 
 def test_a_sample_does_not_depend_on_its_batch() -> None:
-    model = stirred(build_generator(shape_of("class"), 0))
-    x, time = inputs()
+    model = randomise(build_generator(build_shape("class"), 0))
+    x, time = draw_inputs()
     label = torch.tensor([0, 1, 2])
     with torch.no_grad():
-        whole = model(x, time, label=label)
+        full = model(x, time, label=label)
         parts = torch.cat([model(x[i : i + 1], time[i : i + 1], label=label[i : i + 1]) for i in range(3)])
-    assert whole.shape == x.shape
-    torch.testing.assert_close(whole, parts, rtol=0, atol=1e-5)
+    assert full.shape == x.shape
+    torch.testing.assert_close(full, parts, rtol=0, atol=1e-5)
 
 
 def test_classes_and_times_change_the_prediction() -> None:
-    model = stirred(build_generator(shape_of("class"), 0))
-    x, time = inputs()
+    model = randomise(build_generator(build_shape("class"), 0))
+    x, time = draw_inputs()
     label = torch.tensor([0, 1, 2])
     with torch.no_grad():
         plain = model(x, time, label=label)
@@ -98,9 +106,9 @@ def test_classes_and_times_change_the_prediction() -> None:
         assert torch.equal(dropped, model(x, time, label=torch.full((3,), 3)))
 
 
-def test_masked_tokens_are_not_looked_at() -> None:
-    model = stirred(build_generator(shape_of("text"), 0))
-    x, time = inputs()
+def test_masked_tokens_have_no_effect() -> None:
+    model = randomise(build_generator(build_shape("text"), 0))
+    x, time = draw_inputs()
     context = torch.randn(3, 5, 6, generator=torch.Generator().manual_seed(2))
     other, mask = context.clone(), torch.arange(5).expand(3, 5) < 3
     other[:, 3:] += 1
@@ -114,33 +122,33 @@ def test_masked_tokens_are_not_looked_at() -> None:
 def test_checkpointed_blocks_give_the_same_gradients() -> None:
     gradients = []
     for value in (False, True):
-        model = stirred(build_generator(shape_of(), 0)).train()
+        model = randomise(build_generator(build_shape(), 0)).train()
         model.checkpoint_blocks = value
         assert model.checkpoint_blocks is value
-        model(*inputs()).square().sum().backward()
+        model(*draw_inputs()).square().sum().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], msg=name)
 
 
-def test_only_training_is_compiled_and_weights_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_applies_in_training_only_and_keeps_weight_names(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
 
     def compile_(function: Any, **options: Any) -> Any:
         return lambda *args, **named: calls.append(1) or function(*args, **named)
 
     monkeypatch.setattr(torch, "compile", compile_)
-    model = stirred(build_generator(shape_of(), 0))
-    names, before = list(model.state_dict()), model(*inputs())
+    model = randomise(build_generator(build_shape(), 0))
+    names, before = list(model.state_dict()), model(*draw_inputs())
     model.compile_whole(graphs=False)
-    assert torch.equal(model(*inputs()), before)
+    assert torch.equal(model(*draw_inputs()), before)
     assert not calls
-    model.train()(*inputs())
+    model.train()(*draw_inputs())
     assert calls
     assert list(model.state_dict()) == names
 
 
-# What does not fit
+# Errors
 
 
 @pytest.mark.parametrize(
@@ -168,15 +176,15 @@ def test_sizes_that_do_not_fit_are_refused_by_name(
 @pytest.mark.parametrize("text", [False, True])
 def test_any_width_gives_a_model(width: int, text: bool) -> None:
     shape = UNetShape(grid=(4, 4), **{**SIZES, "hidden_size": width, "context_size": 6 if text else None})
-    x, time = inputs(1, grid=(4, 4))
-    asked = {"context": torch.zeros(1, 2, 6)} if text else {}
-    assert UNet(shape)(x, time, **asked).shape == x.shape
+    x, time = draw_inputs(1, grid=(4, 4))
+    condition = {"context": torch.zeros(1, 2, 6)} if text else {}
+    assert UNet(shape)(x, time, **condition).shape == x.shape
 
 
-def test_without_diffusers_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_diffusers_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "diffusers", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[hub\]'"):
-        build_generator(shape_of(), 0)
+        build_generator(build_shape(), 0)
 
 
 # Folders
@@ -184,7 +192,7 @@ def test_without_diffusers_the_package_is_named(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A UNet as diffusers saves it, in a pipeline's folder."""
+    """A UNet saved by diffusers in a pipeline folder."""
     torch.manual_seed(3)
     model = diffusers.UNet2DModel(
         sample_size=32,
@@ -202,7 +210,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def started(folder: Path, kind: Any = "none", **sizes: Any) -> GeneratorShape:
+def shape_from_folder(folder: Path, kind: Any = "none", **sizes: Any) -> GeneratorShape:
     backbone = resolve_unet_shape(
         folder,
         grid=(8, 12),
@@ -212,29 +220,29 @@ def started(folder: Path, kind: Any = "none", **sizes: Any) -> GeneratorShape:
     return GeneratorShape(backbone=backbone, condition=ConditionShape(kind=kind, size=3, hidden_size=width))
 
 
-def test_a_folder_computes_here_what_it_computes_in_diffusers(published: Path) -> None:
-    shape = started(published)
+def test_loaded_folder_matches_diffusers(published: Path) -> None:
+    shape = shape_from_folder(published)
     ours = build_generator(shape, 0, pretrained=str(published)).eval()
     theirs = diffusers.UNet2DModel.from_pretrained(published / "unet").eval()
-    x, time = inputs()
+    x, time = draw_inputs()
     with torch.no_grad():
         expected = theirs(x.movedim(-1, 1), time).sample.movedim(1, -1)
         torch.testing.assert_close(ours(x, time), expected, rtol=0, atol=1e-6)
 
 
-def test_a_run_reopens_without_the_folder(published: Path) -> None:
-    shape = GeneratorShape.model_validate_json(started(published).model_dump_json())
+def test_saved_run_loads_without_the_folder(published: Path) -> None:
+    shape = GeneratorShape.model_validate_json(shape_from_folder(published).model_dump_json())
     saved = build_generator(shape, 0, pretrained=str(published)).state_dict()
     assert isinstance(shape.backbone, UNetShape)
     assert unet_config(shape.backbone)["freq_shift"] == 1
-    again = Generator(shape)
-    again.load_state_dict(saved)
+    reopened = Generator(shape)
+    reopened.load_state_dict(saved)
 
 
-def test_a_condition_begins_anew_on_an_unconditional_folder(published: Path) -> None:
-    model = build_generator(started(published, "class"), 0, pretrained=str(published)).eval()
-    plain = build_generator(started(published), 0, pretrained=str(published)).eval()
-    x, time = inputs()
+def test_condition_of_an_unconditional_folder_is_newly_initialised(published: Path) -> None:
+    model = build_generator(shape_from_folder(published, "class"), 0, pretrained=str(published)).eval()
+    plain = build_generator(shape_from_folder(published), 0, pretrained=str(published)).eval()
+    x, time = draw_inputs()
     with torch.no_grad():
         model.condition.embedding.weight.zero_()
         torch.testing.assert_close(model(x, time, label=torch.zeros(3)), plain(x, time))
@@ -244,10 +252,10 @@ def test_pickled_weights_are_never_opened(published: Path, tmp_path: Path) -> No
     (tmp_path / "config.json").write_text((published / "unet" / "config.json").read_text())
     (tmp_path / "diffusion_pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(CheckpointError, match=r"diffusion_pytorch_model\.bin is a pickle"):
-        build_generator(started(tmp_path), 0, pretrained=str(tmp_path))
+        build_generator(shape_from_folder(tmp_path), 0, pretrained=str(tmp_path))
 
 
-def changed(published: Path, target: Path, **changes: Any) -> Path:
+def write_config(published: Path, target: Path, **changes: Any) -> Path:
     config = json.loads((published / "unet" / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, **changes}))
     return target
@@ -266,23 +274,23 @@ def changed(published: Path, target: Path, **changes: Any) -> Path:
         ({"_class_name": "AutoencoderKL"}, "none", "holds no diffusers UNet"),
     ],
 )
-def test_folders_that_do_not_fit_are_refused(
+def test_incompatible_folders_are_refused(
     published: Path, tmp_path: Path, changes: dict[str, Any], kind: str, message: str
 ) -> None:
     with pytest.raises(UsageError) as error:
-        started(changed(published, tmp_path, **changes), kind)
+        shape_from_folder(write_config(published, tmp_path, **changes), kind)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_a_configuration_of_a_newer_diffusers_is_not_guessed_at(published: Path, tmp_path: Path) -> None:
-    shape = started(changed(published, tmp_path, gated_skips=True))
+def test_unknown_diffusers_settings_are_refused(published: Path, tmp_path: Path) -> None:
+    shape = shape_from_folder(write_config(published, tmp_path, gated_skips=True))
     with pytest.raises(UsageError, match=r"has gated_skips, which diffusers .* does not support"):
         build_generator(shape, 0)
 
 
-def test_the_first_tensor_that_differs_is_named_with_both_shapes(published: Path) -> None:
-    other = build_generator(shape_of(stages=2, hidden_size=16), 0)
+def test_first_mismatched_tensor_is_named_with_both_shapes(published: Path) -> None:
+    other = build_generator(build_shape(stages=2, hidden_size=16), 0)
     with pytest.raises(UsageError) as error:
         load_generator(other, published)
     assert "backbone.unet.conv_in.weight of shape [8, 2, 3, 3], the recipe's model needs [16, 2, 3, 3]" in str(

@@ -1,4 +1,4 @@
-"""What the autoencoder promises: the published model's numbers and names, causal time, and sides that fit."""
+"""The autoencoder: compatibility with diffusers, causal time, and valid sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small_model(*, seed: int = 0, **changes: Any) -> Autoencoder:
     return model.eval()
 
 
-def some(*shape: int, seed: int = 0) -> Tensor:
+def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -58,11 +58,11 @@ PUBLISHED = [{}, {"layers_per_block": 2, "channels": 1}, {"quant_conv": False, "
 
 @pytest.mark.parametrize("changes", PUBLISHED)
 @torch.no_grad()
-def test_the_published_model_takes_our_weights_and_gives_our_numbers(diffusers: Any, changes: dict[str, Any]) -> None:
+def test_diffusers_loads_our_weights_and_gives_the_same_outputs(diffusers: Any, changes: dict[str, Any]) -> None:
     ours = small_model(**changes)
     theirs = diffusers.AutoencoderKL(**ours.diffusers_config(sample_size=16)).eval()
     theirs.load_state_dict(ours.state_dict(), strict=True)
-    x = some(2, 16, 24, ours.shape.channels)
+    x = draw(2, 16, 24, ours.shape.channels)
     mean, log_variance = ours.encode(x)
     posterior = theirs.encode(channels_first(x)).latent_dist
     torch.testing.assert_close(channels_first(mean), posterior.mean, atol=1e-5, rtol=1e-5)
@@ -73,24 +73,24 @@ def test_the_published_model_takes_our_weights_and_gives_our_numbers(diffusers: 
 
 
 @torch.no_grad()
-def test_a_folder_of_diffusers_opens_and_ours_opens_there(diffusers: Any, tmp_path: Path) -> None:
+def test_folders_load_in_both_directions_with_diffusers(diffusers: Any, tmp_path: Path) -> None:
     config = small_model().diffusers_config() | {"scaling_factor": 0.5, "shift_factor": 0.1}
     theirs = diffusers.AutoencoderKL(**config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     ours = load_autoencoder(tmp_path / "theirs").eval()
     assert (ours.shape.scaling_factor, ours.shape.shift_factor) == (0.5, 0.1)
-    x = some(1, 16, 16, 3)
+    x = draw(1, 16, 16, 3)
     mean, _ = ours.encode(x)
     posterior = theirs.encode(channels_first(x)).latent_dist
     torch.testing.assert_close(channels_first(mean), posterior.mean, atol=1e-5, rtol=1e-5)
 
     export_autoencoder(ours.state_dict(), ours.shape, tmp_path / "ours", sample_size=16)
-    again = diffusers.AutoencoderKL.from_pretrained(tmp_path / "ours")
-    assert again.config.scaling_factor == 0.5
-    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in again.state_dict().items())
+    reloaded = diffusers.AutoencoderKL.from_pretrained(tmp_path / "ours")
+    assert reloaded.config.scaling_factor == 0.5
+    assert all(torch.equal(tensor, ours.state_dict()[name]) for name, tensor in reloaded.state_dict().items())
 
 
-def test_stable_diffusions_autoencoder_has_its_published_size() -> None:
+def test_stable_diffusion_autoencoder_has_its_published_size() -> None:
     shape = AutoencoderShape(channels=3, latent_channels=4, widths=stage_widths(128, 8), layers_per_block=2)
     with torch.device("meta"):
         counted = sum(p.numel() for p in Autoencoder(shape).parameters())
@@ -99,16 +99,16 @@ def test_stable_diffusions_autoencoder_has_its_published_size() -> None:
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_a_folder_of_ours_opens_whatever_the_axes(dims: Any, tmp_path: Path) -> None:
+def test_exported_folder_loads_in_one_two_and_three_dimensions(dims: Any, tmp_path: Path) -> None:
     model = small_model(dims=dims)
     export_autoencoder(model.state_dict(), model.shape, tmp_path)
-    again = load_autoencoder(tmp_path)
-    assert again.shape.model_dump(exclude={"norm_groups"}) == model.shape.model_dump(exclude={"norm_groups"})
-    assert again.shape.groups == model.shape.groups
-    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    reloaded = load_autoencoder(tmp_path)
+    assert reloaded.shape.model_dump(exclude={"norm_groups"}) == model.shape.model_dump(exclude={"norm_groups"})
+    assert reloaded.shape.groups == model.shape.groups
+    assert all(torch.equal(tensor, reloaded.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
-def test_weights_under_their_names_of_before_2023_open(tmp_path: Path) -> None:
+def test_weights_with_names_from_before_2023_load(tmp_path: Path) -> None:
     model = small_model()
     old = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     export_autoencoder(model.state_dict(), model.shape, tmp_path)
@@ -121,11 +121,11 @@ def test_weights_under_their_names_of_before_2023_open(tmp_path: Path) -> None:
                 tensors[name.replace(new, before)] = value[..., None, None].contiguous() if is_matrix else value
     assert any("proj_attn" in name for name in tensors)
     save_file(tensors, tmp_path / WEIGHTS)
-    again = load_autoencoder(tmp_path).state_dict()
-    assert all(torch.equal(tensor, again[name]) for name, tensor in model.state_dict().items())
+    loaded = load_autoencoder(tmp_path).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
 
 
-def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
+def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
     model = small_model()
     export_autoencoder(model.state_dict(), model.shape, tmp_path)
     (tmp_path / WEIGHTS).rename(tmp_path / "diffusion_pytorch_model.bin")
@@ -149,7 +149,7 @@ def test_pickles_are_refused_by_name(tmp_path: Path) -> None:
         ({"block_out_channels": None}, "is not the config of an autoencoder"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     model = small_model()
     export_autoencoder(model.state_dict(), model.shape, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -159,7 +159,7 @@ def test_what_would_compute_something_else_is_refused(tmp_path: Path, changes: d
     assert "\n" not in str(caught.value)
 
 
-def test_weights_of_another_config_are_refused(tmp_path: Path) -> None:
+def test_weights_of_a_different_config_are_refused(tmp_path: Path) -> None:
     model = small_model()
     export_autoencoder(model.state_dict(), model.shape, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -173,32 +173,32 @@ def test_weights_of_another_config_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_latents_are_smaller_and_data_comes_back_in_its_shape(dims: Any) -> None:
+def test_latent_and_reconstruction_shapes(dims: Any) -> None:
     model, grid = small_model(dims=dims), GRIDS[dims]
-    x = some(2, *grid, 3)
+    x = draw(2, *grid, 3)
     shape = model.latent_shape(grid)
     assert shape == (*((5,) if dims == 3 else ()), *(side // 4 for side in grid[dims == 3 :]), 4)
-    noise = some(2, *shape, seed=1)
-    found, mean, log_variance = model(x, noise)
-    assert found.shape == x.shape
+    noise = draw(2, *shape, seed=1)
+    reconstruction, mean, log_variance = model(x, noise)
+    assert reconstruction.shape == x.shape
     assert mean.shape == log_variance.shape == noise.shape
-    torch.testing.assert_close(found, model.decode(mean + (log_variance / 2).exp() * noise))
-    assert not torch.allclose(found, model(x, 0 * noise)[0], atol=1e-3)
+    torch.testing.assert_close(reconstruction, model.decode(mean + (log_variance / 2).exp() * noise))
+    assert not torch.allclose(reconstruction, model(x, 0 * noise)[0], atol=1e-3)
 
 
 @pytest.mark.parametrize(("times", "frames"), [(1, 5), (2, 7), (4, 9)])
 @torch.no_grad()
-def test_in_causal_time_later_frames_change_nothing_before(times: int, frames: int) -> None:
+def test_causal_time_later_frames_do_not_change_earlier_ones(times: int, frames: int) -> None:
     model = small_model(dims=3, causal_time=True, temporal_downsample=times, widths=(16, 16, 16))
-    x = some(1, frames, 8, 8, 3)
+    x = draw(1, frames, 8, 8, 3)
     mean, log_variance = model.encode(x)
     assert mean.shape[1] == 1 + (frames - 1) // times
     decoded = model.decode(mean)
     assert decoded.shape == x.shape
     for first_changed in range(1, frames):
         other = x.clone()
-        other[:, first_changed:] = some(1, frames - first_changed, 8, 8, 3, seed=2)
-        # Latent 0 stands for frame 0, latent i for the frames up to times * i.
+        other[:, first_changed:] = draw(1, frames - first_changed, 8, 8, 3, seed=2)
+        # Latent 0 encodes frame 0, latent i the frames up to times * i.
         same = 1 + (first_changed - 1) // times
         for before, after in zip((mean, log_variance), model.encode(other), strict=True):
             torch.testing.assert_close(after[:, :same], before[:, :same], atol=1e-6, rtol=1e-5)
@@ -214,38 +214,38 @@ def test_in_causal_time_later_frames_change_nothing_before(times: int, frames: i
 @torch.no_grad()
 def test_an_image_is_a_causal_video_of_one_frame() -> None:
     model = small_model(dims=3, causal_time=True, temporal_downsample=4)
-    video = some(1, 9, 8, 8, 3)
+    video = draw(1, 9, 8, 8, 3)
     torch.testing.assert_close(model.encode(video[:, :1])[0], model.encode(video)[0][:, :1], atol=1e-6, rtol=1e-5)
 
 
 @torch.no_grad()
-def test_without_causal_time_the_end_is_seen_from_the_start() -> None:
+def test_without_causal_time_later_frames_affect_earlier_ones() -> None:
     model = small_model(dims=3, temporal_downsample=2)
-    x = some(1, 4, 8, 8, 3)
+    x = draw(1, 4, 8, 8, 3)
     other = x.clone()
     other[:, 1:] += 1
     assert model.encode(x)[0].shape[1] == 2
     assert not torch.allclose(model.encode(x)[0][:, :1], model.encode(other)[0][:, :1], atol=1e-3)
 
 
-def test_sides_that_cannot_be_halved_are_named_with_ones_that_can() -> None:
+def test_invalid_sides_are_named_with_a_valid_size() -> None:
     model = small_model()
     with pytest.raises(UsageError, match=r"height 18 \(a multiple of 4, such as 20\)") as caught:
-        model.encode(some(1, 18, 16, 3))
+        model.encode(draw(1, 18, 16, 3))
     assert "width" not in str(caught.value)
     with pytest.raises(UsageError, match=r"height 0 .* such as 4\), width 3"):
         model.latent_shape((0, 3))
     with pytest.raises(UsageError, match="over height, width got data with the sides"):
-        model.encode(some(1, 16, 3))
+        model.encode(draw(1, 16, 3))
     video = small_shape(dims=3, causal_time=True, temporal_downsample=4)
     with pytest.raises(UsageError, match=r"frames 16 \(1 more than a multiple of 4, such as 17\)"):
         video.latent_grid((16, 8, 8))
     assert video.latent_grid((17, 8, 8)) == (5, 2, 2)
 
 
-@pytest.mark.parametrize(("widths", "asked", "groups"), [((48, 96), 32, 24), ((6, 9), 32, 3), ((7, 11), 4, 1)])
-def test_group_counts_divide_every_width(widths: tuple[int, ...], asked: int, groups: int) -> None:
-    shape = small_shape(widths=widths, norm_groups=asked)
+@pytest.mark.parametrize(("widths", "requested", "groups"), [((48, 96), 32, 24), ((6, 9), 32, 3), ((7, 11), 4, 1)])
+def test_group_counts_divide_every_width(widths: tuple[int, ...], requested: int, groups: int) -> None:
+    shape = small_shape(widths=widths, norm_groups=requested)
     assert shape.groups == groups
     assert Autoencoder(shape).diffusers_config()["norm_num_groups"] == groups
 
@@ -260,19 +260,19 @@ def test_group_counts_divide_every_width(widths: tuple[int, ...], asked: int, gr
         ({"widths": ()}, "at least 1 item"),
     ],
 )
-def test_impossible_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_shapes_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         small_shape(**changes)
 
 
-def test_names_people_mistype() -> None:
+def test_invalid_downsampling_and_export_are_refused() -> None:
     with pytest.raises(UsageError, match="6 is not a power of two"):
         stage_widths(64, 6)
     with pytest.raises(UsageError, match="only that of images can be exported"):
         small_model(dims=1).diffusers_config()
 
 
-def test_initial_weights_are_a_function_of_seed_and_name_and_keep_the_scale() -> None:
+def test_initial_weights_depend_on_seed_and_name_and_preserve_the_scale() -> None:
     with torch.device("meta"):
         model = Autoencoder(small_shape())
     model.to_empty(device="cpu")
@@ -285,9 +285,9 @@ def test_initial_weights_are_a_function_of_seed_and_name_and_keep_the_scale() ->
     assert initial_convolution("conv2.weight", (64, 32, 3, 3), 0, residual_layers=4).std() == pytest.approx(
         value.std() / 2, rel=0.03
     )
-    found, mean, _ = small_model()(some(2, 16, 24, 3), some(2, 4, 6, 4))
+    reconstruction, mean, _ = small_model()(draw(2, 16, 24, 3), draw(2, 4, 6, 4))
     assert 0.2 < mean.std() < 2
-    assert 0.2 < found.std() < 2
+    assert 0.2 < reconstruction.std() < 2
 
 
 def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +299,7 @@ def test_gradient_checkpointing_changes_no_gradient(monkeypatch: pytest.MonkeyPa
     for checkpointed in (False, True):
         model = small_model().train()
         model.checkpoint_blocks = checkpointed
-        model(some(2, 8, 8, 3), some(2, 2, 2, 4, seed=1))[0].square().sum().backward()
+        model(draw(2, 8, 8, 3), draw(2, 2, 2, 4, seed=1))[0].square().sum().backward()
         gradients.append([p.grad for p in model.parameters()])
         assert bool(calls) is checkpointed
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
@@ -310,28 +310,28 @@ def test_log_variances_have_the_published_bounds() -> None:
     model = small_model()
     for bias, bound in ((100.0, 20.0), (-100.0, -30.0)):
         model.quant_conv.bias.fill_(bias)  # type: ignore[union-attr, operator]
-        assert (model.encode(some(1, 8, 8, 3))[1] == bound).all()
+        assert (model.encode(draw(1, 8, 8, 3))[1] == bound).all()
 
 
-def test_latents_stay_float32_in_half_precision() -> None:
+def test_latents_stay_float32_under_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found, mean, log_variance = small_model()(some(1, 8, 8, 3), some(1, 2, 2, 4))
+        reconstruction, mean, log_variance = small_model()(draw(1, 8, 8, 3), draw(1, 2, 2, 4))
     assert mean.dtype == log_variance.dtype == torch.float32
-    assert found.dtype == torch.bfloat16
+    assert reconstruction.dtype == torch.bfloat16
 
 
-def test_the_last_stages_are_those_that_shrink_time() -> None:
-    """Motion is merged where a place stands for much of the picture already, as the published video models do."""
+def test_time_is_downsampled_in_the_last_stages() -> None:
+    """Time is merged where a position covers much of the image already, as in the published video models."""
     shape = small_shape(dims=3, temporal_downsample=2)
     assert [shape.strides(stage) for stage in range(3)] == [(1, 2, 2), (2, 2, 2), (1, 1, 1)]
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_gradients_lie_in_memory_as_their_weights_do(dims: Any) -> None:
-    """Replicas share one buffer by the strides of the weights, and warn about gradients that differ."""
+def test_gradients_have_the_strides_of_their_weights(dims: Any) -> None:
+    """DDP uses the strides of the weights, and warns about gradients that differ."""
     model = small_model(dims=dims, channels=1).train()
-    found, mean, log_variance = model(some(2, *GRIDS[dims], 1), some(2, *model.latent_shape(GRIDS[dims])))
-    (found.square().sum() + mean.sum() + log_variance.sum()).backward()
+    reconstruction, mean, log_variance = model(draw(2, *GRIDS[dims], 1), draw(2, *model.latent_shape(GRIDS[dims])))
+    (reconstruction.square().sum() + mean.sum() + log_variance.sum()).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert parameter.grad.stride() == parameter.stride(), name

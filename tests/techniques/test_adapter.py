@@ -1,4 +1,4 @@
-"""Bottleneck adapters: nothing at first, a base that stays, and a folder of their own."""
+"""Bottleneck adapters: identity at initialisation, an unchanged base, and an export of their own."""
 
 from __future__ import annotations
 
@@ -42,47 +42,47 @@ SHAPE = TransformerShape(
 TOKENS = {"input_ids": torch.arange(30).view(3, 10) % 20}
 
 
-def answer(task: Any, model: nn.Module) -> torch.Tensor:
+def compute_loss(task: Any, model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return task.loss({"model": model.eval()}, TOKENS, Noise(0, 0, torch.arange(3), torch)).terms["loss"][0]
 
 
-def behind(model: nn.Module) -> dict[str, Bottleneck]:
+def find_bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Bottleneck)}
 
 
-def test_it_is_nothing_at_first_and_each_has_a_say() -> None:
+def test_adapter_is_the_identity_initially_and_each_layer_affects_the_loss() -> None:
     task = Language(shape=SHAPE)
     plain, model = build_models(task, 3)["model"], build_models(Adapter(inner=task, size=4), 3)["model"]
-    before = answer(task, plain)
-    assert torch.equal(answer(task, model), before)
-    layers = behind(model)
+    before = compute_loss(task, plain)
+    assert torch.equal(compute_loss(task, model), before)
+    layers = find_bottlenecks(model)
     ends = ("self_attn.o_proj", "mlp.down_proj")
     assert list(layers) == [f"model.layers.{number}.{end}" for number in (0, 1) for end in ends]
     for name, layer in layers.items():
         with torch.no_grad():
             layer.adapter_up.copy_(torch.linspace(-1, 1, 64).view(16, 4).sin())
-        assert not torch.equal(answer(task, model), before), name
+        assert not torch.equal(compute_loss(task, model), before), name
         nn.init.zeros_(layer.adapter_up)
-    assert torch.equal(answer(task, model), before)
+    assert torch.equal(compute_loss(task, model), before)
 
 
-def test_it_stands_behind_the_outputs_of_others_too(tmp_path: Path) -> None:
+def test_adapters_follow_output_projections_of_other_architectures(tmp_path: Path) -> None:
     from bottega.models.text_classifier.pretrained import read_pretrained_shape
 
     folder = small_texts.encoder(tmp_path)
     shape = read_pretrained_shape(folder, ["a", "b", "c"])
     task = Classification(key="text", shape=shape, pretrained=str(folder))
     ends = ("attention.output.dense", "output.dense")
-    wanted = [f"backbone.encoder.layer.{number}.{end}" for number in (0, 1) for end in ends]
-    assert list(behind(build_models(Adapter(inner=task), 0)["model"])) == wanted
+    expected = [f"backbone.encoder.layer.{number}.{end}" for number in (0, 1) for end in ends]
+    assert list(find_bottlenecks(build_models(Adapter(inner=task), 0)["model"])) == expected
     backbone = DiTShape(grid=(8, 8), channels=1, patch=(2, 2), hidden_size=16, num_layers=1, num_heads=2)
     generator = GeneratorShape(backbone=backbone, condition=ConditionShape(kind="none", hidden_size=16))
-    found = behind(build_models(Adapter(inner=Generation(key="image", shape=generator)), 0)["model"])
-    assert list(found) == ["backbone.blocks.0.attn.to_out", "backbone.blocks.0.down"]
+    bottlenecks = find_bottlenecks(build_models(Adapter(inner=Generation(key="image", shape=generator)), 0)["model"])
+    assert list(bottlenecks) == ["backbone.blocks.0.attn.to_out", "backbone.blocks.0.down"]
 
 
-def test_targets_that_name_nothing_are_refused() -> None:
+def test_unknown_targets_are_refused() -> None:
     task = Language(shape=SHAPE)
     with pytest.raises(UsageError, match=r"adapter\.targets: 'o_prj' matches no layer.*did you mean o_proj"):
         build_models(Adapter(inner=task, targets=("o_prj",)), 0)
@@ -110,39 +110,39 @@ def settings(medium: str, folder: Path, base: Path) -> tuple[str, dict[str, Any]
 
 
 @pytest.mark.parametrize("medium", ["language", "classify", "image"])
-def test_a_run_saves_what_learnt_resumes_to_the_bit_and_opens_again(base: Path, tmp_path: Path, medium: str) -> None:
+def test_run_saves_trained_weights_resumes_bitwise_and_loads(base: Path, tmp_path: Path, medium: str) -> None:
     recipe, values = settings(medium, tmp_path, base)
     values |= {**STEADY, "training.ema": 0.9, "techniques": [{"name": "adapter", "options": {"size": 4}}]}
     straight = bottega.train(recipe, {**values, "name": "straight"})
     bottega.train(recipe, {**values, "name": "cut", "training.max_steps": 4})
     bottega.train(recipe, {**values, "name": "cut"})
-    end = tensors(straight.path)
-    assert different(end, tensors(tmp_path / "cut")) == []
-    saved = {name.partition("/")[2] for name in end if name.startswith("model.safetensors/")}
+    final = tensors(straight.path)
+    assert different(final, tensors(tmp_path / "cut")) == []
+    saved = {name.partition("/")[2] for name in final if name.startswith("model.safetensors/")}
     assert all(".adapter_" in name or name.startswith("head.") for name in saved)
-    again = bottega.load(straight.path, checkpoint="last", device="cpu")
-    assert again.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
-    kept, now = build_models(again.workload.task, 0)["model"].state_dict(), again.model.state_dict()
-    assert all(torch.equal(now[name], kept[name]) for name in kept if not name.startswith("head."))
+    loaded = bottega.load(straight.path, checkpoint="last", device="cpu")
+    assert loaded.evaluate() == pytest.approx(straight.metrics, rel=1e-6)
+    base_state, state = build_models(loaded.workload.task, 0)["model"].state_dict(), loaded.model.state_dict()
+    assert all(torch.equal(state[name], base_state[name]) for name in base_state if not name.startswith("head."))
 
 
-def test_the_folder_holds_the_adapter_alone(base: Path, tmp_path: Path) -> None:
+def test_export_contains_the_adapter_only(base: Path, tmp_path: Path) -> None:
     recipe, values = settings("image", tmp_path, base)
     run = bottega.train(recipe, {**values, "name": "drawn", "techniques": ["adapter"]})
     saved = bottega.load(run.path, device="cpu")
     folder = saved.export()
     assert sorted(path.name for path in folder.iterdir()) == ["README.md", "adapter"]
-    said = json.loads((folder / "adapter" / "bottega.json").read_text())
-    assert (said["kind"], said["size"], said["base"]) == ("bottleneck", 32, saved.base_hash)
-    assert said["layers"] == list(behind(saved.model))
+    metadata = json.loads((folder / "adapter" / "bottega.json").read_text())
+    assert (metadata["kind"], metadata["size"], metadata["base"]) == ("bottleneck", 32, saved.base_hash)
+    assert metadata["layers"] == list(find_bottlenecks(saved.model))
     state = saved.model.state_dict()
-    found = load_file(folder / "adapter" / "adapter_model.safetensors")
-    assert found.keys() == {name for name in state if ".adapter_" in name}
-    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+    weights = load_file(folder / "adapter" / "adapter_model.safetensors")
+    assert weights.keys() == {name for name in state if ".adapter_" in name}
+    assert all(torch.equal(tensor, state[name]) for name, tensor in weights.items())
     assert "this export contains nothing else" in (folder / "README.md").read_text()
 
 
-def test_such_a_folder_is_a_start(base: Path, tmp_path: Path) -> None:
+def test_training_starts_from_an_exported_adapter(base: Path, tmp_path: Path) -> None:
     recipe, values = settings("image", tmp_path, base)
     values |= {**STEADY, "training.weight_decay": 0.0}
     technique: dict[str, Any] = {"name": "adapter", "options": {"size": 4, "train": ["backbone.out"]}}
@@ -152,32 +152,34 @@ def test_such_a_folder_is_a_start(base: Path, tmp_path: Path) -> None:
     folder = bottega.load(first.path, checkpoint="last", device="cpu").export() / "adapter"
     options = {**technique["options"], "start": str(folder)}
 
-    def again(name: str, **changes: Any) -> Any:
-        asked = [{"name": "adapter", "options": {**options, **changes.pop("options", {})}}]
-        still = {"training.learning_rate": 1e-30, "name": name, "techniques": asked}
+    def train_from_start(name: str, **changes: Any) -> Any:
+        techniques = [{"name": "adapter", "options": {**options, **changes.pop("options", {})}}]
+        still = {"training.learning_rate": 1e-30, "name": name, "techniques": techniques}
         return bottega.train(recipe, {**values, **still, **changes})
 
-    second = again("second", **{"training.max_steps": 4})
-    one, other = (load_file(run.path / "checkpoints" / "last" / "model.safetensors") for run in (first, second))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-    assert any(torch.any(one[name]) for name in one if name.endswith("adapter_up"))
-    again("more", options={"train": ["backbone.out", "backbone.modulation_out"]})
-    for change, said in (
+    second = train_from_start("second", **{"training.max_steps": 4})
+    first_weights, second_weights = (
+        load_file(run.path / "checkpoints" / "last" / "model.safetensors") for run in (first, second)
+    )
+    assert first_weights.keys() == second_weights.keys()
+    assert all(torch.equal(first_weights[name], second_weights[name]) for name in first_weights)
+    assert any(torch.any(first_weights[name]) for name in first_weights if name.endswith("adapter_up"))
+    train_from_start("more", options={"train": ["backbone.out", "backbone.modulation_out"]})
+    for change, message in (
         ({"options": {"size": 8}}, r"adapter\.size is 8, but .* has 4; set it to that"),
         ({"options": {"targets": ["to_out"]}}, r"adapter\.targets: .* contains .*\.down\..*; it has down, to_out"),
         ({"options": {"train": []}}, r"contains backbone\.out\..*, which is not trained here"),
         ({"options": {"start": str(tmp_path)}}, r"techniques\.adapter\.start: .*bottega\.json does not exist"),
         ({"model.from": None}, r"techniques\.adapter\.start: .* over another base model \(.*base/final; .* differs\)"),
     ):
-        with pytest.raises(UsageError, match=said):
-            again("no", **change)
-    said = json.loads((folder / "bottega.json").read_text())
-    (folder / "bottega.json").write_text(json.dumps({**said, "kind": "lora"}))
+        with pytest.raises(UsageError, match=message):
+            train_from_start("no", **change)
+    metadata = json.loads((folder / "bottega.json").read_text())
+    (folder / "bottega.json").write_text(json.dumps({**metadata, "kind": "lora"}))
     with pytest.raises(UsageError, match="is an adapter of kind lora, not bottleneck"):
-        again("no")
-    (folder / "bottega.json").write_text(json.dumps({**said, "version": 0}))
+        train_from_start("no")
+    (folder / "bottega.json").write_text(json.dumps({**metadata, "version": 0}))
     with pytest.raises(CheckpointError, match="export the run again"):
-        again("no")
+        train_from_start("no")
     shutil.rmtree(folder)
-    assert again("second").step > 4  # which has all it needs
+    assert train_from_start("second").step > 4  # a resumed run does not read the start again

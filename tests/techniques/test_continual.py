@@ -1,4 +1,4 @@
-"""Learning one source after the other: what is measured, what is held, what survives a kill, and what is forgotten less."""
+"""Continual learning: metrics per source, the forgetting matrix, EWC and replay, and resumed runs."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from toy_task import Toy, engine, source
 BOTH = [{"name": "ewc", "options": {"samples": 6}}, {"name": "replay", "options": {"share": 0.25, "memory": 5}}]
 
 
-# What is measured
+# Metrics per source
 
 
-class Padded(Toy):
-    """Filled-up rows count nowhere, and each example says who it is."""
+class PaddedToy(Toy):
+    """Ignores padding rows, and returns a row that identifies each example."""
 
     def counts(self, batch: Batch) -> Any:
         mask = (
@@ -64,50 +64,53 @@ class Padded(Toy):
         )
 
 
-def with_sources(count: int = 37) -> ArraySource:
-    owner = np.arange(count) % 3 - (np.arange(count) == 5) * 10  # the sixth is nobody's
-    return ArraySource({**source(samples=count).arrays, "source": owner})
+def build_source(count: int = 37) -> ArraySource:
+    source_index = np.arange(count) % 3 - (np.arange(count) == 5) * 10  # the sixth belongs to no source
+    return ArraySource({**source(samples=count).arrays, "source": source_index})
 
 
-def test_each_source_is_measured_as_if_it_were_alone() -> None:
-    samples = with_sources()
-    plain = engine(task=Padded(noise=0.0))
-    both = engine(task=PerSourceMetrics(inner=Padded(noise=0.0), names=("a", "b", "c")))
-    found = evaluate(both, iter_eval_batches(samples, 8))
+def test_metrics_of_each_source_equal_evaluating_it_alone() -> None:
+    samples = build_source()
+    plain = engine(task=PaddedToy(noise=0.0))
+    both = engine(task=PerSourceMetrics(inner=PaddedToy(noise=0.0), names=("a", "b", "c")))
+    metrics = evaluate(both, iter_eval_batches(samples, 8))
     everything = ArraySource({k: v for k, v in samples.arrays.items() if k != "source"})
     for name, value in evaluate(plain, iter_eval_batches(everything, 8)).items():
-        assert found[name] == pytest.approx(value, rel=1e-6)
+        assert metrics[name] == pytest.approx(value, rel=1e-6)
     for number, name in enumerate("abc"):
-        own = samples.arrays["source"] == number
-        alone = ArraySource({k: v[own] for k, v in everything.arrays.items()})
+        is_own = samples.arrays["source"] == number
+        alone = ArraySource({k: v[is_own] for k, v in everything.arrays.items()})
         for metric, value in evaluate(plain, iter_eval_batches(alone, 5)).items():
-            assert found[f"{name}/{metric}"] == pytest.approx(value, rel=1e-6)
+            assert metrics[f"{name}/{metric}"] == pytest.approx(value, rel=1e-6)
 
 
-def test_shares_of_two_ranks_add_up_and_rows_stay_in_order() -> None:
-    samples, one = with_sources(), engine(task=PerSourceMetrics(inner=Padded(), names=("a", "b", "c")))
-    whole = [one.eval_step(batch) for batch in iter_eval_batches(samples, 8)]
+def test_sums_of_two_ranks_add_up_and_rows_stay_in_order() -> None:
+    samples, subject = build_source(), engine(task=PerSourceMetrics(inner=PaddedToy(), names=("a", "b", "c")))
+    single = [subject.eval_step(batch) for batch in iter_eval_batches(samples, 8)]
     ranks = [
-        [one.eval_step(batch) for batch in iter_eval_batches(samples, 8, data_rank=r, data_size=2)] for r in range(2)
+        [subject.eval_step(batch) for batch in iter_eval_batches(samples, 8, data_rank=r, data_size=2)]
+        for r in range(2)
     ]
-    for step, (sums, rows) in enumerate(whole):
-        shares = [rank[step] for rank in ranks]
+    for step, (sums, rows) in enumerate(single):
+        results = [rank[step] for rank in ranks]
         for name, (total, count) in sums.items():
-            assert float(sum(share.sums[name][0] for share in shares)) == pytest.approx(
+            assert float(sum(result.sums[name][0] for result in results)) == pytest.approx(
                 float(total), rel=1e-5, abs=1e-7
             )
-            assert float(sum(share.sums[name][1] for share in shares)) == float(count)
-        joined = torch.cat([share.rows["first"] for share in shares])
+            assert float(sum(result.sums[name][1] for result in results)) == float(count)
+        joined = torch.cat([result.rows["first"] for result in results])
         assert torch.equal(joined, rows["first"])
-        assert [list(share.sums) for share in shares] == [list(sums)] * 2  # ranks add up by the order of the names
+        assert [list(result.sums) for result in results] == [
+            list(sums)
+        ] * 2  # ranks are reduced in the order of the names
 
 
-def test_training_does_not_see_the_number_of_a_source() -> None:
-    batch = next(iter_eval_batches(with_sources(), 8))
-    inner, outer = engine(task=Padded()), engine(task=PerSourceMetrics(inner=Padded(), names=("a", "b", "c")))
+def test_source_index_does_not_affect_training() -> None:
+    batch = next(iter_eval_batches(build_source(), 8))
+    inner, outer = engine(task=PaddedToy()), engine(task=PerSourceMetrics(inner=PaddedToy(), names=("a", "b", "c")))
     plain = {name: value for name, value in batch.items() if name not in ("source", "index")}
-    for one, given in ((inner, plain), (outer, {**plain, "source": batch["source"]})):
-        one.train_step(0, given)
+    for subject, inputs in ((inner, plain), (outer, {**plain, "source": batch["source"]})):
+        subject.train_step(0, inputs)
     for a, b in zip(inner.model.parameters(), outer.model.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -115,110 +118,114 @@ def test_training_does_not_see_the_number_of_a_source() -> None:
 # The matrix
 
 
-def test_transfer_of_a_hand_worked_matrix() -> None:
+def test_transfer_metrics_of_a_worked_example() -> None:
     matrix = np.array([[0.9, 0.2, 0.1], [0.6, 0.8, 0.3], [0.5, 0.85, 0.7]])
-    found = transfer_metrics(matrix, maximise=True)
-    assert found["average"] == pytest.approx((0.5 + 0.85 + 0.7) / 3)
-    assert found["backward_transfer"] == pytest.approx(((0.5 - 0.9) + (0.85 - 0.8)) / 2)
-    assert found["forgetting"] == pytest.approx(((0.9 - 0.5) + (0.8 - 0.85)) / 2)
-    # A loss that rises is transfer below 0 as well.
+    metrics = transfer_metrics(matrix, maximise=True)
+    assert metrics["average"] == pytest.approx((0.5 + 0.85 + 0.7) / 3)
+    assert metrics["backward_transfer"] == pytest.approx(((0.5 - 0.9) + (0.85 - 0.8)) / 2)
+    assert metrics["forgetting"] == pytest.approx(((0.9 - 0.5) + (0.8 - 0.85)) / 2)
+    # A rising loss is negative transfer too.
     assert transfer_metrics(1 - matrix, maximise=False)["backward_transfer"] == pytest.approx(
-        found["backward_transfer"]
+        metrics["backward_transfer"]
     )
-    assert transfer_metrics(1 - matrix, maximise=False)["forgetting"] == pytest.approx(found["forgetting"])
+    assert transfer_metrics(1 - matrix, maximise=False)["forgetting"] == pytest.approx(metrics["forgetting"])
 
 
-def test_the_matrix_is_of_the_ends_of_turns_and_survives_a_resume() -> None:
+def test_matrix_is_recorded_at_source_ends_and_survives_a_resume() -> None:
     progress = Progress(total=9)
-    watch = ForgettingMatrix(("a", "b"), BestMetric("accuracy", maximise=True))
-    watch.first_steps = (0, 4)
-    watch.start(progress)
+    matrix = ForgettingMatrix(("a", "b"), BestMetric("accuracy", maximise=True))
+    matrix.first_steps = (0, 4)
+    matrix.start(progress)
     for step, a, b in ((2, 0.1, 0.1), (4, 0.8, 0.2)):
         progress.step = step
         measured = {"accuracy": 0.5, "a/accuracy": a, "b/accuracy": b}
-        assert watch.summarise(measured) == measured
-    again = ForgettingMatrix(("a", "b"), BestMetric("accuracy", maximise=True))
-    again.first_steps = (0, 4)
-    again.load_state_dict(json.loads(json.dumps(watch.state_dict())))
-    again.start(progress)
+        assert matrix.summarise(measured) == measured
+    resumed = ForgettingMatrix(("a", "b"), BestMetric("accuracy", maximise=True))
+    resumed.first_steps = (0, 4)
+    resumed.load_state_dict(json.loads(json.dumps(matrix.state_dict())))
+    resumed.start(progress)
     progress.step = 9
-    found = again.summarise({"accuracy": 0.5, "a/accuracy": 0.5, "b/accuracy": 0.9})
-    assert again.matrix == [[0.8, 0.2], [0.5, 0.9]]
-    assert found["backward_transfer"] == pytest.approx(-0.3)
-    again.load_state_dict({})
-    assert again.matrix == [[None, None], [None, None]]
+    metrics = resumed.summarise({"accuracy": 0.5, "a/accuracy": 0.5, "b/accuracy": 0.9})
+    assert resumed.matrix == [[0.8, 0.2], [0.5, 0.9]]
+    assert metrics["backward_transfer"] == pytest.approx(-0.3)
+    resumed.load_state_dict({})
+    assert resumed.matrix == [[None, None], [None, None]]
 
 
-# What is held
+# Elastic weight consolidation
 
 
-def test_fisher_is_the_mean_of_squared_gradients_of_single_examples() -> None:
-    one, samples = engine(task=Toy(dropout=0.5)), source(samples=7)
-    names = [name for name, _ in one.model.named_parameters()]
-    one.model.first.weight.requires_grad_(False)  # as if it began to learn later
+def test_fisher_is_the_mean_of_squared_per_example_gradients() -> None:
+    subject, samples = engine(task=Toy(dropout=0.5)), source(samples=7)
+    names = [name for name, _ in subject.model.named_parameters()]
+    subject.model.first.weight.requires_grad_(False)  # as if it were unfrozen later
     single = [(i, samples.rows(np.array([i]), np.array([0]))) for i in range(7)]
-    found = fisher_diagonal(one, single, count=7, names=names)
-    assert not one.model.first.weight.requires_grad
+    fisher = fisher_diagonal(subject, single, count=7, names=names)
+    assert not subject.model.first.weight.requires_grad
 
-    model, wanted = one.model.eval().requires_grad_(True), dict.fromkeys(names, 0.0)
+    model, expected = subject.model.eval().requires_grad_(True), dict.fromkeys(names, 0.0)
     for number, batch in single:
         model.zero_grad()
-        rng = Noise(one.seed, FISHER_STEP, torch.tensor([number]), torch)
-        out = one.task.loss({"model": model}, {k: torch.from_numpy(v) for k, v in batch.items()}, rng)
-        sum_terms(out.terms, one.task.counts(batch)).backward()
+        rng = Noise(subject.seed, FISHER_STEP, torch.tensor([number]), torch)
+        out = subject.task.loss({"model": model}, {k: torch.from_numpy(v) for k, v in batch.items()}, rng)
+        sum_terms(out.terms, subject.task.counts(batch)).backward()
         for name, p in model.named_parameters():
-            wanted[name] = wanted[name] + p.grad**2 / 7
+            expected[name] = expected[name] + p.grad**2 / 7
     for name in names:
-        torch.testing.assert_close(found[name], wanted[name], rtol=1e-5, atol=1e-12)
-    assert all(float(f.sum()) > 0 for f in found.values())
-    # Two ranks with every other example each have the same sum.
-    halves = [fisher_diagonal(one, single[rank::2], count=7, names=names) for rank in range(2)]
+        torch.testing.assert_close(fisher[name], expected[name], rtol=1e-5, atol=1e-12)
+    assert all(float(f.sum()) > 0 for f in fisher.values())
+    # The sums of two ranks with every other example each add up to the same.
+    halves = [fisher_diagonal(subject, single[rank::2], count=7, names=names) for rank in range(2)]
     for name in names:
-        torch.testing.assert_close(halves[0][name] + halves[1][name], found[name], rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(halves[0][name] + halves[1][name], fisher[name], rtol=1e-5, atol=1e-12)
 
 
-def test_fisher_of_a_run_in_fp16_is_in_fp32() -> None:
-    """Beneath 6e-8 half precision knows nothing, and there is no loss scale here."""
-    samples, found = source(samples=5), {}
+def test_fisher_of_an_fp16_run_is_computed_in_fp32() -> None:
+    """Below 6e-8 fp16 underflows, and no loss scale is used here."""
+    samples, fisher = source(samples=5), {}
     single = [(i, samples.rows(np.array([i]), np.array([0]))) for i in range(5)]
     for precision in (torch.float32, torch.float16, torch.bfloat16):
-        one = engine(task=Faint())
-        one.dtype = precision
-        found[precision] = fisher_diagonal(one, single, count=5, names=[n for n, _ in one.model.named_parameters()])
-    for name, wanted in found[torch.float32].items():
-        assert float(wanted.sum()) > 0
-        assert torch.equal(found[torch.float16][name], wanted)
-    assert any(not torch.equal(found[torch.bfloat16][name], wanted) for name, wanted in found[torch.float32].items())
+        subject = engine(task=TinyLossToy())
+        subject.dtype = precision
+        fisher[precision] = fisher_diagonal(
+            subject, single, count=5, names=[n for n, _ in subject.model.named_parameters()]
+        )
+    for name, expected in fisher[torch.float32].items():
+        assert float(expected.sum()) > 0
+        assert torch.equal(fisher[torch.float16][name], expected)
+    assert any(
+        not torch.equal(fisher[torch.bfloat16][name], expected) for name, expected in fisher[torch.float32].items()
+    )
 
 
-class Faint(Toy):
-    """As the loss of many thousand tokens is: each of them has a share of next to nothing."""
+class TinyLossToy(Toy):
+    """A tiny loss, as for one of many thousand tokens."""
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         terms = super().loss(models, batch, rng).terms
         return Loss(terms={name: (1e-7 * total, weight) for name, (total, weight) in terms.items()})
 
 
-def test_penalty_pulls_back_by_importance() -> None:
+def test_penalty_gradient_is_proportional_to_importance() -> None:
     task = Ewc(inner=Toy(), strength=3.0)
-    one = engine(task=task)
-    named = dict(one.model.named_parameters())
-    assert set(one.task_state()) == {f"{kind}/{name}" for kind in ("fisher", "anchor") for name in named}
-    penalty = task.penalty(named, one.task_state())
+    subject = engine(task=task)
+    named = dict(subject.model.named_parameters())
+    assert set(subject.task_state()) == {f"{kind}/{name}" for kind in ("fisher", "anchor") for name in named}
+    penalty = task.penalty(named, subject.task_state())
     assert penalty.item() == 0.0
     importance = {name: torch.rand_like(p) for name, p in named.items()}
-    one.write_task_state(consolidate(one.task_state(), named, importance, decay=0.5))
-    at = {name: p.detach().clone() for name, p in named.items()}
+    subject.write_task_state(consolidate(subject.task_state(), named, importance, decay=0.5))
+    anchors = {name: p.detach().clone() for name, p in named.items()}
     with torch.no_grad():
         for p in named.values():
             p.add_(0.1)
-    gradients = torch.autograd.grad(task.penalty(named, one.task_state()), list(named.values()))
+    gradients = torch.autograd.grad(task.penalty(named, subject.task_state()), list(named.values()))
     for (name, p), gradient in zip(named.items(), gradients, strict=True):
-        torch.testing.assert_close(gradient, 3.0 * importance[name] * (p - at[name]))
-    one.write_task_state(consolidate(one.task_state(), named, importance, decay=0.5))
+        torch.testing.assert_close(gradient, 3.0 * importance[name] * (p - anchors[name]))
+    subject.write_task_state(consolidate(subject.task_state(), named, importance, decay=0.5))
     for name, p in named.items():
-        torch.testing.assert_close(one.task_state()[f"fisher/{name}"], 1.5 * importance[name])
-        assert torch.equal(one.task_state()[f"anchor/{name}"], p)
+        torch.testing.assert_close(subject.task_state()[f"fisher/{name}"], 1.5 * importance[name])
+        assert torch.equal(subject.task_state()[f"anchor/{name}"], p)
 
 
 # Runs
@@ -231,20 +238,20 @@ def language(folder: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key != "data.train.path"}
 
 
-def by_class(values: dict[str, Any], first: list[str], second: list[str]) -> dict[str, Any]:
+def split_by_class(values: dict[str, Any], first: list[str], second: list[str]) -> dict[str, Any]:
     path = values["data.train.path"]
     sources = [{"path": path, "labels": first, "name": "early"}, {"path": path, "labels": second, "name": "late"}]
-    kept = {key: value for key, value in values.items() if not key.startswith("data.train")}
-    return {**kept, "data.train": {}, "data.sources": sources}
+    remaining = {key: value for key, value in values.items() if not key.startswith("data.train")}
+    return {**remaining, "data.train": {}, "data.sources": sources}
 
 
 def classify(folder: Path) -> dict[str, Any]:
     values = small_texts.settings(folder, "cnn", **{"model.word_dropout": 0.2, "data.split": None})
-    return by_class(values, ["cook", "sail"], ["sing"])
+    return split_by_class(values, ["cook", "sail"], ["sing"])
 
 
 def image(folder: Path) -> dict[str, Any]:
-    return by_class(small_media.image(folder), ["dark", "grey"], ["bright"])
+    return split_by_class(small_media.image(folder), ["dark", "grey"], ["bright"])
 
 
 CASES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
@@ -260,7 +267,7 @@ def train(case: str, folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_kill_at_around_and_between_borders_changes_nothing(case: str, tmp_path: Path) -> None:
+def test_resume_around_source_boundaries_is_bitwise_equal(case: str, tmp_path: Path) -> None:
     changes = {"techniques": BOTH, "checkpoint.every": 1, "checkpoint.keep": 20, "evaluation.every": 7}
     run = train(case, tmp_path, **changes)
     matrix = json.loads((run.path / "forgetting.json").read_text())
@@ -270,42 +277,42 @@ def test_a_kill_at_around_and_between_borders_changes_nothing(case: str, tmp_pat
     assert {f"{name}/loss" for name in names} <= set(run.metrics)
     assert run.metrics["backward_transfer"] == pytest.approx(matrix["backward_transfer"])
     evaluated = small_run.steps_logged(run.path, "eval")
-    (border,) = set(evaluated) - {7, 8}  # the first step of the second source
-    assert 0 < border < 8
-    whole = tmp_path / "whole"
-    shutil.move(run.path, whole)
-    for last in (border, border + 1):
+    (boundary,) = set(evaluated) - {7, 8}  # the first step of the second source
+    assert 0 < boundary < 8
+    uninterrupted = tmp_path / "whole"
+    shutil.move(run.path, uninterrupted)
+    for last in (boundary, boundary + 1):
         shutil.rmtree(run.path, ignore_errors=True)
-        shutil.copytree(whole, run.path, symlinks=True)
+        shutil.copytree(uninterrupted, run.path, symlinks=True)
         (run.path / "forgetting.json").unlink()
         for folder in (run.path / "checkpoints").glob("step-*"):
             if int(folder.name.removeprefix("step-")) > last:
                 shutil.rmtree(folder)
         train(case, tmp_path, **changes)
-        assert first_difference(whole, run.path) is None, last
+        assert first_difference(uninterrupted, run.path) is None, last
         assert json.loads((run.path / "forgetting.json").read_text()) == matrix
 
 
-def test_before_the_first_border_nothing_is_held(tmp_path: Path) -> None:
-    """Bit for bit the plain run up to the second source, and another one after it."""
-    found = {}
+def test_ewc_has_no_effect_before_the_first_source_boundary(tmp_path: Path) -> None:
+    """Bitwise equal to the plain run up to the second source, and different after it."""
+    states = {}
     for name, techniques in (("plain", []), ("held", BOTH[:1])):
         changes = {"checkpoint.every": 1, "checkpoint.keep": 20, "techniques": techniques}
         run = train("classify", tmp_path, **changes, name=name)
-        border = (set(small_run.steps_logged(run.path, "eval")) - {4, 8}).pop()
-        for step in (border, border + 2):  # at the border itself the weights are the anchors
+        boundary = (set(small_run.steps_logged(run.path, "eval")) - {4, 8}).pop()
+        for step in (boundary, boundary + 2):  # at the boundary itself the weights are the anchors
             folder = run.path / "checkpoints" / f"step-{step:08d}"
             tensors = {f: load_file(folder / f"{f}.safetensors") for f in ("model", "optimizer")}
-            found[name, step] = {f"{f}/{n}": a for f in tensors for n, a in tensors[f].items()}
-    assert small_run.different(found["plain", border], found["held", border]) == []
-    assert small_run.different(found["plain", border + 2], found["held", border + 2])
+            states[name, step] = {f"{f}/{n}": a for f in tensors for n, a in tensors[f].items()}
+    assert small_run.different(states["plain", boundary], states["held", boundary]) == []
+    assert small_run.different(states["plain", boundary + 2], states["held", boundary + 2])
     rows = [json.loads(line) for line in (tmp_path / "held" / "metrics.jsonl").read_text().splitlines()]
     penalties = {row["step"]: row["penalty"] for row in rows if row["kind"] == "train"}
-    assert {penalties[step] for step in range(1, border + 2)} == {0.0}
-    assert min(penalties[step] for step in range(border + 2, 9)) > 0
+    assert {penalties[step] for step in range(1, boundary + 2)} == {0.0}
+    assert min(penalties[step] for step in range(boundary + 2, 9)) > 0
 
 
-def test_a_limit_and_few_batches_still_measure_every_source(tmp_path: Path) -> None:
+def test_limited_validation_still_covers_every_source(tmp_path: Path) -> None:
     run = train("classify", tmp_path, **{"data.validation.limit": 6, "evaluation.max_batches": 1})
     assert np.isfinite([run.metrics[f"{name}/accuracy"] for name in ("early", "late")]).all()
     saved = bottega.load(run.path)
@@ -316,7 +323,7 @@ def test_a_limit_and_few_batches_still_measure_every_source(tmp_path: Path) -> N
     assert result["metrics"]["accuracy"] >= 0
 
 
-def test_what_evaluate_writes_names_the_right_examples(tmp_path: Path) -> None:
+def test_evaluation_rows_name_the_right_examples(tmp_path: Path) -> None:
     from bottega.analysis.classifier_predictions import ClassifierPredictions
 
     saved = bottega.load(train("classify", tmp_path).path)
@@ -327,7 +334,7 @@ def test_what_evaluate_writes_names_the_right_examples(tmp_path: Path) -> None:
     assert {line["key"]: line["label"] for line in lines} == labels
 
 
-def test_one_pass_over_a_stream(tmp_path: Path) -> None:
+def test_one_epoch_visits_each_source_once(tmp_path: Path) -> None:
     run = train(
         "classify", tmp_path, **{"training.max_steps": None, "training.num_epochs": 1, "training.batch_size": 7}
     )
@@ -337,7 +344,7 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "words"),
+    ("changes", "kind", "message"),
     [
         (
             {"data.mixture": None, "techniques": ["ewc"]},
@@ -355,37 +362,37 @@ def test_one_pass_over_a_stream(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_makes_no_sequence_is_said(
-    changes: dict[str, Any], kind: type[Exception], words: str, tmp_path: Path
+def test_invalid_sequence_is_refused(
+    changes: dict[str, Any], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=message):
         train("classify", tmp_path, **changes)
 
 
-def test_two_sources_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_duplicate_source_names_are_refused(tmp_path: Path) -> None:
     values = classify(tmp_path)
     twice = [{**source, "name": "same"} for source in values["data.sources"]]
     with pytest.raises(UsageError, match="2 are named same"):
         train("classify", tmp_path, **{"data.sources": twice})
 
 
-def test_without_validation_there_is_no_matrix_and_that_is_said(tmp_path: Path) -> None:
+def test_missing_validation_disables_the_forgetting_matrix_with_a_message(tmp_path: Path) -> None:
     run = train("classify", tmp_path, **{"data.validation": None})
     assert "forgetting is not measured" in (run.path / "log.txt").read_text()
     assert not (run.path / "forgetting.json").exists()
 
 
-def test_turns_cannot_be_moved_by_a_resume(tmp_path: Path) -> None:
+def test_changing_the_schedule_on_resume_is_refused(tmp_path: Path) -> None:
     train("classify", tmp_path)
     for changes in ({"training.max_steps": 12}, {"training.batch_size": 4}):
         with pytest.raises(UsageError, match="was started with another recipe"):
             train("classify", tmp_path, **changes)
 
 
-# What it is for
+# Claims
 
 
-def digits(folder: Path, name: str, seed: int, techniques: list[Any]) -> None:
+def train_digits(folder: Path, name: str, seed: int, techniques: list[Any]) -> None:
     source = {"kind": "embedded"}
     sources = [{**source, "labels": list(range(5))}, {**source, "labels": list(range(5, 10))}]
     values = {
@@ -411,9 +418,9 @@ def digits(folder: Path, name: str, seed: int, techniques: list[Any]) -> None:
 def test_ewc_and_replay_forget_less_than_plain_training_at_equal_steps(tmp_path: Path) -> None:
     """Digits 0 to 4, then 5 to 9, with one head for all ten: five seeds each."""
     for seed in range(5):
-        digits(tmp_path, "plain", seed, [])
-        digits(tmp_path, "ewc", seed, [{"name": "ewc", "options": {"samples": 128}}])
-        digits(tmp_path, "replay", seed, ["replay"])
+        train_digits(tmp_path, "plain", seed, [])
+        train_digits(tmp_path, "ewc", seed, [{"name": "ewc", "options": {"samples": 128}}])
+        train_digits(tmp_path, "replay", seed, ["replay"])
     groups = [str(tmp_path / f"{name}-s*") for name in ("plain", "ewc", "replay")]
     for metric in ("backward_transfer", "average"):
         report = compare(groups, metric=metric)

@@ -1,4 +1,4 @@
-"""Distillation: the same question to both, the formula by hand, nothing lost on the way, and teachers that do not fit."""
+"""Distillation: loss and gradient against the formula, hidden states, invariances of runs, and incompatible teachers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def language(folder: Path) -> dict[str, Any]:
     return small_run.settings(folder, small_run.write_text(folder / "text.txt"))
 
 
-def pictures(folder: Path) -> dict[str, Any]:
+def image_classification(folder: Path) -> dict[str, Any]:
     shared = {
         key: value for key, value in small_media.image(folder).items() if not key.startswith(("model.", "samples."))
     }
@@ -58,13 +58,13 @@ def pictures(folder: Path) -> dict[str, Any]:
 SMALLER: dict[str, tuple[Settings, dict[str, Any]]] = {
     "language/shakespeare": (language, {"model.num_layers": 2}),
     "classify": (small_texts.settings, {"model.num_layers": 1}),
-    "classify/image": (pictures, {"model.hidden_size": 4}),
+    "classify/image": (image_classification, {"model.hidden_size": 4}),
     "image": (small_media.image, {"model.num_layers": 1}),
 }
-"""Recipe -> its settings, and what is another size in the student than in the teacher."""
+"""Recipe -> its settings, and the sizes in which the student differs from the teacher."""
 
 
-def taught(teacher: Path | str, **options: Any) -> dict[str, Any]:
+def distill_from(teacher: Path | str, **options: Any) -> dict[str, Any]:
     return {"techniques": [{"name": "distill", "options": {"teacher": str(teacher), **options}}]}
 
 
@@ -90,7 +90,7 @@ def recipe(request: pytest.FixtureRequest) -> str:
 
 
 class Subject:
-    """One process of a run, without the loop around it."""
+    """Workload, plan, engine and loader of a run, without the training loop."""
 
     def __init__(self, recipe: str, folder: Path, /, **changes: Any) -> None:
         resolved = load_recipe([recipe, values(recipe, folder, **changes)]).recipe
@@ -108,48 +108,50 @@ class Subject:
         return {name: tensor.detach().numpy().copy() for name, tensor in self.engine.model.state_dict().items()}
 
 
-# What is learnt
+# Training
 
 
-def test_a_teacher_without_a_say_changes_no_bit(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_alpha_of_zero_is_bitwise_equal_to_plain_training(
+    recipe: str, teachers: dict[str, Path], tmp_path: Path
+) -> None:
     more = {"training.micro_batch_size": 3, "model.dropout": 0.1}
     plain = Subject(recipe, tmp_path, **more)
-    silent = Subject(recipe, tmp_path, **more, **taught(teachers[recipe], alpha=0.0))
-    assert [r["loss"] for r in plain.advance(3)] == [r["loss"] for r in silent.advance(3)]
-    assert different(plain.weights(), silent.weights()) == []
+    distilled = Subject(recipe, tmp_path, **more, **distill_from(teachers[recipe], alpha=0.0))
+    assert [r["loss"] for r in plain.advance(3)] == [r["loss"] for r in distilled.advance(3)]
+    assert different(plain.weights(), distilled.weights()) == []
 
 
-def test_validation_means_what_it_meant(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
-    """The loss of the data, whatever the teacher's share; and how far the student is from the teacher."""
-    found = []
-    for changes in ({}, taught(teachers[recipe], alpha=0.9, temperature=3.0)):
+def test_validation_loss_is_the_data_loss(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    """Validation reports the data loss whatever alpha is, and the distance to the teacher."""
+    metrics = []
+    for changes in ({}, distill_from(teachers[recipe], alpha=0.9, temperature=3.0)):
         subject = Subject(recipe, tmp_path, **changes)
         assert subject.plan.validation is not None
-        found.append(evaluate(subject.engine, iter_eval_batches(subject.plan.validation, 5)))
-    plain, distilled = found
+        metrics.append(evaluate(subject.engine, iter_eval_batches(subject.plan.validation, 5)))
+    plain, distilled = metrics
     assert distilled.pop("distill") > 0
     assert distilled == pytest.approx(plain, rel=1e-6)
     assert "distill" in subject.plan.metrics
 
 
 @pytest.mark.parametrize("name", ["classify", "classify/image"])
-def test_the_teacher_alone_needs_no_labels(name: str, teachers: dict[str, Path], tmp_path: Path) -> None:
-    """Not even where classes have weights, by which the task's own loss is counted."""
-    options = {**taught(teachers[name], alpha=1.0), "loss.class_weights": [5.0, 1.0, 0.2]}
-    told, misled = Subject(name, tmp_path, **options), Subject(name, tmp_path, **options)
-    told.advance(4)
-    misled.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
-    assert different(told.weights(), misled.weights()) == []
-    half = {**taught(teachers[name], alpha=0.5), "loss.class_weights": [5.0, 1.0, 0.2]}
-    other, another = Subject(name, tmp_path, **half), Subject(name, tmp_path, **half)
-    other.advance(4)
-    another.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
-    assert different(other.weights(), another.weights()), "with half a say the data is heard"
+def test_labels_have_no_effect_at_alpha_one(name: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    """Not even with class weights, by which the task's own loss is counted."""
+    options = {**distill_from(teachers[name], alpha=1.0), "loss.class_weights": [5.0, 1.0, 0.2]}
+    labelled, mislabelled = Subject(name, tmp_path, **options), Subject(name, tmp_path, **options)
+    labelled.advance(4)
+    mislabelled.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
+    assert different(labelled.weights(), mislabelled.weights()) == []
+    half = {**distill_from(teachers[name], alpha=0.5), "loss.class_weights": [5.0, 1.0, 0.2]}
+    half_labelled, half_mislabelled = Subject(name, tmp_path, **half), Subject(name, tmp_path, **half)
+    half_labelled.advance(4)
+    half_mislabelled.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
+    assert different(half_labelled.weights(), half_mislabelled.weights()), "at alpha 0.5 labels have an effect"
 
 
-def test_a_student_follows(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_student_approaches_the_teacher(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
     subject = Subject(
-        recipe, tmp_path, seed=1, **taught(teachers[recipe], alpha=1.0), **{"training.learning_rate": 3e-3}
+        recipe, tmp_path, seed=1, **distill_from(teachers[recipe], alpha=1.0), **{"training.learning_rate": 3e-3}
     )
     batch = dict(subject.loader.batch(0))
     steps = [subject.engine.fetch(subject.engine.train_step(0, dict(batch))) for _ in range(40)]
@@ -161,45 +163,49 @@ def test_the_mean_is_exact_under_any_split(
     recipe: str, hidden: float, teachers: dict[str, Path], tmp_path: Path
 ) -> None:
     plain = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1, "model.dropout": 0.0}
-    plain |= {**SMALLER[recipe][1], **taught(teachers[recipe], hidden=hidden)}
+    plain |= {**SMALLER[recipe][1], **distill_from(teachers[recipe], hidden=hidden)}
 
     def without_last(batch: dict[str, Any], *, other: bool = False) -> dict[str, Any]:
-        """As if the last two rows only filled the batch up; with `other` by other samples."""
+        """Mark the last two rows as padding; with `other`, fill them with other samples."""
         size = len(next(value for value in batch.values() if np.ndim(value)))
         rows = np.r_[: size - 2, 0, 1] if other else np.arange(size)
         batch = {name: value[rows] if np.ndim(value) else value for name, value in batch.items()}
         return {**batch, "weight": (np.arange(size) < size - 2).astype(np.float32)}
 
-    whole = Subject(recipe, tmp_path, **plain)
+    full = Subject(recipe, tmp_path, **plain)
     split = Subject(recipe, tmp_path, **plain, **{"training.micro_batch_size": 3})
-    a, b = whole.advance(3, without_last), split.advance(3, lambda batch: without_last(batch, other=True))
+    a, b = full.advance(3, without_last), split.advance(3, lambda batch: without_last(batch, other=True))
     for name in ("loss", "distill", *(["hidden"] if hidden else [])):
-        # A divergence is the difference of logarithms near 1, each of them rounded.
+        # A divergence is a difference of rounded logarithms near 1.
         assert [r[name] for r in b] == pytest.approx([r[name] for r in a], rel=1e-5, abs=1e-7), name
-    for name, tensor in whole.weights().items():
+    for name, tensor in full.weights().items():
         np.testing.assert_allclose(split.weights()[name], tensor, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
-    options = {**SMALLER[recipe][1], **taught(teachers[recipe], hidden=0.3), "training.scheduler.name": "constant"}
+def test_resume_is_bitwise_equal(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
+    options = {
+        **SMALLER[recipe][1],
+        **distill_from(teachers[recipe], hidden=0.3),
+        "training.scheduler.name": "constant",
+    }
     straight = train(recipe, tmp_path, name="straight", **options)
     cut = train(recipe, tmp_path, name="cut", **{**options, "training.max_steps": 5})
     train(recipe, tmp_path, name="cut", **options)
     assert different(tensors(straight), tensors(cut)) == []
     rows = [row for row in read_metrics(cut / "metrics.jsonl") if row["kind"] == "eval"]
     assert {"loss", "distill", "hidden"} <= rows[-1].keys()
-    assert not any("teacher" in name for name in tensors(cut)), "a teacher is no part of what was learnt"
+    assert not any("teacher" in name for name in tensors(cut)), "the teacher is not saved in the checkpoint"
     assert bottega.load(cut, checkpoint="last").evaluate()["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-5)
 
 
-# The formula, by hand
+# The formula
 
 
-class Answers(Task):
-    """A task that asks a linear model for two classes."""
+class LinearTask(Task):
+    """Classification with a linear model."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        return {"model": ModelSpec(linear, [[0.3, -0.2], [0.1, 0.4], [-0.5, 0.2]])}
+        return {"model": ModelSpec(build_linear, [[0.3, -0.2], [0.1, 0.4], [-0.5, 0.2]])}
 
     def counts(self, batch: Any) -> dict[str, float]:
         return {"loss": float(len(batch["x"]))}
@@ -209,17 +215,17 @@ class Answers(Task):
         return Loss(terms={"loss": (nn.functional.cross_entropy(logits, batch["label"], reduction="sum"), 1.0)})
 
 
-def linear(weight: list[list[float]]) -> nn.Linear:
+def build_linear(weight: list[list[float]]) -> nn.Linear:
     layer = nn.Linear(2, 3, bias=False).double()
     layer.weight.data = torch.tensor(weight, dtype=torch.float64)
     return layer
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
-def test_the_gradient_is_that_of_the_formula(temperature: float) -> None:
+def test_gradient_matches_the_formula(temperature: float) -> None:
     """alpha T (softmax(s / T) - softmax(t / T)) + (1 - alpha) (softmax(s) - onehot), for each example."""
-    teacher = linear([[2.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
-    task = Distillation(inner=Answers(), form="classes", teacher=teacher, temperature=temperature, alpha=0.3)
+    teacher = build_linear([[2.0, 0.0], [0.0, 1.0], [-1.0, -1.0]])
+    task = Distillation(inner=LinearTask(), form="classes", teacher=teacher, temperature=temperature, alpha=0.3)
     models = build_models(task, 0)
     x = torch.tensor([[1.0, -2.0], [0.5, 0.7], [3.0, 1.0]], dtype=torch.float64)
     batch = {"x": x, "label": torch.tensor([0, 2, 1]), "weight": torch.tensor([1.0, 1.0, 0.0])}
@@ -229,16 +235,16 @@ def test_the_gradient_is_that_of_the_formula(temperature: float) -> None:
     with torch.no_grad():
         s, t = x @ models["model"].weight.T, x @ teacher.weight.T
         soft = temperature * ((s / temperature).softmax(1) - (t / temperature).softmax(1))
-        soft[2] = 0.0  # it fills the batch up; of the task's own loss that is the task's affair
+        soft[2] = 0.0  # a padding row; the task handles it in its own loss
         hard = s.softmax(1) - nn.functional.one_hot(batch["label"], 3)
-        wanted = (0.3 * soft + 0.7 * hard).T @ x
-    torch.testing.assert_close(models["model"].weight.grad, wanted, rtol=1e-5, atol=1e-7)
+        expected = (0.3 * soft + 0.7 * hard).T @ x
+    torch.testing.assert_close(models["model"].weight.grad, expected, rtol=1e-5, atol=1e-7)
     assert all(parameter.grad is None for parameter in teacher.parameters())
 
 
-def test_temperatures_are_of_one_size() -> None:
-    """Hot, the divergence is half the mean squared difference of centred logits, whatever the temperature (Hinton, 2015);
-    what is left out is of the order of a logit over the temperature, here 3 / 50."""
+def test_loss_scale_is_independent_of_temperature() -> None:
+    """At high temperature the divergence is half the mean squared difference of centred logits (Hinton, 2015);
+    the remainder is of the order of a logit over the temperature, here 3 / 50."""
     rng = torch.Generator().manual_seed(0)
     s, t = torch.randn(5, 7, generator=rng), torch.randn(5, 7, generator=rng)
     limit = ((s - t) - (s - t).mean(1, keepdim=True)).square().sum(1) / 14
@@ -246,16 +252,16 @@ def test_temperatures_are_of_one_size() -> None:
     assert (softened_kl(s, s, 2.0).abs() < 1e-6).all()
 
 
-def test_two_classes_are_one_question() -> None:
-    """A yes or no told by one logit is the softmax over that logit and 0."""
+def test_binary_kl_equals_softmax_over_the_logit_and_zero() -> None:
+
     rng = torch.Generator().manual_seed(0)
     s, t = torch.randn(4, 3, generator=rng), torch.randn(4, 3, generator=rng)
     pairs = [torch.stack((z, torch.zeros_like(z)), dim=-1) for z in (s, t)]
     torch.testing.assert_close(softened_binary_kl(s, t, 2.0), softened_kl(*pairs, 2.0).mean(1))
 
 
-def test_a_language_model_says_the_same_to_who_listens() -> None:
-    """The sum that is made of logits is the one that the transformer makes itself, ignored targets left out."""
+def test_recorded_language_model_computes_the_same_loss() -> None:
+    """The loss from recorded logits equals the transformer's own, without ignored targets."""
     shape = TransformerShape(
         num_layers=1,
         hidden_size=16,
@@ -269,74 +275,71 @@ def test_a_language_model_says_the_same_to_who_listens() -> None:
     model = build_models(Language(shape=shape), 0)["model"]
     tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1).masked_fill(torch.arange(8) > 5, -100)
-    heard = CallRecorder(model, tokens=True)
-    torch.testing.assert_close(heard(tokens, targets), model(tokens, targets))
-    assert heard.single_call.output.shape == (3, 8, 11)
-    assert heard.single_call.target_mask is not None
-    assert int(heard.single_call.target_mask.sum()) == 18
-    assert heard.training == model.training
+    recorder = CallRecorder(model, tokens=True)
+    torch.testing.assert_close(recorder(tokens, targets), model(tokens, targets))
+    assert recorder.single_call.output.shape == (3, 8, 11)
+    assert recorder.single_call.target_mask is not None
+    assert int(recorder.single_call.target_mask.sum()) == 18
+    assert recorder.training == model.training
 
 
-# Between the blocks
+# Hidden states
 
 
-def test_states_are_compared_as_directions() -> None:
+def test_hidden_states_are_compared_by_direction() -> None:
     rng = torch.Generator().manual_seed(0)
     own, theirs = torch.randn(2, 6, 5, generator=rng), torch.randn(2, 6, 5, generator=rng)
-    kept = torch.arange(6)[None] < torch.tensor([[6], [4]])
-    found = hidden_state_distance(own, theirs, kept)
+    mask = torch.arange(6)[None] < torch.tensor([[6], [4]])
+    distance = hidden_state_distance(own, theirs, mask)
     cosine = nn.functional.cosine_similarity(own, theirs, dim=-1)
-    torch.testing.assert_close(found, torch.stack([(2 - 2 * cosine[0]).mean(), (2 - 2 * cosine[1, :4]).mean()]))
-    torch.testing.assert_close(hidden_state_distance(3 * own, theirs, kept), found)
-    spoilt = own.clone()
-    spoilt[1, 4:] = float("nan")
-    (
-        torch.testing.assert_close(hidden_state_distance(spoilt, theirs, kept), found),
-        "what fills up a row is of any value",
-    )
+    torch.testing.assert_close(distance, torch.stack([(2 - 2 * cosine[0]).mean(), (2 - 2 * cosine[1, :4]).mean()]))
+    torch.testing.assert_close(hidden_state_distance(3 * own, theirs, mask), distance)
+    padded = own.clone()
+    padded[1, 4:] = float("nan")
+    torch.testing.assert_close(hidden_state_distance(padded, theirs, mask), distance)  # padding has no effect
 
 
-def test_of_other_widths_relations_are_compared() -> None:
-    """A turn of all states into another space changes no relation, and so nothing is to be learnt."""
+def test_states_of_other_widths_are_compared_by_their_relations() -> None:
+    """A rotation of all states into another space changes no relation, so the distance is 0."""
     rng = torch.Generator().manual_seed(0)
     own = torch.randn(2, 6, 5, generator=rng)
-    turn = torch.linalg.qr(torch.randn(8, 8, generator=rng))[0][:5]
-    kept = torch.ones(2, 6, dtype=torch.bool)
-    assert (hidden_state_distance(own, own @ turn, kept) < 1e-10).all()
-    assert (hidden_state_distance(own, torch.randn(2, 6, 8, generator=rng), kept) > 1e-2).all()
+    rotation = torch.linalg.qr(torch.randn(8, 8, generator=rng))[0][:5]
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    assert (hidden_state_distance(own, own @ rotation, mask) < 1e-10).all()
+    assert (hidden_state_distance(own, torch.randn(2, 6, 8, generator=rng), mask) > 1e-2).all()
     with pytest.raises(UsageError, match=r"hidden: a block of the teacher has 4 positions, the student's 6"):
-        hidden_state_distance(own, own[:, :4], kept)
+        hidden_state_distance(own, own[:, :4], mask)
     assert hidden_state_distance(torch.randn(1, 5000, 2), torch.randn(1, 5000, 3), None).isfinite().all()
 
 
-def test_blocks_meet_at_the_same_depth() -> None:
+def test_blocks_are_matched_by_relative_depth() -> None:
     own, theirs = [nn.Linear(1, 1) for _ in range(2)], [nn.Linear(1, 1) for _ in range(5)]
     assert match_blocks(own, theirs) == [(own[0], theirs[1]), (own[1], theirs[4])]
     assert match_blocks(theirs, own) == [(theirs[1], own[0]), (theirs[4], own[1])]
 
 
-def test_activations_that_are_made_again_are_heard_once(teachers: dict[str, Path], tmp_path: Path) -> None:
-    options = {**taught(teachers["language/shakespeare"], hidden=1.0), "model.num_layers": 2}
+def test_recomputed_activations_are_recorded_once(teachers: dict[str, Path], tmp_path: Path) -> None:
+    options = {**distill_from(teachers["language/shakespeare"], hidden=1.0), "model.num_layers": 2}
     plain = Subject("language/shakespeare", tmp_path, **options)
-    again = Subject("language/shakespeare", tmp_path, **options, **{"training.gradient_checkpointing": True})
-    assert plain.advance(3) == again.advance(3)
-    assert different(plain.weights(), again.weights()) == []
+    checkpointed = Subject("language/shakespeare", tmp_path, **options, **{"training.gradient_checkpointing": True})
+    assert plain.advance(3) == checkpointed.advance(3)
+    assert different(plain.weights(), checkpointed.weights()) == []
     assert isinstance(plain.engine.model, Transformer)
-    assert not any(block._forward_hooks for block in find_blocks(plain.engine.model)), "nobody listens on"
+    assert not any(block._forward_hooks for block in find_blocks(plain.engine.model)), "hooks are removed"
 
 
-def test_who_listens_inside_does_not_compile(teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_hidden_refuses_compile_and_models_without_blocks(teachers: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"training\.compile: .*techniques\.distill\.hidden"):
-        Subject("classify", tmp_path, **taught(teachers["classify"], hidden=1.0), **{"training.compile": True})
+        Subject("classify", tmp_path, **distill_from(teachers["classify"], hidden=1.0), **{"training.compile": True})
     cnn = small_texts.settings(tmp_path / "cnn", "cnn", **{"data.sequence_length": 64})
     with pytest.raises(UsageError, match=r"hidden: the student is a Kim, which has no sequence of blocks"):
-        bottega.train("classify/cnn", {**cnn, **taught(teachers["classify"], hidden=1.0)})
+        bottega.train("classify/cnn", {**cnn, **distill_from(teachers["classify"], hidden=1.0)})
 
 
-# Who teaches
+# Teachers
 
 
-def refused(match: str, recipe: str, folder: Path, /, **changes: Any) -> None:
+def assert_refused(match: str, recipe: str, folder: Path, /, **changes: Any) -> None:
     with pytest.raises(UsageError, match=match) as caught:
         train(recipe, folder, **changes)
     assert caught.value.code == 2
@@ -344,110 +347,117 @@ def refused(match: str, recipe: str, folder: Path, /, **changes: Any) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_teacher_is_known_by_its_weights_and_by_what_is_in_no_weight() -> None:
+def test_teacher_hash_covers_weights_and_configuration() -> None:
     sizes = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 2, "head_size": 8}
     shape = TransformerShape(**sizes, intermediate_size=32, vocab_size=20, context=16)
-    turned = shape.model_copy(update={"rope_theta": 500.0})
-    model, again, other, elsewhere = (
-        build_models(Language(shape=one), seed)["model"]
-        for one, seed in ((shape, 0), (shape, 0), (shape, 1), (turned, 0))
+    other_rope = shape.model_copy(update={"rope_theta": 500.0})
+    model, same, other_seed, other_config = (
+        build_models(Language(shape=item), seed)["model"]
+        for item, seed in ((shape, 0), (shape, 0), (shape, 1), (other_rope, 0))
     )
-    assert hash_frozen(elsewhere, lambda name: False) == hash_frozen(model, lambda name: False)
-    assert _hash_teacher(again) == _hash_teacher(model)
-    assert len({_hash_teacher(one) for one in (model, other, elsewhere)}) == 3
+    assert hash_frozen(other_config, lambda name: False) == hash_frozen(model, lambda name: False)
+    assert _hash_teacher(same) == _hash_teacher(model)
+    assert len({_hash_teacher(item) for item in (model, other_seed, other_config)}) == 3
 
 
-def test_another_vocabulary_is_refused_and_the_remedy_works(tmp_path: Path) -> None:
+def test_different_vocabulary_is_refused_and_the_suggested_remedy_works(tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text("".join(f"Quick foxes jump over {n} lazy dogs!\n" for n in range(300)))
     teacher = train("language/shakespeare", tmp_path, name="teacher", **{"data.train.path": str(other)})
-    refused(
+    assert_refused(
         r"has tokenizer \w{12}, but the student has tokenizer \w{12}; set data\.tokenizer",
         "language/shakespeare",
         tmp_path,
-        **taught(teacher),
+        **distill_from(teacher),
     )
     wider = train("language/shakespeare", tmp_path, name="wider", **{"model.vocab_size": 64})
-    refused(
+    assert_refused(
         r"vocab_size 64, but the student has vocab_size 14; set model\.vocab_size=64",
         "language/shakespeare",
         tmp_path,
-        **taught(wider),
+        **distill_from(wider),
     )
     longer = {"data.sequence_length": 32, "model.context": 32}
-    refused(
+    assert_refused(
         r"reads 16 tokens at most, but a text may have 32 here; set data\.sequence_length=16",
         "language/shakespeare",
         tmp_path,
         **longer,
-        **taught(train("language/shakespeare", tmp_path, name="short")),
+        **distill_from(train("language/shakespeare", tmp_path, name="short")),
     )
     less = tmp_path / "less.txt"
     less.write_text("lazy dogs jump over foxes\n" * 300)
     remedy = {"data.tokenizer.kind": "pretrained", "data.tokenizer.path": str(teacher / "processor")}
     assert train(
-        "language/shakespeare", tmp_path, name="x", **{"data.train.path": str(less)}, **remedy, **taught(teacher)
+        "language/shakespeare", tmp_path, name="x", **{"data.train.path": str(less)}, **remedy, **distill_from(teacher)
     )
 
 
-def test_other_classes_and_sizes_are_refused(teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_different_classes_sizes_and_objectives_are_refused(teachers: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "classes"
     folder.mkdir()
     rows = [{**row, "label": row["label"].upper()} for row in small_texts.rows()]
     (folder / "upper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     upper = {"data.train.path": str(folder / "upper.jsonl")}
-    refused(
+    assert_refused(
         r"has the 3 classes cook, sail, sing, but the student has the 3 classes COOK, SAIL, SING",
         "classify",
         folder,
         **upper,
-        **taught(teachers["classify"]),
+        **distill_from(teachers["classify"]),
     )
-    refused(
+    assert_refused(
         r"has a sample of image 8 x 8 x 1, but the student has a sample of image 4 x 4 x 1",
         "classify/image",
         tmp_path,
         **{"data.image_size": 4},
-        **taught(teachers["classify/image"]),
+        **distill_from(teachers["classify/image"]),
     )
-    refused(
+    assert_refused(
         r"has objective flow, but the student has objective v; set model\.objective=flow",
         "image",
         tmp_path,
         **{"model.objective": "v"},
-        **taught(teachers["image"]),
+        **distill_from(teachers["image"]),
     )
-    refused(
+    assert_refused(
         r"has condition class, but the student has condition none; set model\.condition=class",
         "image",
         tmp_path,
         **{"model.condition": "none"},
-        **taught(teachers["image"]),
+        **distill_from(teachers["image"]),
     )
-    refused(
+    assert_refused(
         r"has normalise \w+, but the student has normalise unit; set data\.normalise",
         "image",
         tmp_path,
         **{"data.normalise": "unit"},
-        **taught(teachers["image"]),
+        **distill_from(teachers["image"]),
     )
-    refused(r"was trained for image, not for classify of text", "classify", tmp_path, **taught(teachers["image"]))
-    refused(r"no run and no folder at .*nowhere", "classify", tmp_path, **taught(tmp_path / "nowhere"))
+    assert_refused(
+        r"was trained for image, not for classify of text", "classify", tmp_path, **distill_from(teachers["image"])
+    )
+    assert_refused(r"no run and no folder at .*nowhere", "classify", tmp_path, **distill_from(tmp_path / "nowhere"))
     for name in ("classify", "classify/image", "language/shakespeare"):
         folder = tmp_path / name
         nothing = (
             rf"{tmp_path} is neither a run nor the folder of a model: it has neither recipe\.yaml nor config\.json"
         )
-        refused(nothing, name, folder, **taught(tmp_path))
-        refused(r"must not be empty; give a run, needs\.NAME or the folder of a model", name, folder, **taught(""))
+        assert_refused(nothing, name, folder, **distill_from(tmp_path))
+        assert_refused(
+            r"must not be empty; give a run, needs\.NAME or the folder of a model", name, folder, **distill_from("")
+        )
         own = {"output_dir": str(tmp_path), "name": "x"}
-        refused(r"x is this run itself; give another run", name, folder, **own, **taught(tmp_path / "x"))
-    refused(
-        r"is not a run; for images the teacher must be the directory of a run", "image", tmp_path, **taught(tmp_path)
+        assert_refused(r"x is this run itself; give another run", name, folder, **own, **distill_from(tmp_path / "x"))
+    assert_refused(
+        r"is not a run; for images the teacher must be the directory of a run",
+        "image",
+        tmp_path,
+        **distill_from(tmp_path),
     )
 
 
-def test_an_adapter_is_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_adapter_is_refused_as_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
     from small_adapted import EMPTY
 
     name = "language/shakespeare"
@@ -455,25 +465,27 @@ def test_an_adapter_is_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> 
     lora = {**EMPTY, "model.from": str(teachers[name]), "techniques": [{"name": "lora", "options": {"rank": 2}}]}
     folder = bottega.load(train(name, tmp_path, name="lora", **lora)).export(tmp_path / "out") / "adapter"
     assert (folder / "adapter_config.json").is_file()
-    refused(r"adapter is an adapter, not a whole model; give the run that", name, tmp_path, **taught(folder))
+    assert_refused(
+        r"adapter is an adapter, not a whole model; give the run that", name, tmp_path, **distill_from(folder)
+    )
 
 
-def test_what_has_no_answer_has_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_unsupported_task_is_refused(teachers: dict[str, Path], tmp_path: Path) -> None:
     shared = {k: v for k, v in small_media.image(tmp_path).items() if not k.startswith(("model.", "samples."))}
     with pytest.raises(UsageError, match=r"^techniques: distill does not support image_vae"):
-        bottega.train("image_vae/digits", {**shared, "model.hidden_size": 8, **taught(teachers["image"])})
+        bottega.train("image_vae/digits", {**shared, "model.hidden_size": 8, **distill_from(teachers["image"])})
 
 
-def test_an_exported_folder_teaches_as_its_run_does(teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_exported_teacher_matches_its_run(teachers: dict[str, Path], tmp_path: Path) -> None:
     for name in ("language/shakespeare", "classify", "classify/image"):
         bottega.load(teachers[name]).export(tmp_path / name / "out")
-        by_run = Subject(name, tmp_path / name, **taught(teachers[name]))
-        by_folder = Subject(name, tmp_path / name, **taught(tmp_path / name / "out"))
+        by_run = Subject(name, tmp_path / name, **distill_from(teachers[name]))
+        by_folder = Subject(name, tmp_path / name, **distill_from(tmp_path / name / "out"))
         assert by_run.plan.frozen == by_folder.plan.frozen
         assert by_run.advance(2) == by_folder.advance(2)
 
 
-def test_a_classifier_of_transformers_teaches_and_a_bare_encoder_does_not(tmp_path: Path) -> None:
+def test_transformers_classifier_is_accepted_and_a_bare_encoder_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     encoder = small_texts.encoder(tmp_path / "encoder")
     small = {key: value for key, value in small_texts.settings(tmp_path).items() if not key.startswith("model.")}
@@ -483,15 +495,16 @@ def test_a_classifier_of_transformers_teaches_and_a_bare_encoder_does_not(tmp_pa
     folder = bottega.load(tuned.path).export(tmp_path / "out")
     student = {"data.tokenizer.kind": "pretrained", "data.tokenizer.path": str(encoder), "data.sequence_length": 32}
     by_run, by_folder = (
-        Subject("classify", tmp_path, **student, **taught(who, hidden=0.5)) for who in (tuned.path, folder)
+        Subject("classify", tmp_path, **student, **distill_from(teacher, hidden=0.5))
+        for teacher in (tuned.path, folder)
     )
     assert by_run.advance(2) == by_folder.advance(2)
-    refused(r"is an encoder without a classifier", "classify", tmp_path, **student, **taught(encoder))
+    assert_refused(r"is an encoder without a classifier", "classify", tmp_path, **student, **distill_from(encoder))
 
 
-def test_a_run_goes_on_with_its_teacher_only(teachers: dict[str, Path], tmp_path: Path) -> None:
+def test_resume_with_a_different_teacher_is_refused(teachers: dict[str, Path], tmp_path: Path) -> None:
     teacher = Path(shutil.copytree(teachers["classify"], tmp_path / "teacher", symlinks=True))
-    options = {**taught(teacher), "training.scheduler.name": "constant", "name": "x"}
+    options = {**distill_from(teacher), "training.scheduler.name": "constant", "name": "x"}
     train("classify", tmp_path, **{**options, "training.max_steps": 4})
     shutil.rmtree(teacher)
     train("classify", tmp_path, seed=5, name="teacher")
@@ -502,26 +515,26 @@ def test_a_run_goes_on_with_its_teacher_only(teachers: dict[str, Path], tmp_path
     train("classify", tmp_path, **options)
 
 
-# A teacher that is a part of the recipe
+# A teacher as a dependency of the recipe
 
 
-def test_a_teacher_that_is_needed_is_trained_first_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_teacher_dependency_is_trained_first_and_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     part = {"training.max_steps": 4, "training.batch_size": 8, "model.hidden_size": 8, "logging.tensorboard": False}
-    options = {**taught("needs.teacher"), "needs.teacher": {"recipe": "classify/image", "settings": part}}
+    options = {**distill_from("needs.teacher"), "needs.teacher": {"recipe": "classify/image", "settings": part}}
     resolved = load_recipe(["classify/image", {**values("classify/image", tmp_path), **options}]).recipe
     assert dependencies.referenced_dependencies(resolved) == ["teacher"]
-    place = dependencies.dependency_run(resolved, "teacher")
+    path = dependencies.dependency_run(resolved, "teacher")
     chosen: Any = dependencies.resolve_references(resolved).techniques[0].options
-    assert chosen.teacher == str(place)
+    assert chosen.teacher == str(path)
     file = tmp_path / "both.yaml"
     file.write_text(to_yaml(resolved))
     assert cli.main(["train", str(file), "name=one"]) == 0
-    said = capsys.readouterr().err
-    assert said.index("training needs.teacher first") < said.index("distill: the teacher is")
-    made = (place / "checkpoints" / "last").stat().st_mtime_ns
+    output = capsys.readouterr().err
+    assert output.index("training needs.teacher first") < output.index("distill: the teacher is")
+    modified = (path / "checkpoints" / "last").stat().st_mtime_ns
     assert cli.main(["train", str(file), "name=two", "seed=1"]) == 0
     assert "training needs" not in capsys.readouterr().err
-    assert (place / "checkpoints" / "last").stat().st_mtime_ns == made
+    assert (path / "checkpoints" / "last").stat().st_mtime_ns == modified
     assert (
         cli.main(["train", str(file), "name=three", "techniques=[{name: distill, options: {teacher: needs.other}}]"])
         == 2
@@ -529,7 +542,7 @@ def test_a_teacher_that_is_needed_is_trained_first_and_once(tmp_path: Path, caps
     assert "needs.other is not defined; the recipe's needs are: teacher" in capsys.readouterr().err
 
 
-# What it is good for
+# Claims
 
 TINY = {
     "model.num_layers": 1,
@@ -571,7 +584,7 @@ LARGER |= {"model.intermediate_size": 128, "model.context": 32, "data.sequence_l
 def test_a_distilled_student_beats_the_same_student_alone(
     tmp_path: Path, recipe: str, student: dict[str, Any], teacher: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """Five seeds, equal steps, by the data's own loss on what is held out; the teacher has learnt from the same data."""
+    """Five seeds, equal steps, by the data loss on held-out samples; the teacher was trained on the same data."""
     quiet = {
         "output_dir": str(tmp_path),
         "logging.tensorboard": False,
@@ -584,8 +597,8 @@ def test_a_distilled_student_beats_the_same_student_alone(
     for seed in range(5):
         both = {**quiet, **student, "seed": seed}
         bottega.train(recipe, {**both, "name": f"alone-s{seed}"})
-        bottega.train(recipe, {**both, "name": f"taught-s{seed}", **taught(path, **options)})
-    report = compare([str(tmp_path / "alone-s*"), str(tmp_path / "taught-s*")])
+        bottega.train(recipe, {**both, "name": f"distilled-s{seed}", **distill_from(path, **options)})
+    report = compare([str(tmp_path / "alone-s*"), str(tmp_path / "distilled-s*")])
     alone, distilled = report["groups"]
     assert (alone["n"], distilled["n"], report["metric"]) == (5, 5, "loss")
     assert distilled["mean"] < alone["mean"]

@@ -1,6 +1,6 @@
-"""Every technique on every medium: it trains, and a run that was cut short ends as the whole one, bit for bit.
+"""Every technique on every medium: it trains, and an interrupted run resumes bitwise equal.
 
-What each of them claims is shown over five seeds in the file of its own name.
+The claims of each technique are tested over five seeds in the file of its name.
 """
 
 from __future__ import annotations
@@ -27,51 +27,51 @@ def language(folder: Path) -> Values:
     return {**small_run.settings(folder, small_run.write_text(folder / "text.txt")), "data.validation.split": 0.2}
 
 
-def by_class(values: Values, first: list[str], second: list[str]) -> Values:
+def split_by_class(values: Values, first: list[str], second: list[str]) -> Values:
     sources = [{"path": values["data.train.path"], "labels": labels} for labels in (first, second)]
     return {key: value for key, value in values.items() if not key.startswith("data.train")} | {"data.sources": sources}
 
 
-def language_in_turn(folder: Path) -> Values:
+def language_sequence(folder: Path) -> Values:
     texts = [small_run.write_text(folder / f"{seed}.txt", seed=seed) for seed in range(2)]
     values = {key: value for key, value in language(folder).items() if key != "data.train.path"}
     return {**values, "data.sources": [{"path": str(text)} for text in texts]}
 
 
 MEDIA: dict[str, tuple[str, Callable[[Path], Values], Callable[[Path], Values]]] = {
-    "language": ("language/shakespeare", language, language_in_turn),
+    "language": ("language/shakespeare", language, language_sequence),
     "classify": (
         "classify",
         small_texts.settings,
-        lambda folder: by_class(
+        lambda folder: split_by_class(
             {**small_texts.settings(folder), "data.split": None, "data.train": {}}, ["cook", "sail"], ["sing"]
         ),
     ),
     "image": (
         "image",
         small_media.image,
-        lambda folder: by_class({**small_media.image(folder), "data.train": {}}, ["dark", "grey"], ["bright"]),
+        lambda folder: split_by_class({**small_media.image(folder), "data.train": {}}, ["dark", "grey"], ["bright"]),
     ),
 }
-"""Recipe, small settings, and the same data as two sources, one after the other."""
+"""Recipe, small settings, and the same data as a sequence of two sources."""
 
 
 def techniques(*names: str, **options: Any) -> Values:
     return {"techniques": [{"name": name, "options": options.get(name, {})} for name in names]}
 
 
-def taught(medium: str, folder: Path) -> Values:
+def distilled(medium: str, folder: Path) -> Values:
     recipe, settings, _ = MEDIA[medium]
     teacher = bottega.train(recipe, {**settings(folder), "training.max_steps": 4, "name": "teacher"})
     return {**settings(folder), **techniques("distill", distill={"teacher": str(teacher.path)})}
 
 
-def in_turn(medium: str, folder: Path) -> Values:
+def sequence(medium: str, folder: Path) -> Values:
     both = techniques("ewc", "replay", ewc={"samples": 6}, replay={"share": 0.25})
     return {**MEDIA[medium][2](folder), "data.mixture": "sequence", **both}
 
 
-def adapting(medium: str, folder: Path) -> Values:
+def meta_learning(medium: str, folder: Path) -> Values:
     ways = {"ways": 2} if medium == "classify" else {}
     few = {"inner_steps": 1, "shots": 1, "queries": 1, **ways}
     return {**MEDIA[medium][1](folder), **techniques("maml", maml=few)}
@@ -84,9 +84,9 @@ def plain(**changes: Any) -> Callable[[str, Path], Values]:
 METHODS: dict[str, Callable[[str, Path], Values]] = {
     "lora": plain(**techniques("lora", lora={"rank": 2})),
     "adapter": plain(**techniques("adapter", adapter={"size": 4})),
-    "distill": taught,
-    "ewc and replay": in_turn,
-    "maml": adapting,
+    "distill": distilled,
+    "ewc and replay": sequence,
+    "maml": meta_learning,
     "unfreezing": plain(**{"training.unfreeze.layers_per": 2, "training.layer_decay": 0.8}),
 }
 
@@ -95,21 +95,21 @@ METHODS: dict[str, Callable[[str, Path], Values]] = {
 @pytest.mark.parametrize(
     "method", [pytest.param(name, marks=pytest.mark.slow if name == "maml" else ()) for name in METHODS]
 )
-def test_it_trains_and_goes_on_bit_for_bit(method: str, medium: str, tmp_path: Path) -> None:
+def test_trains_and_resumes_bitwise_equal(method: str, medium: str, tmp_path: Path) -> None:
     values = METHODS[method](medium, tmp_path) | {"training.max_steps": 6, "checkpoint.every": 1, "checkpoint.keep": 9}
     values |= {"evaluation.every": 3, "training.ema": 0.9, "name": "run"}
     run = bottega.train(MEDIA[medium][0], values)
     assert run.step == 6
     assert math.isfinite(run.metrics["loss"])
-    end = tensors(run.path)
+    final = tensors(run.path)
     first = run.path / "checkpoints" / "step-00000001"
-    moved = different(end, {**end, **_weights(first)})
-    assert moved, "no weight has learnt anything"
+    changed = different(final, {**final, **_weights(first)})
+    assert changed, "no weight has changed"
     for step in (5, 6):
         shutil.rmtree(run.path / "checkpoints" / f"step-{step:08d}")
-    again = bottega.train(MEDIA[medium][0], values)
-    assert again.step == 6
-    assert different(end, tensors(again.path)) == []
+    resumed = bottega.train(MEDIA[medium][0], values)
+    assert resumed.step == 6
+    assert different(final, tensors(resumed.path)) == []
 
 
 def _weights(folder: Path) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Every technique on a GPU, compiled where the engine compiles: it trains, and resumes bit for bit with `deterministic`."""
+"""Every technique on a GPU, compiled where the engine compiles: it trains, and resumes bitwise equal with `deterministic`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 STEPS = {"training.max_steps": 4, "checkpoint.every": 1, "checkpoint.keep": 9, "evaluation.every": 2, "name": "run"}
 
 
-def resumed_bit_for_bit(recipe: str, values: dict[str, Any]) -> None:
+def assert_resume_is_bitwise_equal(recipe: str, values: dict[str, Any]) -> None:
     run = bottega.train(recipe, values)
     assert run.step == 4
     assert math.isfinite(run.metrics["loss"])
@@ -32,14 +32,14 @@ def resumed_bit_for_bit(recipe: str, values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("method", METHODS)
-def test_it_trains_and_goes_on_bit_for_bit(method: str, medium: str, tmp_path: Path) -> None:
+def test_trains_and_resumes_bitwise_equal(method: str, medium: str, tmp_path: Path) -> None:
     values = METHODS[method](medium, tmp_path)
-    resumed_bit_for_bit(MEDIA[medium][0], {**values, **STEPS, "device": "cuda", "deterministic": True})
+    assert_resume_is_bitwise_equal(MEDIA[medium][0], {**values, **STEPS, "device": "cuda", "deterministic": True})
 
 
 @pytest.mark.parametrize("method", ["lora", "distill", "ewc and replay"])
-def test_half_precision_with_a_loss_scale(method: str, tmp_path: Path) -> None:
-    """What a technique adds to the loss or to the gradients is scaled as the rest is."""
+def test_fp16_with_loss_scale_matches_fp32(method: str, tmp_path: Path) -> None:
+    """Terms that a technique adds to the loss or the gradients are scaled too."""
     values = {**METHODS[method]("classify", tmp_path), **STEPS, "device": "cuda"}
     losses = {}
     for precision in ("fp16", "fp32"):
@@ -51,7 +51,7 @@ def test_half_precision_with_a_loss_scale(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("balance", ["uncertainty", "pcgrad"])
-def test_several_tasks_with_one_trunk(balance: str, precision: str, tmp_path: Path) -> None:
+def test_multitask_with_a_shared_trunk_resumes_bitwise_equal(balance: str, precision: str, tmp_path: Path) -> None:
     values = {**small_parts.settings(tmp_path), **STEPS, "device": "cuda", "deterministic": True}
     values |= {"training.mixed_precision": precision, "data.weights": balance}
-    resumed_bit_for_bit("multitask", values)
+    assert_resume_is_bitwise_equal("multitask", values)

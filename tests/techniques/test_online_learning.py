@@ -1,4 +1,4 @@
-"""Learning from a stream: what is measured before it is learnt, what survives a kill, and that any task can."""
+"""Online learning from a stream: prequential metrics, replay and resumed runs, for every task."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def topics(folder: Path) -> dict[str, Any]:
     return small_texts.settings(folder, "cnn", **{"model.word_dropout": 0.2, "training.num_epochs": None})
 
 
-def several(folder: Path) -> dict[str, Any]:
+def multitask(folder: Path) -> dict[str, Any]:
     return small_parts.settings(folder)
 
 
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {
     "routing": ("routing", routing),
     "language": ("language/shakespeare", text),
     "classify": ("classify/cnn", topics),
-    "multitask": ("multitask", several),
+    "multitask": ("multitask", multitask),
 }
 
 
@@ -71,27 +71,27 @@ def train(case: str, folder: Path, **changes: Any) -> Any:
     return bottega.train(CASES[case][0], values(case, folder, **changes))
 
 
-def recipe_of(case: str, folder: Path, **changes: Any) -> Recipe:
+def build_recipe(case: str, folder: Path, **changes: Any) -> Recipe:
     return load_recipe([CASES[case][0], values(case, folder, **changes)]).recipe
 
 
-def only(batch: Any, at: np.ndarray) -> dict[str, Any]:
+def select_rows(batch: Any, indices: np.ndarray) -> dict[str, Any]:
     return {
-        name: only(value, at) if isinstance(value, dict) else value[at] if np.ndim(value) else value
+        name: select_rows(value, indices) if isinstance(value, dict) else value[indices] if np.ndim(value) else value
         for name, value in batch.items()
     }
 
 
 @pytest.mark.parametrize(("case", "micro"), [("routing", None), ("classify", 3), ("language", None)])
-def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
+def test_prequential_metrics_are_means_over_new_samples_before_training(
     case: str, micro: int | None, tmp_path: Path
 ) -> None:
-    """Against an engine that is shown the new rows alone, before each step. The measuring itself changes no weight."""
-    recipe = recipe_of(case, tmp_path, **{"training.micro_batch_size": micro})
+    """Compared with an engine that evaluates only the new rows before each step. Evaluation changes no weight."""
+    recipe = build_recipe(case, tmp_path, **{"training.micro_batch_size": micro})
     workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
     plan = build_training_plan(recipe, workload)
-    (watch,) = (callback for callback in plan.callbacks if isinstance(callback, Prequential))
-    by_hand = Prequential(workload.summarise)
+    (prequential,) = (callback for callback in plan.callbacks if isinstance(callback, Prequential))
+    reference = Prequential(workload.summarise)
     engines = [build_engine(recipe, plan.task) for _ in range(2)]
     loader = build_loader(recipe, plan.training, engines[0], plan.order)
     assert isinstance(loader.order, OnlineStream)
@@ -100,18 +100,18 @@ def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
         set_learning_rate_schedule(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
     assert plan.on_train_start is not None
     plan.on_train_start(engines[0], loader, resumed=False)
-    batches, new = loader(0), 0
+    batches, num_new = loader(0), 0
     for step in range(total):
         batch = next(batches)
         positions = np.arange(step * loader.batch_size, (step + 1) * loader.batch_size)
-        at = np.flatnonzero(loader.order.indices(positions)[1] == FIRST_EPOCH)
-        new += len(at)
-        if len(at):
-            by_hand.add(engines[1].eval_step({**only(batch, at), "index": positions[at]}).sums)
+        is_new = np.flatnonzero(loader.order.indices(positions)[1] == FIRST_EPOCH)
+        num_new += len(is_new)
+        if len(is_new):
+            reference.add(engines[1].eval_step({**select_rows(batch, is_new), "index": positions[is_new]}).sums)
         for engine in engines:
             engine.train_step(step, batch)
-    assert new == len(plan.training)
-    measured, expected = watch.compute_metrics(), by_hand.compute_metrics()
+    assert num_new == len(plan.training)
+    measured, expected = prequential.compute_metrics(), reference.compute_metrics()
     assert measured.keys() == expected.keys()
     for name, value in measured.items():
         assert value == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
@@ -120,7 +120,7 @@ def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
 
 
 @pytest.mark.parametrize(
-    ("changes", "fits", "most"),
+    ("changes", "fits", "largest"),
     [
         ({}, 8, 8),
         ({"evaluation.batch_size": 3}, 8, 3),
@@ -128,57 +128,57 @@ def test_what_is_said_is_the_mean_over_new_samples_before_they_are_learnt(
         ({"training.micro_batch_size": 4, "evaluation.batch_size": 6}, 8, 4),
     ],
 )
-def test_no_more_is_measured_at_once_than_fits(
-    changes: dict[str, Any], fits: int, most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_prequential_batch_size_is_limited_to_what_fits(
+    changes: dict[str, Any], fits: int, largest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first step has not found out yet what does; and rows are for nobody."""
-    seen: list[int] = []
+    """The first step does not know yet what fits, and no rows are requested."""
+    sizes: list[int] = []
     plain = TorchEngine.eval_step
 
     def eval_step(engine: TorchEngine, batch: Any, **options: Any) -> Any:
         if not options:
-            return plain(engine, batch)  # of the validation
+            return plain(engine, batch)  # validation
         assert options == {"with_rows": False}
-        seen.append(len(batch["x"]))
-        if seen[-1] > fits:
+        sizes.append(len(batch["x"]))
+        if sizes[-1] > fits:
             raise OutOfMemory("too much")
         return plain(engine, batch, **options)
 
-    usual = train("routing", tmp_path, name="usual").metrics
+    reference = train("routing", tmp_path, name="usual").metrics
     monkeypatch.setattr(TorchEngine, "eval_step", eval_step)
-    found = train("routing", tmp_path, name="few", **changes).metrics
-    assert max(seen) == most
-    names = [name for name in usual if name.startswith("online/")]
-    assert {name: found[name] for name in names} == pytest.approx({name: usual[name] for name in names}, rel=1e-5)
+    metrics = train("routing", tmp_path, name="few", **changes).metrics
+    assert max(sizes) == largest
+    names = [name for name in reference if name.startswith("online/")]
+    assert {name: metrics[name] for name in names} == pytest.approx({name: reference[name] for name in names}, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_kill_changes_neither_weights_nor_what_was_measured(case: str, tmp_path: Path) -> None:
+def test_resume_is_bitwise_equal_in_weights_and_metrics(case: str, tmp_path: Path) -> None:
     changes = {"checkpoint.every": 1, "checkpoint.keep": 60, "evaluation.every": 5}
     run = train(case, tmp_path, **changes)
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     names = {name for row in rows for name in row if name.startswith("online/")}
     assert names >= ({"online/text/perplexity", "online/topics/accuracy"} if case == "multitask" else {"online/loss"})
     assert names <= set(rows[-1])
-    assert rows[-1]["online/loss"] == run.metrics["online/loss"]  # where compare looks for it
-    whole = tmp_path / "whole"
-    shutil.move(run.path, whole)
-    shutil.copytree(whole, run.path, symlinks=True)
+    assert rows[-1]["online/loss"] == run.metrics["online/loss"]  # read by compare
+    uninterrupted = tmp_path / "uninterrupted"
+    shutil.move(run.path, uninterrupted)
+    shutil.copytree(uninterrupted, run.path, symlinks=True)
     for folder in (run.path / "checkpoints").glob("step-*"):
         if int(folder.name.removeprefix("step-")) > run.step // 2:
             shutil.rmtree(folder)
     train(case, tmp_path, **changes)
-    assert first_difference(whole, run.path) is None
+    assert first_difference(uninterrupted, run.path) is None
 
 
-def test_the_run_is_as_long_as_the_stream_and_the_ledger_knows_it(tmp_path: Path) -> None:
+def test_run_length_is_the_stream_length_and_the_ledger_lists_it(tmp_path: Path) -> None:
     run = train("routing", tmp_path)
     size = len(bottega.load(run.path).workload.data.training())
     order = OnlineStream(size, 0, replay_fraction=0.25, memory_size=20, batch_size=8)
     assert run.step == -(-order.epoch_length // 8)
-    seen = [list_step_samples(run.path, step=step, replay=False) for step in range(1, run.step + 1)]
-    index = np.concatenate([one["samples"] for one in seen])
-    epoch = np.concatenate([one["epochs"] for one in seen])
+    ledger = [list_step_samples(run.path, step=step, replay=False) for step in range(1, run.step + 1)]
+    index = np.concatenate([entry["samples"] for entry in ledger])
+    epoch = np.concatenate([entry["epochs"] for entry in ledger])
     np.testing.assert_array_equal(index[epoch == FIRST_EPOCH], np.arange(size))
     with pytest.raises(
         UsageError,
@@ -190,79 +190,86 @@ def test_the_run_is_as_long_as_the_stream_and_the_ledger_knows_it(tmp_path: Path
     assert train("routing", tmp_path, name="shorter", **{"training.max_steps": 3}).step == 3
 
 
-def test_a_stream_without_validation_still_measures_itself(tmp_path: Path) -> None:
+def test_stream_without_validation_reports_online_metrics(tmp_path: Path) -> None:
     small = {"data.validation.split": None, "data.validation": None, "evaluation.metric": "loss"}
-    given = {
+    settings = {
         key: value for key, value in values("routing", tmp_path, **small).items() if key != "data.validation.split"
     }
-    run = bottega.train("routing", given)
+    run = bottega.train("routing", settings)
     assert 0 < run.metrics["online/accuracy"] < 1
 
 
-def test_a_part_that_has_an_order_of_its_own_is_refused(tmp_path: Path) -> None:
-    given = values("multitask", tmp_path)
-    given["data.parts.text"]["settings"]["data.online"] = True
+def test_online_data_of_one_task_in_multitask_is_refused(tmp_path: Path) -> None:
+    settings = values("multitask", tmp_path)
+    settings["data.parts.text"]["settings"]["data.online"] = True
     with pytest.raises(UsageError, match=r"data\.parts\.text: data\.online does not go with several tasks"):
-        bottega.train("multitask", given)
+        bottega.train("multitask", settings)
 
 
-def test_means_survive_a_checkpoint_and_go_back_with_it() -> None:
-    one = Prequential(lambda means: {**means, "twice": 2 * means["loss"]})
-    assert one.compute_metrics() == {}
-    one.add({"loss": (torch.tensor(0.1, dtype=torch.float64), 3.0), "never": (0.0, 0.0)})
-    note = json.loads(json.dumps(one.state_dict()))
-    other = Prequential(one.summarise)
-    other.load_state_dict(note)
-    for watch in (one, other):
-        watch.add({"loss": (torch.tensor(0.7, dtype=torch.float64), 5.0), "never": (0.0, 0.0)})
-    assert one.compute_metrics() == other.compute_metrics()
-    assert one.compute_metrics() == {"online/loss": pytest.approx(0.1), "online/twice": pytest.approx(0.2)}
-    told: dict[str, float] = {}
-    one.after_step(Progress(), told)
-    assert told == one.compute_metrics()
-    other.load_state_dict({})
-    assert other.compute_metrics() == {}
+def test_prequential_means_are_saved_and_restored() -> None:
+    original = Prequential(lambda means: {**means, "twice": 2 * means["loss"]})
+    assert original.compute_metrics() == {}
+    original.add({"loss": (torch.tensor(0.1, dtype=torch.float64), 3.0), "never": (0.0, 0.0)})
+    state = json.loads(json.dumps(original.state_dict()))
+    restored = Prequential(original.summarise)
+    restored.load_state_dict(state)
+    for prequential in (original, restored):
+        prequential.add({"loss": (torch.tensor(0.7, dtype=torch.float64), 5.0), "never": (0.0, 0.0)})
+    assert original.compute_metrics() == restored.compute_metrics()
+    assert original.compute_metrics() == {"online/loss": pytest.approx(0.1), "online/twice": pytest.approx(0.2)}
+    metrics: dict[str, float] = {}
+    original.after_step(Progress(), metrics)
+    assert metrics == original.compute_metrics()
+    restored.load_state_dict({})
+    assert restored.compute_metrics() == {}
 
 
-def test_spiking_units_of_a_stream_learn_by_the_timing_of_spikes(tmp_path: Path) -> None:
+def test_spiking_model_on_a_stream_uses_plasticity(tmp_path: Path) -> None:
     spiking = small_routing.SPIKING
-    here: Any = None  # a branch of one task is not asked
+    no_workload: Any = None  # not used for a single task
 
-    def names(**changes: Any) -> list[str]:
-        return [one.name for one in resolve_techniques(recipe_of("routing", tmp_path, **changes), here)]
+    def technique_names(**changes: Any) -> list[str]:
+        return [
+            technique.name
+            for technique in resolve_techniques(build_recipe("routing", tmp_path, **changes), no_workload)
+        ]
 
-    assert names(**spiking, **{"data.online": None, "training.max_steps": 4}) == []
-    assert names() == []
-    assert names(**spiking) == ["plasticity"]
-    asked = {"data.online": None, "training.max_steps": 4, "model.plasticity": True}
-    assert names(**spiking, **asked) == ["plasticity"], "the guide says it of the model"
-    said = recipe_of("routing", tmp_path, **spiking, techniques=[{"name": "plasticity", "options": {"rate": 0.5}}])
-    (one,) = resolve_techniques(said, here)
-    assert getattr(one.options, "rate", None) == 0.5
+    assert technique_names(**spiking, **{"data.online": None, "training.max_steps": 4}) == []
+    assert technique_names() == []
+    assert technique_names(**spiking) == ["plasticity"]
+    offline = {"data.online": None, "training.max_steps": 4, "model.plasticity": True}
+    assert technique_names(**spiking, **offline) == ["plasticity"], "model.plasticity enables it without a stream"
+    recipe = build_recipe("routing", tmp_path, **spiking, techniques=[{"name": "plasticity", "options": {"rate": 0.5}}])
+    (technique,) = resolve_techniques(recipe, no_workload)
+    assert getattr(technique.options, "rate", None) == 0.5
 
 
-def test_all_of_a_batch_counts_where_all_of_it_is_new(tmp_path: Path) -> None:
+def test_without_replay_every_sample_counts(tmp_path: Path) -> None:
     run = train("routing", tmp_path, **{"data.online": {"replay": 0.0}, "checkpoint.keep": 9})
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
-    note = json.loads((run.path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
-    assert note["accuracy"][1] == len(bottega.load(run.path).workload.data.training())
+    state = json.loads((run.path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
+    assert state["accuracy"][1] == len(bottega.load(run.path).workload.data.training())
     assert rows[0]["online/accuracy"] == pytest.approx(rows[0]["accuracy"])
 
 
 @pytest.mark.slow
-def test_two_ranks_measure_what_one_does(tmp_path: Path) -> None:
-    """Each has half of a batch, and the sums are those of both; half of the last batches is not new."""
-    given = values("routing", tmp_path, **{"training.mixed_precision": "fp32", "device": "cpu"})
-    words = [f"{key}={'null' if value is None else json.dumps(value)}" for key, value in given.items() if key != "name"]
+def test_two_ranks_report_the_same_metrics_as_one(tmp_path: Path) -> None:
+    """Each rank has half of a batch, and sums are reduced over both; half of the last batches is replayed."""
+    settings = values("routing", tmp_path, **{"training.mixed_precision": "fp32", "device": "cpu"})
+    arguments = [
+        f"{key}={'null' if value is None else json.dumps(value)}" for key, value in settings.items() if key != "name"
+    ]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for name, launcher in (("one", []), ("two", launch)):
-        running = small_run.Running(tmp_path / name, ["train", "routing", *words, f"name={name}"], launcher=launcher)
-        code, said = running.end()
-        assert code == 0, said
-    one, two = (
+        running = small_run.Running(
+            tmp_path / name, ["train", "routing", *arguments, f"name={name}"], launcher=launcher
+        )
+        code, output = running.end()
+        assert code == 0, output
+    single_rows, two_rank_rows = (
         [json.loads(x) for x in (tmp_path / n / "metrics.jsonl").read_text().splitlines()] for n in ("one", "two")
     )
-    for mine, theirs in zip(one, two, strict=True):
-        found = {name: value for name, value in mine.items() if name.startswith("online/")}
-        assert found
-        assert {name: theirs[name] for name in found} == pytest.approx(found, rel=1e-5, abs=1e-6)
+    for single, two_rank in zip(single_rows, two_rank_rows, strict=True):
+        expected = {name: value for name, value in single.items() if name.startswith("online/")}
+        assert expected
+        assert {name: two_rank[name] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)

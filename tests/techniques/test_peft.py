@@ -1,4 +1,4 @@
-"""Folders of adapters: ours open in peft and theirs here, and where a run starts from is read once and over its own base."""
+"""Adapter folders: exports load in peft, peft's load here, and a start is read once and checked against its base."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_our_classifier_and_its_head_open_in_peft(bases: Path, tmp_path: Path) -
         torch.testing.assert_close(theirs(input_ids=ids).logits, ours, rtol=1e-5, atol=1e-5)
 
 
-def test_peft_s_adapter_is_a_start(bases: Path, tmp_path: Path) -> None:
+def test_training_starts_from_a_peft_adapter(bases: Path, tmp_path: Path) -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(bases / "language" / "final")
     config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -71,39 +71,39 @@ def test_peft_s_adapter_is_a_start(bases: Path, tmp_path: Path) -> None:
     options = {"rank": 4, "alpha": 6, "targets": ["q_proj", "v_proj"], "start": str(tmp_path / "theirs")}
     still = {"training.learning_rate": 1e-30, "training.weight_decay": 0.0, "name": "still"}
     run = train(bases, tmp_path, "language", technique={"name": "lora", "options": options}, **still)
-    shutil.move(tmp_path / "theirs", tmp_path / "gone")  # a finished run has no use for it
+    shutil.move(tmp_path / "theirs", tmp_path / "gone")  # a finished run does not need it
     saved, tokens = bottega.load(run.path, device="cpu"), torch.arange(8)[None]
     with torch.no_grad(), saved.engine.sampling() as models:
         torch.testing.assert_close(theirs(tokens).logits, models["model"](tokens), rtol=1e-5, atol=1e-5)
     options["start"] = str(tmp_path / "gone")
-    for change, said in (
+    for change, message in (
         ({"rank": 8}, r"lora\.rank is 8, but .* has 4"),
         ({"alpha": None}, r"lora\.alpha is 8, but .* has 6"),
         ({"targets": None}, r"lacks model\.layers.*; it has q_proj, v_proj"),
         ({"targets": ["q_proj"]}, "contains .*v_proj.*, which is not trained here"),
         ({"start": str(tmp_path / "nowhere")}, "does not exist"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             train(bases, tmp_path, "language", technique={"name": "lora", "options": {**options, **change}}, name="no")
 
 
-def test_our_own_adapter_is_a_start_too(bases: Path, tmp_path: Path) -> None:
-    """For averaged weights as well, which would follow from elsewhere."""
+def test_training_starts_from_our_own_adapter(bases: Path, tmp_path: Path) -> None:
+    """EMA weights start from it too."""
     first = train(bases, tmp_path, "classify", name="first", **{"training.learning_rate": 0.05})
     adapter = bottega.load(first.path, checkpoint="last", device="cpu").export() / "adapter"
     technique = {"name": "lora", "options": {"start": str(adapter)}}
     still = {"training.learning_rate": 1e-30, "training.weight_decay": 0.0, "name": "still", "training.ema": 0.9}
     second = train(bases, tmp_path, "classify", technique=technique, **still)
-    one, other, average = (
+    first_weights, second_weights, average = (
         load_file(run.path / "checkpoints" / "last" / name)
         for run, name in ((first, "model.safetensors"), (second, "model.safetensors"), (second, "ema.safetensors"))
     )
-    assert different(one, other) == []
+    assert different(first_weights, second_weights) == []
     for name, tensor in average.items():  # 0.1 of 1 and 0.9 of it is 1 but for rounding
-        np.testing.assert_allclose(tensor, one[name], rtol=1e-5, atol=1e-8)
+        np.testing.assert_allclose(tensor, first_weights[name], rtol=1e-5, atol=1e-8)
 
 
-def test_a_run_that_goes_on_has_no_use_for_its_start(bases: Path, tmp_path: Path) -> None:
+def test_resume_does_not_need_the_starting_adapter(bases: Path, tmp_path: Path) -> None:
     first = train(bases, tmp_path, "language", name="first", **{"training.learning_rate": 0.05})
     adapter = bottega.load(first.path, device="cpu").export() / "adapter"
     shutil.copytree(adapter, tmp_path / "start")
@@ -115,51 +115,53 @@ def test_a_run_that_goes_on_has_no_use_for_its_start(bases: Path, tmp_path: Path
     shutil.rmtree(tmp_path / "start")
     train(bases, tmp_path, "language", name="cut", **more)
     assert different(tensors(straight.path), tensors(tmp_path / "cut")) == []
-    assert different(tensors(straight.path), tensors(elsewhere.path)) != []  # it did start there
+    assert different(tensors(straight.path), tensors(elsewhere.path)) != []  # the start has an effect
     assert list_step_samples(straight.path, step=3, replay=True)["replay"]["loss"] > 0
     with pytest.raises(UsageError, match=r"techniques\.lora\.start: .* does not exist"):
         train(bases, tmp_path, "language", name="new", **more)
 
 
-def language_lora(**options: Any) -> Lora:
+def build_language_lora(**options: Any) -> Lora:
     return Lora(inner=language_task()[0], **options)
 
 
-def exported(lora: Lora, folder: Path, *, seed: int = 0) -> Path:
+def export_adapter(lora: Lora, folder: Path, *, seed: int = 0) -> Path:
     lora.export(build_models(lora, seed)["model"], folder, origin="runs/base", export_whole=dict)
     return folder
 
 
 @pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj.weight", "model.norm.weight"])
-def test_our_adapter_over_another_base_is_refused_even_where_one_number_differs(tmp_path: Path, name: str) -> None:
-    start = exported(language_lora(targets=("q_proj",)), tmp_path)
-    lora = language_lora(targets=("q_proj",), start=str(start))
+def test_adapter_over_a_base_that_differs_in_one_number_is_refused(tmp_path: Path, name: str) -> None:
+    start = export_adapter(build_language_lora(targets=("q_proj",)), tmp_path)
+    lora = build_language_lora(targets=("q_proj",), start=str(start))
     model = build_models(lora, 0)["model"]
     assert lora.load_start(model)
-    lora = language_lora(targets=("q_proj",), start=str(start))
+    lora = build_language_lora(targets=("q_proj",), start=str(start))
     model = build_models(lora, 0)["model"]
     with torch.no_grad():
         model.get_parameter(name).view(-1)[0] += 1e-6
-    said = rf"techniques\.lora\.start: .* another base model \(runs/base; {re.escape(name)} differs\); set model\.from to it"
-    with pytest.raises(UsageError, match=said):
+    message = rf"techniques\.lora\.start: .* another base model \(runs/base; {re.escape(name)} differs\); set model\.from to it"
+    with pytest.raises(UsageError, match=message):
         lora.load_start(model)
 
 
-def test_more_may_learn_over_the_same_base_than_did(tmp_path: Path) -> None:
-    start = str(exported(language_lora(train=("model.layers.1.input_layernorm",)), tmp_path))
+def test_more_modules_may_be_trained_over_the_same_base(tmp_path: Path) -> None:
+    start = str(export_adapter(build_language_lora(train=("model.layers.1.input_layernorm",)), tmp_path))
     here = ("model.layers.1.input_layernorm", "model.norm")
-    lora = language_lora(train=here, start=start)
+    lora = build_language_lora(train=here, start=start)
     assert lora.load_start(build_models(lora, 0)["model"])
-    lora = language_lora(train=here, start=start)
+    lora = build_language_lora(train=here, start=start)
     with pytest.raises(UsageError, match=r"another base"):
         lora.load_start(build_models(lora, 1)["model"])
 
 
-def test_a_run_over_another_base_is_refused(bases: Path, tmp_path: Path) -> None:
+def test_adapter_of_another_base_is_refused(bases: Path, tmp_path: Path) -> None:
     first = train(bases, tmp_path, "language", name="first")
     folder = bottega.load(first.path, device="cpu").export()
     technique = {"name": "lora", "options": {"start": str(folder / "adapter")}}
-    with pytest.raises(UsageError, match=r"techniques\.lora\.start: .* over another base"):  # it would count twice
+    with pytest.raises(
+        UsageError, match=r"techniques\.lora\.start: .* over another base"
+    ):  # the change would be applied twice
         train(bases, tmp_path, "language", name="twice", technique=technique, **{"model.from": str(first.path)})
 
 
@@ -183,23 +185,23 @@ def test_a_run_over_another_base_is_refused(bases: Path, tmp_path: Path) -> None
         ("something_of_next_year", {"deep": {"on": True}}),
     ],
 )
-def test_what_is_not_understood_of_peft_is_refused_by_name_and_value(tmp_path: Path, key: str, value: Any) -> None:
-    start = exported(language_lora(), tmp_path)
+def test_unsupported_peft_setting_is_refused_by_name_and_value(tmp_path: Path, key: str, value: Any) -> None:
+    start = export_adapter(build_language_lora(), tmp_path)
     config = json.loads((start / "adapter_config.json").read_text())
     (start / "adapter_config.json").write_text(json.dumps({**config, key: value}))
-    lora = language_lora(start=str(start))
+    lora = build_language_lora(start=str(start))
     with pytest.raises(
         UsageError, match=rf"techniques\.lora\.start: .* has {key} {re.escape(json.dumps(value))}, which"
     ):
         lora.load_start(build_models(lora, 0)["model"])
 
 
-def test_what_says_nothing_is_no_obstacle(tmp_path: Path) -> None:
-    start = exported(language_lora(), tmp_path)
+def test_peft_settings_without_effect_are_accepted(tmp_path: Path) -> None:
+    start = export_adapter(build_language_lora(), tmp_path)
     config = json.loads((start / "adapter_config.json").read_text())
-    nothing = {"use_dora": False, "eva_config": None, "rank_pattern": {}, "next_year": [], "bias": "none"}
-    nothing |= {"runtime_config": {"ephemeral_gpu_offload": False}, "megatron_core": "megatron.core"}
-    nothing |= {"init_lora_weights": "gaussian", "qalora_group_size": 16, "peft_version": "9.9", "layers_pattern": "h"}
-    (start / "adapter_config.json").write_text(json.dumps({**config, **nothing}))
-    lora = language_lora(start=str(start))
+    defaults = {"use_dora": False, "eva_config": None, "rank_pattern": {}, "next_year": [], "bias": "none"}
+    defaults |= {"runtime_config": {"ephemeral_gpu_offload": False}, "megatron_core": "megatron.core"}
+    defaults |= {"init_lora_weights": "gaussian", "qalora_group_size": 16, "peft_version": "9.9", "layers_pattern": "h"}
+    (start / "adapter_config.json").write_text(json.dumps({**config, **defaults}))
+    lora = build_language_lora(start=str(start))
     assert lora.load_start(build_models(lora, 0)["model"])

@@ -1,4 +1,4 @@
-"""Plasticity: weights move by the mean of what spike trains call for, once a step, and everything else stays as it was."""
+"""Plasticity: a step adds the mean eligibility of the spike trains to the weights, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from bottega.techniques.plasticity.torch import (
 )
 from toy_task import advance, engine, loader, save, state, training
 
-UNITS = SpikingShape(threshold=0.3)  # of so few inputs, more would leave the second layer silent
+UNITS = SpikingShape(threshold=0.3)  # with few inputs, a higher threshold would leave the second layer silent
 SHAPE = SpikingNetShape(
     grid=(3, 3), channels=1, num_labels=3, hidden_size=6, num_layers=2, coding="latency", neuron=UNITS
 )
@@ -58,15 +58,15 @@ SLOW = {"optimizer": {"name": "sgd"}, "learning_rate": 1e-2}
 
 
 CURRENTS = SHAPE.model_copy(update={"coding": "constant"})
-"""A latency code makes of a bad value a unit that is silent."""
+"""Constant currents propagate NaN; a latency code would turn it into a silent unit."""
 
 
-def task(shape: Any = SHAPE, **options: Any) -> Plasticity:
-    own = {"rate": 0.05, "rule": STDPRule(a_minus=0.8, tau_minus=5.0), **options}
-    return Plasticity(inner=Classification(key="image", shape=shape), **own)
+def build_task(shape: Any = SHAPE, **options: Any) -> Plasticity:
+    fields = {"rate": 0.05, "rule": STDPRule(a_minus=0.8, tau_minus=5.0), **options}
+    return Plasticity(inner=Classification(key="image", shape=shape), **fields)
 
 
-def data(*, samples: int = 40, bad: int | None = None) -> ArraySource:
+def build_source(*, samples: int = 40, bad: int | None = None) -> ArraySource:
     rng = np.random.default_rng(0)
     image = rng.uniform(-1, 1, (samples, 3, 3, 1)).astype(np.float32)
     if bad is not None:
@@ -74,29 +74,29 @@ def data(*, samples: int = 40, bad: int | None = None) -> ArraySource:
     return ArraySource({"image": image, "label": rng.integers(0, 3, samples)})
 
 
-def after(
+def train_state(
     steps: int,
-    of: Any = None,
+    task: Any = None,
     *,
     changes: Mapping[str, Any] | None = None,
     source: ArraySource | None = None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
-    one = engine(training(**SLOW, **(changes or {})), task=of or task(), **options)
-    advance(one, loader(source or data(), of=one), 0, steps)
-    return state(one)
+    subject = engine(training(**SLOW, **(changes or {})), task=task or build_task(), **options)
+    advance(subject, loader(source or build_source(), of=subject), 0, steps)
+    return state(subject)
 
 
-def weight(found: Mapping[str, np.ndarray], name: str = SECOND) -> np.ndarray:
-    return found[f"model.safetensors/{name}"]
+def weight_of(tensors: Mapping[str, np.ndarray], name: str = SECOND) -> np.ndarray:
+    return tensors[f"model.safetensors/{name}"]
 
 
-def heard_by(model: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Name of the weights -> trains of a layer that is called once."""
+def record_trains(model: nn.Module, x: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return name of the weights -> (pre, post) spike trains, for layers that are called once."""
     layers = select_trainable_layers(model, None)
-    with torch.no_grad(), record_spikes(model, list(layers)) as heard:
+    with torch.no_grad(), record_spikes(model, list(layers)) as recorded:
         model(x)
-    return {name: heard[number][0][:2] for number, name in enumerate(layers.values())}
+    return {name: recorded[number][0][:2] for number, name in enumerate(layers.values())}
 
 
 KINDS = {
@@ -109,27 +109,27 @@ kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 RATES_OF_ZERO = {"groups": [{"pattern": ".*synapse.*", "scale": 0.0}, {"pattern": ".*"}]}
 
 
-# What a step does
+# The update
 
 
-def test_a_step_moves_weights_by_the_mean_of_what_each_example_calls_for() -> None:
-    one = engine(training(**SLOW, **RATES_OF_ZERO), task=task(low=-9.0, high=9.0))
-    batches = loader(data(), of=one)
-    before = state(one)
-    trains = heard_by(one.model, torch.from_numpy(batches.batch(0)["image"]))
-    advance(one, batches, 0, 1)
+def test_step_moves_weights_by_the_mean_eligibility() -> None:
+    subject = engine(training(**SLOW, **RATES_OF_ZERO), task=build_task(low=-9.0, high=9.0))
+    batches = loader(build_source(), of=subject)
+    before = state(subject)
+    trains = record_trains(subject.model, torch.from_numpy(batches.batch(0)["image"]))
+    advance(subject, batches, 0, 1)
     for name, (pre, post) in trains.items():
         each = eligibility(pre, post, STDPRule(a_minus=0.8, tau_minus=5.0))
         assert len(each) == 8
-        expected = weight(before, name) + 0.05 * each.mean(0).numpy()
-        np.testing.assert_allclose(weight(state(one), name), expected, rtol=1e-5, atol=1e-6)
-        assert np.abs(weight(state(one), name) - weight(before, name)).max() > 1e-3
+        expected = weight_of(before, name) + 0.05 * each.mean(0).numpy()
+        np.testing.assert_allclose(weight_of(state(subject), name), expected, rtol=1e-5, atol=1e-6)
+        assert np.abs(weight_of(state(subject), name) - weight_of(before, name)).max() > 1e-3
 
 
-def test_it_comes_after_the_optimizer_and_changes_neither_loss_nor_gradient() -> None:
-    plain = engine(training(**SLOW), task=task().inner)
-    plastic = engine(training(**SLOW), task=task())
-    reports = [advance(one, loader(data(), of=one), 0, 1)[0] for one in (plain, plastic)]
+def test_update_follows_the_optimizer_and_changes_neither_loss_nor_gradient() -> None:
+    plain = engine(training(**SLOW), task=build_task().inner)
+    plastic = engine(training(**SLOW), task=build_task())
+    reports = [advance(subject, loader(build_source(), of=subject), 0, 1)[0] for subject in (plain, plastic)]
     for key in ("loss", "grad_norm", "accuracy"):
         assert reports[0][key] == reports[1][key]
     a, b = state(plain), state(plastic)
@@ -138,175 +138,175 @@ def test_it_comes_after_the_optimizer_and_changes_neither_loss_nor_gradient() ->
     ]
 
 
-def test_a_rate_of_zero_leaves_everything_to_the_gradient() -> None:
-    plain, still = after(3, task().inner), after(3, task(rate=0.0))
+def test_rate_of_zero_equals_training_without_plasticity() -> None:
+    plain, still = train_state(3, build_task().inner), train_state(3, build_task(rate=0.0))
     assert [name for name in plain if not np.array_equal(plain[name], still[name])] == []
 
 
 @kinds
 def test_weights_stay_between_the_bounds(options: dict[str, Any]) -> None:
-    found = after(20, task(**{**options, "rate": 5.0, "low": -0.3, "high": 0.4}), changes=RATES_OF_ZERO)
-    start = state(engine(task=task()))
+    tensors = train_state(20, build_task(**{**options, "rate": 5.0, "low": -0.3, "high": 0.4}), changes=RATES_OF_ZERO)
+    start = state(engine(task=build_task()))
     for name in (FIRST, SECOND):
-        old, new = weight(start, name), weight(found, name)
+        old, new = weight_of(start, name), weight_of(tensors, name)
         assert (new >= np.minimum(old, np.float32(-0.3))).all()
         assert (new <= np.maximum(old, np.float32(0.4))).all()
         assert np.abs(new - old).max() > 0.1
 
 
-def test_normalising_keeps_sum_and_length_of_what_comes_into_a_unit() -> None:
+def test_normalising_preserves_sum_and_norm_of_incoming_weights() -> None:
     wide = {"low": -9.0, "high": 9.0, "rate": 0.5}
-    kept, free = (after(5, task(normalise=on, **wide), changes=RATES_OF_ZERO) for on in (True, False))
-    start = state(engine(task=task()))
+    normalised, free = (train_state(5, build_task(normalise=on, **wide), changes=RATES_OF_ZERO) for on in (True, False))
+    start = state(engine(task=build_task()))
     for name in (FIRST, SECOND):
-        lengths = [np.linalg.norm(weight(found, name), axis=1) for found in (start, kept, free)]
+        lengths = [np.linalg.norm(weight_of(tensors, name), axis=1) for tensors in (start, normalised, free)]
         np.testing.assert_allclose(lengths[1], lengths[0], rtol=1e-5)
-        np.testing.assert_allclose(weight(kept, name).sum(1), weight(start, name).sum(1), atol=1e-5)
+        np.testing.assert_allclose(weight_of(normalised, name).sum(1), weight_of(start, name).sum(1), atol=1e-5)
         assert np.abs(lengths[2] - lengths[0]).max() > 0.1
-        assert np.abs(weight(kept, name) - weight(start, name)).max() > 0.05
+        assert np.abs(weight_of(normalised, name) - weight_of(start, name)).max() > 0.05
 
 
-def test_frozen_layers_and_those_that_are_not_meant_stay() -> None:
-    start = state(engine(task=task()))
-    frozen = after(2, changes={"freeze": ["layers.0"]})
-    assert np.array_equal(weight(frozen, FIRST), weight(start, FIRST))
-    assert not np.array_equal(weight(frozen), weight(start))
-    meant = after(2, task(targets=("layers.1",)), changes=RATES_OF_ZERO)
-    assert np.array_equal(weight(meant, FIRST), weight(start, FIRST))
-    assert not np.array_equal(weight(meant), weight(start))
+def test_frozen_and_untargeted_layers_do_not_change() -> None:
+    start = state(engine(task=build_task()))
+    frozen = train_state(2, changes={"freeze": ["layers.0"]})
+    assert np.array_equal(weight_of(frozen, FIRST), weight_of(start, FIRST))
+    assert not np.array_equal(weight_of(frozen), weight_of(start))
+    targeted = train_state(2, build_task(targets=("layers.1",)), changes=RATES_OF_ZERO)
+    assert np.array_equal(weight_of(targeted, FIRST), weight_of(start, FIRST))
+    assert not np.array_equal(weight_of(targeted), weight_of(start))
 
 
-def test_an_average_follows_the_weights_as_they_are_in_the_end() -> None:
-    found = after(1, changes={"ema": 0.5, **RATES_OF_ZERO})
-    start = state(engine(task=task()))
-    middle = found[f"ema.safetensors/{SECOND}"] - weight(start)
-    assert np.abs(middle).max() > 1e-3
-    way = weight(found) - weight(start)
-    there = np.abs(way) > 1e-3
-    shares = middle[there] / way[there]
-    np.testing.assert_allclose(shares, shares[0], rtol=1e-3)
+def test_ema_averages_the_weights_after_the_update() -> None:
+    tensors = train_state(1, changes={"ema": 0.5, **RATES_OF_ZERO})
+    start = state(engine(task=build_task()))
+    ema_change = tensors[f"ema.safetensors/{SECOND}"] - weight_of(start)
+    assert np.abs(ema_change).max() > 1e-3
+    change = weight_of(tensors) - weight_of(start)
+    has_moved = np.abs(change) > 1e-3
+    fractions = ema_change[has_moved] / change[has_moved]
+    np.testing.assert_allclose(fractions, fractions[0], rtol=1e-3)
 
 
-# What is promised
+# Invariances
 
 
 @kinds
 @pytest.mark.parametrize("micro", [1, 3])
-def test_any_split_gives_the_same(options: dict[str, Any], micro: int) -> None:
-    whole, split = after(3, task(**options)), after(3, task(**options), micro=micro)
-    assert set(whole) == set(split)
-    for name in whole:
-        np.testing.assert_allclose(split[name], whole[name], rtol=1e-6, atol=1e-6, err_msg=name)
+def test_result_is_independent_of_the_micro_batch_size(options: dict[str, Any], micro: int) -> None:
+    full, split = train_state(3, build_task(**options)), train_state(3, build_task(**options), micro=micro)
+    assert set(full) == set(split)
+    for name in full:
+        np.testing.assert_allclose(split[name], full[name], rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 @kinds
-def test_a_resumed_run_is_the_one_that_never_stopped(options: dict[str, Any], tmp_path: Path) -> None:
-    straight, first, second = (engine(task=task(**options), micro=3) for _ in range(3))
-    advance(straight, loader(data(), of=straight), 0, 6)
-    advance(first, loader(data(), of=first), 0, 2)
+def test_resume_is_bitwise_equal(options: dict[str, Any], tmp_path: Path) -> None:
+    straight, first, second = (engine(task=build_task(**options), micro=3) for _ in range(3))
+    advance(straight, loader(build_source(), of=straight), 0, 6)
+    advance(first, loader(build_source(), of=first), 0, 2)
     second.load(save(first, tmp_path, 2))
-    advance(second, loader(data(), of=second), 2, 6)
+    advance(second, loader(build_source(), of=second), 2, 6)
     a, b = state(straight), state(second)
     assert [name for name in a if not np.array_equal(a[name], b[name])] == []
 
 
 @kinds
-def test_a_step_that_is_held_back_changes_nothing(options: dict[str, Any]) -> None:
-    one = engine(task=task(CURRENTS, **options))
-    batches = loader(data(bad=11), of=one)
+def test_skipped_step_changes_nothing(options: dict[str, Any]) -> None:
+    subject = engine(task=build_task(CURRENTS, **options))
+    batches = loader(build_source(bad=11), of=subject)
     bad = next(step for step in range(5) if not np.isfinite(batches.batch(step)["image"]).all())
-    advance(one, batches, 0, bad)
-    before = state(one)
-    advance(one, batches, bad, bad + 1)
-    found = state(one)
-    assert [name for name in before if not np.array_equal(before[name], found[name])] == []
+    advance(subject, batches, 0, bad)
+    before = state(subject)
+    advance(subject, batches, bad, bad + 1)
+    after_step = state(subject)
+    assert [name for name in before if not np.array_equal(before[name], after_step[name])] == []
 
 
-def test_blocks_that_are_computed_again_count_once() -> None:
-    plain, again = after(3), after(3, changes={"gradient_checkpointing": True})
-    assert [name for name in plain if not np.array_equal(plain[name], again[name])] == []
+def test_recomputed_blocks_count_once() -> None:
+    plain, checkpointed = train_state(3), train_state(3, changes={"gradient_checkpointing": True})
+    assert [name for name in plain if not np.array_equal(plain[name], checkpointed[name])] == []
 
 
-def test_an_evaluation_learns_nothing() -> None:
-    one = engine(task=task(reward="accuracy"))
-    before = state(one)
-    one.eval_step(loader(data(), of=one).batch(0))
-    found = state(one)
-    assert [name for name in before if not np.array_equal(before[name], found[name])] == []
-    assert _seen(one.task, one.model.eval()) == {}  # and pays nothing for it
+def test_evaluation_changes_nothing_and_records_no_stats() -> None:
+    subject = engine(task=build_task(reward="accuracy"))
+    before = state(subject)
+    subject.eval_step(loader(build_source(), of=subject).batch(0))
+    after_eval = state(subject)
+    assert [name for name in before if not np.array_equal(before[name], after_eval[name])] == []
+    assert compute_example_stats(subject.task, subject.model.eval()) == {}  # and costs nothing
 
 
 RANKS = {"pair": {}, "reward": KINDS["soft"]}
 
 
 @pytest.mark.slow
-def test_two_ranks_change_weights_as_one_does(tmp_path: Path) -> None:
-    before = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000), "WORLD_SIZE": "2"}
+def test_two_ranks_match_one(tmp_path: Path) -> None:
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000), "WORLD_SIZE": "2"}
     paths = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    both = [
+    processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(tmp_path)],
-            env={**os.environ, **before, "RANK": str(rank), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **environment, "RANK": str(rank), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in (0, 1)
     ]
-    for one in both:
-        _, err = one.communicate(timeout=200)
-        assert one.returncode == 0, err
+    for process in processes:
+        _, err = process.communicate(timeout=200)
+        assert process.returncode == 0, err
     for name, options in RANKS.items():
-        alone = after(3, task(**options))
+        alone = train_state(3, build_task(**options))
         for rank in (0, 1):
-            found = load_file(tmp_path / f"{name}.{rank}.safetensors")
-            assert set(found) == {key.replace("/", "|") for key in alone}
+            tensors = load_file(tmp_path / f"{name}.{rank}.safetensors")
+            assert set(tensors) == {key.replace("/", "|") for key in alone}
             for key, value in alone.items():
-                np.testing.assert_allclose(found[key.replace("/", "|")], value, rtol=1e-6, atol=1e-6, err_msg=key)
+                np.testing.assert_allclose(tensors[key.replace("/", "|")], value, rtol=1e-6, atol=1e-6, err_msg=key)
 
 
-def one_of_two(folder: Path) -> None:
+def run_rank(folder: Path) -> None:
     import torch.distributed as dist
 
-    leave, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+    destroy_process_group, dist.destroy_process_group = dist.destroy_process_group, lambda: None
     for name, options in RANKS.items():
-        found = after(3, task(**options), micro=3)
-        tensors = {key.replace("/", "|"): value for key, value in found.items()}
+        result = train_state(3, build_task(**options), micro=3)
+        tensors = {key.replace("/", "|"): value for key, value in result.items()}
         save_file(tensors, folder / f"{name}.{os.environ['RANK']}.safetensors")
     dist.barrier()
-    leave()
+    destroy_process_group()
 
 
 # Reward
 
 
-def test_a_reward_counts_examples_by_how_much_better_than_usual_they_went() -> None:
-    plastic = task(reward="accuracy", reward_decay=0.9)
+def test_reward_weighs_examples_by_advantage_over_the_running_mean() -> None:
+    plastic = build_task(reward="accuracy", reward_decay=0.9)
     model = build_models(plastic, 0)["model"]
-    batch = {name: torch.from_numpy(values[:8]) for name, values in data().arrays.items()}
-    (pre, post) = heard_by(model, batch["image"])[SECOND]
-    found = plastic.loss({"model": model}, batch, Noise(0, 0, torch.arange(8), torch))
-    right = (found.rows["probability"].argmax(1) == batch["label"]).float()
-    assert 0 < right.sum() < 8
-    old = torch.tensor([0.8 * 0.3, 0.3])  # a mean of 0.8, of a few steps
+    batch = {name: torch.from_numpy(values[:8]) for name, values in build_source().arrays.items()}
+    (pre, post) = record_trains(model, batch["image"])[SECOND]
+    loss = plastic.loss({"model": model}, batch, Noise(0, 0, torch.arange(8), torch))
+    correct = (loss.rows["probability"].argmax(1) == batch["label"]).float()
+    assert 0 < correct.sum() < 8
+    old = torch.tensor([0.8 * 0.3, 0.3])  # a running mean of 0.8 after a few steps
     tensors = {**_tensors(model), REWARD: old}
-    new = plastic.update(tensors, found.stats, RNG)
-    running = 0.9 * old + 0.1 * torch.stack((right.mean(), torch.ones(())))
+    new = plastic.update(tensors, loss.stats, RNG)
+    running = 0.9 * old + 0.1 * torch.stack((correct.mean(), torch.ones(())))
     torch.testing.assert_close(new[REWARD], running)
     each = eligibility(pre, post, plastic.rule)
-    surprise = right - running[0] / running[1]
-    expected = tensors[SECOND] + 0.05 * torch.einsum("b,boi->oi", surprise, each) / 8
+    advantage = correct - running[0] / running[1]
+    expected = tensors[SECOND] + 0.05 * torch.einsum("b,boi->oi", advantage, each) / 8
     torch.testing.assert_close(new[SECOND], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_where_all_went_as_usual_nothing_changes() -> None:
-    plastic = task(reward="accuracy")
+def test_reward_equal_to_the_running_mean_changes_nothing() -> None:
+    plastic = build_task(reward="accuracy")
     model = build_models(plastic, 0)["model"]
-    seen = _seen(plastic, model)
-    seen[REWARD] = torch.tensor([8.0, 8.0])
+    stats = compute_example_stats(plastic, model)
+    stats[REWARD] = torch.tensor([8.0, 8.0])
     for name in (FIRST, SECOND):
-        seen[REWARDED + name] = seen[SUM + name]
+        stats[REWARDED + name] = stats[SUM + name]
     tensors = {**_tensors(model), REWARD: torch.zeros(2)}
-    new = plastic.update(tensors, seen, RNG)
+    new = plastic.update(tensors, stats, RNG)
     for name in (FIRST, SECOND):
         torch.testing.assert_close(new[name], tensors[name], rtol=0, atol=1e-6)
 
@@ -315,22 +315,22 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _seen(plastic: Plasticity, model: nn.Module, **more: Tensor) -> dict[str, Tensor]:
-    batch = {name: torch.from_numpy(values[:8]) for name, values in data().arrays.items()}
+def compute_example_stats(plastic: Plasticity, model: nn.Module, **more: Tensor) -> dict[str, Tensor]:
+    batch = {name: torch.from_numpy(values[:8]) for name, values in build_source().arrays.items()}
     return dict(plastic.loss({"model": model}, {**batch, **more}, Noise(0, 0, torch.arange(8), torch)).stats)
 
 
-def test_rows_that_fill_up_a_batch_count_for_nothing() -> None:
-    plastic = task(reward="loss")
+def test_padding_rows_do_not_count() -> None:
+    plastic = build_task(reward="loss")
     model = build_models(plastic, 0)["model"]
-    padded = _seen(plastic, model, weight=torch.tensor([1.0] * 5 + [0.0] * 3))
-    batch = {name: torch.from_numpy(values[:5]) for name, values in data().arrays.items()}
+    padded = compute_example_stats(plastic, model, weight=torch.tensor([1.0] * 5 + [0.0] * 3))
+    batch = {name: torch.from_numpy(values[:5]) for name, values in build_source().arrays.items()}
     short = plastic.loss({"model": model}, batch, Noise(0, 0, torch.arange(5), torch)).stats
     for name, value in short.items():
         torch.testing.assert_close(padded[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_an_example_that_is_told_wrong_for_certain_costs_no_more_than_a_number() -> None:
+def test_reward_is_finite_at_probability_zero() -> None:
     rows = {"probability": torch.tensor([[1.0, 0.0], [0.5, 0.5]]), "label": torch.tensor([1, 0])}
     assert compute_reward(rows, "loss").isfinite().all()
     assert compute_reward(rows, "accuracy").tolist() == [0.0, 1.0]
@@ -339,22 +339,22 @@ def test_an_example_that_is_told_wrong_for_certain_costs_no_more_than_a_number()
     assert compute_reward(several, "loss").tolist() == pytest.approx([np.mean(np.log([0.9, 0.2, 0.9]))])
 
 
-def test_what_is_no_number_moves_no_weight() -> None:
-    plastic = task()
+def test_non_finite_stats_change_no_weight() -> None:
+    plastic = build_task()
     model = build_models(plastic, 0)["model"]
-    seen = _seen(plastic, model)
-    seen[SUM + SECOND][0, 0] = torch.inf
+    stats = compute_example_stats(plastic, model)
+    stats[SUM + SECOND][0, 0] = torch.inf
     tensors = _tensors(model)
-    new = plastic.update(tensors, seen, RNG)
+    new = plastic.update(tensors, stats, RNG)
     assert torch.equal(new[SECOND], tensors[SECOND])
     assert not torch.equal(new[FIRST], tensors[FIRST])
 
 
-# Who is listened to
+# Recorded layers
 
 
-class Twice(nn.Module):
-    """Two layers with the same weights, and a router, whose input is a constant current."""
+class SharedSynapses(nn.Module):
+    """Two layers that share their weights, and a router whose input is a constant current."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,34 +365,34 @@ class Twice(nn.Module):
         self.gate = SpikingGate(4, 2, shape, group=3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.second(self.first(x))
-        return self.gate(found.sum(0))[0]
+        spikes = self.second(self.first(x))
+        return self.gate(spikes.sum(0))[0]
 
 
-def test_layers_that_share_their_weights_change_them_together_and_a_router_learns_too() -> None:
-    model = Twice()
+def test_shared_weights_and_spiking_routers_are_updated() -> None:
+    model = SharedSynapses()
     layers = select_trainable_layers(model, None)
     names = ["first.synapse.weight"] * 2 + ["gate.groups.synapse.weight"]
     assert list(layers.values()) == names
-    with torch.no_grad(), record_spikes(model, list(layers)) as heard:
+    with torch.no_grad(), record_spikes(model, list(layers)) as recorded:
         model(torch.rand(5, 7, 4, generator=torch.Generator().manual_seed(0)).round())
-    assert [heard[i][0].pre.shape for i in range(3)] == [(5, 7, 4)] * 3
-    plastic = task()
-    sums = plastic._compute_stats(layers, heard, Loss(terms={}), {})
-    expected = sum(eligibility(*heard[i][0][:2], plastic.rule).sum(0) for i in (0, 1))
+    assert [recorded[i][0].pre.shape for i in range(3)] == [(5, 7, 4)] * 3
+    plastic = build_task()
+    sums = plastic._compute_stats(layers, recorded, Loss(terms={}), {})
+    expected = sum(eligibility(*recorded[i][0][:2], plastic.rule).sum(0) for i in (0, 1))
     torch.testing.assert_close(sums[f"{SUM}first.synapse.weight"], expected)
     assert sums["plasticity/count/first.synapse.weight"] == 14
     assert sums[f"{SUM}gate.groups.synapse.weight"].abs().sum() > 0
 
 
-def test_a_layer_that_nothing_came_by_is_there_all_the_same() -> None:
-    layers = select_trainable_layers(Twice(), None)
-    sums = task()._compute_stats(layers, {number: [] for number in range(3)}, Loss(terms={}), {})
+def test_layer_without_inputs_has_zero_stats() -> None:
+    layers = select_trainable_layers(SharedSynapses(), None)
+    sums = build_task()._compute_stats(layers, {number: [] for number in range(3)}, Loss(terms={}), {})
     assert len(sums) == 4
     assert all(not value.any() for value in sums.values())
 
 
-def routed(**changes: Any) -> Plasticity:
+def build_routed_task(**changes: Any) -> Plasticity:
     shape = TransformerShape(
         vocab_size=20,
         context=16,
@@ -403,31 +403,31 @@ def routed(**changes: Any) -> Plasticity:
     return Plasticity(inner=Language(shape=shape), rate=0.05)
 
 
-def said(plastic: Task, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
+def compute_stats(plastic: Task, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
     rng = Noise(0, 0, torch.arange(2), torch)
     return dict(plastic.loss({"model": model}, batch, rng).stats)
 
 
-def test_padding_of_a_text_teaches_a_router_nothing() -> None:
-    plastic = routed()
-    model = loud(build_models(plastic, 0)["model"])
+def test_router_ignores_padding_tokens() -> None:
+    plastic = build_routed_task()
+    model = scale_synapses(build_models(plastic, 0)["model"])
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, 20, (2, 9)))
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
-    alone = said(plastic, model, {"input_ids": ids, "attention_mask": mask})
+    alone = compute_stats(plastic, model, {"input_ids": ids, "attention_mask": mask})
     wide = torch.cat((ids, torch.full((2, 5), 7)), dim=1)
     more = torch.cat((mask, torch.zeros(2, 5, dtype=torch.long)), dim=1)
-    padded = said(plastic, model, {"input_ids": wide, "attention_mask": more})
+    padded = compute_stats(plastic, model, {"input_ids": wide, "attention_mask": more})
     name = "model.layers.0.mlp.gate.groups.synapse.weight"
     assert alone[COUNT + name] == padded[COUNT + name] == 8 + 5
     assert alone[SUM + name].abs().max() > 0.01
     torch.testing.assert_close(padded[SUM + name], alone[SUM + name], rtol=1e-5, atol=1e-5)
     tensors = {**_tensors(model), **dict(model.named_buffers())}
-    a, b = (plastic.update(tensors, seen, RNG)[name] for seen in (alone, padded))
+    a, b = (plastic.update(tensors, stats, RNG)[name] for stats in (alone, padded))
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def loud(model: nn.Module) -> nn.Module:
+def scale_synapses(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "synapse.weight" in name:
@@ -435,38 +435,40 @@ def loud(model: nn.Module) -> nn.Module:
     return model
 
 
-def test_rows_that_count_for_one_part_of_several_teach_that_part() -> None:
+def test_rows_of_one_task_update_that_task_only() -> None:
     parts = {"a": Classification(key="image", shape=SHAPE), "b": Classification(key="image", shape=SHAPE)}
     plastic = Plasticity(inner=Multitask(parts=parts, weights=dict.fromkeys(parts, 1.0)), rate=0.05)
     model = build_models(plastic, 0)["model"]
     names = list(select_trainable_layers(model, None).values())
-    first = {name: torch.from_numpy(values[:2]) for name, values in data().arrays.items()}
+    first = {name: torch.from_numpy(values[:2]) for name, values in build_source().arrays.items()}
     weight = torch.tensor([1.0, 0.0])
     short = {name: value[:1] for name, value in first.items()}
-    found = said(plastic, model, {"a": {**first, "weight": weight}, "b": first})
-    separate = [said(plastic, model, batch) for batch in ({"a": short}, {"b": first})]
-    assert found[COUNT + names[0]] == 3
+    stats = compute_stats(plastic, model, {"a": {**first, "weight": weight}, "b": first})
+    separate = [compute_stats(plastic, model, batch) for batch in ({"a": short}, {"b": first})]
+    assert stats[COUNT + names[0]] == 3
     for name in names:
-        torch.testing.assert_close(found[SUM + name], sum(one[SUM + name] for one in separate), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            stats[SUM + name], sum(part_stats[SUM + name] for part_stats in separate), rtol=1e-5, atol=1e-6
+        )
 
 
-# What it learns
+# Learning
 
 STEPS, INPUTS, UNITS_OF_LAYER = 20, 100, 8
 
 
-def draw_sentinel(model: Any, seed: int) -> None:
-    drawn = numpy_generator(seed, "sentinel").uniform(0, 1, (UNITS_OF_LAYER, INPUTS))
+def initialise_sentinel(model: Any, seed: int) -> None:
+    weights = numpy_generator(seed, "sentinel").uniform(0, 1, (UNITS_OF_LAYER, INPUTS))
     with torch.no_grad():
-        model.layer.synapse.weight.copy_(torch.from_numpy(drawn))
+        model.layer.synapse.weight.copy_(torch.from_numpy(weights))
         model.head.weight.zero_()
 
 
-class Watching(Task):
-    """A layer that is shown trains [b, S, I] and not told what they are; only what reads it learns by gradient."""
+class SentinelTask(Task):
+    """A layer that sees unlabelled trains [b, S, I]; only its readout is trained by gradient."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        return {"model": ModelSpec(lambda config: Sentinel(), initial=Initial(draw_sentinel))}
+        return {"model": ModelSpec(lambda config: Sentinel(), initial=Initial(initialise_sentinel))}
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         return {"loss": float(len(batch["x"]))}
@@ -479,7 +481,7 @@ class Watching(Task):
 class Sentinel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        # One spike an example at most, so that when it comes is all there is to see.
+        # At most one spike per example, so that its timing is the only information.
         shape = SpikingShape(time_steps=STEPS, threshold=12.0, leak=0.9, refractory=STEPS)
         self.layer = SpikingLayer(INPUTS, UNITS_OF_LAYER, shape, bias=False)
         self.head = nn.Linear(UNITS_OF_LAYER, 1, bias=False)
@@ -488,63 +490,64 @@ class Sentinel(nn.Module):
         return self.head(self.layer(x).sum(0))
 
 
-def shown(seed: int, pattern: np.ndarray, samples: int, *, repeats: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Trains [n, S, I], and which of them hold the pattern: half of the inputs then spike in its order, those of the others
-    at any step. Each input spikes once, or is missing, as often with the pattern as without, so nothing but time tells."""
+def draw_trains(seed: int, pattern: np.ndarray, samples: int, *, repeats: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """Return trains [n, S, I], and which of them have the pattern: half of the inputs then spike in its order, the others
+    at random steps. Each input spikes once or not at all, equally often with and without the pattern, so that only the
+    timing distinguishes them."""
     rng = np.random.default_rng(seed)
-    holds, at = rng.random(samples) < 0.5, rng.integers(0, STEPS, (samples, INPUTS))
-    for one in np.flatnonzero(holds):
-        at[one, : len(pattern)] = pattern if repeats else rng.permutation(pattern)
+    has_pattern, at = rng.random(samples) < 0.5, rng.integers(0, STEPS, (samples, INPUTS))
+    for row in np.flatnonzero(has_pattern):
+        at[row, : len(pattern)] = pattern if repeats else rng.permutation(pattern)
     example, which = np.nonzero(rng.random((samples, INPUTS)) < 0.8)
     x = np.zeros((samples, STEPS, INPUTS), np.uint8)
     x[example, at[example, which], which] = 1
-    return x, holds
+    return x, has_pattern
 
 
 def first_spikes(model: nn.Module, x: np.ndarray) -> np.ndarray:
-    """[n, units]; the number of steps where there is none."""
+    """Return the step of each unit's first spike [n, units]; STEPS where there is none."""
     with torch.no_grad():
         spikes = model.layer(torch.from_numpy(x).float().transpose(0, 1))  # type: ignore[operator]
     return np.where(spikes.sum(0).numpy() > 0, spikes.argmax(0).numpy(), STEPS)
 
 
-def told_apart(first: np.ndarray, holds: np.ndarray) -> float:
-    """The chance that a train with the pattern is answered sooner than one without it; 0.5 is none. Mean over units."""
-    a, b = first[holds, None], first[None, ~holds]
+def compute_auc(first: np.ndarray, has_pattern: np.ndarray) -> float:
+    """Return the AUC of the first spike as a detector of the pattern (0.5 is chance), averaged over units."""
+    a, b = first[has_pattern, None], first[None, ~has_pattern]
     return float(((a < b) + 0.5 * (a == b)).mean())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("repeats", [True, False], ids=["pattern", "no-pattern"])
-def test_a_layer_finds_what_repeats_by_its_timing_alone(repeats: bool) -> None:
+def test_layer_learns_a_repeating_pattern_from_spike_timing_alone(repeats: bool) -> None:
     pattern = np.random.default_rng(5).permutation(np.arange(50)) * STEPS // 50
-    plastic = Plasticity(inner=Watching(), rate=0.01, low=0.0, high=1.0, normalise=True)
-    only = {"groups": [{"pattern": "layer.*", "scale": 0.0}, {"pattern": ".*"}]}
-    one = engine(training(**SLOW, **only), task=plastic)
-    test, holds = shown(1, pattern, 400)
-    before = first_spikes(one.model, test)
-    assert abs(told_apart(before, holds) - 0.5) < 0.1
-    x, _ = shown(0, pattern, 3200, repeats=repeats)
-    advance(one, loader(ArraySource({"x": x}), of=one, batch_size=16), 0, 300)
-    found, weights = first_spikes(one.model, test), weight(state(one), "layer.synapse.weight")
+    plastic = Plasticity(inner=SentinelTask(), rate=0.01, low=0.0, high=1.0, normalise=True)
+    frozen_layer = {"groups": [{"pattern": "layer.*", "scale": 0.0}, {"pattern": ".*"}]}
+    subject = engine(training(**SLOW, **frozen_layer), task=plastic)
+    test, has_pattern = draw_trains(1, pattern, 400)
+    before = first_spikes(subject.model, test)
+    assert abs(compute_auc(before, has_pattern) - 0.5) < 0.1
+    x, _ = draw_trains(0, pattern, 3200, repeats=repeats)
+    advance(subject, loader(ArraySource({"x": x}), of=subject, batch_size=16), 0, 300)
+    trained, weights = first_spikes(subject.model, test), weight_of(state(subject), "layer.synapse.weight")
     early, late = weights[:, :50][:, pattern < STEPS // 4].mean(), weights[:, :50][:, pattern >= STEPS // 2].mean()
     if repeats:
-        assert told_apart(found, holds) > 0.8
-        assert found[holds].mean() < before[holds].mean() - 2
-        assert abs(found[~holds].mean() - before[~holds].mean()) < 0.5
+        assert compute_auc(trained, has_pattern) > 0.8
+        assert trained[has_pattern].mean() < before[has_pattern].mean() - 2
+        assert abs(trained[~has_pattern].mean() - before[~has_pattern].mean()) < 0.5
         assert early > late + 0.3
     else:
-        assert abs(told_apart(found, holds) - 0.5) < 0.1
+        assert abs(compute_auc(trained, has_pattern) - 0.5) < 0.1
         assert abs(early - late) < 0.1
 
 
-def test_a_whole_run_is_cut_short_and_ends_the_same(tmp_path: Path) -> None:
+def test_run_resumes_bitwise_equal(tmp_path: Path) -> None:
     import bottega
 
-    pictures = {key: value for key, value in small_media.image(tmp_path).items() if key.startswith("data.")}
+    images = {key: value for key, value in small_media.image(tmp_path).items() if key.startswith("data.")}
     values = {
         **{key: value for key, value in small_run.SMALL.items() if not key.startswith(("model.", "data."))},
-        **pictures,
+        **images,
         "output_dir": str(tmp_path),
         "name": "run",
         "model.hidden_size": 8,
@@ -556,32 +559,32 @@ def test_a_whole_run_is_cut_short_and_ends_the_same(tmp_path: Path) -> None:
         "techniques": [{"name": "plasticity", "options": {"rule": "triplet", "reward": "accuracy", "rate": 0.01}}],
     }
     run = bottega.train("classify/spiking", values)
-    end = small_run.tensors(run.path)
-    assert end["state.safetensors/plasticity/reward"][1] > 0
+    final = small_run.tensors(run.path)
+    assert final["state.safetensors/plasticity/reward"][1] > 0
     for step in (5, 6):
         shutil.rmtree(run.path / "checkpoints" / f"step-{step:08d}")
-    again = bottega.train("classify/spiking", values)
-    assert small_run.different(end, small_run.tensors(again.path)) == []
+    resumed = bottega.train("classify/spiking", values)
+    assert small_run.different(final, small_run.tensors(resumed.path)) == []
     assert bottega.load(run.path).evaluate()["accuracy"] == pytest.approx(run.metrics["accuracy"])
 
 
-# What is refused
+# Errors
 
 
 def test_a_model_without_spiking_layers_is_refused() -> None:
     shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8)
     with pytest.raises(UsageError, match="ConvNet has none; leave it out, or train a spiking model"):
-        build_models(task(shape), 0)
+        build_models(build_task(shape), 0)
 
 
-def test_a_target_that_is_no_layer_is_refused() -> None:
+def test_target_that_is_not_a_spiking_layer_is_refused() -> None:
     with pytest.raises(UsageError, match=r"'head' is not a spiking layer; the model has layers\.0, layers\.1"):
-        build_models(task(targets=("head",)), 0)
+        build_models(build_task(targets=("head",)), 0)
     with pytest.raises(UsageError, match=r"'\(' is not a regular expression"):
-        build_models(task(targets=("(",)), 0)
+        build_models(build_task(targets=("(",)), 0)
 
 
-def test_a_reward_needs_a_task_that_knows_what_is_right() -> None:
+def test_reward_requires_class_probabilities() -> None:
     with pytest.raises(UsageError, match=r"plasticity.reward: accuracy needs class probabilities .*; set it to none"):
         compute_reward({"other": torch.zeros(3)}, "accuracy")
 
@@ -603,23 +606,23 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def test_several_tasks_may_have_it_but_no_reward() -> None:
-    asked = {"techniques": [{"name": "plasticity", "options": {"reward": "loss"}}]}
+def test_multitask_supports_plasticity_without_reward() -> None:
+    changes = {"techniques": [{"name": "plasticity", "options": {"reward": "loss"}}]}
     with pytest.raises(
         UsageError, match=r"plasticity.reward needs a single task, and this recipe has several; set it to none"
     ):
-        load_recipe(["multitask", asked])
+        load_recipe(["multitask", changes])
     assert load_recipe(["multitask", {"techniques": ["plasticity"]}]).recipe.techniques[0].name == "plasticity"
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_makes_no_sense_is_refused_before_anything_runs(name: str) -> None:
-    changes, text = REFUSED[name]
-    with pytest.raises(UsageError, match=text):
+def test_invalid_recipe_is_refused_on_load(name: str) -> None:
+    changes, message = REFUSED[name]
+    with pytest.raises(UsageError, match=message):
         load_recipe(["classify/spiking", changes])
 
 
-def test_where_every_layer_is_frozen_it_is_refused(tmp_path: Path) -> None:
+def test_all_layers_frozen_is_refused(tmp_path: Path) -> None:
     import bottega
 
     frozen = {"training.freeze": ["layers"], "techniques": ["plasticity"], "output_dir": str(tmp_path)}
@@ -627,7 +630,7 @@ def test_where_every_layer_is_frozen_it_is_refused(tmp_path: Path) -> None:
         bottega.train("classify/spiking", frozen)
 
 
-def test_where_the_model_asks_for_it_the_same_is_refused(tmp_path: Path) -> None:
+def test_compile_with_model_plasticity_is_refused(tmp_path: Path) -> None:
     import bottega
 
     changes = {"model.plasticity": True, "training.compile": True, "output_dir": str(tmp_path)}
@@ -635,7 +638,7 @@ def test_where_the_model_asks_for_it_the_same_is_refused(tmp_path: Path) -> None
         bottega.train("routing", changes)
 
 
-def test_options_of_the_recipe_become_the_rule() -> None:
+def test_build_rule_from_recipe_options() -> None:
     from bottega.techniques.plasticity.apply import build_rule
 
     triplet = PlasticityOptions(rule="triplet", a3_plus=0.5, tau_y=3.0, tau_plus=2.0)
@@ -644,4 +647,4 @@ def test_options_of_the_recipe_become_the_rule() -> None:
 
 
 if __name__ == "__main__":
-    one_of_two(Path(sys.argv[1]))
+    run_rank(Path(sys.argv[1]))
