@@ -34,7 +34,7 @@ SMALL: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [("language/shakespeare", torch_engine) for torch_engine in OPTIMIZERS] + [(name, "adamw") for name in SMALL],
+    [("language/shakespeare", optimizer) for optimizer in OPTIMIZERS] + [(name, "adamw") for name in SMALL],
 )
 def test_memory_estimate_matches_the_built_engine(name: str, optimizer: str, tmp_path: Path) -> None:
     values = {**SMALL[name](tmp_path), "training.optimizer.name": optimizer, "device": "cpu"}
