@@ -1,4 +1,4 @@
-"""The configuration blocks that five published training guides print: keys and values, and the tasks each must fit."""
+"""Configuration blocks of five published training guides, and the tasks each block must fit."""
 
 from __future__ import annotations
 

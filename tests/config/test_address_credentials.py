@@ -1,4 +1,4 @@
-"""Credentials are taken off addresses, and what says which data is meant stays."""
+"""Credentials in addresses: stripped, while everything that identifies the data remains."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "canary-7d1f0c"
 
 
 @pytest.fixture(autouse=True)
-def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CREDENTIALS_VARIABLE, "{}")
 
 
@@ -39,7 +39,7 @@ def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"abfs://box:{SECRET}@account.dfs.core.windows.net/a.csv", "abfs://account.dfs.core.windows.net/a.csv"),
     ],
 )
-def test_what_may_be_a_credential_goes(address: str, public: str) -> None:
+def test_credentials_are_stripped(address: str, public: str) -> None:
     assert strip_credentials(address) == public
     assert strip_credentials(public) == public
     assert SECRET not in strip_credentials_in_text(
@@ -60,39 +60,41 @@ def test_what_may_be_a_credential_goes(address: str, public: str) -> None:
         "gs://bucket/{000..012}.tar",
     ],
 )
-def test_what_says_which_data_is_meant_stays(text: str) -> None:
+def test_addresses_without_credentials_are_unchanged(text: str) -> None:
     assert strip_credentials(text) == text
     source = Source(path=text)
     assert (source.path, restore_credentials(text)) == (text, text)
 
 
-def test_a_sentence_keeps_its_words() -> None:
+def test_credentials_are_stripped_inside_a_sentence() -> None:
     text = f"('https://a:{SECRET}@h.org/a.csv?sig={SECRET}'); see https://h.org/b?sig={SECRET}, and note a: b"
     assert strip_credentials_in_text(text) == "('https://h.org/a.csv'); see https://h.org/b, and note a: b"
 
 
-def recipe(query: str) -> dict[str, object]:
+def make_overrides(query: str) -> dict[str, object]:
     return {"data.train.path": f"https://h.org/a.txt{query}", "needs": {"judge": {"recipe": "classify"}}}
 
 
-def test_no_recipe_holds_a_credential_and_a_renewed_one_is_no_change() -> None:
-    first = load_recipe(["language", recipe(f"?sig={SECRET}")]).recipe
+def test_recipe_holds_no_credentials_and_new_ones_are_not_a_change() -> None:
+    first = load_recipe(["language", make_overrides(f"?sig={SECRET}")]).recipe
     assert SECRET not in to_yaml(first) + repr(first) + json.dumps(first.results_key())
-    assert restore_credentials("https://h.org/a.txt") == f"https://h.org/a.txt?sig={SECRET}", "the reader needs it"
-    second = load_recipe(["language", recipe("?sig=renewed")]).recipe
+    assert restore_credentials("https://h.org/a.txt") == f"https://h.org/a.txt?sig={SECRET}", (
+        "the reader does not get the credential"
+    )
+    second = load_recipe(["language", make_overrides("?sig=renewed")]).recipe
     assert diff_recipes(first, second) == []
     assert first.run_name() == second.run_name()
-    assert diff_recipes(first, load_recipe(["language", recipe("?id=2&sig=renewed")]).recipe)
+    assert diff_recipes(first, load_recipe(["language", make_overrides("?id=2&sig=renewed")]).recipe)
 
 
-def test_addresses_that_only_a_credential_tells_apart_are_refused() -> None:
+def test_addresses_that_differ_in_credentials_only_are_refused() -> None:
     sources = [{"path": f"https://h.org/a.txt?piece={number}"} for number in (1, 2)]
     with pytest.raises(UsageError, match=r"https://h\.org/a\.txt is given twice"):
         load_recipe(["language", {"data.train.path": None, "data.sources": sources}])
     load_recipe(["language", {"data.sources": [{"path": f"https://h.org/a.txt?part={n}&sig=x"} for n in (1, 2)]}])
 
 
-def test_a_refused_recipe_does_not_quote_them() -> None:
+def test_error_message_has_no_credentials() -> None:
     with pytest.raises(UsageError) as caught:
         load_recipe(["language", {"training.max_steps": f"https://h.org/a?sig={SECRET}", "seed": f"h://u:{SECRET}@x"}])
     assert SECRET not in str(caught.value)

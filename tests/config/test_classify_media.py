@@ -1,4 +1,4 @@
-"""Classifiers of images, sound and video: one task, whose schema follows from what it reads."""
+"""Recipes of image, audio and video classifiers: one task whose schema follows from data.input."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MEDIA = ("image", "audio", "video")
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_a_recipe_is_of_the_form_its_input_says_and_survives_a_round_trip(medium: str, tmp_path: Path) -> None:
+def test_input_selects_the_recipe_class_and_it_round_trips(medium: str, tmp_path: Path) -> None:
     resolved = check_recipe([{"task": "classify", "data.input": medium, "training.label_smoothing": 0.1}])
     assert type(resolved.recipe) is TASKS["classify"].inputs[medium]
     assert resolved.recipe.samples.every is None
-    again = tmp_path / "again.yaml"
-    again.write_text(to_yaml(resolved.recipe))
-    assert check_recipe([str(again)]).recipe == resolved.recipe
-    assert check_recipe([str(again)]).recipe.run_name() == resolved.recipe.run_name()
+    path = tmp_path / "written.yaml"
+    path.write_text(to_yaml(resolved.recipe))
+    assert check_recipe([str(path)]).recipe == resolved.recipe
+    assert check_recipe([str(path)]).recipe.run_name() == resolved.recipe.run_name()
 
 
-def test_text_is_what_a_recipe_reads_that_does_not_say() -> None:
+def test_default_input_is_text() -> None:
     assert type(check_recipe([{"task": "classify"}]).recipe) is TASKS["classify"].recipe
     assert type(check_recipe([{"task": "classify", "data.input": "text"}]).recipe) is TASKS["classify"].recipe
 
@@ -54,7 +54,7 @@ def test_a_later_layer_may_change_the_input() -> None:
         ({"data.input": "image", "model.num_filters": 8}, "model.num_filters: unknown key without data.input=text"),
     ],
 )
-def test_each_form_is_closed_and_says_what_is_wrong(settings: dict[str, object], message: str) -> None:
+def test_invalid_keys_of_each_input_are_refused_in_one_line(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_recipe([{"task": "classify", **settings}])
     assert message in str(caught.value)
@@ -74,7 +74,7 @@ def test_training_needs_a_source() -> None:
 
 
 @pytest.mark.parametrize("medium", MEDIA)
-def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(medium: str, tmp_path: Path) -> None:
+def test_every_key_has_a_description_and_a_flag_and_is_in_the_commented_recipe(medium: str, tmp_path: Path) -> None:
     keys = collect_schema_keys(TASKS["classify"].inputs[medium])
     assert [key for key, info in keys.items() if not info.description] == []
     plain = [key for key in keys if "*" not in key]
@@ -89,7 +89,7 @@ def test_every_key_is_described_is_a_flag_and_stands_in_the_commented_recipe(med
     ).recipe.model_copy(update={"training": None, "data": None})
 
 
-def test_the_schema_for_editors_has_all_forms_in_one_workload() -> None:
+def test_json_schema_has_all_inputs_under_classify() -> None:
     schema = json_schema()
     forms = {f"#/$defs/{form.__name__}" for form in TASKS["classify"].inputs.values()}
     assert schema["discriminator"]["mapping"]["classify"] == "#/$defs/classify"

@@ -1,4 +1,4 @@
-"""The recipe of a text classifier: the guide's keys mean our kinds, and what does not go together is told in a line."""
+"""Recipes of text classifiers: keys of the published guide, model kinds, losses, and incompatible settings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from bottega.tasks.classify.config import ClassifyRecipe, ImageClassifyRecipe, L
 from bottega.tasks.recipes import check_recipe, load_recipe
 
 
-def checked(**settings: Any) -> ClassifyRecipe:
+def load(**settings: Any) -> ClassifyRecipe:
     recipe = check_recipe(["classify/sst2", {key.replace("__", "."): value for key, value in settings.items()}]).recipe
     assert isinstance(recipe, ClassifyRecipe)
     return recipe
 
 
 @pytest.mark.parametrize(("block", "kind"), [(CLASSIFIER_TRANSFORMER, "pretrained"), (CLASSIFIER_CNN, "cnn")])
-def test_three_files_as_printed(block: str, kind: str, tmp_path: Path) -> None:
+def test_three_files_of_the_guide_make_a_classifier(block: str, kind: str, tmp_path: Path) -> None:
     training = CLASSIFIER_BASIC + CLASSIFIER_ADVANCED.replace("\ntraining:\n", "")
     printed = {"model_config.yaml": block, "training_config.yaml": training, "data_config.yaml": TEXT_AUGMENTATION}
     for name, text in printed.items():
@@ -46,27 +46,27 @@ def test_three_files_as_printed(block: str, kind: str, tmp_path: Path) -> None:
             *("bert-base-uncased", 12),
             0.1,
         )
-    again = tmp_path / "again.yaml"
-    again.write_text(to_yaml(recipe))
-    assert check_recipe([again]).recipe == recipe
+    path = tmp_path / "written.yaml"
+    path.write_text(to_yaml(recipe))
+    assert check_recipe([path]).recipe == recipe
 
 
-def test_weights_decide_what_a_transformer_is() -> None:
+def test_pretrained_weights_select_the_pretrained_kind() -> None:
     for architecture in ({}, {"model.architecture": "transformer"}, {"model.kind": "pretrained"}):
-        given = {"task": "classify", "model.pretrained_model": "some/encoder", **architecture}
-        assert check_recipe([given]).recipe.model.kind == "pretrained"  # type: ignore[attr-defined]
+        values = {"task": "classify", "model.pretrained_model": "some/encoder", **architecture}
+        assert check_recipe([values]).recipe.model.kind == "pretrained"  # type: ignore[attr-defined]
     assert check_recipe([{"task": "classify", "model": {"architecture": "transformer"}}]).recipe.model.kind == (  # type: ignore[attr-defined]
         "transformer"
     )
-    # The key means the same to other tasks, which have no such kind.
+    # Other tasks accept the key but have no such kind.
     language = check_recipe([{"task": "language", "model": {"pretrained_model": "some/model"}}]).recipe
     assert language.model.kind == "transformer"  # type: ignore[attr-defined]
-    assert checked(model__from="runs/mine").model.kind == "cnn"
+    assert load(model__from="runs/mine").model.kind == "cnn"
     with pytest.raises(UsageError, match=r"model\.from: missing; kind pretrained needs"):
         load_recipe(["classify/pretrained", {"data.train.path": "a.jsonl", "model.from": None}])
 
 
-def test_words_are_the_usual_tokenizer_and_stay_it() -> None:
+def test_default_tokenizer_is_words() -> None:
     assert ClassifyRecipe().data.tokenizer.kind == "words"
     tokenizer = check_recipe(["classify", {"data.tokenizer.vocab_size": 500}]).recipe.data.tokenizer  # type: ignore[attr-defined]
     assert (tokenizer.kind, tokenizer.vocab_size) == ("words", 500)
@@ -77,15 +77,15 @@ def test_words_are_the_usual_tokenizer_and_stay_it() -> None:
         load_recipe(["classify", {"data.tokenizer.kind": "pretrained"}])
 
 
-def test_several_labels_have_no_class_to_split_by() -> None:
-    assert checked(data__multi_label=True).data.label_separator == ","
+def test_multi_label_cannot_be_stratified() -> None:
+    assert load(data__multi_label=True).data.label_separator == ","
     with pytest.raises(UsageError, match="stratified needs one class for each text") as caught:
-        checked(data__multi_label=True, data__split__by="stratified")
+        load(data__multi_label=True, data__split__by="stratified")
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("given", "loss"),
+    ("values", "loss"),
     [
         ({"loss.name": "focal"}, LossOptions(name="focal", gamma=2.0)),
         ({"loss": {"class_weights": "balanced"}}, LossOptions(class_weights="balanced")),
@@ -93,14 +93,14 @@ def test_several_labels_have_no_class_to_split_by() -> None:
         ({}, None),
     ],
 )
-def test_losses_of_every_medium(given: dict[str, Any], loss: LossOptions | None, tmp_path: Path) -> None:
+def test_loss_options_of_every_medium(values: dict[str, Any], loss: LossOptions | None, tmp_path: Path) -> None:
     for name in ("classify", "classify/image", "classify/audio", "classify/video"):
-        recipe = check_recipe([name, given]).recipe
+        recipe = check_recipe([name, values]).recipe
         assert recipe.loss == loss  # type: ignore[attr-defined]
-        file = tmp_path / "again.yaml"
+        file = tmp_path / "written.yaml"
         file.write_text(to_yaml(recipe))
         assert check_recipe([file]).recipe == recipe
-    # A key that nobody set renames no run.
+    # An unset key does not change the run name.
     assert not [key for key in ImageClassifyRecipe().results_key() if key.startswith("loss")]
 
 
@@ -116,6 +116,6 @@ def test_losses_of_every_medium(given: dict[str, Any], loss: LossOptions | None,
         ("data.label_separator", "", "data.label_separator"),
     ],
 )
-def test_what_cannot_be_is_told_by_its_key(key: str, value: Any, part: str) -> None:
+def test_invalid_value_is_refused_by_key(key: str, value: Any, part: str) -> None:
     with pytest.raises(UsageError, match=part):
         check_recipe(["classify", {key: value}])

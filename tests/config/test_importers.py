@@ -1,4 +1,4 @@
-"""Other trainers' configurations become recipes that load, and no key of them gets lost."""
+"""Imported configurations of other trainers: recipes that load, and every key translated or reported."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ BASES: dict[str, dict[str, Any]] = {
 ANY = "axolotl llamafactory trainer"
 HUGGING = "llamafactory trainer"
 
-# Formats, a snippet of theirs, our dotted key, our value.
+# Formats, a snippet of the source, the recipe key, the recipe value.
 TABLE: list[tuple[str, str, str, Any]] = [
     ("axolotl", "base_model: x/y", "model.from", "x/y"),
     (HUGGING, "model_name_or_path: x/y", "model.from", "x/y"),
@@ -510,80 +510,83 @@ TABLE: list[tuple[str, str, str, Any]] = [
 ROWS = [(kind, snippet, key, value) for kinds, snippet, key, value in TABLE for kind in kinds.split()]
 
 
-def translate_example(kind: str, said: dict[str, Any]) -> Translation:
-    return translate_config(TASKS, Path("theirs.yaml"), said, kind)
+def translate_example(kind: str, config: dict[str, Any]) -> Translation:
+    return translate_config(TASKS, Path("theirs.yaml"), config, kind)
 
 
-def at(recipe: Any, key: str) -> Any:
+def get_value(recipe: Any, key: str) -> Any:
     for part in key.split("."):
         recipe = recipe[int(part)] if isinstance(recipe, list) else recipe[part]
     return recipe
 
 
-def merged(base: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    both = {**base, **more}
-    if "trainer" in base and "trainer" in more:
-        both["trainer"] = {**({} if "max_steps" in more["trainer"] else base["trainer"]), **more["trainer"]}
+def merge_configs(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    both = {**base, **changes}
+    if "trainer" in base and "trainer" in changes:
+        both["trainer"] = {**({} if "max_steps" in changes["trainer"] else base["trainer"]), **changes["trainer"]}
     return both
 
 
-def assert_nothing_is_lost(translation: Translation, said: dict[str, Any]) -> None:
+def assert_every_key_is_reported(translation: Translation, config: dict[str, Any]) -> None:
     mapped = [row.source_key for row in translation.mapped if not row.is_default]
-    unmapped = [left.source_key for left in translation.unmapped]
+    unmapped = [row.source_key for row in translation.unmapped]
     assert len(unmapped) == len(set(unmapped))
     assert not set(mapped) & set(unmapped)
-    assert {*mapped, *unmapped} == {key for key, _ in iterate_leaves(said)}
+    assert {*mapped, *unmapped} == {key for key, _ in iterate_leaves(config)}
     recipe = translation.to_recipe()
     check_recipe([recipe])
     for row in translation.mapped:
-        assert at(recipe, row.recipe_key) == row.recipe_value, row
+        assert get_value(recipe, row.recipe_key) == row.recipe_value, row
 
 
 @pytest.mark.parametrize(("kind", "snippet", "key", "value"), ROWS)
-def test_a_key_becomes_ours(kind: str, snippet: str, key: str, value: Any) -> None:
-    said = merged(BASES[kind], parse_yaml(snippet, "snippet").value)
-    translation = translate_example(kind, said)
-    got = at(translation.to_recipe(), key)
-    assert got == pytest.approx(value) if isinstance(value, float) else got == value
-    assert_nothing_is_lost(translation, said)
-    assert not [left for left in translation.unmapped if left.category == "not understood"]
+def test_key_is_translated(kind: str, snippet: str, key: str, value: Any) -> None:
+    config = merge_configs(BASES[kind], parse_yaml(snippet, "snippet").value)
+    translation = translate_example(kind, config)
+    translated = get_value(translation.to_recipe(), key)
+    assert translated == pytest.approx(value) if isinstance(value, float) else translated == value
+    assert_every_key_is_reported(translation, config)
+    assert not [row for row in translation.unmapped if row.category == "not understood"]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_a_whole_configuration(kind: str, tmp_path: Path) -> None:
-    said = EXAMPLES[kind]
-    assert detect_format(Path("x"), said) == kind
+def test_full_configuration_is_imported(kind: str, tmp_path: Path) -> None:
+    config = EXAMPLES[kind]
+    assert detect_format(Path("x"), config) == kind
     path = tmp_path / ("theirs.json" if kind == "trainer" else "theirs.yaml")
-    path.write_text(json.dumps(said), encoding="utf-8")
-    found = import_file(path)
+    path.write_text(json.dumps(config), encoding="utf-8")
+    report = import_file(path)
     written = tmp_path / "theirs.bottega.yaml"
-    assert found["recipe"] == str(written)
+    assert report["recipe"] == str(written)
     text = written.read_text(encoding="utf-8")
     assert text.startswith(f"# {path.name}, a configuration of ")
-    assert "very-secret" not in text + json.dumps(found) + format_report(found)
+    assert "very-secret" not in text + json.dumps(report) + format_report(report)
     loaded = check_recipe([str(written)])
     assert (
-        loaded.recipe == check_recipe([translate_example(kind, said).to_recipe(), {"origin": "theirs.bottega"}]).recipe
+        loaded.recipe
+        == check_recipe([translate_example(kind, config).to_recipe(), {"origin": "theirs.bottega"}]).recipe
     )
-    assert_nothing_is_lost(translate_example(kind, said), said)
-    for left in found["unmapped"]:
-        assert left["their_key"] in text
+    assert_every_key_is_reported(translate_example(kind, config), config)
+    for row in report["unmapped"]:
+        assert row["their_key"] in text
 
 
 @pytest.mark.parametrize(
-    ("kind", "size", "one"),
+    ("kind", "size", "per_process"),
     [("axolotl", (2, 4), 8), ("llamafactory", (1, 8), 8), ("trainer", (16, 2), 32), ("lightning", (32, 4), 128)],
 )
 @pytest.mark.parametrize("world", [1, 2, 8])
-def test_the_batch_is_theirs_on_any_number_of_processes(kind: str, size: tuple[int, int], one: int, world: int) -> None:
+def test_global_batch_size_matches_the_source_on_any_number_of_processes(
+    kind: str, size: tuple[int, int], per_process: int, world: int
+) -> None:
     recipe = check_recipe([translate_example(kind, EXAMPLES[kind]).to_recipe()]).recipe
     assert (recipe.training.batch_size, recipe.training.gradient_accumulation_steps) == size
-    assert get_global_batch_size(recipe, world) == one * world
+    assert get_global_batch_size(recipe, world) == per_process * world
 
 
 @pytest.mark.parametrize("kind", ["llamafactory", "trainer"])
 def test_defaults_of_the_source_are_written(kind: str) -> None:
-    """Ours would be 3e-4, cosine, a decay of 0.1, 32 examples and the seed 0."""
+    """The recipe's own defaults are 3e-4, cosine, a weight decay of 0.1, a batch of 32 and seed 0."""
     recipe = check_recipe([translate_example(kind, BASES[kind]).to_recipe()]).recipe
     training = recipe.training
     assert (training.learning_rate, training.weight_decay, training.scheduler.name) == (5e-5, 0.0, "linear")
@@ -591,7 +594,7 @@ def test_defaults_of_the_source_are_written(kind: str) -> None:
     assert training.mixed_precision == "fp32"
 
 
-def test_lightning_does_not_clip_unasked() -> None:
+def test_lightning_without_clipping_stays_unclipped() -> None:
     training = check_recipe([translate_example("lightning", BASES["lightning"]).to_recipe()]).recipe.training
     assert training.max_grad_norm is None
     assert training.mixed_precision == "fp32"
@@ -634,38 +637,38 @@ REASONS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "snippet", "key", "why"), REASONS)
-def test_what_is_left_has_its_reason(kind: str, snippet: str, key: str, why: str) -> None:
-    said = merged(BASES[kind], parse_yaml(snippet, "snippet").value)
-    translation = translate_example(kind, said)
-    assert [left.category for left in translation.unmapped if left.source_key == key] == [why]
-    assert_nothing_is_lost(translation, said)
+@pytest.mark.parametrize(("kind", "snippet", "key", "category"), REASONS)
+def test_unmapped_key_has_its_category(kind: str, snippet: str, key: str, category: str) -> None:
+    config = merge_configs(BASES[kind], parse_yaml(snippet, "snippet").value)
+    translation = translate_example(kind, config)
+    assert [row.category for row in translation.unmapped if row.source_key == key] == [category]
+    assert_every_key_is_reported(translation, config)
 
 
-def known(kind: str) -> set[str]:
-    """Their keys that have an answer of their own."""
+def collect_handled_keys(kind: str) -> set[str]:
+    """Return the source's keys that are translated or have a specific reason."""
     tables = {
         "axolotl": (axolotl.SKIPPED_KEYS, trainer.SKIPPED_KEYS),
         "llamafactory": (llamafactory.SKIPPED_KEYS, trainer.SKIPPED_KEYS),
         "trainer": (trainer.SKIPPED_KEYS,),
         "lightning": (lightning.SKIPPED_KEYS,),
     }[kind]
-    left = {
+    skipped = {
         key
         for table in tables
         for part in (table.no_counterpart, table.not_built_yet, table.meaningless)
         for key in part
     }
-    said = [parse_yaml(snippet, "s").value for name, snippet, _, _ in ROWS if name == kind]
+    configs = [parse_yaml(snippet, "s").value for name, snippet, _, _ in ROWS if name == kind]
     return (
-        left
-        | {key for one in said for key, _ in iterate_leaves(one)}
+        skipped
+        | {key for config in configs for key, _ in iterate_leaves(config)}
         | {key for key, _ in iterate_leaves(EXAMPLES[kind])}
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "snippet", "left"),
+    ("kind", "snippet", "unmapped"),
     [
         ("trainer", "metric_for_best_model: eval_rouge", ["metric_for_best_model"]),
         ("axolotl", "metric_for_best_model: accuracy", ["metric_for_best_model"]),
@@ -674,17 +677,17 @@ def known(kind: str) -> set[str]:
         ("trainer", "greater_is_better: true", ["greater_is_better"]),
     ],
 )
-def test_a_metric_that_nothing_measures_is_not_written(kind: str, snippet: str, left: list[str]) -> None:
-    translation = translate_example(kind, merged(BASES[kind], parse_yaml(snippet, "snippet").value))
-    assert [row.source_key for row in translation.unmapped if row.category == "not understood"] == left
+def test_unavailable_metric_is_not_translated(kind: str, snippet: str, unmapped: list[str]) -> None:
+    translation = translate_example(kind, merge_configs(BASES[kind], parse_yaml(snippet, "snippet").value))
+    assert [row.source_key for row in translation.unmapped if row.category == "not understood"] == unmapped
     assert "mode" not in translation.to_recipe().get("evaluation", {})
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_many_keys_are_known(kind: str) -> None:
-    assert len(known(kind)) >= (60 if kind != "lightning" else 50)
+def test_many_keys_are_handled(kind: str) -> None:
+    assert len(collect_handled_keys(kind)) >= (60 if kind != "lightning" else 50)
     assert not [
-        left.source_key for left in translate_example(kind, EXAMPLES[kind]).unmapped if left.reason == UNKNOWN_REASON
+        row.source_key for row in translate_example(kind, EXAMPLES[kind]).unmapped if row.reason == UNKNOWN_REASON
     ]
 
 
@@ -712,9 +715,9 @@ do_predict resume_from_checkpoint local_rank
 
 
 @pytest.mark.parametrize("kind", ["trainer", "llamafactory"])
-def test_every_argument_is_known(kind: str) -> None:
+def test_every_transformers_argument_is_handled(kind: str) -> None:
     translation = translate_example(kind, {**dict.fromkeys(ARGUMENTS.split(), "odd"), "seed": 1})
-    assert not [left.source_key for left in translation.unmapped if left.reason == UNKNOWN_REASON]
+    assert not [row.source_key for row in translation.unmapped if row.reason == UNKNOWN_REASON]
 
 
 values = st.one_of(
@@ -734,51 +737,51 @@ values = st.one_of(
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_no_value_breaks_it_or_gets_lost(kind: str) -> None:
+def test_random_values_are_translated_or_reported(kind: str) -> None:
     def block(keys: list[str]) -> st.SearchStrategy[dict[str, Any]]:
         return st.fixed_dictionaries({}, optional=dict.fromkeys(keys, values)).filter(bool)
 
-    names = sorted({key.split(".")[0] for key in known(kind)} - {"*"})
-    inner = sorted({key.split(".")[1] for key in known("lightning") if key.startswith("trainer.")})
+    names = sorted({key.split(".")[0] for key in collect_handled_keys(kind)} - {"*"})
+    inner = sorted({key.split(".")[1] for key in collect_handled_keys("lightning") if key.startswith("trainer.")})
     outer = st.lists(st.sampled_from(names), min_size=1, max_size=12, unique=True).flatmap(block)
     trainers = st.lists(st.sampled_from(inner), min_size=1, max_size=8, unique=True).flatmap(block)
 
     @settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
     @given(outer, trainers)
-    def check(said: dict[str, Any], inside: dict[str, Any]) -> None:
+    def check(config: dict[str, Any], trainer_config: dict[str, Any]) -> None:
         if kind == "lightning":
-            said = {**said, "trainer": inside}
-        said = {**said, **({"seed_everything": 1} if kind == "lightning" else {"seed": 1})}
-        assert_nothing_is_lost(translate_example(kind, said), said)
+            config = {**config, "trainer": trainer_config}
+        config = {**config, **({"seed_everything": 1} if kind == "lightning" else {"seed": 1})}
+        assert_every_key_is_reported(translate_example(kind, config), config)
 
     check()
 
 
 @pytest.mark.parametrize(
-    "said",
+    "config",
     [
-        # A default may stand for a key that is there and empty, beside one that the loader refuses.
+        # A default replaces an empty key, next to a key that the recipe refuses.
         {"trainer": {"accumulate_grad_batches": None, "log_every_n_steps": 0}},
-        # One says that nothing is held back, the other how much.
+        # One key disables validation, the other sets its fraction.
         {"trainer": {"limit_val_batches": 0}, "data": {"val_split": 0.1}},
-        # Two of a kind.
+        # Two callbacks of the same class.
         {"trainer": {"callbacks": [{"class_path": "EarlyStopping", "init_args": {"patience": n}} for n in (2, 3)]}},
     ],
 )
-def test_keys_that_disagree_are_both_answered(said: dict[str, Any]) -> None:
-    assert_nothing_is_lost(
-        translate_example("lightning", {**said, "seed_everything": 1}), {**said, "seed_everything": 1}
+def test_conflicting_keys_are_both_reported(config: dict[str, Any]) -> None:
+    assert_every_key_is_reported(
+        translate_example("lightning", {**config, "seed_everything": 1}), {**config, "seed_everything": 1}
     )
 
 
-def test_a_key_cannot_leave_the_comment(tmp_path: Path) -> None:
+def test_hostile_key_cannot_escape_the_comment(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(
         'base_model: x/y\nmicro_batch_size: 1\n"odd\\ntask: image\\u001b[31m": 5\nplugins: "a\\u2028seed: 5"\n'
     )
-    found = import_file(path)
+    report = import_file(path)
     text = (tmp_path / "a.bottega.yaml").read_text()
-    assert "\x1b" not in text + format_report(found)
+    assert "\x1b" not in text + format_report(report)
     recipe = check_recipe([str(tmp_path / "a.bottega.yaml")]).recipe
     assert (recipe.task, recipe.seed) == ("language", 42)
 
@@ -817,35 +820,35 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "text", "options", "message"), BAD)
-def test_bad_input_is_one_line(
+def test_bad_input_is_refused_in_one_line(
     name: str, text: str, options: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(name).write_text(text, encoding="utf-8")
     assert cli.main(["import", name, *options]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    message_line = capsys.readouterr().err
+    assert message in message_line
+    assert message_line.count("\n") == 1
     assert Path(name).read_text(encoding="utf-8") == text
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     for name in ("none.yaml", "none.json"):
         with pytest.raises(UsageError, match="no such file"):
             import_file(tmp_path / name)
 
 
-def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_documentation_shows_the_printed_output(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     page = (Path(__file__).parents[2] / "docs" / "verbs" / "import.md").read_text(encoding="utf-8")
-    said = page.partition('write_text("""\\\n')[2].partition('"""')[0]
-    Path("letters.yml").write_text(said, encoding="utf-8")
+    config = page.partition('write_text("""\\\n')[2].partition('"""')[0]
+    Path("letters.yml").write_text(config, encoding="utf-8")
     assert cli.main(["import", "letters.yml"]) == 0
     assert f"```text\n{capsys.readouterr().out}```" in page
 
 
-def test_the_verb(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_import_command(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     Path("axolotl.yml").write_text(AXOLOTL, encoding="utf-8")
     assert cli.main(["import", "axolotl.yml"]) == 0
@@ -854,19 +857,19 @@ def test_the_verb(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     assert "training.gradient_accumulation_steps" in table
     assert cli.main(["import", "axolotl.yml"]) == 2
     assert cli.main(["import", "axolotl.yml", "--out", "b.yaml", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["from"] == "axolotl"
-    rows = {row["our_key"]: row["our_value"] for row in found["mapped"]}
+    report = json.loads(capsys.readouterr().out)
+    assert report["from"] == "axolotl"
+    rows = {row["our_key"]: row["our_value"] for row in report["mapped"]}
     assert rows["training.learning_rate"] == 2e-4
-    assert {"their_key", "their_value", "why", "reason"} == set(found["unmapped"][0])
+    assert {"their_key", "their_value", "why", "reason"} == set(report["unmapped"][0])
     assert check_recipe(["b.yaml"]).task_candidates == ("language",)
-    assert cli.main(["plan", "b.yaml", "--json"]) == 2  # as train would: of the folder and the sharding at once
-    told = capsys.readouterr().err
-    assert "corpus does not exist" in told
-    assert "distributed.strategy: fsdp" in told
+    assert cli.main(["plan", "b.yaml", "--json"]) == 2  # like train: reports the folder and the sharding at once
+    message = capsys.readouterr().err
+    assert "corpus does not exist" in message
+    assert "distributed.strategy: fsdp" in message
 
 
-def test_credentials_of_addresses_are_not_taken_over(tmp_path: Path) -> None:
+def test_credentials_in_addresses_are_not_imported(tmp_path: Path) -> None:
     text = (
         "base_model: gpt2\ndatasets: [{path: 'https://user:canary@far.example/a.jsonl?sig=canary', type: completion}]\n"
     )

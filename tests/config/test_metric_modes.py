@@ -1,4 +1,4 @@
-"""Which way a metric is better: known by its name, said where it is not, and refused where the two disagree."""
+"""Metric modes: inferred from the name, set explicitly for unknown metrics, refused on conflict."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bottega.tasks.recipes import load_recipe
         ("something", None),
     ],
 )
-def test_a_name_says_which_way_is_better(metric: str, direction: str | None) -> None:
+def test_mode_is_inferred_from_the_metric_name(metric: str, direction: str | None) -> None:
     assert infer_metric_mode(metric) == direction
     for key in ("evaluation", "training.early_stopping"):
         recipe: Any = load_recipe(["classify", {f"{key}.metric": metric}]).recipe
@@ -40,15 +40,15 @@ def test_a_name_says_which_way_is_better(metric: str, direction: str | None) -> 
 
 
 @pytest.mark.parametrize("mode", ["min", "max"])
-def test_of_an_unknown_metric_the_recipe_says_it(mode: str) -> None:
+def test_mode_of_an_unknown_metric_comes_from_the_recipe(mode: str) -> None:
     recipe = load_recipe(["classify", {"evaluation.metric": "something", "evaluation.mode": mode}]).recipe
     assert recipe.evaluation.is_maximised == (mode == "max")
 
 
-def test_said_or_not_it_is_the_same_run() -> None:
-    unsaid, said = (load_recipe(["classify", more]).recipe for more in ({}, {"evaluation.mode": "max"}))
-    assert diff_recipes(unsaid, said) == []
-    assert unsaid.run_name() == said.run_name()
+def test_explicit_mode_does_not_change_the_run() -> None:
+    implicit, explicit = (load_recipe(["classify", changes]).recipe for changes in ({}, {"evaluation.mode": "max"}))
+    assert diff_recipes(implicit, explicit) == []
+    assert implicit.run_name() == explicit.run_name()
 
 
 @pytest.mark.parametrize(
@@ -74,5 +74,5 @@ def test_said_or_not_it_is_the_same_run() -> None:
         *((name, (float("-inf"), float("inf"))) for name in ("loss", "forgetting", "load/a", "workload/0", "psnr")),
     ],
 )
-def test_what_a_metric_can_be(metric: str, expected: tuple[float, float]) -> None:
+def test_metric_bounds(metric: str, expected: tuple[float, float]) -> None:
     assert get_metric_bounds(metric) == expected

@@ -1,4 +1,4 @@
-"""The group table: the first row that matches decides, and every parameter and every row is accounted for."""
+"""Parameter groups: the first matching rule applies, and every parameter and every rule must match."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from bottega.core.errors import UsageError
 NAMES = ["embed.weight", "layers.0.weight", "layers.1.weight", "head.weight"]
 
 
-def test_the_first_row_that_matches_the_whole_name_decides() -> None:
-    rows = [ParameterRule("embed.*", None), ParameterRule(r"layers\.0\..*", 0.1), ParameterRule(".*")]
-    assert match_rules(NAMES, rows) == {NAMES[0]: 0, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
+def test_first_rule_matching_the_full_name_applies() -> None:
+    rules = [ParameterRule("embed.*", None), ParameterRule(r"layers\.0\..*", 0.1), ParameterRule(".*")]
+    assert match_rules(NAMES, rules) == {NAMES[0]: 0, NAMES[1]: 1, NAMES[2]: 2, NAMES[3]: 2}
     with pytest.raises(UsageError, match=r"no pattern matches the parameter embed\.weight"):
         match_rules(NAMES, [ParameterRule("embed"), ParameterRule("layers.*")])
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rules", "message"),
     [
         ([ParameterRule("layers.*")], "embed.weight; add a last group"),
         (
@@ -30,9 +30,9 @@ def test_the_first_row_that_matches_the_whole_name_decides() -> None:
         ([ParameterRule(".*", None)], "every parameter is frozen"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_by_name(rows: list[ParameterRule], message: str) -> None:
+def test_invalid_rules_are_refused_by_name(rules: list[ParameterRule], message: str) -> None:
     with pytest.raises(UsageError, match=r"training\.groups: .*") as caught:
-        match_rules(NAMES, rows)
+        match_rules(NAMES, rules)
     assert caught.match(message)
     assert "\n" not in str(caught.value)
 
@@ -44,16 +44,16 @@ def test_layers_are_counted_from_the_embeddings_to_the_head() -> None:
     assert set(assign_layers(["a.w", "b.w"]).values()) == {0}
 
 
-def test_the_rate_decays_from_the_head_down() -> None:
-    found = apply_parameter_rules(NAMES, [ParameterRule("head.*", 2.0), ParameterRule(".*")], layer_decay=0.5)
-    assert [found[name].scale for name in NAMES] == [0.125, 0.25, 0.5, 2.0]
+def test_layer_decay_starts_at_the_head() -> None:
+    settings = apply_parameter_rules(NAMES, [ParameterRule("head.*", 2.0), ParameterRule(".*")], layer_decay=0.5)
+    assert [settings[name].scale for name in NAMES] == [0.125, 0.25, 0.5, 2.0]
 
 
-def test_unfreezing_goes_down_a_layer_at_a_time() -> None:
-    found = apply_parameter_rules(
+def test_gradual_unfreezing_starts_at_the_head() -> None:
+    settings = apply_parameter_rules(
         NAMES, [ParameterRule("head.*", start_step=3), ParameterRule(".*")], unfreeze_every=10
     )
-    assert [found[name].start_step for name in NAMES] == [30, 20, 10, 3]
+    assert [settings[name].start_step for name in NAMES] == [30, 20, 10, 3]
 
 
 @pytest.mark.parametrize(
@@ -66,15 +66,15 @@ def test_unfreezing_goes_down_a_layer_at_a_time() -> None:
         ("backbone", NAMES[:3]),
     ],
 )
-def test_freezing_names_a_part_or_a_pattern(word: str, frozen: list[str]) -> None:
-    found = apply_parameter_rules(NAMES, [ParameterRule(".*")], freeze=[word])
-    assert [name for name in NAMES if found[name].scale is None] == frozen
+def test_freeze_accepts_module_names_and_patterns(word: str, frozen: list[str]) -> None:
+    settings = apply_parameter_rules(NAMES, [ParameterRule(".*")], freeze=[word])
+    assert [name for name in NAMES if settings[name].scale is None] == frozen
 
 
-def test_a_part_that_is_called_backbone_is_meant_before_all_but_the_head() -> None:
+def test_module_named_backbone_takes_precedence_over_the_keyword() -> None:
     names = ["backbone.blocks.0.w", "condition.w", "out.w"]
-    found = apply_parameter_rules(names, [ParameterRule(".*")], freeze=["backbone"])
-    assert [found[name].scale for name in names] == [None, 1.0, 1.0]
+    settings = apply_parameter_rules(names, [ParameterRule(".*")], freeze=["backbone"])
+    assert [settings[name].scale for name in names] == [None, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_a_part_that_is_called_backbone_is_meant_before_all_but_the_head() -> No
         (["backbone", "head"], "every parameter is frozen"),
     ],
 )
-def test_what_cannot_be_frozen_is_said(freeze: list[str], message: str) -> None:
+def test_invalid_freeze_is_refused(freeze: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=r"training\.freeze: .*") as caught:
         apply_parameter_rules(NAMES, [ParameterRule(".*")], freeze=freeze)
     assert caught.match(message)

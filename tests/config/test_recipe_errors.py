@@ -1,4 +1,4 @@
-"""Every problem at once, each on one line that names the place, the key, the value and the nearest right one."""
+"""Recipe errors: all problems at once, each on one line with its location, key, value and nearest valid name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.core.errors import UsageError
 from bottega.tasks.recipes import check_recipe, load_recipe, parse_overrides
 
 
-def problems(text: str, folder: Path, *overrides: Override, check: bool = True) -> list[str]:
+def collect_problems(text: str, folder: Path, *overrides: Override, check: bool = True) -> list[str]:
     path = folder / "recipe.yaml"
     path.write_text(text)
     with pytest.raises(UsageError) as caught:
@@ -40,7 +40,7 @@ model: {size: versee}
 data: {train: [[a]]}
 checkpoint: {every: 3 blah}
 """
-    assert problems(text, tmp_path) == [
+    assert collect_problems(text, tmp_path) == [
         "recipe.yaml:4: training.batch_size: expected a whole number, got 'many'",
         "recipe.yaml:5: training.learnig_rate: unknown key; did you mean learning_rate?",
         "recipe.yaml:6: training.micro_batch_size: expected a whole number or auto, got 'x'",
@@ -60,7 +60,7 @@ checkpoint: {every: 3 blah}
 
 
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "expected"),
     [
         ("training: {batch_size: true}", "expected a whole number, got true"),
         ("training: {batch_size: 1.5}", "expected a whole number, got 1.5"),
@@ -84,28 +84,28 @@ checkpoint: {every: 3 blah}
         ("model: {sequence_length: 5}", "did you mean data.sequence_length"),
     ],
 )
-def test_one_problem_one_line(line: str, words: str, tmp_path: Path) -> None:
-    found = problems(f"# comment\ntask: language\n{line}\n", tmp_path)
-    assert len(found) == 1
-    assert found[0].startswith("recipe.yaml:3: ")
-    assert any(option in found[0] for option in words.split("|"))
+def test_each_problem_is_one_line(line: str, expected: str, tmp_path: Path) -> None:
+    lines = collect_problems(f"# comment\ntask: language\n{line}\n", tmp_path)
+    assert len(lines) == 1
+    assert lines[0].startswith("recipe.yaml:3: ")
+    assert any(option in lines[0] for option in expected.split("|"))
 
 
-def test_a_near_miss_of_a_size_is_a_size() -> None:
+def test_misspelt_size_suggests_the_nearest_size() -> None:
     with pytest.raises(UsageError, match=r"command line: model: .* got 'versee'; did you mean verse"):
         check_recipe(["language"], [Override("model", "versee")])
 
 
-def test_the_key_is_shown_as_it_was_typed(tmp_path: Path) -> None:
-    found = problems("training:\n  train_batch_size: many\n", tmp_path, Override("lr", "abc"))
-    assert found[:2] == [
+def test_message_shows_the_key_as_typed(tmp_path: Path) -> None:
+    lines = collect_problems("training:\n  train_batch_size: many\n", tmp_path, Override("lr", "abc"))
+    assert lines[:2] == [
         "recipe.yaml:2: training.train_batch_size: expected a whole number, got 'many'",
         "command line: lr: expected a number or auto, got 'abc'",
     ]
 
 
 @pytest.mark.parametrize(
-    ("lines", "both"),
+    ("lines", "keys"),
     [
         ("batch_size: 8\n  train_batch_size: 6", ("training.train_batch_size", "training.batch_size")),
         ("num_train_epochs: 3\n  max_epochs: 4", ("training.max_epochs", "training.num_train_epochs")),
@@ -117,13 +117,13 @@ def test_the_key_is_shown_as_it_was_typed(tmp_path: Path) -> None:
         ("save_frequency: 5\n  save_steps: 5", ("training.save_steps", "training.save_frequency")),
     ],
 )
-def test_two_spellings_that_disagree(lines: str, both: tuple[str, str], tmp_path: Path) -> None:
-    found = problems(f"training:\n  {lines}\n", tmp_path)
-    assert len(found) == 1
-    assert found[0].startswith(f"recipe.yaml:3: {both[0]}: disagrees with {both[1]} at recipe.yaml:2")
+def test_conflicting_aliases_are_refused(lines: str, keys: tuple[str, str], tmp_path: Path) -> None:
+    problems = collect_problems(f"training:\n  {lines}\n", tmp_path)
+    assert len(problems) == 1
+    assert problems[0].startswith(f"recipe.yaml:3: {keys[0]}: disagrees with {keys[1]} at recipe.yaml:2")
 
 
-def test_two_spellings_that_agree_are_fine() -> None:
+def test_equal_aliases_are_accepted() -> None:
     training: dict[str, Any] = {"batch_size": 6, "train_batch_size": 6, "fp16": False, "bf16": True}
     recipe = check_recipe([{"training": training}]).recipe
     assert (recipe.training.batch_size, recipe.training.mixed_precision) == (6, "bf16")
@@ -133,67 +133,67 @@ def test_two_spellings_that_agree_are_fine() -> None:
 @pytest.mark.parametrize(
     ("value", "precision"), [("no", "fp32"), ("false", "fp32"), ("true", "auto"), ("bf16", "bf16")]
 )
-def test_spellings_of_precision(value: str, precision: str) -> None:
+def test_mixed_precision_accepts_booleans_and_no(value: str, precision: str) -> None:
     assert check_recipe([], [Override("mixed_precision", value)]).recipe.training.mixed_precision == precision
 
 
-def test_no_is_false_where_a_switch_is_wanted() -> None:
+def test_yes_and_no_are_booleans_for_switches() -> None:
     recipe = check_recipe([], [Override("deterministic", "yes"), Override("compile", "no")]).recipe
     assert recipe.deterministic is True
     assert recipe.training.compile is False
 
 
-def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
-    assert problems("task: language\n", tmp_path, check=False) == [
+def test_missing_keys_are_named_with_a_remedy(tmp_path: Path) -> None:
+    assert collect_problems("task: language\n", tmp_path, check=False) == [
         "training.max_steps: missing; set max_steps or num_epochs",
         "data.train.path: missing; give a file or folder with --data PATH",
         "model.size: missing; give a size (nano, verse, stanza, epic), from, or num_layers and hidden_size",
     ]
 
 
-def test_what_is_missing_comes_with_what_is_wrong_but_no_mistake_counts_twice(tmp_path: Path) -> None:
+def test_missing_and_wrong_keys_are_reported_once_each(tmp_path: Path) -> None:
     text = "task: language\nmodel: {size: nan0}\ntraining: {max_step: 5, batch_size: x}\n"
-    assert problems(text, tmp_path, check=False) == [
+    assert collect_problems(text, tmp_path, check=False) == [
         "recipe.yaml:2: model.size: expected one of nano, verse, stanza, epic, got 'nan0'; did you mean nano?",
         "recipe.yaml:3: training.batch_size: expected a whole number, got 'x'",
         "recipe.yaml:3: training.max_step: unknown key; did you mean max_steps?",
         "data.train.path: missing; give a file or folder with --data PATH",
     ]
 
-    assert problems("extends: language\ntraining: {max_steps: null, num_epoch: 5}\n", tmp_path, check=False) == [
-        "recipe.yaml:2: training.num_epoch: unknown key; did you mean num_epochs?"
-    ]
-    found = problems("task: personalize\nmodel: {diffusion: [1]}\n", tmp_path, check=False)
-    assert [line for line in found if "diffusion" in line] == ["recipe.yaml:2: model.diffusion: expected text, got [1]"]
+    assert collect_problems(
+        "extends: language\ntraining: {max_steps: null, num_epoch: 5}\n", tmp_path, check=False
+    ) == ["recipe.yaml:2: training.num_epoch: unknown key; did you mean num_epochs?"]
+    lines = collect_problems("task: personalize\nmodel: {diffusion: [1]}\n", tmp_path, check=False)
+    assert [line for line in lines if "diffusion" in line] == ["recipe.yaml:2: model.diffusion: expected text, got [1]"]
 
 
-def test_two_lengths_in_one_layer_are_an_error(tmp_path: Path) -> None:
+def test_max_steps_and_num_epochs_in_one_layer_are_refused(tmp_path: Path) -> None:
     text = "extends: language\ntraining: {max_steps: 5, num_epochs: 1}\n"
-    assert problems(text, tmp_path, check=False) == [
+    assert collect_problems(text, tmp_path, check=False) == [
         "recipe.yaml:2: training.num_epochs: cannot be combined with max_steps 5; keep one of them"
     ]
 
 
-def test_task_is_told_from_the_keys_or_asked_for(tmp_path: Path) -> None:
-    found = problems("training: {max_steps: 5}\n", tmp_path, check=False)
-    assert len(found) == 1
-    assert found[0].startswith("task: missing; the other keys fit language, classify")
-    found = problems("task: langage\n", tmp_path)
-    assert found[0].endswith("got 'langage'; did you mean language?")
-    found = problems("model: {num_experts: 4, filter_sizes: [3]}\n", tmp_path)
-    assert found[-1].startswith("task: missing; the other keys fit")
+def test_task_is_inferred_from_the_keys_or_reported_missing(tmp_path: Path) -> None:
+    lines = collect_problems("training: {max_steps: 5}\n", tmp_path, check=False)
+    assert len(lines) == 1
+    assert lines[0].startswith("task: missing; the other keys fit language, classify")
+    lines = collect_problems("task: langage\n", tmp_path)
+    assert lines[0].endswith("got 'langage'; did you mean language?")
+    lines = collect_problems("model: {num_experts: 4, filter_sizes: [3]}\n", tmp_path)
+    assert lines[-1].startswith("task: missing; the other keys fit")
     assert check_recipe([{"model": {"spike_threshold": 1.0}}]).task_candidates == ("routing",)
 
 
 def test_secrets_are_never_shown(tmp_path: Path) -> None:
     for text in ("wandb: {api_key: CANARY}", "hub_token: CANARY", "logging: {wandb: {key: CANARY}}"):
-        found = problems(text + "\n", tmp_path)
-        assert "environment" in found[0]
-        assert not any("CANARY" in line for line in found)
+        lines = collect_problems(text + "\n", tmp_path)
+        assert "environment" in lines[0]
+        assert not any("CANARY" in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "message"),
     [
         ("langage", "did you mean language"),
         ("language/shakespere", "did you mean language/shakespeare"),
@@ -201,34 +201,36 @@ def test_secrets_are_never_shown(tmp_path: Path) -> None:
         ("../recipes/language", "no bundled recipe"),
     ],
 )
-def test_unknown_recipes(name: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_unknown_recipe_suggests_the_nearest_name(name: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         load_recipe([name])
 
 
-def test_a_file_that_is_no_recipe(tmp_path: Path) -> None:
-    assert problems("just text\n", tmp_path) == ["recipe.yaml: expected a block of keys, got 'just text'"]
-    assert problems("extends: [a]\n", tmp_path) == ["recipe.yaml:1: extends: expected a name or a path, got ['a']"]
+def test_file_without_keys_is_refused(tmp_path: Path) -> None:
+    assert collect_problems("just text\n", tmp_path) == ["recipe.yaml: expected a block of keys, got 'just text'"]
+    assert collect_problems("extends: [a]\n", tmp_path) == [
+        "recipe.yaml:1: extends: expected a name or a path, got ['a']"
+    ]
 
 
-def test_a_key_that_a_block_does_not_have_names_those_it_has() -> None:
+def test_unknown_key_of_a_block_lists_its_keys() -> None:
     with pytest.raises(UsageError) as caught:
         parse_overrides(["language", "data.online.foo=3"])
     assert str(caught.value) == "data.online.foo: unknown key; use replay or memory"
 
 
-def test_options_of_a_technique_are_worded_like_other_keys() -> None:
-    for value, said in ((-1, "must be at least 0, got -1"), ("a", "expected a number, got 'a'")):
-        with pytest.raises(UsageError, match=f"strength: {said}"):
+def test_technique_options_have_the_same_messages_as_other_keys() -> None:
+    for value, message in ((-1, "must be at least 0, got -1"), ("a", "expected a number, got 'a'")):
+        with pytest.raises(UsageError, match=f"strength: {message}"):
             check_recipe(["language", {"techniques": [{"name": "ewc", "options": {"strength": value}}]}])
 
 
-def test_a_wrong_option_of_the_data_does_not_make_its_path_missing(tmp_path: Path) -> None:
+def test_invalid_data_option_is_the_only_problem_reported(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,label\n")
     sources, overrides = parse_overrides(
         ["classify/cnn", "--data", str(tmp_path / "a.csv"), "data.train.encoding=latn-1"]
     )
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(UsageError) as caught:
         load_recipe(sources, overrides)
-    assert str(refused.value).count("\n") == 0
-    assert "latn-1" in str(refused.value)
+    assert str(caught.value).count("\n") == 0
+    assert "latn-1" in str(caught.value)

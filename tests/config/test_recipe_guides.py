@@ -1,4 +1,4 @@
-"""What five published guides print loads as it stands, and means what they say."""
+"""Configuration blocks of five published guides load unchanged with the documented meaning."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from bottega.tasks.registry import TASKS
 from bottega.tasks.routing.config import RoutingRecipe
 
 
-def checked(text: str, folder: Path) -> Recipe:
+def load_block(text: str, folder: Path) -> Recipe:
     path = folder / "block.yaml"
     path.write_text(text)
     return check_recipe([str(path)]).recipe
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_a_printed_block_fits_its_task_and_survives_a_round_trip(name: str, tmp_path: Path) -> None:
+def test_guide_block_fits_its_task_and_round_trips(name: str, tmp_path: Path) -> None:
     text, task = BLOCKS[name]
     path = tmp_path / "block.yaml"
     path.write_text(text)
     resolved = check_recipe([str(path)])
     assert set(resolved.task_candidates) == (set(TASKS) if task == ALL else {task})
-    again = tmp_path / "again.yaml"
-    again.write_text(to_yaml(resolved.recipe))
-    assert check_recipe([str(again)]).recipe == resolved.recipe
+    copy = tmp_path / "written.yaml"
+    copy.write_text(to_yaml(resolved.recipe))
+    assert check_recipe([str(copy)]).recipe == resolved.recipe
 
 
 def _guide_files() -> list[Path]:
@@ -55,22 +55,22 @@ def _guide_files() -> list[Path]:
     return sorted(Path(data).parent.joinpath("guides").glob("*.txt")) if data else []
 
 
-@pytest.mark.skipif(not _guide_files(), reason="the guides themselves are not here")
-def test_every_block_in_the_guides_themselves_loads(tmp_path: Path) -> None:
+@pytest.mark.skipif(not _guide_files(), reason="the guide files are not available")
+def test_every_block_of_the_guide_files_loads(tmp_path: Path) -> None:
     blocks = [b for f in _guide_files() for b in re.findall(r"```yaml\n(.*?)```", f.read_text(), re.DOTALL)]
     assert len(blocks) == len(BLOCKS)
     for block in blocks:
-        checked(block, tmp_path)
+        load_block(block, tmp_path)
 
 
-def test_classifier_keys_mean_what_the_guide_says(tmp_path: Path) -> None:
-    recipe = checked(CLASSIFIER_BASIC, tmp_path)
+def test_classifier_blocks(tmp_path: Path) -> None:
+    recipe = load_block(CLASSIFIER_BASIC, tmp_path)
     training = recipe.training
     assert (training.learning_rate, training.batch_size, training.num_epochs) == (2e-5, 16, 10)
     assert training.scheduler.warmup_steps.to_steps(1000, 10) == 500
     assert training.mixed_precision == "fp16"
     assert (recipe.logging.every.amount, recipe.evaluation.every) == (100, type(recipe.logging.every)(500))
-    recipe = checked(CLASSIFIER_ADVANCED, tmp_path)
+    recipe = load_block(CLASSIFIER_ADVANCED, tmp_path)
     assert recipe.training.optimizer.betas == (0.9, 0.999)
     assert recipe.training.scheduler.name == "linear"
     assert recipe.training.early_stopping is not None
@@ -98,7 +98,7 @@ def test_three_files_make_one_classifier(tmp_path: Path) -> None:
 
 
 def test_personalize_block(tmp_path: Path) -> None:
-    recipe = checked(PERSONALIZE, tmp_path)
+    recipe = load_block(PERSONALIZE, tmp_path)
     assert isinstance(recipe, PersonalizeRecipe)
     assert recipe.data.collection == "flickr"
     assert recipe.data.validation is not None
@@ -109,14 +109,14 @@ def test_personalize_block(tmp_path: Path) -> None:
 
 
 def test_routing_blocks(tmp_path: Path) -> None:
-    quick = checked(ROUTING_QUICK, tmp_path)
+    quick = load_block(ROUTING_QUICK, tmp_path)
     assert isinstance(quick, RoutingRecipe)
     assert str(quick.evaluation.every) == "1 epoch"
     assert str(quick.checkpoint.every) == "5 epochs"
     assert quick.training.mixed_precision == "auto"
     assert not quick.logging.wandb.is_active
     assert (quick.model.hidden_size, quick.model.expert_capacity, quick.model.plasticity) == (512, 100, True)
-    advanced = checked(ROUTING_ADVANCED, tmp_path)
+    advanced = load_block(ROUTING_ADVANCED, tmp_path)
     assert isinstance(advanced, RoutingRecipe)
     assert (advanced.training.scheduler.t_max, advanced.training.scheduler.eta_min) == (10000, 1e-6)
     assert advanced.model.dropout == 0.1
@@ -128,7 +128,7 @@ def test_routing_blocks(tmp_path: Path) -> None:
     assert advanced.data.augmentation.mask_probability == 0.15
 
 
-def test_flat_settings_are_understood_at_the_top() -> None:
+def test_flat_settings_are_accepted_at_the_top_level() -> None:
     recipe = check_recipe([MEDIA_SETTINGS]).recipe
     assert str(recipe.evaluation.every) == "1000 steps"
     assert str(recipe.checkpoint.every) == "5000 steps"

@@ -1,4 +1,4 @@
-"""A recipe has a stable name, a file that reads back equal, and a schema that explains itself."""
+"""Loading recipes: stable run names, YAML round trips, flags, and the JSON schema."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ BUNDLED = [name for name, _, _ in bundled_recipes()]
 
 
 @pytest.mark.parametrize("name", BUNDLED)
-def test_bundled_recipes_load_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+def test_bundled_recipes_load_and_round_trip(name: str, tmp_path: Path) -> None:
     lacks_data = any(key.startswith("data.") for key, _ in check_recipe([name]).recipe.find_missing_keys())
     recipe = load_recipe([name], DATA if lacks_data else ()).recipe
     path = tmp_path / "recipe.yaml"
     path.write_text(to_yaml(recipe))
-    again = load_recipe([str(path)]).recipe
-    assert again == recipe
-    assert again.run_name() == recipe.run_name()
+    loaded = load_recipe([str(path)]).recipe
+    assert loaded == recipe
+    assert loaded.run_name() == recipe.run_name()
     assert recipe.run_name().startswith(name.replace("/", "-") + "-")
 
 
-def test_bundled_recipes_say_what_they_are() -> None:
+def test_bundled_recipes_have_a_task_and_a_description() -> None:
     assert {"language", "language/shakespeare", "language/verse", "language/stanza", "language/epic"} <= set(BUNDLED)
     assert all(task in TASKS and about for _, task, about in bundled_recipes())
     load_recipe(["language"])
@@ -49,7 +49,7 @@ def test_bundled_recipes_say_what_they_are() -> None:
         load_recipe(["language/shakespeare"])
 
 
-def test_a_bundled_name_is_not_taken_over_by_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_does_not_shadow_a_bundled_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("language").write_text("seed: 5\n")
     Path("language.yaml").write_text("extends: language\nseed: 5\n")
@@ -72,7 +72,7 @@ NEUTRAL = {
 CHANGING = {"seed": "1", "training.learning_rate": "1e-3", "data.limit": "10", "model.dropout": "0.5", "max_steps": "7"}
 
 
-def test_the_default_name_follows_what_changes_results() -> None:
+def test_default_name_depends_on_keys_that_change_results() -> None:
     base = load_recipe(["language"]).recipe
     for key, text in NEUTRAL.items():
         other = load_recipe(["language"], [Override(key, text)]).recipe
@@ -83,7 +83,7 @@ def test_the_default_name_follows_what_changes_results() -> None:
     assert load_recipe(["language"], [Override("name", "mine")]).recipe.run_name() == "mine"
 
 
-def test_changed_keys_have_both_values() -> None:
+def test_diff_has_the_old_and_the_new_value() -> None:
     old = load_recipe(["language"]).recipe
     new = load_recipe(["language"], [Override("lr", "1e-5"), Override("ema", "0.9"), Override("max_grad_norm", "null")])
     assert diff_recipes(old, new.recipe) == [
@@ -93,7 +93,7 @@ def test_changed_keys_have_both_values() -> None:
     ]
 
 
-def test_global_batch() -> None:
+def test_global_batch_size() -> None:
     recipe = check_recipe([{"training": {"batch_size": 12}}]).recipe
     assert [get_global_batch_size(recipe, world) for world in (1, 3, 4)] == [12, 12, 12]
     with pytest.raises(UsageError, match=r"is not divisible by 5 processes; .*: 1, 2, 3, 4, 6, 12$"):
@@ -132,12 +132,12 @@ def test_early_stopping_spellings() -> None:
     ("value", "size", "source"),
     [("verse", "verse", None), ("gpt2", None, "gpt2"), ("org/verse", None, "org/verse"), ("./run", None, "./run")],
 )
-def test_model_is_a_size_or_a_place(value: str, size: str | None, source: str | None) -> None:
+def test_model_is_a_size_or_a_path(value: str, size: str | None, source: str | None) -> None:
     model: Any = load_recipe(["language"], [Override("model", value)]).recipe.model
     assert (model.size, model.from_) == (size, source)
 
 
-def test_accelerate_files_are_a_layer_of_their_own(tmp_path: Path) -> None:
+def test_accelerate_file_is_a_separate_layer(tmp_path: Path) -> None:
     path = tmp_path / "accelerate.yaml"
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nuse_cpu: true\n"
                     "num_processes: 8\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\n"
@@ -159,7 +159,7 @@ def test_accelerate_files_are_a_layer_of_their_own(tmp_path: Path) -> None:
     assert [line.split(":")[1] for line in lines if line.startswith(str(path))] == ["2", "3", "4", "5"]
 
 
-def test_flags() -> None:
+def test_flags_are_parsed() -> None:
     words = "language training.ema=0.9 --training.max-steps 5 --lr=1 --batch-size 16 --config a.yaml"
     sources, overrides = parse_overrides([*words.split(), "--deterministic", "false", "--scheduler.warmup_steps", "5%"])
     assert sources == ["language", "a.yaml"]
@@ -173,7 +173,7 @@ def test_flags() -> None:
     ]
 
 
-def test_wrong_flags_are_all_named_with_the_nearest() -> None:
+def test_unknown_flags_suggest_the_nearest_names() -> None:
     with pytest.raises(UsageError) as caught:
         parse_overrides(
             ["--learnig_rate", "1", "--lr", "--wandb.api_key", "CANARY", "trainin.ema=1", "-v", "--batch_size"]
@@ -188,7 +188,7 @@ def test_wrong_flags_are_all_named_with_the_nearest() -> None:
     ]
 
 
-def test_two_flags_for_one_key_must_agree_and_the_same_flag_again_replaces() -> None:
+def test_aliased_flags_must_agree_and_a_repeated_flag_replaces() -> None:
     with pytest.raises(UsageError, match="command line: learning_rate: disagrees with lr"):
         check_recipe([], [Override("lr", "1"), Override("learning_rate", "2")])
     assert check_recipe([], [Override("lr", "1"), Override("lr", "2")]).recipe.training.learning_rate == 2
@@ -202,12 +202,12 @@ def test_every_key_is_described_and_the_commented_recipe_loads(task: str, tmp_pa
     path.write_text(commented_recipe(task))
     resolved = load_recipe([str(path)])
     assert resolved.recipe.task == task
-    unsaid = {key.split(".")[0] for key in keys} - {key.split(".")[0] for key in resolved.key_locations} - {"task"}
-    assert unsaid == set()
+    missing = {key.split(".")[0] for key in keys} - {key.split(".")[0] for key in resolved.key_locations} - {"task"}
+    assert missing == set()
     assert all("#" in line for line in path.read_text().splitlines() if line.strip())
 
 
-def test_json_schema_has_a_workload_for_each_task() -> None:
+def test_json_schema_has_a_definition_for_each_task() -> None:
     schema = json_schema()
     assert set(schema["discriminator"]["mapping"]) == set(TASKS)
     assert len(schema["oneOf"]) == len(TASKS)
@@ -226,20 +226,20 @@ def test_recipes_are_frozen_and_hold_no_secrets() -> None:
     assert not names & {"api_key", "token", "password", "secret", "key"}
 
 
-def test_loading_imports_two_packages_and_what_they_need() -> None:
-    """The first word of every command waits for this; torch alone would take seconds."""
+def test_loading_a_recipe_imports_no_heavy_packages() -> None:
+    """Every command waits for this import; torch alone would take seconds."""
     script = (
         "import sys; import bottega.tasks.recipes as load; load.load_recipe(['language']);"
         "print(*{name.partition('.')[0] for name in sys.modules} - {*sys.stdlib_module_names})"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-S", "-c", script],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    imported = {name for name in done.stdout.split() if not name.startswith("_")}
+    imported = {name for name in process.stdout.split() if not name.startswith("_")}
     assert imported <= {"bottega", "pydantic", "yaml"} | {
         "annotated_types",
         "cython_runtime",

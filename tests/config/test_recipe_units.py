@@ -1,4 +1,4 @@
-"""Cadences carry their unit and become steps in one place."""
+"""Intervals with units: parsing and conversion to steps."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from bottega.config.units import Duration, Interval, StepCadence, StepOrTimeCade
     ("value", "steps"),
     [(7, 7), ("7", 7), ("7 steps", 7), ("1 epoch", 50), ("2 epochs", 100), ("0.5 epoch", 25), ("5%", 10), ("0.01%", 1)],
 )
-def test_in_steps(value: Any, steps: int) -> None:
+def test_interval_is_converted_to_steps(value: Any, steps: int) -> None:
     assert Interval.parse(value).to_steps(total_steps=200, steps_per_epoch=50) == steps
 
 
 @pytest.mark.parametrize("value", ["10 min", "90 s", "2 h"])
-def test_time_is_for_checkpoints_only(value: str) -> None:
+def test_times_are_accepted_for_checkpoints_only(value: str) -> None:
     assert TypeAdapter(StepOrTimeCadence).validate_python(value).seconds in (600, 90, 7200)
     for kind in (StepCadence, Duration):
         with pytest.raises(ValidationError, match='expected a number of steps, "1 epoch" or "5%"'):
@@ -31,12 +31,12 @@ def test_time_is_for_checkpoints_only(value: str) -> None:
 
 
 @pytest.mark.parametrize("value", [True, None, [1], -1, "-5", "often", "1.5", 1.5, "5 blah", "200%", "1e400 steps", ""])
-def test_bad_text_is_refused(value: Any) -> None:
+def test_invalid_interval_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
         Interval.parse(value, time=True)
 
 
-def test_zero_is_a_stretch_of_nothing_and_a_cadence_that_is_off() -> None:
+def test_zero_is_an_empty_duration_and_turns_a_cadence_off() -> None:
     assert TypeAdapter(Duration).validate_python(0).to_steps(10, 10) == 0
     assert TypeAdapter(StepCadence).validate_python(0) is None
 
@@ -46,7 +46,7 @@ amounts = st.one_of(st.integers(1, 10**6).map(float), st.floats(0.001, 100).map(
 
 @settings(deadline=None)
 @given(amounts, st.sampled_from(["steps", "epochs", "percent", "seconds"]))
-def test_text_is_read_back(amount: float, unit: Any) -> None:
+def test_interval_round_trip(amount: float, unit: Any) -> None:
     if unit == "steps":
         amount = float(int(amount) + 1)
     if unit == "percent":

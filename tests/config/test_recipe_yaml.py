@@ -1,4 +1,4 @@
-"""The reader accepts plain values only, survives hostile files, and knows the line of every key."""
+"""Reading YAML: plain values only, hostile files refused, a line number for every key."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(yamlfile, "_LOADER", getattr(yaml, request.param, yaml.SafeLoader))
 
 
-def one_line(text: str) -> str:
+def parse_error(text: str) -> str:
     with pytest.raises(UsageError) as caught:
         parse_yaml(text, "recipe.yaml")
     message = str(caught.value)
@@ -68,7 +68,7 @@ def test_every_key_has_its_line() -> None:
     ],
 )
 def test_tags_are_refused(text: str) -> None:
-    assert "recipe.yaml:1: tags such as !" in one_line(text)
+    assert "recipe.yaml:1: tags such as !" in parse_error(text)
 
 
 def test_duplicate_keys_name_both_lines() -> None:
@@ -85,17 +85,17 @@ def test_duplicate_keys_name_both_lines() -> None:
     ["[" * 3000, "a: " + "{a: " * 3000, "- " * 3000, "\n".join(" " * i + "a:" for i in range(3000)), "[" * 500_000],
 )
 def test_deep_nesting_is_refused(text: str) -> None:
-    assert "nested deeper" in one_line(text)
+    assert "nested deeper" in parse_error(text)
 
 
 def test_alias_bomb_is_refused() -> None:
     bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n"
     bomb += "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
-    assert "aliases" in one_line(bomb)
+    assert "aliases" in parse_error(bomb)
     tower = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 90))
-    assert "nested deeper" in one_line(tower)
-    assert "more than 100 aliases" in one_line("a: &a 1\nb: [" + "*a, " * 200 + "]")
-    assert "inside its anchor" in one_line("a: &a [*a]")
+    assert "nested deeper" in parse_error(tower)
+    assert "more than 100 aliases" in parse_error("a: &a 1\nb: [" + "*a, " * 200 + "]")
+    assert "inside its anchor" in parse_error("a: &a [*a]")
 
 
 def test_plain_aliases_work() -> None:
@@ -103,7 +103,7 @@ def test_plain_aliases_work() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("1.5: a", "a key must be text, got 1.5"),
         ("true: a", "a key must be text"),
@@ -114,11 +114,11 @@ def test_plain_aliases_work() -> None:
         ("a: \x00", "not YAML"),
     ],
 )
-def test_other_shapes_are_refused_by_name(text: str, words: str) -> None:
-    assert words in one_line(text)
+def test_unsupported_yaml_is_refused_by_name(text: str, message: str) -> None:
+    assert message in parse_error(text)
 
 
-def test_files_are_bounded_text(tmp_path: Path) -> None:
+def test_files_must_be_small_utf8_text(tmp_path: Path) -> None:
     big = tmp_path / "big.yaml"
     big.write_bytes(b"#" * ((1 << 20) + 1))
     with pytest.raises(UsageError, match="larger than 1 MiB"):
@@ -132,7 +132,7 @@ def test_files_are_bounded_text(tmp_path: Path) -> None:
             read_yaml(path)
 
 
-def test_values_from_the_command_line() -> None:
+def test_command_line_values_are_parsed() -> None:
     assert parse_value("3e-4", "x") == 3e-4
     assert parse_value("[3, 4]", "x") == [3, 4]
     assert parse_value("{a: no}", "x") == {"a": "no"}
@@ -142,7 +142,7 @@ def test_values_from_the_command_line() -> None:
         parse_value("[1", "command line: a")
 
 
-# Surrogates and the few characters that YAML forbids even when escaped cannot stand in a file.
+# YAML files cannot contain surrogates and a few other characters, even escaped.
 texts = st.text(
     st.characters(blacklist_categories=["Cs", "Cc"], blacklist_characters="\ufeff\ufffe\uffff"), max_size=20
 )
@@ -154,7 +154,7 @@ leaves = st.one_of(texts, tricky, st.integers(-(10**12), 10**12), st.floats(allo
 
 @settings(deadline=None)
 @given(st.dictionaries(tricky | texts, leaves | st.lists(leaves, max_size=3), max_size=4))
-def test_what_is_written_is_read_back(value: dict[str, Any]) -> None:
+def test_yaml_round_trip(value: dict[str, Any]) -> None:
     for text in (dump_yaml({"a": value}), dump_yaml({"a": value}, flow=True)):
         if "<<" not in value:
             assert parse_yaml(text, "r").value == {"a": value}

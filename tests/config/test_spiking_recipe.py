@@ -1,4 +1,4 @@
-"""What a recipe of spiking units can say, and what it is told where it cannot be."""
+"""Recipes of spiking networks: valid ranges and incompatible keys."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from bottega.tasks.recipes import check_recipe
         {"surrogate": "step"},
     ],
 )
-def test_a_shape_is_closed(wrong: dict[str, Any]) -> None:
+def test_invalid_spiking_shape_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SpikingShape(**wrong)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("leak", -0.1, "must be at least 0, got -0.1"),
         ("leak", 1.5, "must be at most 1, got 1.5"),
@@ -50,15 +50,15 @@ def test_a_shape_is_closed(wrong: dict[str, Any]) -> None:
         ("coding", "rates", "expected one of constant, rate, latency, got 'rates'; did you mean rate"),
     ],
 )
-def test_a_recipe_that_cannot_be_is_refused_in_one_line(key: str, value: Any, said: str) -> None:
+def test_invalid_value_is_refused_in_one_line(key: str, value: Any, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         check_recipe(["classify/spiking", {f"model.{key}": value}])
-    assert f"model.{key}: {said}" in str(caught.value)
+    assert f"model.{key}: {message}" in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"model.kind": "convnet", "model.firing_rate": None},
@@ -68,12 +68,12 @@ def test_a_recipe_that_cannot_be_is_refused_in_one_line(key: str, value: Any, sa
         ({"data.normalise": "standard", "model.coding": "rate"}, "use unit or symmetric"),
     ],
 )
-def test_keys_that_do_not_go_together_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(UsageError, match=said):
+def test_incompatible_keys_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         check_recipe(["classify/spiking", changes])
 
 
-def test_the_keys_of_units_rename_no_run_of_a_convolutional_network() -> None:
-    """Left at null they are no part of what a run is named by."""
-    named = check_recipe(["classify/image"]).recipe.results_key()
-    assert [key for key in named if key in ("model.leak", "model.time_steps", "model.coding")] == []
+def test_unset_spiking_keys_do_not_change_the_run_name() -> None:
+    """Keys that are null are not part of the results key."""
+    results_key = check_recipe(["classify/image"]).recipe.results_key()
+    assert [key for key in results_key if key in ("model.leak", "model.time_steps", "model.coding")] == []

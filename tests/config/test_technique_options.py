@@ -1,4 +1,4 @@
-"""Options of techniques: other guides' names are understood, and all that is wrong with them is said at once."""
+"""Technique options: aliases of other libraries, and all problems reported at once."""
 
 from __future__ import annotations
 
@@ -10,28 +10,30 @@ from bottega.core.errors import UsageError
 from bottega.tasks.recipes import check_recipe
 
 
-def options(name: str, values: dict[str, Any]) -> Any:
+def load_options(name: str, values: dict[str, Any]) -> Any:
     return check_recipe(["language", {"techniques": [{"name": name, "options": values}]}]).recipe.techniques[0].options
 
 
-def test_the_names_of_peft_and_of_the_guides_are_ours() -> None:
+def test_peft_and_guide_names_are_aliases() -> None:
     guide = {"r": 8, "lora_alpha": 16, "lora_dropout": 0.1, "target_modules": ["query", "value", "key"]}
-    ours = {"rank": 8, "alpha": 16, "dropout": 0.1, "targets": ["query", "value", "key"]}
-    assert options("lora", guide) == options("lora", ours)
-    assert options("adapter", {"bottleneck_size": 64, "adapter_layers": "all"}) == options("adapter", {"size": 64})
-    assert options("adapter", {"adapter_layers": ["down_proj"]}).targets == ("down_proj",)
+    expected = {"rank": 8, "alpha": 16, "dropout": 0.1, "targets": ["query", "value", "key"]}
+    assert load_options("lora", guide) == load_options("lora", expected)
+    assert load_options("adapter", {"bottleneck_size": 64, "adapter_layers": "all"}) == load_options(
+        "adapter", {"size": 64}
+    )
+    assert load_options("adapter", {"adapter_layers": ["down_proj"]}).targets == ("down_proj",)
 
 
-def test_two_names_of_one_option_must_agree() -> None:
-    assert options("lora", {"r": 4, "rank": 4}).rank == 4
+def test_aliases_of_an_option_must_agree() -> None:
+    assert load_options("lora", {"r": 4, "rank": 4}).rank == 4
     with pytest.raises(UsageError, match=r"rank: 8 disagrees with rank: 4|r: 4 disagrees|disagrees with rank"):
-        options("lora", {"r": 4, "rank": 8})
+        load_options("lora", {"r": 4, "rank": 8})
 
 
 def test_all_problems_of_the_options_are_named_at_once() -> None:
-    with pytest.raises(UsageError) as refused:
-        options("lora", {"foo": 1, "barr": 2, "rank": 0, "dropout": 3})
-    text = str(refused.value)
+    with pytest.raises(UsageError) as caught:
+        load_options("lora", {"foo": 1, "barr": 2, "rank": 0, "dropout": 3})
+    text = str(caught.value)
     assert len(text.splitlines()) == 1
     for part in (
         "foo",

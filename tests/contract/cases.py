@@ -1,6 +1,6 @@
-"""Every (engine, task) that can be trained, each as a recipe small enough to be trained many times in a test.
+"""Every trainable pair of engine and task, each as a recipe small enough to train many times in a test.
 
-A new engine or task joins by one line here, and is then held to everything in this folder.
+A new engine or task needs one line here to run all tests of this folder.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from small_run import settings, write_text
 
 
 def language(folder: Path) -> dict[str, Any]:
-    """Three layers: enough that the last one is not the first."""
+    """Three layers, so that first, middle and last differ."""
     return {**settings(folder, write_text(folder / "text.txt")), "model.num_layers": 3}
 
 
-def of_kind(kind: str, **changes: Any) -> Callable[[Path], dict[str, Any]]:
-    """The same with another kind of decoder."""
+def decoder_of_kind(kind: str, **changes: Any) -> Callable[[Path], dict[str, Any]]:
+    """Return the language settings with a different kind of decoder."""
 
-    def settings_of(folder: Path) -> dict[str, Any]:
+    def make_settings(folder: Path) -> dict[str, Any]:
         attention = ("num_heads", "num_kv_heads", "head_size", "intermediate_size")
-        left_out = {f"model.{key}": None for key in attention} if kind == "ssm" else {}
-        return {**language(folder), **left_out, "model.kind": kind, **{f"model.{k}": v for k, v in changes.items()}}
+        unset = {f"model.{key}": None for key in attention} if kind == "ssm" else {}
+        return {**language(folder), **unset, "model.kind": kind, **{f"model.{k}": v for k, v in changes.items()}}
 
-    return settings_of
+    return make_settings
 
 
 def image_vae(folder: Path) -> dict[str, Any]:
@@ -57,8 +57,8 @@ def image_tokens(folder: Path) -> dict[str, Any]:
     return {**shared, "model.hidden_size": 8, "model.levels": [4, 4], "samples.every": None}
 
 
-def over_codes(folder: Path) -> dict[str, Any]:
-    """With a tokenizer that has learnt nothing, which is as frozen as any."""
+def image_over_codes(folder: Path) -> dict[str, Any]:
+    """Image generation over the codes of an untrained, frozen tokenizer."""
     inner = AutoencoderShape(channels=1, latent_channels=2, widths=(4, 8), layers_per_block=1)
     tokenizer = CodeAutoencoder(CodesShape(autoencoder=inner, levels=(4, 4)))
     tokenizer.initialise(0)
@@ -67,7 +67,7 @@ def over_codes(folder: Path) -> dict[str, Any]:
 
 
 def align(folder: Path) -> dict[str, Any]:
-    """Two of three negatives say the same as one's own, or nearly: there are three captions."""
+    """Contrastive alignment with three negatives; the data has only three captions."""
     shared = {key: value for key, value in image(folder).items() if not key.startswith("samples.")}
     sizes = {"text_hidden_size": 16, "text_num_layers": 1, "vocab_size": 514, "max_tokens": 8, "projection_size": 16}
     return {**shared, **{f"model.{k}": v for k, v in sizes.items()}, "model.negatives": 3, "samples.every": None}
@@ -79,7 +79,7 @@ def classify_image(folder: Path) -> dict[str, Any]:
 
 
 def classify_spiking(folder: Path) -> dict[str, Any]:
-    """Whatever spiking units can do, so that all of it is held to the promises."""
+    """A spiking classifier with every option enabled."""
     shared = {key: value for key, value in classify_image(folder).items() if key != "model.hidden_size"}
     units = {"refractory": 1, "adaptation": 0.1, "coding": "rate", "firing_rate": 0.2, "firing_rate_weight": 2.0}
     sizes = {"model.hidden_size": 24, "model.time_steps": 6, "training.scheduler.name": "constant"}
@@ -99,9 +99,9 @@ class Case:
     recipe: str
     settings: Callable[[Path], dict[str, Any]]
     lacks: tuple[str, ...] = ()
-    """Keys that the other tasks have in common and this one has no use for."""
+    """Keys of the common settings that this task does not have."""
     kind: str = ""
-    """What tells two cases of one recipe apart."""
+    """Distinguishes cases of the same recipe."""
 
     def __str__(self) -> str:
         return "-".join(filter(None, (self.engine, self.recipe, self.kind)))
@@ -109,20 +109,24 @@ class Case:
 
 CASES = [
     Case("torch", "language", "language/shakespeare", language),
-    Case("torch", "language", "language/shakespeare", of_kind("moe", num_experts=4), kind="moe"),
+    Case("torch", "language", "language/shakespeare", decoder_of_kind("moe", num_experts=4), kind="moe"),
     Case(
         "torch",
         "language",
         "language/shakespeare",
-        of_kind("moe", num_experts=4, balance="bias", capacity_factor=1.0, expert_dropout=0.3, shared_experts=1),
+        decoder_of_kind(
+            "moe", num_experts=4, balance="bias", capacity_factor=1.0, expert_dropout=0.3, shared_experts=1
+        ),
         kind="moe-bias",
     ),
-    Case("torch", "language", "language/shakespeare", of_kind("ssm", state_size=8, ssm_head_size=8), kind="ssm"),
+    Case(
+        "torch", "language", "language/shakespeare", decoder_of_kind("ssm", state_size=8, ssm_head_size=8), kind="ssm"
+    ),
     Case(
         "torch",
         "language",
         "language/shakespeare",
-        of_kind("hybrid", state_size=8, ssm_head_size=8, attention_every=2, num_experts=3, experts_every=2),
+        decoder_of_kind("hybrid", state_size=8, ssm_head_size=8, attention_every=2, num_experts=3, experts_every=2),
         kind="hybrid",
     ),
     Case("torch", "image", "image", image),
@@ -130,7 +134,7 @@ CASES = [
     Case("torch", "video", "video", video),
     Case("torch", "image_vae", "image_vae/digits", image_vae, lacks=("model.dropout",)),
     Case("torch", "image_tokens", "image_tokens/digits", image_tokens, lacks=("model.dropout",)),
-    Case("torch", "image", "image/tokens", over_codes),
+    Case("torch", "image", "image/tokens", image_over_codes),
     Case("torch", "align", "align", align),
     Case("torch", "classify", "classify", small_texts.settings),
     Case("torch", "classify", "classify/cnn", classify_cnn),
@@ -148,7 +152,7 @@ CASES = [
 
 @dataclass
 class Subject:
-    """One process of a run, without the loop around it."""
+    """One process of a run, without the training loop."""
 
     workload: Workload
     engine: Any

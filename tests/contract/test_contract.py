@@ -1,4 +1,4 @@
-"""The promises that hold for every engine and every task."""
+"""Properties that hold for every engine and every task."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import flatten_batch
 from small_run import different, steps_logged, tensors, train
 
-EVERYTHING: dict[str, Any] = {
+ALL_FEATURES: dict[str, Any] = {
     "model.dropout": 0.1,
     "training.ema": 0.9,
     "training.micro_batch_size": 2,
@@ -34,157 +34,158 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def close(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, atol: float) -> None:
+def assert_close(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, atol: float) -> None:
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_allclose(a[name], b[name], rtol=1e-5, atol=atol, err_msg=name)
 
 
-FEW = [case for case in CASES if str(case) in ("torch-language/shakespeare", "torch-image", "torch-classify")]
-"""What an optimizer keeps depends on tensors and not on tasks, so that all of them are tried with a few."""
+OPTIMIZER_CASES = [
+    case for case in CASES if str(case) in ("torch-language/shakespeare", "torch-image", "torch-classify")
+]
+"""Optimizer state depends on tensors and not on tasks, so that a few cases cover all optimizers."""
 OPTIMIZED = [(case, "adamw") for case in CASES]
-OPTIMIZED += [(case, name) for case in FEW for name in ("muon", "adam", "sgd", "lion", "adafactor")]
+OPTIMIZED += [(case, name) for case in OPTIMIZER_CASES for name in ("muon", "adam", "sgd", "lion", "adafactor")]
 
 
 @pytest.mark.parametrize(("case", "optimizer"), OPTIMIZED, ids=str, indirect=["case"])
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(case: Case, tmp_path: Path, optimizer: str) -> None:
-    """The one that is saved goes on as if nothing had been; a loader in processes of its own changes nothing."""
-    options = {**EVERYTHING, "training.optimizer.name": optimizer}
+def test_resume_is_bit_exact(case: Case, tmp_path: Path, optimizer: str) -> None:
+    """Saving does not disturb the run that is saved, and loader workers change nothing."""
+    options = {**ALL_FEATURES, "training.optimizer.name": optimizer}
     straight = build(case, tmp_path, **options)
-    reports, saved = [], {}
+    reports, checkpoints = [], {}
     for start, stop in ((0, 1), (1, 4), (4, 6)):
         reports += straight.advance(start, stop)
-        saved[stop] = straight.save(tmp_path / f"at-{stop}", stop)
+        checkpoints[stop] = straight.save(tmp_path / f"at-{stop}", stop)
     end = straight.state()
     for cut in (1, 4):
         resumed = build(case, tmp_path, **options, **{"data.workers": 1 if cut == 4 and optimizer == "adamw" else 0})
-        resumed.engine.load(saved[cut])
+        resumed.engine.load(checkpoints[cut])
         assert resumed.advance(cut, 6) == reports[cut:]
         assert different(end, resumed.state()) == [], f"cut at step {cut}"
 
 
 def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path) -> None:
-    """Plain descent, so that a difference in a gradient is a difference in a weight and no larger one."""
+    """With SGD a difference in a gradient is not amplified in the weights."""
     options = {"model.dropout": 0.0, "training.optimizer.name": "sgd", "training.learning_rate": 0.1}
-    whole = build(case, tmp_path, **options)
-    losses = [report["loss"] for report in whole.advance(0, 4)]
+    unsplit = build(case, tmp_path, **options)
+    losses = [report["loss"] for report in unsplit.advance(0, 4)]
     for micro in (1, 3):
         split = build(case, tmp_path, **options, **{"training.micro_batch_size": micro})
         assert [report["loss"] for report in split.advance(0, 4)] == pytest.approx(losses, rel=1e-6)
-        close(whole.state(), split.state(), atol=1e-6)
+        assert_close(unsplit.state(), split.state(), atol=1e-6)
 
 
-def test_the_order_of_samples_is_free_of_the_world_size(case: Case, tmp_path: Path) -> None:
+def test_sample_order_does_not_depend_on_the_world_size(case: Case, tmp_path: Path) -> None:
     loader = build(case, tmp_path).loader
     for world, step in itertools.product((2, 4), (0, 1, 17, 1000)):
         ranks = [flatten_batch(replace(loader, data_rank=rank, data_size=world).batch(step)) for rank in range(world)]
-        for name, whole in flatten_batch(loader.batch(step)).items():
+        for name, expected in flatten_batch(loader.batch(step)).items():
             parts = [batch[name] for batch in ranks]
-            if name in loader.source.padding_values:  # those of a rank are as long as its own longest
-                free = [whole.shape[1] - part.shape[1] for part in parts]
+            if name in loader.source.padding_values:  # each rank pads to its own longest sample
+                missing = [expected.shape[1] - part.shape[1] for part in parts]
                 fill = loader.source.padding_values[name]
-                parts = [np.pad(p, ((0, 0), (0, n)), constant_values=fill) for p, n in zip(parts, free, strict=True)]
-            # What is one number for all, such as the frames of a second, is the same number on every rank.
-            together = np.concatenate(parts) if np.ndim(whole) else np.unique(parts).squeeze()
-            np.testing.assert_array_equal(together, whole)
+                parts = [np.pad(p, ((0, 0), (0, n)), constant_values=fill) for p, n in zip(parts, missing, strict=True)]
+            # A scalar, such as the frame rate, is the same on every rank.
+            gathered = np.concatenate(parts) if np.ndim(expected) else np.unique(parts).squeeze()
+            np.testing.assert_array_equal(gathered, expected)
 
 
-def test_an_evaluation_is_free_of_the_batch_size(case: Case, tmp_path: Path) -> None:
+def test_evaluation_does_not_depend_on_the_batch_size(case: Case, tmp_path: Path) -> None:
     subject = build(case, tmp_path)
     source = subject.workload.data.validation()
     assert source is not None
-    usual = evaluate(subject.engine, iter_eval_batches(source, 4))
+    expected = evaluate(subject.engine, iter_eval_batches(source, 4))
     for size in (1, 3, 64):
-        assert evaluate(subject.engine, iter_eval_batches(source, size)) == pytest.approx(usual, rel=1e-6)
+        assert evaluate(subject.engine, iter_eval_batches(source, size)) == pytest.approx(expected, rel=1e-6)
 
 
-def test_a_run_is_the_same_twice_whatever_is_looked_at_in_its_middle(case: Case, tmp_path: Path) -> None:
-    """Neither a snapshot nor an evaluation changes anything."""
-    quiet, watched = build(case, tmp_path, **EVERYTHING), build(case, tmp_path, **EVERYTHING)
+def test_snapshots_and_evaluations_do_not_change_a_run(case: Case, tmp_path: Path) -> None:
+    straight, watched = build(case, tmp_path, **ALL_FEATURES), build(case, tmp_path, **ALL_FEATURES)
     source = watched.workload.data.validation()
     assert source is not None
-    reports = quiet.advance(0, 4)
+    reports = straight.advance(0, 4)
     first = watched.advance(0, 2)
     watched.save(tmp_path / "middle", 2)
     evaluate(watched.engine, iter_eval_batches(source, 4))
     assert first + watched.advance(2, 4) == reports
-    assert different(quiet.state(), watched.state()) == []
+    assert different(straight.state(), watched.state()) == []
 
 
 def test_recomputed_activations_give_the_same_weights(case: Case, tmp_path: Path) -> None:
-    plain = build(case, tmp_path, **EVERYTHING)
-    saving = build(case, tmp_path, **EVERYTHING, **{"training.gradient_checkpointing": True})
-    assert plain.advance(0, 3) == saving.advance(0, 3)
-    assert different(plain.state(), saving.state()) == []
+    plain = build(case, tmp_path, **ALL_FEATURES)
+    checkpointed = build(case, tmp_path, **ALL_FEATURES, **{"training.gradient_checkpointing": True})
+    assert plain.advance(0, 3) == checkpointed.advance(0, 3)
+    assert different(plain.state(), checkpointed.state()) == []
 
 
-def test_it_learns(case: Case, tmp_path: Path) -> None:
+def test_training_reduces_the_loss(case: Case, tmp_path: Path) -> None:
     losses = [report["loss"] for report in build(case, tmp_path, **{"training.learning_rate": 1e-2}).advance(0, 40)]
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
 
 
 @pytest.mark.parametrize(
     ("case", "optimizer"),
-    [*((case, "adamw") for case in CASES), *((case, "muon") for case in FEW)],
+    [*((case, "adamw") for case in CASES), *((case, "muon") for case in OPTIMIZER_CASES)],
     ids=str,
     indirect=["case"],
 )
-def test_a_frozen_row_does_not_move_and_has_no_state(case: Case, tmp_path: Path, optimizer: str) -> None:
+def test_frozen_parameter_does_not_move_and_has_no_state(case: Case, tmp_path: Path, optimizer: str) -> None:
     subject = build(case, tmp_path)
     first = next(name for name, p in subject.engine.model.named_parameters() if p.dim() > 1)
-    rows = [{"pattern": first.replace(".", r"\."), "scale": "none"}, {"pattern": ".*"}]
-    frozen = build(case, tmp_path, **EVERYTHING, **{"training.groups": rows, "training.optimizer.name": optimizer})
+    groups = [{"pattern": first.replace(".", r"\."), "scale": "none"}, {"pattern": ".*"}]
+    frozen = build(case, tmp_path, **ALL_FEATURES, **{"training.groups": groups, "training.optimizer.name": optimizer})
     before = frozen.state()
     frozen.advance(0, 4)
     after = frozen.state()
-    # Buffers are in no row: some change by a rule of their own, some by none.
+    # Buffers are in no group; some have their own update rule.
     model = {f"model.safetensors/{name}" for name, _ in frozen.engine.model.named_parameters()}
     assert {name for name in model if np.array_equal(before[name], after[name])} == {f"model.safetensors/{first}"}
     assert [name for name in after if first in name and name not in model] == []
 
 
-def test_the_average_is_what_is_evaluated(case: Case, tmp_path: Path) -> None:
+def test_evaluation_uses_the_averaged_weights(case: Case, tmp_path: Path) -> None:
     averaged, plain = build(case, tmp_path, **{"training.ema": 0.5}), build(case, tmp_path)
     averaged.advance(0, 3)
     weights = averaged.engine.state()["ema.safetensors"]
-    # What learns without a gradient is not averaged, and is evaluated as it is by then.
+    # State without a gradient is not averaged; its current value is evaluated.
     plain.engine.model.load_state_dict({**averaged.engine.model.state_dict(), **weights})
     source = averaged.workload.data.validation()
     assert source is not None
-    a, b = (evaluate(one.engine, iter_eval_batches(source, 4)) for one in (averaged, plain))
+    a, b = (evaluate(subject.engine, iter_eval_batches(source, 4)) for subject in (averaged, plain))
     assert a == b
 
 
-def test_initial_weights_are_a_function_of_the_seed(case: Case, tmp_path: Path) -> None:
+def test_initial_weights_depend_on_the_seed(case: Case, tmp_path: Path) -> None:
     a, b, c = (build(case, tmp_path, seed=seed).state() for seed in (0, 0, 1))
     assert different(a, b) == []
     assert different(a, c) != []
 
 
-def test_two_ranks_write_the_checkpoint_of_one(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
-    """The command under torchrun, against the same command alone."""
+def test_two_ranks_match_the_checkpoints_of_one_process(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
+    """Compare the command under torchrun with the same command in one process."""
     alone = train(tmp_path, text_file, name="whole", **{"training.max_steps": 6, "checkpoint.every": 2}).path
-    together = two_ranks / "whole"
-    for which in ("last", "best"):
-        close(tensors(alone, which), tensors(together, which), atol=2e-6)
-    assert steps_logged(together) == steps_logged(alone) == [1, 2, 3, 4, 5, 6]
+    distributed = two_ranks / "whole"
+    for link in ("last", "best"):
+        assert_close(tensors(alone, link), tensors(distributed, link), atol=2e-6)
+    assert steps_logged(distributed) == steps_logged(alone) == [1, 2, 3, 4, 5, 6]
     rows = [
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (alone, together)
+        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (alone, distributed)
     ]
     assert [r["loss"] for r in rows[1]] == pytest.approx([r["loss"] for r in rows[0]], rel=1e-5)
-    manifest = checkpoint.verify(together / "checkpoints" / "last")
+    manifest = checkpoint.verify(distributed / "checkpoints" / "last")
     assert manifest.fingerprint["world"] == 2
 
 
-def test_two_ranks_draw_the_noise_of_one(two_ranks: Path, tmp_path: Path) -> None:
-    """Noise belongs to a sample's place in the whole batch, and in an evaluation to the sample."""
+def test_two_ranks_draw_the_noise_of_one_process(two_ranks: Path, tmp_path: Path) -> None:
+    """Noise depends on the position in the global batch, and in an evaluation on the sample."""
     alone = small_media.train(tmp_path, name="image", **script.IMAGE).path
-    together = two_ranks / "image"
-    close(tensors(alone), tensors(together), atol=2e-6)
-    a, b = (read_metrics(run / "metrics.jsonl") for run in (alone, together))
+    distributed = two_ranks / "image"
+    assert_close(tensors(alone), tensors(distributed), atol=2e-6)
+    a, b = (read_metrics(run / "metrics.jsonl") for run in (alone, distributed))
     assert [r["kind"] for r in a] == [r["kind"] for r in b]
     assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-5)
-    drawn = [(run / "samples" / "step-00000004" / "00.png").read_bytes() for run in (alone, together)]
+    drawn = [(run / "samples" / "step-00000004" / "00.png").read_bytes() for run in (alone, distributed)]
     assert drawn[0].startswith(b"\x89PNG")
     assert drawn[1].startswith(b"\x89PNG")
 
@@ -192,17 +193,17 @@ def test_two_ranks_draw_the_noise_of_one(two_ranks: Path, tmp_path: Path) -> Non
 def test_two_ranks_resume_together(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
     options = {"training.max_steps": 6, "checkpoint.every": 2, "training.scheduler.name": "constant"}
     alone = train(tmp_path, text_file, name="halves", **options).path
-    close(tensors(alone), tensors(two_ranks / "halves"), atol=2e-6)
+    assert_close(tensors(alone), tensors(two_ranks / "halves"), atol=2e-6)
     assert steps_logged(two_ranks / "halves") == [1, 2, 3, 4, 5, 6]
     assert "resumed" in (two_ranks / "halves" / "log.txt").read_text()
 
 
-def test_one_process_goes_on_where_two_stopped(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
+def test_one_process_resumes_a_run_of_two(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
     import shutil
 
     options = {"training.max_steps": 8, "checkpoint.every": 2, "training.scheduler.name": "constant"}
     shutil.copytree(two_ranks / "halves", tmp_path / "halves", symlinks=True)
     resumed = train(tmp_path, text_file, name="halves", **options).path
     alone = train(tmp_path / "alone", text_file, name="halves", **options).path
-    close(tensors(alone), tensors(resumed), atol=2e-6)
-    assert "world: 2 -> 1" in (resumed / "log.txt").read_text(), "and it says what is no longer promised"
+    assert_close(tensors(alone), tensors(resumed), atol=2e-6)
+    assert "world: 2 -> 1" in (resumed / "log.txt").read_text(), "the changed world size is not logged"

@@ -1,4 +1,4 @@
-"""The promises that a GPU must keep as well, for every task: exact resume with `deterministic`, and the mean under splits."""
+"""Properties of every task on a GPU: exact resume with `deterministic`, and the mean under splits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {
     "training.optimizer.name": "sgd",
     "training.learning_rate": 0.1,
 }
-FORMS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "default": {"training.ema": 0.9, "training.max_grad_norm": 0.5},
     "eager": {
         "training.compile": False,
@@ -29,7 +29,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "model.dropout": 0.1,
     },
 }
-"""As a user gets it (compiled, bf16, one forward a step), and in micro-batches without a compiler."""
+"""The defaults (compiled, bf16, one forward a step), and eager mode with micro-batches."""
 
 
 @pytest.fixture(params=CASES, ids=str)
@@ -39,19 +39,19 @@ def case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def in_float32(case: Case) -> dict[str, Any]:
-    """Frozen models are in half precision on a GPU unless a recipe says otherwise."""
+def float32_options(case: Case) -> dict[str, Any]:
+    """Return options for float32; frozen models default to half precision on a GPU."""
     return {**PLAIN, "model.frozen_precision": "fp32"} if case.task == "personalize" else PLAIN
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_deterministic_run_resumes_bit_for_bit(case: Case, form: str, tmp_path: Path) -> None:
-    options = {"device": "cuda", "deterministic": True, **FORMS[form]}
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_deterministic_resume_is_bit_exact(case: Case, variant: str, tmp_path: Path) -> None:
+    options = {"device": "cuda", "deterministic": True, **VARIANTS[variant]}
     straight = build(case, tmp_path, **options)
     reports = straight.advance(0, 4)
     end = straight.state()
     first = build(case, tmp_path, **options)
-    assert first.advance(0, 2) == reports[:2], "the same numbers twice"
+    assert first.advance(0, 2) == reports[:2], "two runs differ"
     second = build(case, tmp_path, **options)
     second.engine.load(first.save(tmp_path / "cut", 2))
     assert second.advance(2, 4) == reports[2:]
@@ -59,20 +59,20 @@ def test_a_deterministic_run_resumes_bit_for_bit(case: Case, form: str, tmp_path
 
 
 def test_the_mean_is_exact_under_a_split(case: Case, tmp_path: Path) -> None:
-    """One step of plain descent: rounding is larger than on a CPU, and a model may amplify it with each further step."""
-    options = {**in_float32(case), "device": "cuda"}
-    whole = build(case, tmp_path, **options)
+    """One step of SGD: rounding is larger than on a CPU, and further steps may amplify it."""
+    options = {**float32_options(case), "device": "cuda"}
+    unsplit = build(case, tmp_path, **options)
     split = build(case, tmp_path, **options, **{"training.micro_batch_size": 3})
-    a, b = whole.advance(0, 1), split.advance(0, 1)
+    a, b = unsplit.advance(0, 1), split.advance(0, 1)
     assert b[0]["loss"] == pytest.approx(a[0]["loss"], rel=1e-5)
-    one, other = whole.state(), split.state()
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-5, err_msg=name)
+    unsplit_state, split_state = unsplit.state(), split.state()
+    assert unsplit_state.keys() == split_state.keys()
+    for name in unsplit_state:
+        np.testing.assert_allclose(unsplit_state[name], split_state[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
-def test_the_first_loss_is_that_of_a_cpu(case: Case, tmp_path: Path) -> None:
+def test_first_loss_matches_the_cpu(case: Case, tmp_path: Path) -> None:
     """Weights, samples and noise are functions of the seed on every device."""
-    options = in_float32(case)
-    there, here = (build(case, tmp_path, **options, device=device).advance(0, 1)[0] for device in ("cuda", "cpu"))
-    assert there["loss"] == pytest.approx(here["loss"], rel=1e-4)
+    options = float32_options(case)
+    on_gpu, on_cpu = (build(case, tmp_path, **options, device=device).advance(0, 1)[0] for device in ("cuda", "cpu"))
+    assert on_gpu["loss"] == pytest.approx(on_cpu["loss"], rel=1e-4)

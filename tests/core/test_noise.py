@@ -1,4 +1,4 @@
-"""Noise: the published cipher, the same bits in numpy and torch, and one value for one position however it is asked."""
+"""Noise: the published cipher, the same bits in numpy and torch, one value for each position."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from bottega.core.noise import Noise, derive_key, derive_seed, numpy_generator, threefry
 
 # (counter, key, result) of threefry2x32 with 20 rounds, from the known-answer file of Random123.
-KNOWN = [
+KNOWN_ANSWERS = [
     ((0x00000000, 0x00000000), (0x00000000, 0x00000000), (0x6B200159, 0x99BA4EFE)),
     ((0xFFFFFFFF, 0xFFFFFFFF), (0xFFFFFFFF, 0xFFFFFFFF), (0x1CB996FC, 0xBB002BE7)),
     ((0x243F6A88, 0x85A308D3), (0x13198A2E, 0x03707344), (0xC4923A9C, 0x483DF7A0)),
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
+@pytest.mark.parametrize(("counter", "key", "result"), KNOWN_ANSWERS)
 @pytest.mark.parametrize("array", [int, np.array, torch.tensor])
-def test_the_cipher_is_threefry(counter: Any, key: Any, result: Any, array: Any) -> None:
+def test_threefry_matches_the_published_answers(counter: Any, key: Any, result: Any, array: Any) -> None:
     x, y = threefry(key, (array(counter[0]), array(counter[1])))
     assert (int(x), int(y)) == result
 
@@ -44,22 +44,22 @@ def test_numpy_and_torch_agree_bit_for_bit(seed: int, step: int, positions: list
     assert a.dtype == b.dtype == np.float32
     np.testing.assert_array_equal(a, b)
     assert ((a > 0) & (a < 1)).all()
-    # The logarithm and the cosine are each library's own.
+    # Logarithm and cosine differ between the libraries.
     np.testing.assert_allclose(host.normal(name), device.normal(name).numpy(), rtol=1e-5, atol=1e-6)
 
 
 @given(cuts=st.lists(st.integers(0, 12), max_size=4))
-def test_a_split_of_the_positions_gives_the_same_rows(cuts: list[int]) -> None:
-    whole = Noise(3, 7, np.arange(12)).normal("times", (2, 3))
+def test_noise_does_not_depend_on_the_split_of_positions(cuts: list[int]) -> None:
+    expected = Noise(3, 7, np.arange(12)).normal("times", (2, 3))
     edges = [0, *sorted(cuts), 12]
     parts = [Noise(3, 7, np.arange(a, b)).normal("times", (2, 3)) for a, b in pairwise(edges)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    np.testing.assert_array_equal(np.concatenate(parts), expected)
     order = np.random.default_rng(len(cuts)).permutation(12)
-    np.testing.assert_array_equal(Noise(3, 7, order).normal("times", (2, 3)), whole[order])
+    np.testing.assert_array_equal(Noise(3, 7, order).normal("times", (2, 3)), expected[order])
 
 
-def test_seed_step_name_and_position_each_change_everything() -> None:
-    usual = Noise(0, 0, np.arange(64)).uniform("a", (64,))
+def test_noise_is_uncorrelated_between_seeds_steps_names_and_positions() -> None:
+    reference = Noise(0, 0, np.arange(64)).uniform("a", (64,))
     others = [
         Noise(1, 0, np.arange(64)).uniform("a", (64,)),
         Noise(0, 1, np.arange(64)).uniform("a", (64,)),
@@ -67,12 +67,12 @@ def test_seed_step_name_and_position_each_change_everything() -> None:
         Noise(0, 0, np.arange(64, 128)).uniform("a", (64,)),
     ]
     for other in others:
-        assert abs(np.corrcoef(usual.ravel(), other.ravel())[0, 1]) < 0.06
-        assert (usual == other).mean() < 0.001
+        assert abs(np.corrcoef(reference.ravel(), other.ravel())[0, 1]) < 0.06
+        assert (reference == other).mean() < 0.001
 
 
-def test_moments() -> None:
-    """Over n = 2^20 draws a mean has a standard error of sigma / 1024; five of them are allowed."""
+def test_moments_of_uniform_and_normal_noise() -> None:
+    """Over 2^20 draws a mean has a standard error of sigma / 1024; the tolerance is five standard errors."""
     noise = Noise(0, 0, np.arange(1024))
     uniform, normal = (draw("m", (1024,)).astype(np.float64) for draw in (noise.uniform, noise.normal))
     error = 5 / 1024
@@ -82,11 +82,11 @@ def test_moments() -> None:
     assert abs(normal.var() - 1) < error * 2**0.5
     assert abs((normal**3).mean()) < error * 15**0.5
     assert abs((normal**4).mean() - 3) < error * 96**0.5
-    assert abs(normal).max() > 4.2, "the tails are there"
+    assert abs(normal).max() > 4.2, "the tails are missing"
     assert abs(np.corrcoef(normal[:, ::2].ravel(), normal[:, 1::2].ravel())[0, 1]) < error * 2**0.5
 
 
-def test_no_draw_is_0_or_1_whatever_the_bits() -> None:
+def test_uniform_is_never_0_or_1() -> None:
     ends = Noise(0, 0, np.arange(1))._unit(np.array([0, 0xFFFFFFFF]))
     assert 0 < ends[0] < 1e-6
     assert 1 - 1e-6 < ends[1] < 1
@@ -98,7 +98,7 @@ def test_shapes_follow_the_request() -> None:
     assert noise.normal("a", (2, 5)).shape == (3, 2, 5)
 
 
-def test_keys_tell_their_parts_apart_and_never_change() -> None:
+def test_derived_keys_are_distinct_and_stable() -> None:
     assert derive_key(1, 23) != derive_key(12, 3)
     assert derive_key("a", "b") != derive_key("ab")
     assert derive_key(0, 0, "x") == (845391178, 1061793970), "every run ever saved depends on this"

@@ -7,7 +7,7 @@ from pathlib import Path
 from bottega.core.rundir import RunDirectory
 
 
-def test_a_run_of_an_earlier_version_keeps_its_processor_folder(tmp_path: Path) -> None:
+def test_run_of_an_earlier_version_uses_its_codec_folder(tmp_path: Path) -> None:
     assert RunDirectory(tmp_path).processor == tmp_path / "processor"
     (tmp_path / "codec").mkdir()
     assert RunDirectory(tmp_path).processor == tmp_path / "codec"

@@ -1,4 +1,4 @@
-"""The run directory: one writer, nothing half-written, no step logged twice."""
+"""The run directory: one writer, atomic writes, no step logged twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with Lock(RunDirectory(Path(sys.argv[1]))):
 """
 
 
-def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+def test_second_writer_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     with Lock(RunDirectory(tmp_path)):
         with pytest.raises(DirectoryInUse, match=f"{tmp_path} is in use by process {os.getpid()} on ") as caught:
             Lock(RunDirectory(tmp_path)).__enter__()
@@ -50,7 +50,7 @@ def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         holder.communicate()
 
 
-def test_a_lock_file_that_makes_no_sense_is_only_a_file(tmp_path: Path) -> None:
+def test_invalid_lock_file_does_not_prevent_locking(tmp_path: Path) -> None:
     (tmp_path / "LOCK").write_text("{")
     with Lock(RunDirectory(tmp_path)):
         (tmp_path / "LOCK").write_text("{")
@@ -58,14 +58,14 @@ def test_a_lock_file_that_makes_no_sense_is_only_a_file(tmp_path: Path) -> None:
             Lock(RunDirectory(tmp_path)).__enter__()
 
 
-@pytest.mark.parametrize("where", ["file/run", "/proc/bottega/run"])
-def test_a_directory_that_cannot_be_written_is_an_environment_problem(tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("path", ["file/run", "/proc/bottega/run"])
+def test_a_directory_that_cannot_be_written_is_an_environment_problem(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentProblem, match="cannot write"):
-        RunDirectory(tmp_path / where).create()
+        RunDirectory(tmp_path / path).create()
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_is_replaced_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunDirectory(tmp_path)
     run.write(run.recipe, "old\n")
 
@@ -79,7 +79,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyt
     assert run.recipe.read_text() == "old\n"
 
 
-def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
+def test_unknown_run_suggests_the_nearest_name(tmp_path: Path) -> None:
     for name in ("my-first-run", "another", "my-frist-runs"):
         (tmp_path / name).mkdir()
     for name in ("my-first-run", "another"):
@@ -91,41 +91,43 @@ def test_a_run_that_is_not_there_names_the_nearest(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "summer").must_exist()
 
 
-def row(step: int, kind: str = "train", *, batch: int = 4) -> dict[str, object]:
+def make_row(step: int, kind: str = "train", *, batch: int = 4) -> dict[str, object]:
     return {"step": step, "kind": kind, "samples": step * batch, "loss": 1.0}
 
 
-def kept(run: RunDirectory, progress: Progress) -> list[tuple[int, str]]:
+def truncate_and_read(run: RunDirectory, progress: Progress) -> list[tuple[int, str]]:
     run.truncate_metrics(progress)
     return [(r["step"], r["kind"]) for r in read_metrics(run.metrics)]
 
 
-def test_lines_after_the_checkpoint_are_forgotten(tmp_path: Path) -> None:
+def test_metrics_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.truncate_metrics(Progress())  # there is nothing yet
-    rows = [row(1), row(2), row(2, "eval"), row(3), row(4), row(4, "eval")]
+    run.truncate_metrics(Progress())  # there is no file yet
+    rows = [make_row(1), make_row(2), make_row(2, "eval"), make_row(3), make_row(4), make_row(4, "eval")]
     run.metrics.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 5, "kind": "tr')
-    assert kept(run, Progress(step=3, samples=12, evaluated=2)) == [
+    assert truncate_and_read(run, Progress(step=3, samples=12, evaluated=2)) == [
         (1, "train"),
         (2, "train"),
         (2, "eval"),
         (3, "train"),
     ]
-    assert kept(run, Progress(step=2, samples=8, evaluated=2)) == [(1, "train"), (2, "train"), (2, "eval")]
-    # The checkpoint of step 2 was written without its evaluation, which will be made again.
-    assert kept(run, Progress(step=2, samples=8, evaluated=0)) == [(1, "train"), (2, "train")]
-    assert kept(run, Progress()) == []
+    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated=2)) == [(1, "train"), (2, "train"), (2, "eval")]
+    # The checkpoint of step 2 was written before its evaluation, which will run again.
+    assert truncate_and_read(run, Progress(step=2, samples=8, evaluated=0)) == [(1, "train"), (2, "train")]
+    assert truncate_and_read(run, Progress()) == []
 
 
-def test_the_history_survives_another_batch_size(tmp_path: Path) -> None:
+def test_metrics_are_truncated_by_samples_after_a_batch_size_change(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.metrics.write_text("".join(json.dumps(row(step)) + "\n" for step in range(1, 9)))
-    assert len(kept(run, Progress(step=3, samples=24, evaluated=3))) == 6, "24 samples are six steps of four"
+    run.metrics.write_text("".join(json.dumps(make_row(step)) + "\n" for step in range(1, 9)))
+    assert len(truncate_and_read(run, Progress(step=3, samples=24, evaluated=3))) == 6, (
+        "24 samples are six steps of four"
+    )
 
 
-def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+def test_invalid_metrics_lines_are_skipped(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    strange = [b"[]", b"", b'{"kind": "train"}', b"null", b'{"step": 2, "kind": "train", "samples": "x"}', b"\xff\x00"]
-    run.metrics.write_bytes(b"\n".join([json.dumps(row(1)).encode(), *strange]) + b"\n")
+    invalid = [b"[]", b"", b'{"kind": "train"}', b"null", b'{"step": 2, "kind": "train", "samples": "x"}', b"\xff\x00"]
+    run.metrics.write_bytes(b"\n".join([json.dumps(make_row(1)).encode(), *invalid]) + b"\n")
     run.truncate_metrics(Progress(step=5, samples=20))
-    assert read_metrics(run.metrics) == [row(1)]
+    assert read_metrics(run.metrics) == [make_row(1)]

@@ -1,4 +1,4 @@
-"""Schedules: functions of the step alone, that warm up, stay within their bounds and end where they should."""
+"""Schedules: functions of the step alone, with warm-up, bounds and final values."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 from bottega.core.schedule import SHAPES, Schedule
 
 NAMES = [*SHAPES, "one_cycle"]
-FALLING = ["linear", "cosine", "polynomial", "exponential", "inverse_sqrt", "wsd", "one_cycle"]
-TO_THE_FLOOR = ["linear", "cosine", "polynomial", "wsd", "one_cycle"]
+DECREASING = ["linear", "cosine", "polynomial", "exponential", "inverse_sqrt", "wsd", "one_cycle"]
+ENDING_AT_FLOOR = ["linear", "cosine", "polynomial", "wsd", "one_cycle"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 @given(total=st.integers(1, 300), warmup=st.integers(0, 300), floor=st.floats(0, 1), step=st.integers(0, 400))
-def test_a_multiplier_between_0_and_1_that_depends_on_the_step_alone(
+def test_multiplier_is_in_the_unit_interval_and_depends_on_the_step_alone(
     name: str, total: int, warmup: int, floor: float, step: int
 ) -> None:
     schedule = Schedule(name, total=total, warmup=min(warmup, total), floor=floor)
     value = schedule(step)
     assert 0 <= value <= 1 + 1e-12
-    # Asked in any order, and by an equal schedule of another process, the answer is the same bits.
+    # The value is bitwise the same in any order of calls and for an equal schedule.
     _ = [schedule(other) for other in (total, 0, step + 1)]
     assert schedule(step) == value == Schedule(name, total=total, warmup=min(warmup, total), floor=floor)(step)
 
@@ -37,7 +37,7 @@ def test_warm_up_is_linear_and_ends_at_the_peak(name: str) -> None:
     assert Schedule(name, total=100)(0) == pytest.approx(1.0), "without a warm-up the first step is at the peak"
 
 
-@pytest.mark.parametrize("name", FALLING)
+@pytest.mark.parametrize("name", DECREASING)
 def test_never_rises_after_the_peak(name: str) -> None:
     schedule = Schedule(name, total=200, warmup=20, floor=0.05)
     after = [schedule(step) for step in range(20, 260)]
@@ -45,12 +45,12 @@ def test_never_rises_after_the_peak(name: str) -> None:
     assert after[-1] < 0.5
 
 
-@pytest.mark.parametrize("name", TO_THE_FLOOR)
+@pytest.mark.parametrize("name", ENDING_AT_FLOOR)
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_ends_at_the_floor_and_stays_there(name: str, floor: float) -> None:
     schedule = Schedule(name, total=100, warmup=10, floor=floor)
     assert schedule(100) == schedule(150) == pytest.approx(floor, abs=1e-12)
-    assert schedule(99) == pytest.approx(floor, abs=0.06), "the last step of the run is already near it"
+    assert schedule(99) == pytest.approx(floor, abs=0.06), "the last step of the run is not near the floor"
 
 
 @pytest.mark.parametrize("name", ["constant", "plateau"])
@@ -67,7 +67,7 @@ def test_restarts_come_back_to_the_peak_each_period() -> None:
     assert period == [schedule(step) for step in range(60, 85)]
 
 
-def test_known_values() -> None:
+def test_published_values() -> None:
     assert Schedule("cosine", total=100, floor=0.2)(50) == pytest.approx(0.2 + 0.8 * 0.5)
     assert Schedule("linear", total=100)(25) == pytest.approx(0.75)
     assert Schedule("polynomial", total=100, power=2.0)(50) == pytest.approx(0.25)
@@ -77,7 +77,7 @@ def test_known_values() -> None:
     assert (wsd(79), wsd(80), wsd(90)) == (1.0, 1.0, pytest.approx(0.5))
 
 
-def test_one_cycle_rises_over_its_warm_up_and_starts_at_a_twenty_fifth() -> None:
+def test_one_cycle_warms_up_from_a_twenty_fifth() -> None:
     schedule = Schedule("one_cycle", total=100)
     up = [schedule(step) for step in range(30)]
     assert all(later > earlier for earlier, later in pairwise(up))

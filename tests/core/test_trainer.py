@@ -1,4 +1,4 @@
-"""The loop, with an engine that only counts: who is told what and when, and what a resume makes up for."""
+"""The training loop with a counting engine: callbacks, cadences, signals and resuming."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bottega.signals import WaitInterrupted
 from fake_engine import FakeEngine
 
 
-class Values(Snapshot):
+class WeightSnapshot(Snapshot):
     def __init__(self, value: float) -> None:
         self.value = value
 
@@ -35,8 +35,8 @@ class Values(Snapshot):
         return {"model.safetensors": {"w": np.array([self.value])}}
 
 
-class Counter(FakeEngine):
-    """Its weight is a sum of rates, so that a wrong rate or a step too many shows. `losses` are its evaluations."""
+class CountingEngine(FakeEngine):
+    """An engine whose weight is a sum of rates, which shows wrong rates and extra steps. `losses` are its evaluations."""
 
     def __init__(self, losses: Mapping[int, float] | None = None, *, events: list[str] | None = None) -> None:
         self.weight, self.losses, self.at = 0.0, losses or {}, 0
@@ -62,13 +62,13 @@ class Counter(FakeEngine):
 
     def snapshot(self) -> Snapshot:
         self.events.append("snapshot")
-        return Values(self.weight)
+        return WeightSnapshot(self.weight)
 
     def load(self, folder: Path) -> None:
         self.weight = float(load_file(folder / "model.safetensors")["w"][0])
 
 
-class Numbers:
+class NumberBatches:
     def samples_before(self, step: int) -> int:
         return 4 * step
 
@@ -79,7 +79,7 @@ class Numbers:
         return ({"x": np.full(4, s)} for s in range(step, self.stop))
 
 
-class Diary(Callback):
+class EventCallback(Callback):
     name = "diary"
 
     def __init__(self, events: list[str]) -> None:
@@ -104,37 +104,45 @@ class Diary(Callback):
         self.events.append(f"finish {type(error).__name__ if error else 'well'}")
 
 
-def fit(folder: Path, engine: Counter, *callbacks: Callback, every: Cadences, total: int = 6, **more: Any) -> Trainer:
-    """A run in `folder`, resumed where it stood."""
+def make_trainer(
+    folder: Path, engine: CountingEngine, *callbacks: Callback, every: Cadences, total: int = 6, **more: Any
+) -> Trainer:
+    """Return a trainer for `folder`, resumed from its newest checkpoint."""
     progress = Progress(total=total)
     if (good := checkpoint.find_newest_valid(folder, pytest.fail)) is not None:
         progress = Progress.from_json(checkpoint.read_progress(good[0]))
         progress.total = total
         engine.load(good[0])
         engine.at = progress.step
-    # What is announced is known at some later step, so tests that look at the order ask the disk instead.
+    # Announcements arrive at some later step, so that tests of the order read the disk instead.
     saver = Saver(folder, keep=9, fingerprint={}, announce=lambda p, path: None, warn=pytest.fail)
     more.setdefault("validation", lambda: iter([{"x": np.zeros(3)}, {"x": np.zeros(1)}]))
     return Trainer(
-        engine=engine, batches=Numbers(), progress=progress, cadences=every, saver=saver, callbacks=callbacks, **more
+        engine=engine,
+        batches=NumberBatches(),
+        progress=progress,
+        cadences=every,
+        saver=saver,
+        callbacks=callbacks,
+        **more,
     )
 
 
-def saved(folder: Path) -> list[int]:
+def list_saved_steps(folder: Path) -> list[int]:
     return sorted(manifest.step for _, manifest in checkpoint.list_checkpoints(folder))
 
 
-def test_everybody_is_told_in_order(tmp_path: Path) -> None:
+def test_callbacks_are_called_in_order(tmp_path: Path) -> None:
     events: list[str] = []
-    engine = Counter({2: 0.5, 4: 0.7, 6: 0.6}, events=events)
+    engine = CountingEngine({2: 0.5, 4: 0.7, 6: 0.6}, events=events)
     every = Cadences(log=3, evaluate=2, save=4, sample=4)
-    fit(tmp_path, engine, Diary(events), every=every, sample=lambda p: tmp_path).run()
-    told = [e for e in events if e not in ("fetch",)]
-    assert told == [
+    make_trainer(tmp_path, engine, EventCallback(events), every=every, sample=lambda p: tmp_path).run()
+    calls = [e for e in events if e not in ("fetch",)]
+    assert calls == [
         "start",
         "step 0",
         "step 1",
-        *("logged 2", "evaluated 2", "snapshot"),  # the best so far is worth a checkpoint
+        *("logged 2", "evaluated 2", "snapshot"),  # the best so far is saved
         "step 2",
         "logged 3",
         "step 3",
@@ -144,20 +152,20 @@ def test_everybody_is_told_in_order(tmp_path: Path) -> None:
         *("logged 6", "evaluated 6", "snapshot", "sampled 6"),
         "finish well",
     ]
-    assert saved(tmp_path) == [2, 4, 6]
+    assert list_saved_steps(tmp_path) == [2, 4, 6]
     assert checkpoint.read_link(tmp_path, "best") == tmp_path / "step-00000002"
 
 
-def test_the_device_is_waited_for_on_log_steps_only(tmp_path: Path) -> None:
-    engine = Counter()
-    fit(tmp_path, engine, every=Cadences(log=5), total=20).run()
+def test_metrics_are_fetched_on_log_steps_only(tmp_path: Path) -> None:
+    engine = CountingEngine()
+    make_trainer(tmp_path, engine, every=Cadences(log=5), total=20).run()
     assert engine.events.count("fetch") == 4
 
 
-def test_a_run_that_ends_early_or_badly_finishes_its_callbacks(tmp_path: Path) -> None:
+def test_callbacks_finish_when_a_run_fails(tmp_path: Path) -> None:
     events: list[str] = []
-    short = fit(tmp_path, Counter(events=events), Diary(events), every=Cadences())
-    short.batches = Numbers(stop=3)
+    short = make_trainer(tmp_path, CountingEngine(events=events), EventCallback(events), every=Cadences())
+    short.batches = NumberBatches(stop=3)
     with pytest.raises(DataError, match="the data ended at step 3 of 6"):
         short.run()
     assert events[-1] == "finish DataError"
@@ -168,100 +176,114 @@ def test_a_run_that_ends_early_or_badly_finishes_its_callbacks(tmp_path: Path) -
 
     events.clear()
     with pytest.raises(Diverged):
-        fit(tmp_path / "b", Counter(events=events), Diary(events), Broken(), every=Cadences()).run()
-    assert events == ["start", "finish Diverged"], "whoever was started is told of the end"
+        make_trainer(
+            tmp_path / "b", CountingEngine(events=events), EventCallback(events), Broken(), every=Cadences()
+        ).run()
+    assert events == ["start", "finish Diverged"], "a started callback was not finished"
 
 
-def test_a_sample_that_fails_costs_no_checkpoint(tmp_path: Path) -> None:
+def test_failed_sample_does_not_prevent_the_checkpoint(tmp_path: Path) -> None:
     def fail(progress: Progress) -> Path:
         raise DataError("cannot be sampled")
 
     with pytest.raises(DataError, match="cannot be sampled"):
-        fit(tmp_path, Counter(), every=Cadences(save=0, sample=6), sample=fail).run()
-    assert saved(tmp_path) == [6]
+        make_trainer(tmp_path, CountingEngine(), every=Cadences(save=0, sample=6), sample=fail).run()
+    assert list_saved_steps(tmp_path) == [6]
 
 
-def test_rates_and_counts_of_a_log_line(tmp_path: Path) -> None:
-    seen: list[dict[str, float]] = []
+def test_log_line_has_consistent_throughput(tmp_path: Path) -> None:
+    rows: list[dict[str, float]] = []
 
-    class See(Callback):
+    class Record(Callback):
         def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-            seen.append(metrics)
+            rows.append(metrics)
             assert progress.samples == 4 * progress.step
 
-    fit(tmp_path, Counter(), See(), every=Cadences(log=3)).run()
-    for row in seen:
+    make_trainer(tmp_path, CountingEngine(), Record(), every=Cadences(log=3)).run()
+    for row in rows:
         assert row["units_per_second"] == pytest.approx(row["samples_per_second"] * 3 / 4)
         assert row["step_seconds"] * row["samples_per_second"] == pytest.approx(4)
         assert 0 <= row["data_wait"] <= 1
         assert "bad_steps" not in row
 
 
-def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
+def test_unknown_best_metric_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' was not measured; choose one of loss"):
-        fit(tmp_path, Counter(), every=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
+        make_trainer(tmp_path, CountingEngine(), every=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
 
 
-def test_the_best_is_the_best_whichever_way_and_never_a_nan(tmp_path: Path) -> None:
+def test_best_is_minimal_or_maximal_and_never_nan(tmp_path: Path) -> None:
     losses = {1: 0.5, 2: math.nan, 3: 0.9, 4: 0.2, 5: math.inf, 6: 0.3}
-    low = fit(tmp_path / "a", Counter(losses), every=Cadences(evaluate=1)).run()
+    low = make_trainer(tmp_path / "a", CountingEngine(losses), every=Cadences(evaluate=1)).run()
     assert (low.best, low.best_step) == (0.2, 4)
-    high = fit(
-        tmp_path / "b", Counter(losses), every=Cadences(evaluate=1), best_metric=BestMetric("loss", maximise=True)
+    high = make_trainer(
+        tmp_path / "b",
+        CountingEngine(losses),
+        every=Cadences(evaluate=1),
+        best_metric=BestMetric("loss", maximise=True),
     ).run()
     assert (high.best, high.best_step) == (0.9, 3)
     assert checkpoint.read_link(tmp_path / "b", "best") == tmp_path / "b" / "step-00000003"
 
 
-def interrupted(
-    folder: Path, engine: Counter, at: int, *callbacks: Callback, kind: signal.Signals = signal.SIGTERM, **more: Any
+def run_until_signal(
+    folder: Path,
+    engine: CountingEngine,
+    at: int,
+    *callbacks: Callback,
+    kind: signal.Signals = signal.SIGTERM,
+    **more: Any,
 ) -> Interrupted:
     engine.signal_at = (at, kind)
     with pytest.raises(Interrupted) as caught:
-        fit(folder, engine, *callbacks, **more).run()
+        make_trainer(folder, engine, *callbacks, **more).run()
     return caught.value
 
 
 @pytest.mark.parametrize(("kind", "code"), [(signal.SIGTERM, 85), (signal.SIGUSR1, 85), (signal.SIGINT, 130)])
 def test_a_signal_saves_at_the_end_of_its_step(tmp_path: Path, kind: signal.Signals, code: int) -> None:
     before = signal.getsignal(kind)
-    stopped = interrupted(tmp_path, Counter(), 3, every=Cadences(), kind=kind)
+    stopped = run_until_signal(tmp_path, CountingEngine(), 3, every=Cadences(), kind=kind)
     assert stopped.code == code
     assert str(stopped) == f"stopped by {kind.name} at step 3; the state is saved, run the same command to continue"
-    assert saved(tmp_path) == [3]
-    assert signal.getsignal(kind) is before, "afterwards signals mean what they meant"
-    assert fit(tmp_path, engine := Counter(), every=Cadences()).run().step == 6
+    assert list_saved_steps(tmp_path) == [3]
+    assert signal.getsignal(kind) is before, "the signal handler was not restored"
+    assert make_trainer(tmp_path, engine := CountingEngine(), every=Cadences()).run().step == 6
     assert engine.weight == sum(range(1, 7))
 
 
-@pytest.mark.parametrize("at", [4, 6, 7], ids=["on the cadence", "at another", "at the very last step"])
-def test_an_evaluation_the_signal_prevented_is_made_up_for(tmp_path: Path, at: int) -> None:
+@pytest.mark.parametrize("at", [4, 6, 7], ids=["on the cadence", "between", "at the last step"])
+def test_evaluation_prevented_by_a_signal_runs_after_resume(tmp_path: Path, at: int) -> None:
     losses = {2: 0.9, 4: 0.5, 6: 0.4, 7: 0.3}
     every = Cadences(log=1, evaluate=2)
-    straight = fit(tmp_path / "straight", Counter(losses), every=every, total=7).run()
-    interrupted(tmp_path / "cut", Counter(losses), at, every=every, total=7)
+    straight = make_trainer(tmp_path / "straight", CountingEngine(losses), every=every, total=7).run()
+    run_until_signal(tmp_path / "cut", CountingEngine(losses), at, every=every, total=7)
     events: list[str] = []
-    resumed = fit(tmp_path / "cut", Counter(losses, events=events), Diary(events), every=every, total=7).run()
+    resumed = make_trainer(
+        tmp_path / "cut", CountingEngine(losses, events=events), EventCallback(events), every=every, total=7
+    ).run()
     assert events[:3] == ["start", "fetch", f"evaluated {at}"]
     assert (resumed.best, resumed.best_step, resumed.evaluated) == (
         straight.best,
         straight.best_step,
         straight.evaluated,
     )
-    for which in ("best", "last"):
-        kept = [checkpoint.read_link(tmp_path / name / "", which) for name in ("straight", "cut")]
-        assert kept[0] is not None
-        assert kept[1] is not None
-        assert kept[0].name == kept[1].name
-    # Made up for once, it is in the checkpoint, and a third start has nothing to do.
+    for link in ("best", "last"):
+        links = [checkpoint.read_link(tmp_path / name / "", link) for name in ("straight", "cut")]
+        assert links[0] is not None
+        assert links[1] is not None
+        assert links[0].name == links[1].name
+    # The evaluation is then in the checkpoint, and a third start has nothing to do.
     events.clear()
-    fit(tmp_path / "cut", Counter(losses, events=events), Diary(events), every=every, total=7).run()
+    make_trainer(
+        tmp_path / "cut", CountingEngine(losses, events=events), EventCallback(events), every=every, total=7
+    ).run()
     assert events == ["start", "finish well"]
 
 
-@pytest.mark.parametrize("resumed", [False, True], ids=["on the way", "while it is made up for"])
-def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end(tmp_path: Path, resumed: bool) -> None:
-    class Slow(Counter):
+@pytest.mark.parametrize("resumed", [False, True], ids=["in training", "after resume"])
+def test_signal_interrupts_a_long_evaluation(tmp_path: Path, resumed: bool) -> None:
+    class Slow(CountingEngine):
         evaluated = 0
 
         def eval_step(self, batch: Batch, **options: Any) -> EvaluationOutput:
@@ -270,25 +292,27 @@ def test_a_signal_in_a_long_evaluation_does_not_wait_for_its_end(tmp_path: Path,
                 os.kill(os.getpid(), signal.SIGTERM)
             return super().eval_step(batch)
 
-    def long() -> Iterator[Batch]:
+    def long_validation() -> Iterator[Batch]:
         return ({"x": np.zeros(1)} for _ in range(1000))
 
     every = Cadences(log=1, evaluate=4)
     if resumed:
-        interrupted(tmp_path, Counter(), 4, every=every, validation=long)
+        run_until_signal(tmp_path, CountingEngine(), 4, every=every, validation=long_validation)
     engine = Slow()
     with pytest.raises(Interrupted, match="at step 4; the state is saved"):
-        fit(tmp_path, engine, every=every, validation=long).run()
+        make_trainer(tmp_path, engine, every=every, validation=long_validation).run()
     assert engine.evaluated == 3
-    assert saved(tmp_path) == [4]
+    assert list_saved_steps(tmp_path) == [4]
     events: list[str] = []
-    done = fit(tmp_path, Counter(events=events), Diary(events), every=every, validation=long).run()
+    progress = make_trainer(
+        tmp_path, CountingEngine(events=events), EventCallback(events), every=every, validation=long_validation
+    ).run()
     assert events[:3] == ["start", "fetch", "evaluated 4"]
-    assert done.best_step == 4
+    assert progress.best_step == 4
 
 
-def test_saving_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reading of the clock is a second later, and a step reads it a few times."""
+def test_save_seconds_saves_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock advances a second at each reading, and a step reads it a few times."""
     now = [0.0]
 
     def tick() -> float:
@@ -296,72 +320,74 @@ def test_saving_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         return now[0]
 
     monkeypatch.setattr(time, "perf_counter", tick)
-    fit(tmp_path, Counter(), every=Cadences(log=100, save_seconds=20.0), total=30).run()
-    steps = saved(tmp_path)
+    make_trainer(tmp_path, CountingEngine(), every=Cadences(log=100, save_seconds=20.0), total=30).run()
+    steps = list_saved_steps(tmp_path)
     assert 3 <= len(steps) < 15
     assert steps[-1] == 30
 
 
-def test_early_stopping_survives_a_resume_and_stays(tmp_path: Path) -> None:
+def test_early_stopping_survives_a_resume(tmp_path: Path) -> None:
     losses = {1: 0.5, 2: 0.6, 3: 0.7, 4: 0.8}
     every = Cadences(log=1, evaluate=1)
 
-    def rule() -> EarlyStopping:
+    def early_stopping() -> EarlyStopping:
         return EarlyStopping(metric="loss", maximise=False, patience=3, threshold=0.0)
 
-    straight = fit(tmp_path / "straight", Counter(losses), rule(), every=every).run()
+    straight = make_trainer(tmp_path / "straight", CountingEngine(losses), early_stopping(), every=every).run()
     assert straight.step == 4
     assert straight.stop is not None
     assert "has not improved on 0.5000 for 3 evaluations" in straight.stop
-    interrupted(tmp_path / "cut", Counter(losses), 3, rule(), every=every)
-    assert fit(tmp_path / "cut", Counter(losses), rule(), every=every).run().step == 4
-    assert saved(tmp_path / "cut")[-1] == 4
-    again = fit(tmp_path / "cut", Counter(losses), rule(), every=every).run()
-    assert again.step == 4, "the same command does not train on"
-    assert again.stop == straight.stop
+    run_until_signal(tmp_path / "cut", CountingEngine(losses), 3, early_stopping(), every=every)
+    assert make_trainer(tmp_path / "cut", CountingEngine(losses), early_stopping(), every=every).run().step == 4
+    assert list_saved_steps(tmp_path / "cut")[-1] == 4
+    rerun = make_trainer(tmp_path / "cut", CountingEngine(losses), early_stopping(), every=every).run()
+    assert rerun.step == 4, "the same command trained further"
+    assert rerun.stop == straight.stop
 
 
-def test_a_plateau_lowers_the_rate_and_a_resume_keeps_it_low(tmp_path: Path) -> None:
+def test_plateau_lowers_the_rate_and_survives_a_resume(tmp_path: Path) -> None:
     losses = {2: 0.5, 4: 0.6, 6: 0.7, 8: 0.8, 10: 0.9}
     every = Cadences(log=1, evaluate=2)
 
-    def rule() -> ReduceOnPlateau:
+    def reduce_on_plateau() -> ReduceOnPlateau:
         return ReduceOnPlateau(metric="loss", maximise=False, patience=2, threshold=0.0, factor=0.1, floor=0.05)
 
-    straight = Counter(losses)
-    assert fit(tmp_path / "straight", straight, rule(), every=every, total=12).run().rate_scale == pytest.approx(0.05)
+    straight = CountingEngine(losses)
+    assert make_trainer(
+        tmp_path / "straight", straight, reduce_on_plateau(), every=every, total=12
+    ).run().rate_scale == pytest.approx(0.05)
     assert straight.weight == pytest.approx(sum(range(1, 7)) + 0.1 * sum(range(7, 11)) + 0.05 * sum(range(11, 13)))
     for at in (5, 6, 7, 9):
         folder = tmp_path / f"cut at {at}"
-        interrupted(folder, Counter(losses), at, rule(), every=every, total=12)
-        resumed = Counter(losses)
-        fit(folder, resumed, rule(), every=every, total=12).run()
+        run_until_signal(folder, CountingEngine(losses), at, reduce_on_plateau(), every=every, total=12)
+        resumed = CountingEngine(losses)
+        make_trainer(folder, resumed, reduce_on_plateau(), every=every, total=12).run()
         assert resumed.weight == pytest.approx(straight.weight), f"cut at step {at}"
 
 
-def test_a_bad_step_without_a_policy_is_a_divergence(tmp_path: Path) -> None:
-    engine = Counter()
+def test_nonfinite_step_without_recovery_is_a_divergence(tmp_path: Path) -> None:
+    engine = CountingEngine()
     engine.bad = {3}
     with pytest.raises(Diverged, match="not finite at step 4"):
-        fit(tmp_path, engine, every=Cadences(log=1, save=1)).run()
-    assert saved(tmp_path) == [1, 2, 3], "what is not finite is never saved, and a save in flight is waited for"
+        make_trainer(tmp_path, engine, every=Cadences(log=1, save=1)).run()
+    assert list_saved_steps(tmp_path) == [1, 2, 3], "a state that is not finite was saved, or a pending save was lost"
 
 
-def test_progress_comes_back_from_its_file_and_refuses_nonsense() -> None:
+def test_progress_json_round_trip_and_validation() -> None:
     from bottega.core.errors import CheckpointError
 
     progress = Progress(step=3, samples=12, best=0.5, skip_steps=[1], notes={"a": {"b": None}}, stop="enough")
-    again = Progress.from_json(progress.to_json())
-    assert again == Progress(step=3, samples=12, best=0.5, skip_steps=[1], notes={"a": {"b": None}})
-    again.skip_steps.append(2)
-    assert progress.skip_steps == [1], "a copy shares nothing"
+    loaded = Progress.from_json(progress.to_json())
+    assert loaded == Progress(step=3, samples=12, best=0.5, skip_steps=[1], notes={"a": {"b": None}})
+    loaded.skip_steps.append(2)
+    assert progress.skip_steps == [1], "the copy shares a list"
     for wrong in ({"step": "x"}, {"notes": 3}, {"best": [1]}, {"skip_steps": {"a": 1}}):
         with pytest.raises(CheckpointError, match=rf"progress\.json: {next(iter(wrong))}"):
             Progress.from_json(wrong)
 
 
-def test_a_sample_that_a_killed_process_still_owed_is_drawn(tmp_path: Path) -> None:
-    """A checkpoint is saved before the sample of its step; whoever goes on from there draws it, and draws none twice."""
+def test_sample_missed_by_a_killed_process_is_drawn_on_resume(tmp_path: Path) -> None:
+    """A checkpoint is saved before the sample of its step; a resumed run draws the missing sample once."""
     drawn: list[int] = []
 
     def sample(progress: Progress) -> Path:
@@ -374,26 +400,26 @@ def test_a_sample_that_a_killed_process_still_owed_is_drawn(tmp_path: Path) -> N
 
     def run() -> None:
         options = {"sample": sample, "has_sample": lambda progress: progress.step in drawn}
-        fit(tmp_path, Counter(), every=Cadences(save=2, sample=2), **options).run()
+        make_trainer(tmp_path, CountingEngine(), every=Cadences(save=2, sample=2), **options).run()
 
     with pytest.raises(DataError, match="killed"):
         run()
     run()
     assert [step for step in drawn if step] == [2, 4, 6]
     run()
-    assert [step for step in drawn if step] == [2, 4, 6], "a finished run draws nothing again"
+    assert [step for step in drawn if step] == [2, 4, 6], "a finished run drew a sample again"
 
 
-def test_a_stop_while_a_batch_is_waited_for_saves_nothing_that_is_not_finite(tmp_path: Path) -> None:
-    class Stalled(Numbers):
+def test_stop_while_waiting_for_a_batch_saves_no_nonfinite_state(tmp_path: Path) -> None:
+    class Stalled(NumberBatches):
         def __call__(self, step: int) -> Iterator[Batch]:
             yield from itertools.islice(super().__call__(step), 2)
             raise WaitInterrupted
 
-    engine = Counter()
+    engine = CountingEngine()
     engine.bad = {1}
-    stalled = fit(tmp_path, engine, every=Cadences(log=100, save=100))
+    stalled = make_trainer(tmp_path, engine, every=Cadences(log=100, save=100))
     stalled.batches = Stalled()
     with pytest.raises(Diverged, match="not finite at step 2"):
         stalled.run()
-    assert saved(tmp_path) == []
+    assert list_saved_steps(tmp_path) == []

@@ -1,4 +1,4 @@
-"""The torch engine on a GPU: compiled equals eager, half precision, noise in one kernel, memory that is too small."""
+"""The torch engine on a GPU: compilation, half precision, fused noise, batches that do not fit in memory."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ RECIPES: dict[str, Any] = {
 
 
 EXACT = {"classify/cnn": {"model.dropout": 0.0, "model.word_dropout": 0.0}}
-"""Dropout draws other numbers in another precision, and in a compiled model."""
+"""Overrides that turn dropout off: it draws different numbers in other precisions and in compiled models."""
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_compiled_model_learns_as_an_eager_one(recipe: str, tmp_path: Path) -> None:
+def test_compiled_losses_match_eager_ones(recipe: str, tmp_path: Path) -> None:
     values = {
         **RECIPES[recipe](tmp_path),
         "device": "cuda",
@@ -62,7 +62,7 @@ def test_half_precision_stays_near_float32(recipe: str, precision: str, tmp_path
 
 
 def test_the_loss_scale_is_halved_until_gradients_are_finite(tmp_path: Path) -> None:
-    """Steps that overflow are left out; the run goes on, and its weights are finite."""
+    """Steps that overflow are skipped; the run continues with finite weights."""
     text = write_text(tmp_path / "text.txt")
     values = {"device": "cuda", "training.mixed_precision": "fp16", "training.compile": False, "evaluation.every": None}
     run = train(tmp_path, text, **values, **{"training.max_steps": 12, "training.learning_rate": 3e-3})
@@ -70,26 +70,26 @@ def test_the_loss_scale_is_halved_until_gradients_are_finite(tmp_path: Path) -> 
     assert losses(run)[-1] < losses(run)[0]
 
 
-def test_noise_in_one_kernel_is_that_of_numpy() -> None:
-    places = torch.arange(5, 12, device="cuda")
+def test_fused_noise_matches_numpy() -> None:
+    positions = torch.arange(5, 12, device="cuda")
     for step in (0, 1, 7):
-        fused, plain = FusedNoise(1, step, places, torch), Noise(1, step, np.arange(5, 12), np)
+        fused, plain = FusedNoise(1, step, positions, torch), Noise(1, step, np.arange(5, 12), np)
         np.testing.assert_array_equal(fused.uniform("u", (3,)).cpu().numpy(), plain.uniform("u", (3,)))
         np.testing.assert_allclose(fused.normal("n", (3,)).cpu().numpy(), plain.normal("n", (3,)), rtol=0, atol=1e-6)
 
 
 def test_a_batch_that_does_not_fit_is_split(tmp_path: Path) -> None:
-    """A GPU of which only a little may be used; the global batch stays what it is."""
+    """The GPU memory of the process is limited; the global batch size is unchanged."""
     text = write_text(tmp_path / "text.txt", words=6000)
-    wide = {
+    sizes = {
         "model.hidden_size": 256,
         "model.intermediate_size": 4096,
         "model.context": 256,
         "data.sequence_length": 256,
     }
-    values = {"device": "cuda", "training.batch_size": 64, "training.max_steps": 2, "training.compile": False, **wide}
+    values = {"device": "cuda", "training.batch_size": 64, "training.max_steps": 2, "training.compile": False, **sizes}
     values |= {"evaluation.every": None, "training.mixed_precision": "fp32", "checkpoint.every": 2}
-    whole = train(tmp_path, text, name="whole", **values)
+    unsplit = train(tmp_path, text, name="unsplit", **values)
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
@@ -100,4 +100,4 @@ def test_a_batch_that_does_not_fit_is_split(tmp_path: Path) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     progress = json.loads((run.path / "checkpoints" / "last" / "progress.json").read_text())
     assert 1 <= progress["micro_batch_size"] < 64
-    assert losses(run) == pytest.approx(losses(whole), rel=1e-4)
+    assert losses(run) == pytest.approx(losses(unsplit), rel=1e-4)

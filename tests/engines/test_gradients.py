@@ -1,4 +1,4 @@
-"""Gradients of terms that must not fight: the formula of the paper, in the order drawn for the step, and nothing else."""
+"""Gradient surgery (PCGrad): the paper's formula in the order drawn for the step; and penalty gradients."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from bottega.engines.torch.gradients import PCGrad, add_penalty
 from toy_task import Toy, engine, loader
 
 
-def settled(rows: list[list[float]], *, seed: int = 0, step: int = 0, micro: int = 1) -> tuple[np.ndarray, float]:
-    """The gradient that terms with these gradients come to, over two parameters of unlike shape, and the worst cosine."""
+def combine_gradients(
+    rows: list[list[float]], *, seed: int = 0, step: int = 0, micro: int = 1
+) -> tuple[np.ndarray, float]:
+    """Combine the given gradients over two parameters of different shapes; return the result and the lowest cosine."""
     first, second = nn.Parameter(torch.zeros(1, dtype=torch.float64)), nn.Parameter(torch.zeros(2, 1).double())
-    apart = PCGrad([first, second])
+    surgery = PCGrad([first, second])
     for _ in range(micro):
         weights = [torch.tensor(row, dtype=torch.float64) / micro for row in rows]
-        apart.backward({str(i): torch.cat((first, second.flatten())) @ w for i, w in enumerate(weights)})
-    worst = apart.combine(seed=seed, step=step)
+        surgery.backward({str(i): torch.cat((first, second.flatten())) @ w for i, w in enumerate(weights)})
+    worst = surgery.combine(seed=seed, step=step)
     assert first.grad is not None
     assert second.grad is not None
     return np.concatenate([first.grad.numpy(), second.grad.flatten().numpy()]), float(worst)
 
 
-def by_the_paper(rows: list[list[float]], order: list[list[int]]) -> np.ndarray:
-    """Yu et al. (2020), algorithm 1: g_i -= (g_i . g_j) / |g_j|^2 g_j, for the others in turn, where they disagree."""
+def reference_pcgrad(rows: list[list[float]], order: list[list[int]]) -> np.ndarray:
+    """Yu et al. (2020), algorithm 1: g_i -= (g_i . g_j) / |g_j|^2 g_j for each other j in turn where the product is negative."""
     gradients = [np.array(row) for row in rows]
     total = np.zeros(len(rows[0]))
     for i, own in enumerate(gradients):
@@ -43,74 +45,76 @@ def by_the_paper(rows: list[list[float]], order: list[list[int]]) -> np.ndarray:
     return total
 
 
-def orders(count: int, *, seed: int, step: int) -> list[list[int]]:
+def drawn_orders(count: int, *, seed: int, step: int) -> list[list[int]]:
     rng = numpy_generator(seed, "gradient order", step)
     return [list(rng.permutation([j for j in range(count) if j != i])) for i in range(count)]
 
 
-OPPOSED = [[1.0, 2.0, 0.5], [-2.0, 1.0, -0.25]]
-AGREED = [[1.0, 2.0, 0.5], [0.5, 1.0, 0.0]]
+CONFLICTING = [[1.0, 2.0, 0.5], [-2.0, 1.0, -0.25]]
+AGREEING = [[1.0, 2.0, 0.5], [0.5, 1.0, 0.0]]
 THREE = [[1.0, 2.0, 0.5], [-2.0, 1.0, -1.0], [0.5, -1.0, 0.5]]
 
 
-def test_two_that_agree_are_added_up() -> None:
-    found, cosine = settled(AGREED)
-    np.testing.assert_allclose(found, np.sum(AGREED, axis=0), rtol=0, atol=1e-15)
+def test_agreeing_gradients_are_summed() -> None:
+    gradient, cosine = combine_gradients(AGREEING)
+    np.testing.assert_allclose(gradient, np.sum(AGREEING, axis=0), rtol=0, atol=1e-15)
     assert cosine > 0
 
 
-def test_two_that_disagree_lose_what_is_along_the_other() -> None:
-    found, cosine = settled(OPPOSED)
-    a, b = map(np.array, OPPOSED)
-    np.testing.assert_allclose(found, a - (a @ b) / (b @ b) * b + b - (a @ b) / (a @ a) * a, atol=1e-12)
+def test_conflicting_gradients_lose_their_component_along_each_other() -> None:
+    gradient, cosine = combine_gradients(CONFLICTING)
+    a, b = map(np.array, CONFLICTING)
+    np.testing.assert_allclose(gradient, a - (a @ b) / (b @ b) * b + b - (a @ b) / (a @ a) * a, atol=1e-12)
     assert cosine == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
     assert cosine < 0
-    # Neither of the two is worse off for the step, to first order.
-    assert found @ a >= -1e-12
-    assert found @ b >= -1e-12
+    # To first order, the step increases neither loss.
+    assert gradient @ a >= -1e-12
+    assert gradient @ b >= -1e-12
 
 
-def test_exactly_opposite_ones_cancel() -> None:
-    found, cosine = settled([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])
-    np.testing.assert_allclose(found, 0.0, atol=1e-12)
+def test_opposite_gradients_cancel() -> None:
+    gradient, cosine = combine_gradients([[1.0, 2.0, 3.0], [-1.0, -2.0, -3.0]])
+    np.testing.assert_allclose(gradient, 0.0, atol=1e-12)
     assert cosine == pytest.approx(-1.0)
 
 
-def test_a_term_without_a_gradient_changes_nothing() -> None:
-    found, cosine = settled([[1e-5, 2e-5, 3e-5], [0.0, 0.0, 0.0]])
-    np.testing.assert_array_equal(found, [1e-5, 2e-5, 3e-5])
-    assert cosine == 0.0  # and no number at all where the product of two small squares would vanish
+def test_zero_gradient_changes_nothing() -> None:
+    gradient, cosine = combine_gradients([[1e-5, 2e-5, 3e-5], [0.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(gradient, [1e-5, 2e-5, 3e-5])
+    assert cosine == 0.0  # and not NaN, although the product of two small squares underflows
 
 
 @pytest.mark.parametrize("step", range(4))
-def test_three_meet_each_other_in_the_order_of_the_step(step: int) -> None:
-    found, _ = settled(THREE, seed=3, step=step)
-    np.testing.assert_allclose(found, by_the_paper(THREE, orders(3, seed=3, step=step)), atol=1e-12)
+def test_three_gradients_are_projected_in_the_order_of_the_step(step: int) -> None:
+    gradient, _ = combine_gradients(THREE, seed=3, step=step)
+    np.testing.assert_allclose(gradient, reference_pcgrad(THREE, drawn_orders(3, seed=3, step=step)), atol=1e-12)
 
 
-def test_the_order_is_of_seed_and_step_and_matters() -> None:
-    once, again = settled(THREE, seed=3, step=1)[0], settled(THREE, seed=3, step=1)[0]
+def test_projection_order_depends_on_seed_and_step() -> None:
+    once, again = combine_gradients(THREE, seed=3, step=1)[0], combine_gradients(THREE, seed=3, step=1)[0]
     np.testing.assert_array_equal(once, again)
-    found = {tuple(np.round(settled(THREE, seed=seed, step=step)[0], 9)) for seed in range(3) for step in range(4)}
-    assert len(found) > 1
+    gradients = {
+        tuple(np.round(combine_gradients(THREE, seed=seed, step=step)[0], 9)) for seed in range(3) for step in range(4)
+    }
+    assert len(gradients) > 1
 
 
-def test_micro_batches_are_one_gradient_before_they_are_compared() -> None:
-    np.testing.assert_allclose(settled(THREE, micro=4)[0], settled(THREE)[0], atol=1e-12)
+def test_gradients_are_accumulated_over_micro_batches_before_projection() -> None:
+    np.testing.assert_allclose(combine_gradients(THREE, micro=4)[0], combine_gradients(THREE)[0], atol=1e-12)
 
 
-def test_a_parameter_that_a_term_has_no_use_for() -> None:
+def test_parameter_unused_by_a_term_has_zero_gradient_there() -> None:
     used, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    apart = PCGrad([used, other])
-    apart.backward({"a": (used * torch.tensor([1.0, 2.0])).sum(), "b": (other * 3).sum()})
-    apart.combine(seed=0, step=0)
+    surgery = PCGrad([used, other])
+    surgery.backward({"a": (used * torch.tensor([1.0, 2.0])).sum(), "b": (other * 3).sum()})
+    surgery.combine(seed=0, step=0)
     assert used.grad is not None
     assert other.grad is not None
     assert used.grad.tolist() == [1.0, 2.0]
     assert other.grad.tolist() == [3.0, 3.0]
 
 
-def test_a_penalty_is_added_once_and_scaled_as_the_loss_was() -> None:
+def test_penalty_gradient_is_added_with_the_loss_scale() -> None:
     parameter, frozen = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([5.0]), requires_grad=False)
     parameter.grad = torch.tensor([1.0])
     penalty: Tensor = (parameter.square() + frozen).sum()
@@ -119,14 +123,14 @@ def test_a_penalty_is_added_once_and_scaled_as_the_loss_was() -> None:
     assert frozen.grad is None
 
 
-def test_a_penalty_of_what_is_frozen_changes_nothing() -> None:
+def test_penalty_of_frozen_parameters_changes_nothing() -> None:
     parameter, frozen = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([5.0]), requires_grad=False)
     add_penalty(frozen.square().sum(), [parameter, frozen], scale=None)
     assert parameter.grad is None
 
 
-class Halves(Toy):
-    """The terms of one task are on one side: they are added up before anybody is asked to give way."""
+class TwoTerms(Toy):
+    """Two terms with conflicting gradients; terms of the same task are summed before surgery."""
 
     gradient_surgery: ClassVar[bool] = True
     named: tuple[str, str] = ("a/error", "a/mean")
@@ -139,14 +143,17 @@ class Halves(Toy):
         return Loss(dict(zip(self.named, (error, (-3 * mean[0], mean[1])), strict=True)))
 
 
-def test_only_tasks_are_reconciled_and_not_the_terms_of_one() -> None:
-    plain = engine(task=Plainly())
+def test_surgery_is_between_tasks_and_not_between_terms_of_one_task() -> None:
+    plain = engine(task=TwoTermsWithoutSurgery())
     batch = loader(of=plain).batch(0)
-    one, two = engine(task=Halves()), engine(task=Halves(named=("a/error", "b/error")))
-    found = [of.fetch(of.train_step(0, batch))["grad_norm"] for of in (plain, one, two)]
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
-    assert found[2] != pytest.approx(found[0], rel=1e-3)
+    one_task, two_tasks = engine(task=TwoTerms()), engine(task=TwoTerms(named=("a/error", "b/error")))
+    norms = [
+        torch_engine.fetch(torch_engine.train_step(0, batch))["grad_norm"]
+        for torch_engine in (plain, one_task, two_tasks)
+    ]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert norms[2] != pytest.approx(norms[0], rel=1e-3)
 
 
-class Plainly(Halves):
+class TwoTermsWithoutSurgery(TwoTerms):
     gradient_surgery: ClassVar[bool] = False

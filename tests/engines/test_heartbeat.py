@@ -1,4 +1,4 @@
-"""The heartbeat between nodes, where no system can be asked whether a process lives, and what is made of what is known."""
+"""The heartbeat between ranks: processes that stop, fail, finish or never join."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from bottega.engines.torch import heartbeat
 from bottega.engines.torch.heartbeat import FAILED, FINISHED, Heartbeat, Peer
 from small_run import environment
 
-# Two processes that take each other for one on another machine. The second is busy for long, then says so and waits.
+# Two processes that believe they are on different machines. Each is busy for a while, prints a line and waits.
 NODE = """
 import os, sys, time
 from bottega.engines.torch import heartbeat
@@ -33,7 +33,7 @@ with heartbeat.Heartbeat(int(os.environ["RANK"]), 2):
     until = time.monotonic() + (0 if os.environ["ENDS"] == "badly" else 4)
     while time.monotonic() < until:
         sum(range(1000))
-    print("busy no more", flush=True)
+    print("done computing", flush=True)
     if os.environ["RANK"] == "0" or os.environ["ENDS"] == "no":
         time.sleep(100)
     if os.environ["ENDS"] == "badly":
@@ -59,12 +59,12 @@ def start_nodes(*, ends: str) -> list[subprocess.Popen[str]]:
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_of_another_node() -> None:
+def test_stopped_rank_on_a_different_node_ends_the_training() -> None:
     first, second = start_nodes(ends="no")
     try:
         for process in (first, second):
             assert process.stdout is not None
-            assert process.stdout.readline() == "busy no more\n", process.communicate()[1]
+            assert process.stdout.readline() == "done computing\n", process.communicate()[1]
         second.send_signal(signal.SIGSTOP)
         _, err = first.communicate(timeout=60)
     finally:
@@ -76,19 +76,19 @@ def test_a_stopped_rank_of_another_node() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_has_finished_is_not_missed() -> None:
+def test_finished_rank_is_not_reported_as_lost() -> None:
     first, second = start_nodes(ends="well")
     try:
-        assert second.communicate(timeout=60)[0] == "busy no more\n"
+        assert second.communicate(timeout=60)[0] == "done computing\n"
         assert second.returncode == 0
-        time.sleep(4.0)  # longer than silence may be
+        time.sleep(4.0)  # longer than heartbeat.SILENT of a node
         assert first.poll() is None, first.communicate()[1]
     finally:
         first.kill()
         first.communicate()
 
 
-def test_a_rank_of_another_node_that_ends_with_an_error_is_missed() -> None:
+def test_failed_rank_on_a_different_node_ends_the_training() -> None:
     first, second = start_nodes(ends="badly")
     try:
         assert "an error of this rank alone" in second.communicate(timeout=60)[1]
@@ -102,7 +102,7 @@ def test_a_rank_of_another_node_that_ends_with_an_error_is_missed() -> None:
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store of a launcher, without its server."""
+    """Replace the launcher's TCP store by one in memory."""
     store = dist.HashStore()
     monkeypatch.setattr(heartbeat, "BEAT", 0.01)
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
@@ -118,7 +118,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "is_well"),
+    ("error", "is_success"),
     [
         (None, True),
         (Interrupted("stopped by SIGTERM at step 3; saved", 85), True),
@@ -128,16 +128,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
     ],
 )
 @pytest.mark.usefixtures("store")
-def test_only_a_training_that_ends_well_is_reported_as_finished(error: BaseException | None, is_well: bool) -> None:
+def test_only_a_successful_training_is_reported_as_finished(error: BaseException | None, is_success: bool) -> None:
     watch = Heartbeat(1, 2)
     with suppress(Interrupted, KeyboardInterrupt, Diverged, ValueError), watch:
         if error is not None:
             raise error
     beats = heartbeat._connect(1, watch.number).add("1/beats", 0)
-    assert beats >= FINISHED if is_well else FAILED <= beats < FINISHED
+    assert beats >= FINISHED if is_success else FAILED <= beats < FINISHED
 
 
-def test_ranks_that_fail_together_each_have_time_to_save_and_say_why() -> None:
+def test_ranks_that_fail_together_have_time_to_save_and_report() -> None:
     now = time.monotonic()
     peer = Peer(1, is_here=False, last_seen=now, beats=5 + FAILED, host="node1")
     watch = Heartbeat(0, 2)
@@ -147,8 +147,8 @@ def test_ranks_that_fail_together_each_have_time_to_save_and_say_why() -> None:
 
 
 @pytest.mark.usefixtures("store")
-def test_nobody_polls_a_process_that_has_finished(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The descriptor of a process that has ended is always ready: waiting for it would not wait."""
+def test_finished_process_is_not_polled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The descriptor of an ended process is always ready, so that waiting for it would return at once."""
     child = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     polled: list[list[int]] = []
@@ -168,18 +168,18 @@ def test_nobody_polls_a_process_that_has_finished(monkeypatch: pytest.MonkeyPatc
         wait_until(lambda: len(polled) > count + 2)
         assert polled[-1] == []
     watch._watching.join(timeout=30)
-    assert peer.pidfd is None, "closed"
+    assert peer.pidfd is None, "not closed"
     child.wait()
 
 
 @pytest.mark.usefixtures("store")
-def test_a_second_training_of_one_process_begins_anew() -> None:
+def test_second_training_in_a_process_starts_with_an_empty_store() -> None:
     with Heartbeat(0, 2) as first:
         heartbeat._connect(1, first.number).add("1/beats", FINISHED)
     with Heartbeat(0, 2) as second:
         own = heartbeat._connect(0, second.number)
-        wait_until(lambda: own.add("0/beats", 0) > 1)  # so the first look at the others is over
-        assert second.peers[0].beats == 0, "nothing is left of the first"
+        wait_until(lambda: own.add("0/beats", 0) > 1)  # the first poll of the peers is over
+        assert second.peers[0].beats == 0, "beats of the first training remain"
 
 
 def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +213,16 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
         (False, 5 + FINISHED, 1000, None),
     ],
 )
-def test_the_judgement(is_here: bool, beats: int, silent: float, expected: str | None) -> None:
+def test_lost_rank_is_reported_after_its_timeout(
+    is_here: bool, beats: int, silent: float, expected: str | None
+) -> None:
     now = time.monotonic()
     peer = Peer(1, is_here, last_seen=now - silent, beats=beats, host="" if not beats else "node1")
     reason = Heartbeat(0, 2)._why_lost(peer, now)
     assert reason == expected if expected is None else reason is not None and expected in reason
 
 
-def test_what_the_system_tells_of_a_process() -> None:
+def test_process_state_is_read_from_the_system() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     peer = Peer(1, True)
     heartbeat._attach(peer, child.pid)

@@ -1,4 +1,4 @@
-"""A loss that is not a number: nothing moves, the evidence is kept, and each policy does what it says."""
+"""Losses that are not finite: weights stay unchanged, a report is written, and each policy is followed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BAD = 11
 
 
 def bad_step(data: Any = None) -> int:
-    """The step, counted from 0, in which the bad sample is seen."""
+    """Return the step, counted from 0, whose batch contains the bad sample."""
     batches = loader(source(bad=BAD), of=engine())
     return next(step for step in range(5) if BAD in batches.indices(step)[0])
 
@@ -73,9 +73,9 @@ class Trial:
         ).run()
 
 
-@pytest.mark.parametrize("log", [1, 4, 10], ids=["seen at once", "seen later", "seen at the end"])
+@pytest.mark.parametrize("log", [1, 4, 10], ids=["detected at once", "detected later", "detected at the end"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_halt_leaves_the_weights_as_the_bad_step_met_them(tmp_path: Path, name: str, log: int) -> None:
+def test_halt_keeps_the_weights_from_before_the_bad_step(tmp_path: Path, name: str, log: int) -> None:
     step = bad_step()
     assert step > 0
     before = Trial(tmp_path / "before", "halt", optimizer={"name": name})
@@ -85,41 +85,39 @@ def test_halt_leaves_the_weights_as_the_bad_step_met_them(tmp_path: Path, name: 
         trial.run()
     assert caught.value.code == 6
     assert different(state(before.engine), state(trial.engine)) == []
-    assert checkpoint.list_checkpoints(tmp_path / "checkpoints") == [], (
-        "a checkpoint after the accident is never written"
-    )
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints") == [], "a checkpoint was written after the bad step"
 
 
-def test_the_evidence_names_step_samples_and_module_and_keeps_the_batch(tmp_path: Path) -> None:
+def test_report_names_step_samples_and_module_and_saves_the_batch(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "halt", log=4)
     step = bad_step()
     with pytest.raises(Diverged) as caught:
         trial.run()
     samples = trial.loader.indices(step)[0].tolist()
     assert str(BAD) in str(caught.value).partition("(samples ")[2].partition(")")[0].split(", ")
-    assert ", first in first;" in str(caught.value), "the first layer met the infinity"
+    assert ", first in first;" in str(caught.value), "the first layer receives the infinity"
     assert "\n" not in str(caught.value)
-    where = tmp_path / "nonfinite" / f"step-{step + 1:08d}"
-    report = json.loads((where / "report.json").read_text())
+    folder = tmp_path / "nonfinite" / f"step-{step + 1:08d}"
+    report = json.loads((folder / "report.json").read_text())
     assert report == {"step": step + 1, "samples": samples, "epochs": [0] * 8, "first_bad_module": "first"}
-    kept, made = load_file(where / "batch.safetensors"), trial.loader.batch(step)
-    assert {name: array.tobytes() for name, array in kept.items()} == {
-        name: array.tobytes() for name, array in made.items()
+    saved, batch = load_file(folder / "batch.safetensors"), trial.loader.batch(step)
+    assert {name: array.tobytes() for name, array in saved.items()} == {
+        name: array.tobytes() for name, array in batch.items()
     }
 
 
-class Explosive(Toy):
-    """Finite outputs, gradients that are not."""
+class NonfiniteGradient(Toy):
+    """Finite outputs with non-finite gradients."""
 
     def loss(self, models: Any, batch: Any, rng: Any) -> Any:
-        out = super().loss(models, batch, rng)
-        total, weight = out.terms["error"]
-        return out._replace(terms={**out.terms, "error": (total + torch.sqrt(total * 0.0), weight)})
+        loss = super().loss(models, batch, rng)
+        total, weight = loss.terms["error"]
+        return loss._replace(terms={**loss.terms, "error": (total + torch.sqrt(total * 0.0), weight)})
 
 
 def test_a_bad_gradient_behind_finite_outputs_is_named(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "halt", total=1)
-    trial.engine.task = Explosive()
+    trial.engine.task = NonfiniteGradient()
     with pytest.raises(Diverged, match=r"first in the gradient of first\.weight"):
         trial.run()
     assert all(p.grad is None for p in trial.engine.model.parameters())
@@ -127,34 +125,34 @@ def test_a_bad_gradient_behind_finite_outputs_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("log", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_skip_passes_over_the_bad_update_and_applies_all_others(tmp_path: Path, name: str, log: int) -> None:
+def test_skip_omits_the_bad_update_and_applies_all_others(tmp_path: Path, name: str, log: int) -> None:
     trial = Trial(tmp_path, "skip", log=log, optimizer={"name": name})
     trial.run()
-    bad = [step for step in range(10) if BAD in trial.loader.indices(step)[0]]
-    assert len(bad) == 2, "ten steps are two epochs"
-    by_hand = Trial(tmp_path / "by hand", "skip", optimizer={"name": name})
-    by_hand.engine.skip_steps = frozenset(bad)
-    advance(by_hand.engine, by_hand.loader, 0, 10)
-    assert different(state(by_hand.engine), state(trial.engine)) == []
+    bad_steps = [step for step in range(10) if BAD in trial.loader.indices(step)[0]]
+    assert len(bad_steps) == 2, "ten steps are two epochs"
+    expected = Trial(tmp_path / "expected", "skip", optimizer={"name": name})
+    expected.engine.skip_steps = frozenset(bad_steps)
+    advance(expected.engine, expected.loader, 0, 10)
+    assert different(state(expected.engine), state(trial.engine)) == []
     assert all(np.isfinite(array).all() for array in state(trial.engine).values())
     assert sum(text.startswith("skipped ") for text in trial.warned) == 2
     assert trial.progress.step == 10
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_bad_first_step_leaves_no_trace(tmp_path: Path, name: str) -> None:
-    """Before the first update there is no optimizer state to keep, which is where a fused one could keep rubbish."""
-    one, other = (engine(training(optimizer={"name": name}, on_nonfinite="skip")) for _ in range(2))
-    batch = dict(loader(of=one).batch(0))
+def test_nonfinite_first_step_leaves_no_trace(tmp_path: Path, name: str) -> None:
+    """There is no optimizer state yet before the first update, and a fused optimizer could create a non-finite one."""
+    skipped, expected = (engine(training(optimizer={"name": name}, on_nonfinite="skip")) for _ in range(2))
+    batch = dict(loader(of=skipped).batch(0))
     batch["x"] = np.full_like(batch["x"], np.nan)
-    one.train_step(0, batch)
-    assert all(np.isfinite(array).all() for array in state(one).values())
-    for engine_ in (one, other):
-        advance(engine_, loader(of=engine_), 1, 3)
-    assert different(state(one), state(other)) == []
+    skipped.train_step(0, batch)
+    assert all(np.isfinite(array).all() for array in state(skipped).values())
+    for torch_engine in (skipped, expected):
+        advance(torch_engine, loader(of=torch_engine), 1, 3)
+    assert different(state(skipped), state(expected)) == []
 
 
-def test_techniques_that_can_make_a_loss_grow_are_named(tmp_path: Path) -> None:
+def test_divergence_message_names_technique_strengths(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "halt")
     trial.engine.task = Ewc(inner=Ewc(inner=trial.engine.task, strength=1.0), strength=1.0)
     twice = (
@@ -171,24 +169,24 @@ def test_too_many_skips_are_a_divergence(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("log", [1, 2])
-def test_rollback_goes_back_and_passes_over_the_batch(tmp_path: Path, log: int) -> None:
+def test_rollback_skips_the_bad_batch(tmp_path: Path, log: int) -> None:
     trial = Trial(tmp_path, "rollback", log=log)
     rows = JsonLines(tmp_path / "metrics.jsonl", trial.warned.append)
     trial.run(rows)
-    bad = [step for step in range(10) if BAD in trial.loader.indices(step)[0]]
+    bad_steps = [step for step in range(10) if BAD in trial.loader.indices(step)[0]]
     assert trial.progress.step == 10
-    assert trial.progress.skip_steps == bad
-    by_hand = Trial(tmp_path / "by hand", "rollback")
-    by_hand.engine.skip_steps = frozenset(bad)
-    advance(by_hand.engine, by_hand.loader, 0, 10)
-    assert different(state(by_hand.engine), state(trial.engine)) == [], "as if the batch had never been"
+    assert trial.progress.skip_steps == bad_steps
+    expected = Trial(tmp_path / "expected", "rollback")
+    expected.engine.skip_steps = frozenset(bad_steps)
+    advance(expected.engine, expected.loader, 0, 10)
+    assert different(state(expected.engine), state(trial.engine)) == [], "the skipped batch had an effect"
     assert all(np.isfinite(array).all() for array in state(trial.engine).values())
-    assert sum("rolled back" in text for text in trial.warned) == len(bad)
+    assert sum("rolled back" in text for text in trial.warned) == len(bad_steps)
     logged = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
-    assert logged == list(range(log, 11, log)), "each step once, although some were taken twice"
+    assert logged == list(range(log, 11, log)), "each step once, although some ran twice"
 
 
-def test_what_rollback_skips_travels_in_the_checkpoint(tmp_path: Path) -> None:
+def test_skipped_steps_are_saved_in_the_checkpoint(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "rollback")
     trial.run()
     last = checkpoint.read_link(tmp_path / "checkpoints", "last")
@@ -196,28 +194,28 @@ def test_what_rollback_skips_travels_in_the_checkpoint(tmp_path: Path) -> None:
     assert Progress.from_json(checkpoint.read_progress(last)).skip_steps == trial.progress.skip_steps
 
 
-def test_rollback_gives_callbacks_their_memory_back(tmp_path: Path) -> None:
+def test_rollback_restores_callback_state(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "rollback", total=6)
     stop = EarlyStopping(metric="error", maximise=False, patience=50, threshold=0.0)
-    seen: list[tuple[int, int]] = []
+    rewinds: list[tuple[int, int]] = []
 
     class Watch(Callback):
         name = "watch"
 
         def rewind(self, progress: Progress) -> None:
-            seen.append((progress.step, stop.counter.waited))
+            rewinds.append((progress.step, stop.counter.waited))
 
     trial.every = Cadences(log=1, save=2, evaluate=1)
     step = bad_step()
     # Evaluations that never improve: the patience counts them, one for each step.
     stop.counter.best = -1.0
     trial.progress.notes = {"early_stop": {"best": -1.0, "waited": 0}}
-    trial.progress.best = 1e9  # and none is worth a checkpoint of its own
+    trial.progress.best = 1e9  # so that none is saved as the best
     trial.run(
         stop, Watch(), validation=lambda: iter_eval_batches(source(), 8), best_metric=BestMetric("error", maximise=True)
     )
     back = step // 2 * 2
-    assert seen == [(back, back)]
+    assert rewinds == [(back, back)]
     assert stop.counter.waited == 6
 
 
@@ -227,7 +225,7 @@ def test_rollback_without_a_checkpoint_is_a_divergence(tmp_path: Path) -> None:
         trial.run()
 
 
-def test_rollback_gives_up_when_it_is_no_accident(tmp_path: Path) -> None:
+def test_rollback_gives_up_after_repeated_failures(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "rollback", save=1, total=20)
     trial.loader.source.arrays["x"][:] = np.nan  # type: ignore[attr-defined]
     trial.saver.save(trial.engine.snapshot(), trial.progress)
@@ -237,17 +235,17 @@ def test_rollback_gives_up_when_it_is_no_accident(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_update_is_held_back_by_the_flag_alone(name: str) -> None:
-    one = engine(training(optimizer={"name": name}))
-    advance(one, loader(of=one), 0, 2)
-    before = state(one)
-    for p in one._params:
+def test_skip_update_flag_leaves_the_state_unchanged(name: str) -> None:
+    torch_engine = engine(training(optimizer={"name": name}))
+    advance(torch_engine, loader(of=torch_engine), 0, 2)
+    before = state(torch_engine)
+    for p in torch_engine._params:
         p.grad = torch.ones_like(p)
-    optimizers.step_optimizers(one.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(1.0))
-    assert different(before, state(one)) == []
-    for p in one._params:
+    optimizers.step_optimizers(torch_engine.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(1.0))
+    assert different(before, state(torch_engine)) == []
+    for p in torch_engine._params:
         p.grad = torch.ones_like(p)
-    optimizers.step_optimizers(one.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(0.0))
-    assert {name for name in different(before, state(one)) if name.startswith("model")} == {
-        f"model.safetensors/{name}" for name, _ in one.model.named_parameters()
+    optimizers.step_optimizers(torch_engine.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(0.0))
+    assert {name for name in different(before, state(torch_engine)) if name.startswith("model")} == {
+        f"model.safetensors/{name}" for name, _ in torch_engine.model.named_parameters()
     }

@@ -1,4 +1,4 @@
-"""The memory that training takes is known from the shape of the model, and a model without room is never allocated."""
+"""Memory estimates: training memory follows from the model's shapes, and a model too large is never allocated."""
 
 from __future__ import annotations
 
@@ -33,37 +33,40 @@ SMALL: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [("language/shakespeare", one) for one in OPTIMIZERS] + [(name, "adamw") for name in SMALL]
+    ("name", "optimizer"),
+    [("language/shakespeare", optimizer) for optimizer in OPTIMIZERS] + [(name, "adamw") for name in SMALL],
 )
-def test_the_estimate_is_what_an_engine_takes(name: str, optimizer: str, tmp_path: Path) -> None:
+def test_memory_estimate_matches_the_built_engine(name: str, optimizer: str, tmp_path: Path) -> None:
     values = {**SMALL[name](tmp_path), "training.optimizer.name": optimizer, "device": "cpu"}
     recipe = load_recipe([name, values]).recipe
     workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
-    found = estimate_memory(workload.task, recipe.training, seed=0)
-    one = build_engine(recipe, workload.task)
-    one._ensure_state()
-    assert found.weights == sum(model.bytes for model in measure_weights(one))
-    assert found.parameters == sum(p.numel() for p in one.model.parameters())
-    assert found.gradients == sum(p.numel() * 4 for p in one.model.parameters() if p.requires_grad)
-    counters = 8 * sum(len(optimizer.state) for optimizer in one.optimizers)  # how often each parameter was updated
-    assert found.optimizer <= optimizer_bytes(one) <= found.optimizer + 2 * counters
+    estimate = estimate_memory(workload.task, recipe.training, seed=0)
+    torch_engine = build_engine(recipe, workload.task)
+    torch_engine._ensure_state()
+    assert estimate.weights == sum(model.bytes for model in measure_weights(torch_engine))
+    assert estimate.parameters == sum(p.numel() for p in torch_engine.model.parameters())
+    assert estimate.gradients == sum(p.numel() * 4 for p in torch_engine.model.parameters() if p.requires_grad)
+    counters = 8 * sum(
+        len(optimizer.state) for optimizer in torch_engine.optimizers
+    )  # how often each parameter was updated
+    assert estimate.optimizer <= optimizer_bytes(torch_engine) <= estimate.optimizer + 2 * counters
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])
 def test_a_model_larger_than_memory_is_refused_before_it_is_built(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A hundred billion parameters: whoever allocated them would be ended by the kernel."""
+    """A hundred billion parameters: allocating them would invoke the kernel's OOM killer."""
     sizes = {"model.hidden_size": 16384, "model.num_layers": 40, "model.intermediate_size": 49152}
     monkeypatch.setattr("bottega.run.session.build_engine", lambda *_: pytest.fail("it was built"))
     command = words(tmp_path / "runs", write_text(tmp_path / "t.txt"), device="cpu", **sizes)
     assert cli.main([verb, *command[1:]]) == 7
-    told = capsys.readouterr().err
-    assert "out of memory before the first step: the model has 9" in told
-    assert "weights" in told
-    assert "gradients" in told
-    assert "optimizer" in told
-    assert "use a smaller model" in told
+    message = capsys.readouterr().err
+    assert "out of memory before the first step: the model has 9" in message
+    assert "weights" in message
+    assert "gradients" in message
+    assert "optimizer" in message
+    assert "use a smaller model" in message
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
 
 
@@ -78,8 +81,8 @@ def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch)
         check_memory(model, torch.device("cpu"))
 
 
-def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nested groups: the outer one is the narrower, and pages of files do not count as taken."""
+def test_cgroup_limit_bounds_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nested groups: the outer has the lower limit, and the page cache does not count as used."""
     free = host_memory.available_memory()
     groups, own = tmp_path / "cgroup", tmp_path / "own"
     inner = groups / "job" / "step"
@@ -104,13 +107,13 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert host_memory.available_memory() == 101_000
 
 
-def close(one: Any, other: Any) -> None:
-    for a, b in zip(one.model.parameters(), other.model.parameters(), strict=True):
+def assert_equal_weights(first: Any, second: Any) -> None:
+    for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-class Refusing(Toy):
-    """More than `fits` examples in one forward fail as an allocation on the host does."""
+class HostOutOfMemory(Toy):
+    """A forward pass of more than `fits` examples raises the error of a failed host allocation."""
 
     fits: int = 3
 
@@ -122,46 +125,46 @@ class Refusing(Toy):
         return super().loss(models, batch, rng)
 
 
-def test_auto_backs_off_when_the_host_refuses() -> None:
+def test_auto_halves_the_micro_batch_when_host_allocation_fails() -> None:
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
-    plenty, scarce = engine(options), engine(options, task=Refusing(fits=3))
-    for one in (plenty, scarce):
-        advance(one, loader(of=one), 0, 3)
-    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (8, 2)
-    close(plenty, scarce)
-    fixed = engine(training(micro_batch_size=8), task=Refusing(fits=3), micro=8)
+    full, halved = engine(options), engine(options, task=HostOutOfMemory(fits=3))
+    for torch_engine in (full, halved):
+        advance(torch_engine, loader(of=torch_engine), 0, 3)
+    assert (full.micro_batch_size, halved.micro_batch_size) == (8, 2)
+    assert_equal_weights(full, halved)
+    fixed = engine(training(micro_batch_size=8), task=HostOutOfMemory(fits=3), micro=8)
     with pytest.raises(OutOfMemory, match=r"a micro-batch of 8; lower training\.micro_batch_size or set it to auto"):
         fixed.train_step(0, loader(of=fixed).batch(0))
 
 
-def test_auto_measures_before_the_kernel_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one example keeps for backward tells how many fit in what is free, and the result is the same."""
+def test_auto_measures_one_example_to_size_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The activations that one example saves for backward bound the micro-batch; the weights are the same."""
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
 
-    class Counted(micro_batches.SavedTensorMeter):
+    class RecordedMeter(micro_batches.SavedTensorMeter):
         def __init__(self, models: Any) -> None:
             super().__init__(models)
-            counts.append(self)
+            meters.append(self)
 
-    counts: list[Any] = []
-    monkeypatch.setattr(micro_batches, "SavedTensorMeter", Counted)
-    plenty = engine(options)
-    advance(plenty, loader(of=plenty), 0, 3)
-    assert len(counts) == 1, "only before the first step"
-    peak = counts[0].peak
+    meters: list[Any] = []
+    monkeypatch.setattr(micro_batches, "SavedTensorMeter", RecordedMeter)
+    full = engine(options)
+    advance(full, loader(of=full), 0, 3)
+    assert len(meters) == 1, "only before the first step"
+    peak = meters[0].peak
     assert peak > 0
     monkeypatch.setattr(micro_batches, "available_memory", lambda: int(peak * 2.9 * micro_batches.OVERHEAD))
-    scarce = engine(options)
-    advance(scarce, loader(of=scarce), 0, 3)
-    assert (plenty.micro_batch_size, scarce.micro_batch_size) == (8, 2)
-    close(plenty, scarce)
+    halved = engine(options)
+    advance(halved, loader(of=halved), 0, 3)
+    assert (full.micro_batch_size, halved.micro_batch_size) == (8, 2)
+    assert_equal_weights(full, halved)
 
 
-def test_another_error_is_no_lack_of_memory() -> None:
+def test_other_errors_are_not_taken_for_out_of_memory() -> None:
     class Broken(Toy):
         def loss(self, models: Any, batch: Any, rng: Any) -> Any:
             raise RuntimeError("shapes do not match")
 
-    one = engine(training(micro_batch_size="auto"), task=Broken())
+    torch_engine = engine(training(micro_batch_size="auto"), task=Broken())
     with pytest.raises(RuntimeError, match="shapes do not match"):
-        one.train_step(0, loader(of=one).batch(0))
+        torch_engine.train_step(0, loader(of=torch_engine).batch(0))

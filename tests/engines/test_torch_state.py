@@ -1,4 +1,4 @@
-"""What travels in a checkpoint: a resumed engine is the uninterrupted one bit for bit, and a wrong state is refused."""
+"""Engine state in checkpoints: resuming is bit-exact, and a state that does not fit is refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from toy_task import Toy, advance, engine, loader, save, state, training
 OPTIMIZERS = list(OPTIMIZER_SPECS)
 
 
-def everything(**changes: Any) -> TorchEngine:
-    """Dropout, accumulation, clipping, averaged weights."""
+def build_engine(**changes: Any) -> TorchEngine:
+    """Return an engine with dropout, gradient accumulation, clipping and averaged weights."""
     options = training(**{"ema": 0.9, "max_grad_norm": 0.5, **changes})
     return engine(options, task=Toy(dropout=0.3), micro=3)
 
@@ -29,13 +29,13 @@ def everything(**changes: Any) -> TorchEngine:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_resuming_is_bit_exact(tmp_path: Path, name: str) -> None:
     options = {"optimizer": {"name": name}}
-    straight = everything(**options)
+    straight = build_engine(**options)
     reports = advance(straight, loader(of=straight), 0, 7)
-    first = everything(**options)
+    first = build_engine(**options)
     advance(first, loader(of=first), 0, 3)
     path = save(first, tmp_path, 3)
-    resumed = everything(**options)
-    # Anything a process may have done before must not matter.
+    resumed = build_engine(**options)
+    # Earlier work of the process must not matter.
     torch.rand(7)
     advance(resumed, loader(of=resumed), 0, 1)
     resumed.load(path)
@@ -45,49 +45,49 @@ def test_resuming_is_bit_exact(tmp_path: Path, name: str) -> None:
 
 
 def test_resuming_with_loader_workers_is_bit_exact(tmp_path: Path) -> None:
-    straight = everything()
+    straight = build_engine()
     advance(straight, loader(of=straight), 0, 5)
-    first = everything()
+    first = build_engine()
     advance(first, loader(of=first, workers=1), 0, 2)
-    resumed = everything()
+    resumed = build_engine()
     resumed.load(save(first, tmp_path, 2))
     advance(resumed, loader(of=resumed, workers=2), 2, 5)
     assert different(state(straight), state(resumed)) == []
 
 
-def test_a_snapshot_is_the_state_of_its_moment(tmp_path: Path) -> None:
-    one = everything()
-    advance(one, loader(of=one), 0, 2)
-    before, snapshot = state(one), one.snapshot()
-    advance(one, loader(of=one), 2, 4)
+def test_snapshot_is_unchanged_by_later_steps(tmp_path: Path) -> None:
+    torch_engine = build_engine()
+    advance(torch_engine, loader(of=torch_engine), 0, 2)
+    before, snapshot = state(torch_engine), torch_engine.snapshot()
+    advance(torch_engine, loader(of=torch_engine), 2, 4)
     files = snapshot.files()
-    taken = {f"{file}/{name}": array for file, arrays in files.items() for name, array in arrays.items()}
-    assert different(before, taken) == []
-    assert different(before, state(one)) != []
+    arrays_by_name = {f"{file}/{name}": array for file, arrays in files.items() for name, array in arrays.items()}
+    assert different(before, arrays_by_name) == []
+    assert different(before, state(torch_engine)) != []
 
 
-def test_optimizer_state_is_whole_from_the_first_step_and_absent_before() -> None:
-    one = everything()
-    assert one.state()["optimizer.safetensors"] == {}, "evaluating costs no optimizer memory"
-    before = {name: p.detach().clone() for name, p in one.model.named_parameters()}
-    one._ensure_state()
-    assert all(torch.equal(p, before[name]) for name, p in one.model.named_parameters())
-    assert all((t == 0).all() for t in one.state()["optimizer.safetensors"].values())
-    assert all(p.grad is None for p in one.model.parameters())
+def test_optimizer_state_is_created_at_zero_and_absent_before_the_first_step() -> None:
+    torch_engine = build_engine()
+    assert torch_engine.state()["optimizer.safetensors"] == {}, "evaluation must not allocate optimizer state"
+    before = {name: p.detach().clone() for name, p in torch_engine.model.named_parameters()}
+    torch_engine._ensure_state()
+    assert all(torch.equal(p, before[name]) for name, p in torch_engine.model.named_parameters())
+    assert all((t == 0).all() for t in torch_engine.state()["optimizer.safetensors"].values())
+    assert all(p.grad is None for p in torch_engine.model.parameters())
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_making_the_state_beforehand_changes_no_number(name: str) -> None:
-    """Against the same optimizer left to itself."""
-    ours, theirs = (engine(training(optimizer={"name": name})) for _ in range(2))
-    theirs._has_state = True  # so that nothing is made beforehand
-    for one in (ours, theirs):
-        advance(one, loader(of=one), 0, 3)
-    assert different(state(ours), state(theirs)) == []
+def test_creating_optimizer_state_in_advance_changes_no_number(name: str) -> None:
+    """The reference creates its state in its first step."""
+    eager, lazy = (engine(training(optimizer={"name": name})) for _ in range(2))
+    lazy._has_state = True  # so that no state is created in advance
+    for torch_engine in (eager, lazy):
+        advance(torch_engine, loader(of=torch_engine), 0, 3)
+    assert different(state(eager), state(lazy)) == []
 
 
-def altered(path: Path, change: Any) -> Path:
-    """The same checkpoint, whole and sealed, with other tensors in it."""
+def alter_checkpoint(path: Path, change: Any) -> Path:
+    """Write a valid checkpoint with the tensors of `path` after `change`."""
     names = [name for name in checkpoint.verify(path).files if name.endswith(".safetensors")]
     files = {name: {key: t.numpy() for key, t in load_file(path / name).items()} for name in names}
     change(files)
@@ -154,38 +154,38 @@ def add_moment(files: Any) -> None:
     ],
 )
 def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:
-    one = everything()
-    advance(one, loader(of=one), 0, 1)
-    path = altered(save(one, tmp_path, 1), change)
-    checkpoint.verify(path)  # whole, and still wrong
+    torch_engine = build_engine()
+    advance(torch_engine, loader(of=torch_engine), 0, 1)
+    path = alter_checkpoint(save(torch_engine, tmp_path, 1), change)
+    checkpoint.verify(path)  # the checksums are right
     with pytest.raises(CheckpointError, match=message) as caught:
-        everything().load(path)
+        build_engine().load(path)
     assert caught.value.code == 4
     assert "\n" not in str(caught.value)
 
 
 def test_the_first_ten_differences_are_listed(tmp_path: Path) -> None:
-    one = engine()
-    advance(one, loader(of=one), 0, 1)
+    torch_engine = engine()
+    advance(torch_engine, loader(of=torch_engine), 0, 1)
 
     def rename(files: Any) -> None:
         files["model.safetensors"] = {f"module.{name}": a for name, a in files["model.safetensors"].items()}
 
     with pytest.raises(CheckpointError, match="and 6 more") as caught:
-        engine().load(altered(save(one, tmp_path, 1), rename))
+        engine().load(alter_checkpoint(save(torch_engine, tmp_path, 1), rename))
     assert str(caught.value).count(";") == 9
 
 
 @pytest.mark.parametrize("other", [name for name in OPTIMIZERS if name != "adamw"])
-def test_another_optimizers_state_is_refused(tmp_path: Path, other: str) -> None:
-    one = everything()
-    advance(one, loader(of=one), 0, 1)
-    path = save(one, tmp_path, 1)
-    if other == "adam":  # it keeps what AdamW keeps
-        everything(optimizer={"name": other}).load(path)
+def test_state_of_a_different_optimizer_is_refused(tmp_path: Path, other: str) -> None:
+    torch_engine = build_engine()
+    advance(torch_engine, loader(of=torch_engine), 0, 1)
+    path = save(torch_engine, tmp_path, 1)
+    if other == "adam":  # same state as AdamW
+        build_engine(optimizer={"name": other}).load(path)
         return
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors does not fit"):
-        everything(optimizer={"name": other}).load(path)
+        build_engine(optimizer={"name": other}).load(path)
 
 
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:
@@ -193,9 +193,9 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
         def __reduce__(self) -> Any:
             return (Path.touch, (tmp_path / "boom",))
 
-    one = engine()
-    advance(one, loader(of=one), 0, 1)
-    path = save(one, tmp_path, 1)
+    torch_engine = engine()
+    advance(torch_engine, loader(of=torch_engine), 0, 1)
+    path = save(torch_engine, tmp_path, 1)
     torch.save({"first.weight": Bomb()}, path / "model.safetensors")
     with pytest.raises(CheckpointError):
         checkpoint.verify(path)
@@ -204,8 +204,8 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
     assert not (tmp_path / "boom").exists()
 
 
-def test_a_run_may_change_to_half_precision_and_back(tmp_path: Path) -> None:
-    """The loss scale of fp16 is in its checkpoints only; here it is switched on by hand, because fp16 needs a GPU."""
+def test_run_can_change_to_half_precision_and_back(tmp_path: Path) -> None:
+    """The loss scale of fp16 is in its checkpoints only; here the test enables it, because fp16 needs a GPU."""
     plain = engine()
     advance(plain, loader(of=plain), 0, 1)
     scaled = engine()
@@ -222,10 +222,10 @@ def test_a_run_may_change_to_half_precision_and_back(tmp_path: Path) -> None:
     engine().load(path)
 
 
-def test_weights_that_are_not_finite_are_not_trained_on(tmp_path: Path) -> None:
-    one = engine()
+def test_checkpoint_with_nonfinite_weights_is_refused(tmp_path: Path) -> None:
+    torch_engine = engine()
     with torch.no_grad():
-        one.model.second.weight[0, 0] = torch.nan
-    folder = save(one, tmp_path, 0)
+        torch_engine.model.second.weight[0, 0] = torch.nan
+    folder = save(torch_engine, tmp_path, 0)
     with pytest.raises(CheckpointError, match=r"second\.weight contains values that are not finite"):
         engine().load(folder)

@@ -16,85 +16,87 @@ from bottega.data.loading.loader import iter_eval_batches
 from toy_task import Toy, advance, engine, loader, source, state, training
 
 
-def left(folder: Path, name: str, rank: int = 0) -> dict[str, np.ndarray]:
+def load_result(folder: Path, name: str, rank: int = 0) -> dict[str, np.ndarray]:
     return {key.replace("|", "/"): array for key, array in load_file(folder / f"{name}.{rank}.safetensors").items()}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _rank() -> None:
-    """two_ranks.py is imported for its task alone."""
+    """Check that two_ranks.py was imported outside a process group."""
     assert script.RANK == 0
 
 
 @pytest.mark.parametrize("micro", [None, 1, 3])
-def test_weights_and_losses_are_those_of_one_process(two_ranks: Path, micro: int | None) -> None:
-    one = engine(training(optimizer={"name": "sgd"}))
-    losses = [report["loss"] for report in advance(one, loader(of=one), 0, 3)]
-    together = left(two_ranks, f"split-{micro}")
-    for name, array in state(one).items():
-        np.testing.assert_allclose(together[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
+def test_weights_and_losses_match_one_process(two_ranks: Path, micro: int | None) -> None:
+    torch_engine = engine(training(optimizer={"name": "sgd"}))
+    losses = [report["loss"] for report in advance(torch_engine, loader(of=torch_engine), 0, 3)]
+    distributed = load_result(two_ranks, f"split-{micro}")
+    for name, array in state(torch_engine).items():
+        np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
     assert json.loads((two_ranks / f"split-{micro}.json").read_text()) == pytest.approx(losses, rel=1e-6)
 
 
-def test_parameters_that_begin_later_are_those_of_one_process(two_ranks: Path) -> None:
-    one = engine(training(optimizer={"name": "sgd"}, groups=script.THAWING))
-    one.set_schedule(one.rate, total=8, steps_per_epoch=5)
-    advance(one, loader(of=one), 0, 4)
-    together = left(two_ranks, "thawing")
-    for name, array in state(one).items():
-        np.testing.assert_allclose(together[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
+def test_groups_with_a_later_start_match_one_process(two_ranks: Path) -> None:
+    torch_engine = engine(training(optimizer={"name": "sgd"}, groups=script.THAWING))
+    torch_engine.set_schedule(torch_engine.rate, total=8, steps_per_epoch=5)
+    advance(torch_engine, loader(of=torch_engine), 0, 4)
+    distributed = load_result(two_ranks, "thawing")
+    for name, array in state(torch_engine).items():
+        np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
-def test_rows_are_each_sample_once_and_in_order(two_ranks: Path) -> None:
-    everything = source(samples=37)
-    expected = everything.rows(np.arange(37), np.zeros(37, int))["x"][:, 0]
+def test_gathered_rows_have_each_sample_once_in_order(two_ranks: Path) -> None:
+    data = source(samples=37)
+    expected = data.rows(np.arange(37), np.zeros(37, int))["x"][:, 0]
     for rank in (0, 1):
-        np.testing.assert_array_equal(left(two_ranks, "rows", rank)["first"], expected)
+        np.testing.assert_array_equal(load_result(two_ranks, "rows", rank)["first"], expected)
 
 
 @pytest.mark.parametrize(
     ("name", "task"),
     [("tensor", script.Dropped()), ("tensor-bare", script.Whole()), ("tensor-state", script.Remembering())],
 )
-def test_ranks_of_one_data_coordinate_are_one_process_each(two_ranks: Path, name: str, task: Toy) -> None:
-    """Nothing is counted twice: samples, noise, dropout, counts, gradients and metrics are those of one process."""
-    one = engine(training(optimizer={"name": "sgd"}), task=task, micro=3)
-    losses = [report["loss"] for report in advance(one, loader(of=one), 0, 3)]
+def test_ranks_that_share_their_data_match_one_process(two_ranks: Path, name: str, task: Toy) -> None:
+    """Samples, noise, dropout, counts, gradients and metrics are not counted twice."""
+    torch_engine = engine(training(optimizer={"name": "sgd"}), task=task, micro=3)
+    losses = [report["loss"] for report in advance(torch_engine, loader(of=torch_engine), 0, 3)]
     for rank in (0, 1):
-        together = left(two_ranks, name, rank)
-        for key, array in state(one).items():
-            np.testing.assert_array_equal(together[key], array, err_msg=key)
+        distributed = load_result(two_ranks, name, rank)
+        for key, array in state(torch_engine).items():
+            np.testing.assert_array_equal(distributed[key], array, err_msg=key)
         assert json.loads((two_ranks / f"{name}.{rank}.json").read_text()) == losses
-        np.testing.assert_array_equal(left(two_ranks, "tensor-rows", rank)["first"], left(two_ranks, "rows")["first"])
+        np.testing.assert_array_equal(
+            load_result(two_ranks, "tensor-rows", rank)["first"], load_result(two_ranks, "rows")["first"]
+        )
 
 
 @pytest.mark.parametrize("kind", script.CRAMPED)
 def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path, kind: str) -> None:
-    one = engine(training(optimizer={"name": "sgd"}), task=script.CRAMPED[kind]())
-    advance(one, loader(of=one), 0, 3)
-    together = left(two_ranks, kind)
-    for name, array in state(one).items():
-        np.testing.assert_allclose(together[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
+    torch_engine = engine(training(optimizer={"name": "sgd"}), task=script.CRAMPED[kind]())
+    advance(torch_engine, loader(of=torch_engine), 0, 3)
+    distributed = load_result(two_ranks, kind)
+    for name, array in state(torch_engine).items():
+        np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def test_ranks_stay_equal_bit_for_bit(two_ranks: Path) -> None:
     for name in ("split-None", "split-1", "split-3", "thawing", *script.CRAMPED, "disagreement", "rollback"):
-        a, b = left(two_ranks, name, 0), left(two_ranks, name, 1)
+        a, b = load_result(two_ranks, name, 0), load_result(two_ranks, name, 1)
         assert a.keys() == b.keys()
         assert all(a[key].tobytes() == b[key].tobytes() for key in a), name
 
 
 def test_an_evaluation_counts_every_sample_once(two_ranks: Path) -> None:
-    alone = evaluate(engine(task=script.Weighted(noise=0.0)), iter_eval_batches(source(samples=37), 8))
+    expected = evaluate(engine(task=script.Weighted(noise=0.0)), iter_eval_batches(source(samples=37), 8))
     for rank in (0, 1):
-        together = json.loads((two_ranks / f"evaluation.{rank}.json").read_text())
-        assert together == pytest.approx(alone, rel=1e-6)
+        metrics = json.loads((two_ranks / f"evaluation.{rank}.json").read_text())
+        assert metrics == pytest.approx(expected, rel=1e-6)
 
 
-def test_both_ranks_roll_back_and_pass_over_the_same_batch(two_ranks: Path) -> None:
+def test_both_ranks_roll_back_and_skip_the_same_batch(two_ranks: Path) -> None:
     a, b = (json.loads((two_ranks / f"rollback.{rank}.json").read_text()) for rank in (0, 1))
     assert a == b
     batches = loader(source(bad=script.BAD), of=engine())
     assert a["skip_steps"] == [step for step in range(6) if script.BAD in batches.indices(step)[0]] != []
     assert [row["step"] for row in read_metrics(two_ranks / "rollback.jsonl")] == [1, 2, 3, 4, 5, 6]
-    assert all(np.isfinite(array).all() for array in left(two_ranks, "rollback").values())
+    assert all(np.isfinite(array).all() for array in load_result(two_ranks, "rollback").values())

@@ -1,4 +1,4 @@
-"""A curriculum sees what it declares: competence never more than the easiest c(t), stages their share, batch and rate."""
+"""Curricula: competence uses the easiest c(t) only; stages have their fraction, batch size and learning rate."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from bottega.tasks.recipes import load_recipe
 from small_run import different, tensors
 
 
-def staged(
+def make_order(
     competence: Competence, *, size: int, total: int, batch_size: int, steps_per_epoch: int = 10
 ) -> tuple[CurriculumOrder, np.ndarray]:
-    """An order over scores that are shuffled, and the place of each sample in the ranking."""
+    """Return an order over shuffled scores, and the rank of each sample."""
     scores = np.random.default_rng(size).permutation(size)
-    ranked = np.argsort(scores)
+    ranking = np.argsort(scores)
     curriculum = Curriculum(competence=competence)
-    found = plan_stages(
+    stages = plan_stages(
         curriculum,
         size=size,
         total_steps=total,
@@ -45,7 +45,7 @@ def staged(
         batch_size=batch_size,
         batch_multiplier=1,
     )
-    return CurriculumOrder(ranked, found, seed=3), scores
+    return CurriculumOrder(ranking, stages, seed=3), scores
 
 
 @given(
@@ -56,18 +56,18 @@ def staged(
     power=st.floats(0.5, 4),
     batch_size=st.sampled_from([1, 2, 8]),
 )
-def test_only_the_easiest_are_seen_and_all_of_them_in_the_end(
+def test_available_samples_follow_the_competence_up_to_all(
     size: int, steps: int, more: int, initial: float, power: float, batch_size: int
 ) -> None:
     competence = Competence.model_validate({"initial": initial, "steps": steps, "power": power})
-    order, place = staged(competence, size=size, total=steps + more, batch_size=batch_size)
-    loader = Loader(ArraySource({"x": place}), batch_size, seed=0, order=order)
+    order, ranks = make_order(competence, size=size, total=steps + more, batch_size=batch_size)
+    loader = Loader(ArraySource({"x": ranks}), batch_size, seed=0, order=order)
     for step in range(steps + more):
-        able = competence_at(step, competence, steps=steps)
+        available = competence_at(step, competence, steps=steps)
         index, _ = loader.indices(step)
-        assert place[index].max() < able * size + 1e-6
+        assert ranks[index].max() < available * size + 1e-6
         pool = order.stages[order.schedule.stage_at(step)].num_samples
-        assert pool > (able - (1 - initial) / LEVELS) * size - 1 - 1e-6, "it lags by less than a level"
+        assert pool > (available - (1 - initial) / LEVELS) * size - 1 - 1e-6, "it lags by a level or more"
     assert competence_at(steps, competence, steps=steps) == pytest.approx(1)
     assert order.stages[-1].num_samples == size
     assert len(order.stages) <= LEVELS + 1
@@ -84,58 +84,58 @@ def test_competence_is_the_published_formula() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_ranks_share_what_one_process_sees(world: int) -> None:
-    order, place = staged(Competence(initial=0.2), size=100, total=40, batch_size=8)
+def test_ranks_share_the_batches_of_one_process(world: int) -> None:
+    order, sample_ranks = make_order(Competence(initial=0.2), size=100, total=40, batch_size=8)
     source = ArraySource({"x": np.arange(100)})
-    alone = Loader(source, 8, seed=0, order=order)
+    expected = Loader(source, 8, seed=0, order=order)
     ranks = [Loader(source, 8, seed=0, order=order, data_rank=rank, data_size=world) for rank in range(world)]
     streams = [rank(0) for rank in ranks]
     for step in range(40):
-        seen = np.concatenate([next(stream)["x"] for stream in streams])
-        assert (seen == alone.indices(step)[0]).all()
-        assert place[seen].max() < competence_at(step, Competence(initial=0.2), steps=20) * 100 + 1e-6
+        batch = np.concatenate([next(stream)["x"] for stream in streams])
+        assert (batch == expected.indices(step)[0]).all()
+        assert sample_ranks[batch].max() < competence_at(step, Competence(initial=0.2), steps=20) * 100 + 1e-6
     for stream in streams:
         stream.close()
 
 
 @pytest.mark.parametrize(
-    ("options", "batch_size", "said"),
+    ("options", "batch_size", "message"),
     [
         ({"steps": 41}, 4, r"competence\.steps is 41, but the run has 40"),
         ({"steps": 0}, 4, r"competence\.steps is 0"),
         ({"initial": 0.05}, 8, r"competence\.initial=0\.05 of 100 samples is 5, fewer than one batch of 8"),
     ],
 )
-def test_what_cannot_be_is_said(options: dict[str, Any], batch_size: int, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        staged(Competence.model_validate(options), size=100, total=40, batch_size=batch_size)
+def test_invalid_competence_is_refused(options: dict[str, Any], batch_size: int, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_order(Competence.model_validate(options), size=100, total=40, batch_size=batch_size)
 
 
-@pytest.mark.parametrize("given_", [{}, {"stages": []}, {"competence": {}, "stages": [{"steps": 3}]}])
-def test_either_stages_or_competence(given_: dict[str, Any]) -> None:
+@pytest.mark.parametrize("curriculum", [{}, {"stages": []}, {"competence": {}, "stages": [{"steps": 3}]}])
+def test_curriculum_needs_either_stages_or_competence(curriculum: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=r"data\.curriculum: expected either stages or competence"):
-        load_recipe(["language", {"data.curriculum": given_}])
+        load_recipe(["language", {"data.curriculum": curriculum}])
 
 
-def test_a_run_whose_competence_is_a_share_cannot_grow(tmp_path: Path, text_file: Path) -> None:
-    how = {"data.curriculum": {"by": "rarity", "competence": {"initial": 0.5, "steps": "50%"}}, "name": "grown"}
-    small_run.train(tmp_path, text_file, **how)
+def test_run_with_relative_competence_steps_cannot_be_extended(tmp_path: Path, text_file: Path) -> None:
+    changes = {"data.curriculum": {"by": "rarity", "competence": {"initial": 0.5, "steps": "50%"}}, "name": "grown"}
+    small_run.train(tmp_path, text_file, **changes)
     with pytest.raises(UsageError, match="started with another recipe"):
-        small_run.train(tmp_path, text_file, **how, **{"training.max_steps": 12})
+        small_run.train(tmp_path, text_file, **changes, **{"training.max_steps": 12})
 
 
 # Three media
 
 
-def scored_texts(folder: Path) -> Path:
+def write_scored_texts(folder: Path) -> Path:
     file = folder / "scored.jsonl"
-    draw = np.random.default_rng(1)
-    lines = (json.dumps({**row, "hardness": float(draw.random())}) for row in small_texts.rows())
+    rng = np.random.default_rng(1)
+    lines = (json.dumps({**row, "hardness": float(rng.random())}) for row in small_texts.rows())
     file.write_text("".join(line + "\n" for line in lines))
     return file
 
 
-def scored_pictures(folder: Path) -> Path:
+def write_scored_images(folder: Path) -> Path:
     fields = dict(np.load(small_media.pictures(folder)))
     hardness = -fields["image"].mean(axis=(1, 2))
     np.savez(folder / "scored.npz", **fields, hardness=hardness)
@@ -143,15 +143,15 @@ def scored_pictures(folder: Path) -> Path:
 
 
 def language(folder: Path) -> tuple[str, dict[str, Any]]:
-    return "language/shakespeare", {**small_run.settings(folder, scored_texts(folder)), "data.padding": True}
+    return "language/shakespeare", {**small_run.settings(folder, write_scored_texts(folder)), "data.padding": True}
 
 
 def classify(folder: Path) -> tuple[str, dict[str, Any]]:
-    return "classify", {**small_texts.settings(folder), "data.train.path": str(scored_texts(folder))}
+    return "classify", {**small_texts.settings(folder), "data.train.path": str(write_scored_texts(folder))}
 
 
 def image(folder: Path) -> tuple[str, dict[str, Any]]:
-    return "image", {**small_media.image(folder), "data.train.path": str(scored_pictures(folder))}
+    return "image", {**small_media.image(folder), "data.train.path": str(write_scored_images(folder))}
 
 
 MEDIA = [language, classify, image]
@@ -164,33 +164,33 @@ PEAKS, SIZES, FIRSTS = (1e-2, 2e-3, 1e-4), (4, 6, 8), (0, 2, 6)
 COMMON = {"training.learning_rate": 2e-3, "training.batch_size": 8, "training.scheduler.eta_min": 1e-5}
 
 
-def test_the_score_of_a_picture_is_its_own(tmp_path: Path) -> None:
-    """Bright ones are easy here, so that the ranking can be seen."""
+def test_images_are_ranked_by_their_score_field(tmp_path: Path) -> None:
+    """Bright images are easy here, so that the images show the ranking."""
     name, values = image(tmp_path)
     recipe = load_recipe(
         [name, {**values, "data.curriculum": {"by": "hardness", "competence": {"initial": 0.5}}}]
     ).recipe
     source = registry.open_workload(recipe, progress=lambda stage, done, total: None).data.training()
-    ranked = rank_samples(source, "hardness")
-    light = source.rows(ranked, np.zeros_like(ranked))["image"].mean(axis=(1, 2, 3))
-    assert (np.diff(light) <= 1e-6).all()
-    assert light[0] > light[-1] + 0.5
+    ranking = rank_samples(source, "hardness")
+    brightness = source.rows(ranking, np.zeros_like(ranking))["image"].mean(axis=(1, 2, 3))
+    assert (np.diff(brightness) <= 1e-6).all()
+    assert brightness[0] > brightness[-1] + 0.5
 
 
 @pytest.mark.parametrize("medium", MEDIA, ids=lambda m: m.__name__)
-def test_each_stage_sees_what_it_declares(medium: Any, tmp_path: Path) -> None:
+def test_each_stage_has_its_fraction_batch_size_and_learning_rate(medium: Any, tmp_path: Path) -> None:
     name, values = medium(tmp_path)
     curriculum = {"data.curriculum": {"by": "hardness", "stages": STAGES}}
     recipe = load_recipe([name, {**values, **COMMON, **curriculum}]).recipe
     source = registry.open_workload(recipe, progress=lambda stage, done, total: None).data.training()
     loader = build_plain_loader(recipe, source, data_size=1)
     assert count_total_steps(recipe, loader) == 8
-    place = np.argsort(rank_samples(source, "hardness"))
+    ranks = np.argsort(rank_samples(source, "hardness"))
     for step in range(8):
         stage = sum(step >= first for first in FIRSTS) - 1
         index, _ = loader.indices(step)
         assert len(index) == SIZES[stage]
-        assert place[index].max() < max(1, round(STAGES[stage]["share"] * len(source)))
+        assert ranks[index].max() < max(1, round(STAGES[stage]["share"] * len(source)))
     run = bottega.train(recipe=name, overrides={**values, **COMMON, **curriculum, "name": "staged"})
     rates = [row["learning_rate"] for row in run.history() if row["kind"] == "train"]
     for step, rate in enumerate(rates):
@@ -204,19 +204,19 @@ def test_each_stage_sees_what_it_declares(medium: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["stages", "competence"])
 def test_a_curriculum_resumes_bit_for_bit(medium: Any, kind: str, tmp_path: Path) -> None:
     name, values = medium(tmp_path)
-    how = {"stages": STAGES} if kind == "stages" else {"competence": {"initial": 0.5, "steps": 6, "power": 1}}
-    changes = {**values, **COMMON, "data.curriculum": {"by": "hardness", **how}}
-    whole = bottega.train(name, {**changes, "name": "whole"})
-    shutil.copytree(whole.path, tmp_path / "again", symlinks=True)
-    shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-00000008")
-    again = bottega.train(name, {**changes, "name": "again"})
-    assert again.step == 8
-    assert not different(tensors(whole.path), tensors(again.path))
+    schedule = {"stages": STAGES} if kind == "stages" else {"competence": {"initial": 0.5, "steps": 6, "power": 1}}
+    changes = {**values, **COMMON, "data.curriculum": {"by": "hardness", **schedule}}
+    straight = bottega.train(name, {**changes, "name": "straight"})
+    shutil.copytree(straight.path, tmp_path / "resumed", symlinks=True)
+    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000008")
+    resumed = bottega.train(name, {**changes, "name": "resumed"})
+    assert resumed.step == 8
+    assert not different(tensors(straight.path), tensors(resumed.path))
 
 
-def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
-    """Words are told in one line with the way out."""
-    refused = {
+def test_curriculum_ranks_by_numeric_fields_only(tmp_path: Path) -> None:
+    """Other fields are refused with a remedy."""
+    errors = {
         ("image", "length"): "all of one length; .* the name of a field with a score",
         ("image", "rarity"): "needs tokens, .* use the name of a field with a score",
         ("image", "label"): r"'label' \(data\.curriculum\.by\) must be a number, not 'dark'",
@@ -229,14 +229,14 @@ def test_what_a_curriculum_can_go_by(tmp_path: Path) -> None:
             recipe = load_recipe(
                 [name, {**values, "data.curriculum": {"by": by, "competence": {"initial": 0.5}}}]
             ).recipe
-            said = refused.get((name, by), None if by != "mood" else "must be a number")
+            error = errors.get((name, by), None if by != "mood" else "must be a number")
 
-            def ordered(recipe: Any = recipe) -> Loader:
+            def build_loader(recipe: Any = recipe) -> Loader:
                 workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
                 return build_plain_loader(recipe, workload.data.training(), data_size=1)
 
-            if said is None:
-                assert isinstance(ordered().order, CurriculumOrder)
+            if error is None:
+                assert isinstance(build_loader().order, CurriculumOrder)
             else:
-                with pytest.raises(BottegaError, match=said):
-                    ordered()
+                with pytest.raises(BottegaError, match=error):
+                    build_loader()

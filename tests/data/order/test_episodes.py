@@ -1,4 +1,4 @@
-"""Episodes: what they are drawn from, how, and that they are the same for any world and batch."""
+"""Episodes: sampling of tasks, support and query sets, independent of world size and batch size."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from bottega.data.sources.take import Take
 SAMPLES = 60
 
 
-def source(samples: int = SAMPLES) -> ArraySource:
-    """Each sample says who it is, and its class."""
+def make_source(samples: int = SAMPLES) -> ArraySource:
+    """Return samples with their number and class."""
     number = np.arange(samples)
     return ArraySource({"number": number, "label": (number % 6).astype(np.int32), "x": np.zeros((samples, 3))})
 
 
-def made(**changes: object) -> Episodes:
+def make_episodes(**changes: object) -> Episodes:
     options = {"shots": 2, "queries": 3, "length": 100, "seed": 0, **changes}
-    return Episodes(source(), np.arange(SAMPLES) % 6, **options)  # type: ignore[arg-type]
+    return Episodes(make_source(), np.arange(SAMPLES) % 6, **options)  # type: ignore[arg-type]
 
 
 @given(index=st.integers(0, 99), epoch=st.integers(0, 9), ways=st.sampled_from([None, 1, 3, 6]), seed=st.integers(0, 5))
-def test_support_and_query_are_other_samples_of_the_same_tasks(
+def test_support_and_query_are_disjoint_samples_of_the_same_tasks(
     index: int, epoch: int, ways: int | None, seed: int
 ) -> None:
-    one = made(ways=ways, seed=seed)
-    rows = one.rows(np.array([index]), np.array([epoch]))
+    dataset = make_episodes(ways=ways, seed=seed)
+    rows = dataset.rows(np.array([index]), np.array([epoch]))
     support, query = rows["support"]["number"][0], rows["query"]["number"][0]
     assert len(support) == 2 * (ways or 1)
     assert len(query) == 3 * (ways or 1)
@@ -53,77 +53,77 @@ def test_support_and_query_are_other_samples_of_the_same_tasks(
 
 
 @given(index=st.integers(0, 99), epoch=st.integers(0, 3))
-def test_classes_are_numbered_anew_one_to_one(index: int, epoch: int) -> None:
-    rows = made(ways=4, renumbered="label").rows(np.array([index]), np.array([epoch]))
+def test_classes_are_renumbered_one_to_one(index: int, epoch: int) -> None:
+    rows = make_episodes(ways=4, renumbered="label").rows(np.array([index]), np.array([epoch]))
     pairs = {
         (int(number) % 6, int(label))
         for part in rows.values()
         for number, label in zip(part["number"][0], part["label"][0], strict=True)
     }
-    assert len(pairs) == 4, "each class has one number"
+    assert len(pairs) == 4, "a class has several numbers"
     assert {label for _, label in pairs} == set(range(4))
     assert rows["support"]["label"].dtype == np.int32
 
 
-def test_a_class_has_any_of_the_numbers() -> None:
-    """Six classes at three places, 100 times each on average: chi-square of 10 degrees stays below 29.6 in 999 of 1,000."""
-    one, found = made(ways=3, length=600), np.zeros((6, 3))
+def test_class_numbers_are_uniform() -> None:
+    """Six classes at three positions, 100 times each on average: the 99.9th percentile of chi-square(10) is 29.6."""
+    dataset, counts = make_episodes(ways=3, length=600), np.zeros((6, 3))
     for index in range(600):
-        found[one.draw(index, 0).tasks, np.arange(3)] += 1
-    assert ((found - 100) ** 2 / 100).sum() < 29.6
+        counts[dataset.draw(index, 0).tasks, np.arange(3)] += 1
+    assert ((counts - 100) ** 2 / 100).sum() < 29.6
 
 
-def test_an_episode_does_not_depend_on_what_it_is_fetched_with() -> None:
-    one = made(ways=2, renumbered="label")
-    together = one.rows(np.array([5, 90, 5]), np.array([1, 0, 2]))
-    for place, (index, epoch) in enumerate([(5, 1), (90, 0), (5, 2)]):
-        alone = pickle.loads(pickle.dumps(one)).rows(np.array([index]), np.array([epoch]))
+def test_episode_does_not_depend_on_its_batch() -> None:
+    dataset = make_episodes(ways=2, renumbered="label")
+    batch = dataset.rows(np.array([5, 90, 5]), np.array([1, 0, 2]))
+    for position, (index, epoch) in enumerate([(5, 1), (90, 0), (5, 2)]):
+        alone = pickle.loads(pickle.dumps(dataset)).rows(np.array([index]), np.array([epoch]))
         for part in ("support", "query"):
             for name, value in alone[part].items():
-                np.testing.assert_array_equal(together[part][name][place], value[0])
-    assert (together["support"]["number"][0] != together["support"]["number"][2]).any(), "another epoch, another draw"
+                np.testing.assert_array_equal(batch[part][name][position], value[0])
+    assert (batch["support"]["number"][0] != batch["support"]["number"][2]).any(), "two epochs have the same draw"
 
 
-def test_every_task_has_its_turn_equally_often() -> None:
-    one = made(length=60)
-    turns = [int(one.draw(index, epoch).tasks[0]) for epoch in range(2) for index in range(60)]
-    assert np.bincount(turns).tolist() == [20] * 6
-    assert turns[:60] != turns[60:]
-    assert sorted(turns[:6]) == list(range(6)), "also where an evaluation stops early"
+def test_every_task_is_drawn_equally_often() -> None:
+    dataset = make_episodes(length=60)
+    tasks = [int(dataset.draw(index, epoch).tasks[0]) for epoch in range(2) for index in range(60)]
+    assert np.bincount(tasks).tolist() == [20] * 6
+    assert tasks[:60] != tasks[60:]
+    assert sorted(tasks[:6]) == list(range(6)), "a short evaluation does not have every task"
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_share_the_episodes_of_a_batch(world: int) -> None:
-    loader = Loader(made(ways=3, renumbered="label"), 8, seed=3)
+    loader = Loader(make_episodes(ways=3, renumbered="label"), 8, seed=3)
     for step in (0, 7, 40):
-        whole = loader.batch(step)
+        expected = loader.batch(step)
         ranks = [replace(loader, data_rank=rank, data_size=world).batch(step) for rank in range(world)]
         for part in ("support", "query"):
-            for name, value in whole[part].items():
+            for name, value in expected[part].items():
                 np.testing.assert_array_equal(np.concatenate([rank[part][name] for rank in ranks]), value)
 
 
-def test_an_evaluation_sees_the_same_episodes_each_time() -> None:
-    def seen(size: int) -> np.ndarray:
-        return np.concatenate([batch["query"]["number"] for batch in iter_eval_batches(made(length=7), size)])
+def test_evaluation_episodes_do_not_depend_on_the_batch_size() -> None:
+    def queries(size: int) -> np.ndarray:
+        return np.concatenate([batch["query"]["number"] for batch in iter_eval_batches(make_episodes(length=7), size)])
 
-    np.testing.assert_array_equal(seen(7), seen(2))
+    np.testing.assert_array_equal(queries(7), queries(2))
 
 
-def test_tasks_of_too_few_samples_are_left_out_or_an_error() -> None:
+def test_tasks_with_too_few_samples_are_omitted_or_refused() -> None:
     tasks = np.repeat([0, 1, 2, NO_TASK], [20, 4, 20, 16])
-    one = Episodes(source(), tasks, shots=2, queries=3, length=30, seed=0)
-    assert (len(one.task_samples), one.num_tasks) == (2, 3)
-    assert {int(one.draw(i, 0).tasks[0]) for i in range(30)} == {0, 2}
+    dataset = Episodes(make_source(), tasks, shots=2, queries=3, length=30, seed=0)
+    assert (len(dataset.task_samples), dataset.num_tasks) == (2, 3)
+    assert {int(dataset.draw(i, 0).tasks[0]) for i in range(30)} == {0, 2}
     with pytest.raises(
         DataError, match=r"^data.train: 2 of 3 tasks have 5 samples or more, but an episode needs 3"
     ) as e:
-        Episodes(source(), tasks, shots=2, queries=3, length=30, seed=0, ways=3)
+        Episodes(make_source(), tasks, shots=2, queries=3, length=30, seed=0, ways=3)
     assert "\n" not in str(e.value)
 
 
-def test_copies_of_a_sample_are_no_other_samples() -> None:
-    twice = Concat([source(10), source(5)], repeats=[2, 1])
+def test_repeated_samples_belong_to_no_task() -> None:
+    twice = Concat([make_source(10), make_source(5)], repeats=[2, 1])
     labels, sources = episodes.group_by_label(twice), episodes.group_by_source(twice)
     assert labels is not None
     assert sources is not None
@@ -132,34 +132,34 @@ def test_copies_of_a_sample_are_no_other_samples() -> None:
     assert episodes.group_by_label(Take(twice, 4)).tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]
 
 
-def test_regions_are_equal_and_large_enough() -> None:
-    found = episodes.group_by_region(source(), size=7, parts=64)
-    assert (np.diff(found) >= 0).all()
-    assert np.bincount(found).min() >= 7
-    assert np.bincount(found).tolist() == [8, 7, 8, 7, 8, 7, 8, 7]
-    assert episodes.group_by_region(source(3), size=7).tolist() == [0, 0, 0]
+def test_regions_have_equal_sizes_of_at_least_the_minimum() -> None:
+    regions = episodes.group_by_region(make_source(), size=7, parts=64)
+    assert (np.diff(regions) >= 0).all()
+    assert np.bincount(regions).min() >= 7
+    assert np.bincount(regions).tolist() == [8, 7, 8, 7, 8, 7, 8, 7]
+    assert episodes.group_by_region(make_source(3), size=7).tolist() == [0, 0, 0]
 
 
-def test_tables_tell_their_labels_and_fields(tmp_path: Path) -> None:
+def test_tables_are_grouped_by_labels_and_fields(tmp_path: Path) -> None:
     from bottega.tasks import registry
     from bottega.tasks.recipes import load_recipe
 
-    def training(name: str, values: dict[str, object]) -> object:
+    def open_source(name: str, values: dict[str, object]) -> object:
         recipe = load_recipe([name, values]).recipe
         return registry.open_workload(recipe, progress=lambda stage, done, total: None).data.training()
 
     for name, values in (("image", small_media.image(tmp_path)), ("audio", small_media.audio(tmp_path))):
-        rows = training(name, values)
+        rows = open_source(name, values)
         labels, field = episodes.group_by_label(rows), episodes.group_by_field(rows, "label")  # type: ignore[arg-type]
         index = np.arange(len(rows))  # type: ignore[arg-type]
         np.testing.assert_array_equal(labels, rows.rows(index, 0 * index)["label"])  # type: ignore[attr-defined]
         np.testing.assert_array_equal(np.unique(labels, return_inverse=True)[1].shape, field.shape)  # type: ignore[arg-type]
-    texts = training("classify", small_texts.settings(tmp_path))
-    one = Episodes(texts, episodes.group_by_label(texts), shots=2, queries=2, length=9, seed=0, ways=3)  # type: ignore[arg-type]
-    rows = one.rows(np.arange(4), np.zeros(4, np.int64))
+    texts = open_source("classify", small_texts.settings(tmp_path))
+    dataset = Episodes(texts, episodes.group_by_label(texts), shots=2, queries=2, length=9, seed=0, ways=3)  # type: ignore[arg-type]
+    rows = dataset.rows(np.arange(4), np.zeros(4, np.int64))
     assert rows["support"]["input_ids"].shape[:2] == (4, 6)
     assert rows["support"]["input_ids"].shape[2] == rows["query"]["input_ids"].shape[2]
-    assert "numbered" not in one.describe(0, 0)
-    assert one.describe(0, 0).startswith("episode 0, epoch 0: tasks ")
+    assert "numbered" not in dataset.describe(0, 0)
+    assert dataset.describe(0, 0).startswith("episode 0, epoch 0: tasks ")
     with pytest.raises(UsageError, match=r"no field 'speaker'; use one of .*label.*source"):
         episodes.group_by_field(texts, "speaker")  # type: ignore[arg-type]

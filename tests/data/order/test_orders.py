@@ -1,4 +1,4 @@
-"""An order can be entered anywhere, loses and repeats nothing, keeps its shares, and is the same for all ranks and workers."""
+"""Sample orders: random access, no loss or repetition, exact weights, the same for all ranks and workers."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ SOURCE = ArraySource({"x": np.arange(120)})
 
 orders = pytest.mark.parametrize("name", ORDERS)
 sources = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 12)), min_size=1, max_size=5)
-odd_shares = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6)
+odd_weights = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=6)
 seeds = st.integers(0, 2**64)
 
 
-def loader(name: str, **options: Any) -> Loader:
+def make_loader(name: str, **options: Any) -> Loader:
     return Loader(SOURCE, 24, seed=5, order=ORDERS[name], **options)
 
 
-def owners(mixture: Mixture, index: np.ndarray) -> np.ndarray:
+def find_owners(mixture: Mixture, index: np.ndarray) -> np.ndarray:
     return np.searchsorted(np.cumsum(mixture.sizes), index, side="right")
 
 
-def test_the_plain_order_is_that_of_the_first_release() -> None:
+def test_shuffled_order_matches_the_first_release() -> None:
     plain = Loader(ArraySource({"x": np.arange(1000)}), 8, seed=7)
-    seen = np.concatenate([np.concatenate(plain.indices(step)) for step in range(500)])
-    assert hashlib.sha256(seen.astype("<i8").tobytes()).hexdigest() == GOLDEN
+    indices = np.concatenate([np.concatenate(plain.indices(step)) for step in range(500)])
+    assert hashlib.sha256(indices.astype("<i8").tobytes()).hexdigest() == GOLDEN
     same = Loader(ArraySource({"x": np.arange(1000)}), 8, seed=0, order=Shuffled(1000, 7))
     assert np.array_equal(plain.indices(10**6), same.indices(10**6))
 
@@ -78,55 +78,55 @@ GOLDEN = "e4c1b07df4060e1245db9ea9206762104eb9a778e81369d9757ec9eaace7e0d3"
 @orders
 @settings(max_examples=10)
 @given(st.data())
-def test_any_position_can_be_asked_for_in_any_shape(name: str, data: st.DataObject) -> None:
+def test_positions_of_any_shape_are_random_access(name: str, data: st.DataObject) -> None:
     order = ORDERS[name]
     index, epoch = order.indices(np.arange(3000))
-    asked = np.array(data.draw(st.lists(st.integers(0, 2999), min_size=1, max_size=60)))
-    for positions in (asked, asked.reshape(-1, 1), asked.reshape(1, -1)):
-        got = order.indices(positions)
-        assert got[0].dtype == got[1].dtype == np.int64
-        assert np.array_equal(got[0], index[positions])
-        assert np.array_equal(got[1], epoch[positions])
+    drawn = np.array(data.draw(st.lists(st.integers(0, 2999), min_size=1, max_size=60)))
+    for positions in (drawn, drawn.reshape(-1, 1), drawn.reshape(1, -1)):
+        result = order.indices(positions)
+        assert result[0].dtype == result[1].dtype == np.int64
+        assert np.array_equal(result[0], index[positions])
+        assert np.array_equal(result[1], epoch[positions])
     assert [part.shape for part in order.indices(np.empty(0, np.int64))] == [(0,), (0,)]
 
 
 @orders
-def test_no_sample_is_seen_twice_in_one_epoch_and_epochs_are_counted(name: str) -> None:
+def test_each_epoch_has_every_sample_once(name: str) -> None:
     order = ORDERS[name]
     index, epoch = order.indices(np.arange(5000))
     assert max(Counter(zip(index.tolist(), epoch.tolist(), strict=True)).values()) == 1
     assert set(index.tolist()) == set(range(order.size)) == set(range(120))
     for positions in (1, 24, 500, 1233, 5000):
-        begun = int(epoch[:positions].max()) + 1
+        started = int(epoch[:positions].max()) + 1
         window = 256 // 17  # a mixture counts its smallest source to the end of a window
-        assert begun <= order.num_epochs(positions) <= begun + window
+        assert started <= order.num_epochs(positions) <= started + window
 
 
 @orders
 @pytest.mark.parametrize("step", [10**6, 10**9])
-def test_a_far_step_costs_no_more_than_a_near_one(name: str, step: int) -> None:
-    stream = loader(name)
+def test_late_step_costs_no_more_than_an_early_one(name: str, step: int) -> None:
+    stream = make_loader(name)
     stream.indices(0)
-    # The walk of a permutation back into its range is longer for one place than for another, by a few rounds.
-    near = max(count_operations(lambda place=place: stream.indices(place)) for place in range(20))
-    assert count_operations(lambda: stream.indices(step)) <= 2 * near
+    # Cycle walking back into the range takes a few rounds more for some positions than for others.
+    early = max(count_operations(lambda early_step=early_step: stream.indices(early_step)) for early_step in range(20))
+    assert count_operations(lambda: stream.indices(step)) <= 2 * early
 
 
 @orders
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
 def test_ranks_share_one_order(name: str, world: int) -> None:
     start = 5
-    streams = [loader(name, data_rank=rank, data_size=world)(start) for rank in range(world)]
+    streams = [make_loader(name, data_rank=rank, data_size=world)(start) for rank in range(world)]
     for step in range(start, 45):
-        got = np.concatenate([next(stream)["x"] for stream in streams])
-        assert np.array_equal(got, loader(name).indices(step)[0])
+        batch = np.concatenate([next(stream)["x"] for stream in streams])
+        assert np.array_equal(batch, make_loader(name).indices(step)[0])
 
 
-class Several:
-    """One step of every order at once, so that a worker is started once for all."""
+class AllOrders:
+    """One step of every order at once, so that workers are started once for all of them."""
 
     def __init__(self, **options: Any) -> None:
-        self.cursors = {name: Cursor(loader(name, **options), block=BLOCK) for name in ORDERS}
+        self.cursors = {name: Cursor(make_loader(name, **options), block=BLOCK) for name in ORDERS}
 
     def __call__(self, step: int) -> dict[str, Any]:
         return {name: cursor(step)["x"] for name, cursor in self.cursors.items()}
@@ -135,83 +135,83 @@ class Several:
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 def test_workers_share_one_order(workers: int) -> None:
     start = 3
-    stream = prefetch(Several(data_rank=1, data_size=2), start, workers=workers, depth=workers % 2)
+    stream = prefetch(AllOrders(data_rank=1, data_size=2), start, workers=workers, depth=workers % 2)
     for step, batch in enumerate(islice(stream, 40), start=start):
-        for name, got in batch.items():
-            whole = loader(name).indices(step)[0]
-            assert np.array_equal(got, whole[len(whole) // 2 :])
+        for name, samples in batch.items():
+            expected = make_loader(name).indices(step)[0]
+            assert np.array_equal(samples, expected[len(expected) // 2 :])
     stream.close()
 
 
 @orders
 @settings(max_examples=8)
 @given(stops=st.lists(st.integers(1, 60), max_size=6, unique=True))
-def test_a_stream_that_is_stopped_anywhere_goes_on_as_if_it_had_not(name: str, stops: list[int]) -> None:
-    whole = [batch["x"] for batch in islice(loader(name)(0), 61)]
-    pieces, at = [], 0
+def test_stream_restarted_at_any_step_is_unchanged(name: str, stops: list[int]) -> None:
+    expected = [batch["x"] for batch in islice(make_loader(name)(0), 61)]
+    batches, step = [], 0
     for stop in (*sorted(stops), 61):
-        pieces += [batch["x"] for batch in islice(loader(name)(at), stop - at)]
-        at = stop
-    assert len(pieces) == 61
-    assert all(np.array_equal(a, b) for a, b in zip(pieces, whole, strict=True))
+        batches += [batch["x"] for batch in islice(make_loader(name)(step), stop - step)]
+        step = stop
+    assert len(batches) == 61
+    assert all(np.array_equal(a, b) for a, b in zip(batches, expected, strict=True))
 
 
 @given(sources, seeds, st.integers(1, 5))
-def test_a_mixture_is_each_source_in_its_own_order_with_its_exact_share(
-    parts: list[tuple[int, int]], seed: int, grain: int
+def test_mixture_keeps_each_sources_order_and_exact_weight(
+    parts: list[tuple[int, int]], seed: int, slot_size: int
 ) -> None:
     sizes, weights = zip(*parts, strict=True)
-    mixture = Mixture(sizes, weights, seed=seed, slot_size=grain)
+    mixture = Mixture(sizes, weights, seed=seed, slot_size=slot_size)
     blocks = 4
-    index, epoch = mixture.indices(np.arange(blocks * mixture.block * grain))
-    owner = owners(mixture, index)
+    index, epoch = mixture.indices(np.arange(blocks * mixture.block * slot_size))
+    owner = find_owners(mixture, index)
     by_block = owner.reshape(blocks, -1)
     offset = 0
     for i, (size, weight) in enumerate(parts):
-        assert ((by_block == i).sum(axis=1) * sum(weights) == weight * mixture.block * grain).all()
-        mine = owner == i
-        expected = Shuffled(size, derive_seed("mixture", seed, i)).indices(np.arange(mine.sum()))
-        assert np.array_equal(index[mine] - offset, expected[0])
-        assert np.array_equal(epoch[mine], expected[1])
-        whole_epochs = int(mine.sum()) // size
+        assert ((by_block == i).sum(axis=1) * sum(weights) == weight * mixture.block * slot_size).all()
+        is_own = owner == i
+        expected = Shuffled(size, derive_seed("mixture", seed, i)).indices(np.arange(is_own.sum()))
+        assert np.array_equal(index[is_own] - offset, expected[0])
+        assert np.array_equal(epoch[is_own], expected[1])
+        full_epochs = int(is_own.sum()) // size
         assert np.array_equal(
-            np.sort((index[mine] - offset)[: whole_epochs * size].reshape(-1, size), axis=1),
-            np.tile(np.arange(size), (whole_epochs, 1)),
+            np.sort((index[is_own] - offset)[: full_epochs * size].reshape(-1, size), axis=1),
+            np.tile(np.arange(size), (full_epochs, 1)),
         )
         offset += size
 
 
 @given(sources, st.integers(2, 9))
-def test_a_grain_comes_from_one_source(parts: list[tuple[int, int]], grain: int) -> None:
+def test_slot_comes_from_one_source(parts: list[tuple[int, int]], slot_size: int) -> None:
     sizes, weights = zip(*parts, strict=True)
-    mixture = Mixture(sizes, weights, seed=1, slot_size=grain)
-    index, _ = mixture.indices(np.arange(grain * 100))
-    owner = owners(mixture, index).reshape(100, grain)
+    mixture = Mixture(sizes, weights, seed=1, slot_size=slot_size)
+    index, _ = mixture.indices(np.arange(slot_size * 100))
+    owner = find_owners(mixture, index).reshape(100, slot_size)
     assert (owner == owner[:, :1]).all()
 
 
-@given(odd_shares, seeds)
-def test_odd_shares_are_kept_to_a_few_samples_all_along(shares: list[float], seed: int) -> None:
-    mixture = Mixture((50,) * len(shares), tuple(shares), seed=seed)
+@given(odd_weights, seeds)
+def test_irregular_weights_are_exact_to_two_samples(weights: list[float], seed: int) -> None:
+    mixture = Mixture((50,) * len(weights), tuple(weights), seed=seed)
     length = 20 * mixture.window
-    owner = owners(mixture, mixture.indices(np.arange(length))[0])
+    owner = find_owners(mixture, mixture.indices(np.arange(length))[0])
     ends = np.arange(1, length // mixture.window + 1) * mixture.window
-    for i, share in enumerate(shares):
-        had = np.cumsum(owner == i)[ends - 1]
-        assert np.abs(had - ends * share / sum(shares)).max() <= 2
+    for i, weight in enumerate(weights):
+        counts = np.cumsum(owner == i)[ends - 1]
+        assert np.abs(counts - ends * weight / sum(weights)).max() <= 2
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=50))
-def test_quotas_are_in_proportion_and_leave_nobody_out(shares: list[float]) -> None:
-    whole = np.array(compute_quotas(tuple(shares)))
-    assert whole.min() >= 1
-    assert whole.sum() <= EXACT or whole.sum() == 2**30
-    share = np.array(shares) / sum(shares)
-    error = np.abs(whole / whole.sum() - share) / share
-    assert (error[share > 1e-6] <= 1.5e-3).all()
+def test_quotas_are_proportional_and_at_least_one(weights: list[float]) -> None:
+    quotas = np.array(compute_quotas(tuple(weights)))
+    assert quotas.min() >= 1
+    assert quotas.sum() <= EXACT or quotas.sum() == 2**30
+    fractions = np.array(weights) / sum(weights)
+    error = np.abs(quotas / quotas.sum() - fractions) / fractions
+    assert (error[fractions > 1e-6] <= 1.5e-3).all()
 
 
-def test_small_proportions_are_exact_and_tiny_ones_are_there() -> None:
+def test_small_quotas_are_exact_and_tiny_weights_have_one() -> None:
     assert compute_quotas((0.7, 0.2, 0.1)) == (7, 2, 1)
     assert compute_quotas((1 / 3, 1 / 6, 1 / 2)) == (2, 1, 3)
     assert compute_quotas((60_000, 10_000)) == (6, 1)
@@ -220,13 +220,13 @@ def test_small_proportions_are_exact_and_tiny_ones_are_there() -> None:
     assert compute_quotas((1.0, 1e-30))[1] == 1
 
 
-def test_which_slot_is_whose_differs_between_blocks_and_seeds() -> None:
-    def dealt(seed: int) -> list[list[int]]:
+def test_slot_owners_differ_between_blocks_and_seeds() -> None:
+    def slot_owners(seed: int) -> list[list[int]]:
         mixture = Mixture((1000, 1000), (0.5, 0.25), seed=seed)
-        return owners(mixture, mixture.indices(np.arange(300))[0]).reshape(-1, 3).tolist()
+        return find_owners(mixture, mixture.indices(np.arange(300))[0]).reshape(-1, 3).tolist()
 
-    assert len({tuple(block) for block in dealt(0)}) == 3
-    assert dealt(0) != dealt(1)
+    assert len({tuple(block) for block in slot_owners(0)}) == 3
+    assert slot_owners(0) != slot_owners(1)
 
 
 @given(
@@ -234,18 +234,18 @@ def test_which_slot_is_whose_differs_between_blocks_and_seeds() -> None:
     shape=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 6), st.floats(0.05, 1), st.booleans()), min_size=1),
     seed=seeds,
 )
-def test_stages_see_the_easiest_with_their_share_of_old_ones(
+def test_stages_use_the_easiest_samples_and_their_replay_fraction(
     size: int, shape: list[tuple[int, int, float, bool]], seed: int
 ) -> None:
     ranking = np.random.default_rng(size).permutation(size)
     stages, first = [], 0
-    for steps, batch, share, again in shape[:5]:
+    for steps, batch, fraction, has_replay in shape[:5]:
         stages.append(
-            CurriculumStage(first, batch, max(1, round(share * size)), replay_fraction=0.25 if again else 0.0)
+            CurriculumStage(first, batch, max(1, round(fraction * size)), replay_fraction=0.25 if has_replay else 0.0)
         )
         first += steps
     order = CurriculumOrder(ranking, tuple(stages), seed=seed)
-    place = np.argsort(ranking)
+    ranks = np.argsort(ranking)
     pairs: list[tuple[int, int]] = []
     position = 0
     for i, stage in enumerate(stages):
@@ -253,19 +253,19 @@ def test_stages_see_the_easiest_with_their_share_of_old_ones(
         index, epoch = order.indices(np.arange(position, position + steps * stage.batch_size))
         position += len(index)
         pairs += zip(index.tolist(), epoch.tolist(), strict=True)
-        rank = place[index]
+        rank = ranks[index]
         assert (rank < stage.num_samples).all()
-        old = stages[i - 1].num_samples if i and stage.replay_fraction else 0
-        if 0 < old < stage.num_samples:
-            repeated = (rank[: len(rank) // 4 * 4] < old).reshape(-1, 4).sum(axis=1)
+        num_old = stages[i - 1].num_samples if i and stage.replay_fraction else 0
+        if 0 < num_old < stage.num_samples:
+            repeated = (rank[: len(rank) // 4 * 4] < num_old).reshape(-1, 4).sum(axis=1)
             assert (repeated == 1).all()
         else:
-            whole = rank[: len(rank) // stage.num_samples * stage.num_samples].reshape(-1, stage.num_samples)
-            assert (np.sort(whole, axis=1) == np.arange(stage.num_samples)).all()
+            epochs = rank[: len(rank) // stage.num_samples * stage.num_samples].reshape(-1, stage.num_samples)
+            assert (np.sort(epochs, axis=1) == np.arange(stage.num_samples)).all()
     assert len(set(pairs)) == len(pairs)
 
 
-def test_a_stage_is_a_function_of_its_own_number_alone() -> None:
+def test_stage_order_depends_on_its_number_alone() -> None:
     late = (CurriculumStage(0, 8, 30), CurriculumStage(10, 16, 90))
     later = (CurriculumStage(0, 8, 60), CurriculumStage(25, 16, 90))
     first, second = (CurriculumOrder(HARDER, stages, seed=1) for stages in (late, later))
@@ -279,21 +279,21 @@ def test_a_stage_is_a_function_of_its_own_number_alone() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=5))
-def test_the_pace_adds_up(stages: list[tuple[int, int]]) -> None:
+def test_batch_size_schedule_counts_samples(stages: list[tuple[int, int]]) -> None:
     firsts = np.cumsum([0, *(steps for steps, _ in stages)])[:-1]
-    pace = BatchSizeSchedule(tuple(firsts.tolist()), tuple(size for _, size in stages))
+    schedule = BatchSizeSchedule(tuple(firsts.tolist()), tuple(size for _, size in stages))
     expected = [size for steps, size in stages for _ in range(steps)] + [stages[-1][1]] * 20
-    assert [pace.batch_size_at(step) for step in range(len(expected))] == expected
+    assert [schedule.batch_size_at(step) for step in range(len(expected))] == expected
     before = np.cumsum([0, *expected])
-    assert [pace.samples_before(step) for step in range(len(before))] == before.tolist()
+    assert [schedule.samples_before(step) for step in range(len(before))] == before.tolist()
     for samples in range(int(before[-2])):
-        step = pace.step_at(samples)
+        step = schedule.step_at(samples)
         assert before[step] <= samples < before[step + 1]
 
 
-def test_a_ranking_goes_from_easy_to_hard_and_keeps_ties_in_order() -> None:
-    class Lengthy(Source):
-        """A source that knows how long its samples are."""
+def test_ranking_is_ascending_and_stable() -> None:
+    class WithLengths(Source):
+        """A source with sample lengths."""
 
         fingerprint = "lengthy"
 
@@ -309,7 +309,7 @@ def test_a_ranking_goes_from_easy_to_hard_and_keeps_ties_in_order() -> None:
         def describe(self, index: int, epoch: int) -> str:
             return ""
 
-    source = Lengthy()
+    source = WithLengths()
     assert curriculum.rank_samples(source, "length").tolist() == [3, 1, 0, 2]
     assert curriculum.rank_samples(Take(source, 3), "length").tolist() == [1, 0, 2]
     twice = Concat([source, source], repeats=[1, 2], limits=[2, None])
@@ -349,7 +349,7 @@ def test_rarity_is_the_mean_surprise_of_the_tokens() -> None:
     assert masked[1] == pytest.approx((2 * np.log(total / (total - 2)) + np.log(total)) / 3, rel=1e-12)
 
 
-def test_stages_are_counted_in_steps_and_samples() -> None:
+def test_stages_are_planned_in_steps_and_samples() -> None:
     options = Curriculum.model_validate(
         {
             "stages": [
@@ -359,10 +359,10 @@ def test_stages_are_counted_in_steps_and_samples() -> None:
             ]
         }
     )
-    made = curriculum.plan_stages(
+    planned = curriculum.plan_stages(
         options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8, batch_multiplier=2
     )
-    assert made == (
+    assert planned == (
         CurriculumStage(0, 8, 50),
         CurriculumStage(25, 8, 100, replay_fraction=0.1),
         CurriculumStage(45, 8, 200),
@@ -381,7 +381,7 @@ def test_stages_are_counted_in_steps_and_samples() -> None:
         ([{"steps": 0}, {"steps": 5, "share": 0.01}], r"stages\[0\].*; .*stages\[1\]"),
     ],
 )
-def test_stages_that_cannot_be_are_refused_by_name(stages: list[dict[str, Any]], message: str) -> None:
+def test_invalid_stages_are_refused_by_name(stages: list[dict[str, Any]], message: str) -> None:
     options = Curriculum.model_validate({"stages": stages})
     with pytest.raises(UsageError, match=message):
         curriculum.plan_stages(options, size=200, total_steps=100, steps_per_epoch=25, batch_size=8)

@@ -1,4 +1,4 @@
-"""The order is a bijection for every size, differs between epochs and seeds, looks random, and can be entered anywhere."""
+"""Permutations: a bijection for every size, different between epochs and seeds, uniform, with random access."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def test_every_sample_once_over_several_blocks(size: int) -> None:
 @given(st.data())
 def test_seek_equals_prefix_and_epochs_may_be_mixed(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 300))
-    whole = {epoch: permute(np.arange(size), size=size, seed=3, epoch=epoch) for epoch in range(4)}
-    places = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 3)), min_size=1))
-    index, epoch = np.array(places).T
-    got = permute(index, size=size, seed=3, epoch=epoch)
-    assert got.tolist() == [whole[e][i] for i, e in places]
+    orders = {epoch: permute(np.arange(size), size=size, seed=3, epoch=epoch) for epoch in range(4)}
+    pairs = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 3)), min_size=1))
+    index, epoch = np.array(pairs).T
+    result = permute(index, size=size, seed=3, epoch=epoch)
+    assert result.tolist() == [orders[e][i] for i, e in pairs]
 
 
-def test_shape_is_kept_and_huge_sizes_work() -> None:
+def test_shape_is_preserved_and_huge_sizes_work() -> None:
     index = np.array([[0, 1, 2], [2**62 - 1, 5, 2**61]])
     order = permute(index, size=2**62, seed=0, epoch=np.array([[0, 0, 0], [1, 1, 1]]))
     assert order.shape == index.shape
@@ -47,11 +47,11 @@ def test_shape_is_kept_and_huge_sizes_work() -> None:
     assert permute(np.array([], dtype=np.int64), size=3, seed=0, epoch=0).shape == (0,)
 
 
-def test_seeds_and_epochs_give_other_orders() -> None:
+def test_orders_differ_between_seeds_and_epochs() -> None:
     index = np.arange(1000)
     orders = [permute(index, size=1000, seed=s, epoch=e) for s in range(3) for e in range(3)]
     for first, second in itertools.combinations(orders, 2):
-        assert (first == second).sum() < 20  # two random orders agree in about one place
+        assert (first == second).sum() < 20  # two random orders agree in about one position
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
@@ -59,16 +59,16 @@ def test_all_permutations_of_a_small_size_are_equally_likely(size: int) -> None:
     trials = 24_000
     epochs = np.repeat(np.arange(trials), size)
     orders = permute(np.tile(np.arange(size), trials), size=size, seed=0, epoch=epochs).reshape(trials, size)
-    seen = Counter(map(tuple, orders.tolist()))
-    kinds = list(itertools.permutations(range(size)))
-    expected = trials / len(kinds)
-    chi_square = sum((seen[kind] - expected) ** 2 / expected for kind in kinds)
-    freedom = len(kinds) - 1
+    counts = Counter(map(tuple, orders.tolist()))
+    permutations = list(itertools.permutations(range(size)))
+    expected = trials / len(permutations)
+    chi_square = sum((counts[kind] - expected) ** 2 / expected for kind in permutations)
+    freedom = len(permutations) - 1
     assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
 
 
 @pytest.mark.parametrize("size", [7, 100, 1000])
-def test_places_and_their_neighbours_are_uniform_over_seeds(size: int) -> None:
+def test_positions_and_neighbours_are_uniform_over_seeds(size: int) -> None:
     trials = 4000
     pairs = np.stack([permute(np.array([0, 1]), size=size, seed=seed, epoch=0) for seed in range(trials)])
     gap = (pairs[:, 1] - pairs[:, 0]) % size - 1
@@ -78,20 +78,22 @@ def test_places_and_their_neighbours_are_uniform_over_seeds(size: int) -> None:
         assert chi_square < kinds + 5 * (2 * kinds) ** 0.5
 
 
-def test_many_places_are_permuted_in_blocks_and_each_walks_about_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    scrambled = []
+def test_large_permutations_run_in_blocks_with_about_two_rounds_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    block_sizes = []
     monkeypatch.setattr(
-        permutation, "_feistel", lambda *v, _f=permutation._feistel, **k: (scrambled.append(len(v[0])), _f(*v, **k))[1]
+        permutation,
+        "_feistel",
+        lambda *v, _f=permutation._feistel, **k: (block_sizes.append(len(v[0])), _f(*v, **k))[1],
     )
-    places = np.arange(1 << 18)
-    permute(places, size=len(places) + 1, seed=0, epoch=0)
-    # The worst size: half of the domain lies outside, so that a place is scrambled twice on average.
-    assert sum(scrambled) < 2.1 * len(places)
-    assert max(scrambled) < 1 << 17, "what is worked on at once stays in the processor's cache"
-    assert len(scrambled) < 4 * 40
+    positions = np.arange(1 << 18)
+    permute(positions, size=len(positions) + 1, seed=0, epoch=0)
+    # The worst size: half of the domain lies outside, so that a position is scrambled twice on average.
+    assert sum(block_sizes) < 2.1 * len(positions)
+    assert max(block_sizes) < 1 << 17, "a block does not fit in the processor's cache"
+    assert len(block_sizes) < 4 * 40
 
 
-def test_places_outside_are_refused() -> None:
+def test_indices_out_of_range_are_refused() -> None:
     with pytest.raises(ValueError, match="index"):
         permute(np.array([3]), size=3, seed=0, epoch=0)
     with pytest.raises(ValueError, match="size"):

@@ -1,4 +1,4 @@
-"""Labelled texts from file to tables: every form of a label, what is wrong with one, and tokenizers of other people."""
+"""Labelled texts from file to tables: label types, invalid labels, and pretrained tokenizers."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ BYTES, WORDS = TokenizerSpec(kind="bytes"), TokenizerSpec(kind="words")
 SST2 = Path(os.environ.get("BOTTEGA_DATA", "")) / "text-cls-sst2"
 
 
-def quiet(stage: str, done: int, total: int) -> None:
-    """No bar."""
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """Show no progress bar."""
 
 
-def prepared(folder: Path, labels: list[Any], spec: TokenizerSpec = BYTES, **options: Any) -> PreparedData:
+def prepare_labels(folder: Path, labels: list[Any], spec: TokenizerSpec = BYTES, **options: Any) -> PreparedData:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": f"text {n}", "label": label}) + "\n" for n, label in enumerate(labels)))
-    return read(path, folder, spec, **options)
+    return prepare_file(path, folder, spec, **options)
 
 
-def read(
+def prepare_file(
     path: Path, folder: Path, spec: TokenizerSpec = BYTES, num_classes: Any = None, **options: Any
 ) -> PreparedData:
     data = ClassifyData(train=Source(path=str(path)), **{"validation": None, **options})
     cache = folder / "cache"
-    return prepare_classify(data, spec, seed=0, progress=quiet, cache=cache, num_classes=num_classes)
+    return prepare_classify(data, spec, seed=0, progress=ignore_progress, cache=cache, num_classes=num_classes)
 
 
-def stored(ready: PreparedData) -> list[str]:
+def read_labels(ready: PreparedData) -> list[str]:
     return read_text_column(ready.table("train"), "label")
 
 
-def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path) -> None:
-    ready = prepared(tmp_path, [1, "1", 1.0, 10, 2])
-    assert stored(ready) == ["1", "1", "1", "10", "2"]
+def test_spellings_of_a_number_are_one_class_and_booleans_have_names(tmp_path: Path) -> None:
+    ready = prepare_labels(tmp_path, [1, "1", 1.0, 10, 2])
+    assert read_labels(ready) == ["1", "1", "1", "10", "2"]
     assert ready.classes.names == ("1", "2", "10")
-    ready = prepared(tmp_path, [True, False, "true"])
-    assert (stored(ready), ready.classes.names) == (["true", "false", "true"], ("false", "true"))
+    ready = prepare_labels(tmp_path, [True, False, "true"])
+    assert (read_labels(ready), ready.classes.names) == (["true", "false", "true"], ("false", "true"))
 
 
 @pytest.mark.parametrize(
@@ -71,36 +71,36 @@ def test_spellings_of_a_number_are_one_class_and_truth_has_names(tmp_path: Path)
         ([True, 0], r"some labels are numbers and others words: 0 at rows\.jsonl:2, true at rows\.jsonl:1"),
     ],
 )
-def test_a_wrong_label_is_told_with_its_place(tmp_path: Path, labels: list[Any], message: str) -> None:
+def test_invalid_label_is_reported_with_its_line(tmp_path: Path, labels: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        prepared(tmp_path, labels)
+        prepare_labels(tmp_path, labels)
 
 
-def test_words_and_numbers_in_a_table_of_text_are_names(tmp_path: Path) -> None:
+def test_numbers_and_words_in_a_csv_are_class_names(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text,label\nfirst text,1\nsecond text,3+\nthird text,none\n")
-    assert read(path, tmp_path).classes.names == ("1", "3+", "none")
+    assert prepare_file(path, tmp_path).classes.names == ("1", "3+", "none")
 
 
-def test_no_number_is_no_label(tmp_path: Path) -> None:
+def test_nan_label_is_refused(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"text": ["a", "b", "c"], "label": [0.0, float("nan"), 1.0]})
     parquet.write_table(table, tmp_path / "rows.parquet")
     with pytest.raises(DataError, match=r"rows\.parquet.*the label field 'label' is nan"):
-        read(tmp_path / "rows.parquet", tmp_path)
+        prepare_file(tmp_path / "rows.parquet", tmp_path)
 
 
-def test_mixed_forms_are_seen_across_files(tmp_path: Path) -> None:
+def test_mixed_label_types_are_detected_across_files(tmp_path: Path) -> None:
     held_out = tmp_path / "test.jsonl"
     held_out.write_text('{"text": "x", "label": 1}\n')
     with pytest.raises(DataError, match=r"1 at test\.jsonl:1, good at rows\.jsonl:1"):
-        prepared(tmp_path, ["good", "bad"], test=HeldOut(path=str(held_out)))
-    assert prepared(tmp_path, ["0", "1"], test=HeldOut(path=str(held_out))).classes.names == ("0", "1")
+        prepare_labels(tmp_path, ["good", "bad"], test=HeldOut(path=str(held_out)))
+    assert prepare_labels(tmp_path, ["0", "1"], test=HeldOut(path=str(held_out))).classes.names == ("0", "1")
 
 
 @pytest.mark.parametrize(
-    ("given", "kept"),
+    ("value", "expected"),
     [
         (["b", "a", "b"], ["a", "b"]),
         ([], []),
@@ -110,77 +110,77 @@ def test_mixed_forms_are_seen_across_files(tmp_path: Path) -> None:
         ("a", ["a"]),
     ],
 )
-def test_every_form_of_several_labels(tmp_path: Path, given: Any, kept: list[str]) -> None:
-    ready = prepared(tmp_path, [given, ["z"]], multi_label=True)
-    assert [json.loads(text) for text in stored(ready)] == [kept, ["z"]]
-    assert ready.classes.names == (*kept, "z")
+def test_multi_label_values_are_parsed(tmp_path: Path, value: Any, expected: list[str]) -> None:
+    ready = prepare_labels(tmp_path, [value, ["z"]], multi_label=True)
+    assert [json.loads(text) for text in read_labels(ready)] == [expected, ["z"]]
+    assert ready.classes.names == (*expected, "z")
     assert ready.metadata["multi_label"] is True
 
 
-def test_several_labels_of_numbers(tmp_path: Path) -> None:
-    ready = prepared(tmp_path, [[10, 2], "2", 1], multi_label=True)
+def test_numeric_multi_labels_are_checked(tmp_path: Path) -> None:
+    ready = prepare_labels(tmp_path, [[10, 2], "2", 1], multi_label=True)
     assert ready.classes.names == ("1", "2", "10")
-    assert prepared(tmp_path, [[1], []], multi_label=True, num_classes=4).classes.names == ("0", "1", "2", "3")
+    assert prepare_labels(tmp_path, [[1], []], multi_label=True, num_classes=4).classes.names == ("0", "1", "2", "3")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: label 7 is out of range"):
-        prepared(tmp_path, [[7], []], multi_label=True, num_classes=4)
+        prepare_labels(tmp_path, [[7], []], multi_label=True, num_classes=4)
     with pytest.raises(
         DataError,
         match=r"some labels are numbers and others words: \[\"1\"\] at rows\.jsonl:1, \[\"one\"\] at rows\.jsonl:2",
     ):
-        prepared(tmp_path, [[1], ["one"]], multi_label=True)
+        prepare_labels(tmp_path, [[1], ["one"]], multi_label=True)
     with pytest.raises(DataError, match=r"line 1: the label field 'label' mixes numbers and words"):
-        prepared(tmp_path, [[1, "one"]], multi_label=True)
+        prepare_labels(tmp_path, [[1, "one"]], multi_label=True)
     with pytest.raises(DataError, match=r"line 2: the label field 'label' has no value.* write \[\]"):
-        prepared(tmp_path, [["a"], None], multi_label=True)
+        prepare_labels(tmp_path, [["a"], None], multi_label=True)
     with pytest.raises(
         DataError, match=r"line 1: the label field 'label' begins like a JSON list but is not valid JSON"
     ):
-        prepared(tmp_path, ["[a"], multi_label=True)
+        prepare_labels(tmp_path, ["[a"], multi_label=True)
 
 
-def test_several_labels_may_stand_in_a_field_of_that_name_and_be_divided_otherwise(tmp_path: Path) -> None:
+def test_labels_field_with_a_custom_separator(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text,labels\nfirst text,a|b c\nsecond text,\n")
-    ready = read(path, tmp_path, multi_label=True, label_separator="|")
-    assert stored(ready) == ['["a", "b c"]', "[]"]
+    ready = prepare_file(path, tmp_path, multi_label=True, label_separator="|")
+    assert read_labels(ready) == ['["a", "b c"]', "[]"]
 
 
-def test_what_is_prepared_says_how_many_classes_a_text_has(tmp_path: Path) -> None:
-    ready = prepared(tmp_path, [["a"], ["b"]], multi_label=True)
-    assert read(ready.folder, tmp_path, multi_label=True).fingerprint == ready.fingerprint
+def test_prepared_data_records_multi_label(tmp_path: Path) -> None:
+    ready = prepare_labels(tmp_path, [["a"], ["b"]], multi_label=True)
+    assert prepare_file(ready.folder, tmp_path, multi_label=True).fingerprint == ready.fingerprint
     with pytest.raises(DataError, match=r"several classes per text, but data\.multi_label is false"):
-        read(ready.folder, tmp_path)
+        prepare_file(ready.folder, tmp_path)
 
 
-def test_more_folds_than_members_of_a_class(tmp_path: Path) -> None:
+def test_more_folds_than_samples_of_a_class_is_refused(tmp_path: Path) -> None:
     labels = ["usual"] * 30 + ["rare"] * 3
     split = Splitting(by="stratified", folds=5)
-    # Copies are no members.
-    for changes in (None, TextAugmentation(augmentation_factor=4)):
+    # Augmented copies do not count.
+    for augmentation in (None, TextAugmentation(augmentation_factor=4)):
         with pytest.raises(DataError, match=r"class 'rare' has 3 texts, fewer than data\.split\.folds=5"):
-            prepared(tmp_path, labels, split=split, augmentation=changes)
+            prepare_labels(tmp_path, labels, split=split, augmentation=augmentation)
     for fold in range(3):
-        ready = prepared(tmp_path, labels, split=Splitting(by="stratified", folds=3, fold=fold))
+        ready = prepare_labels(tmp_path, labels, split=Splitting(by="stratified", folds=3, fold=fold))
         assert read_text_column(ready.table("validation"), "label").count("rare") == 1
 
 
-def test_words_are_learnt_from_training_texts_alone(tmp_path: Path) -> None:
+def test_word_vocabulary_comes_from_training_texts_only(tmp_path: Path) -> None:
     path, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     path.write_text('{"text": "Known words, known words", "label": 0}\n{"text": "words", "label": 1}\n')
     held_out.write_text('{"text": "secret secret words", "label": 0}\n')
-    ready = read(path, tmp_path, WORDS, validation=HeldOut(path=str(held_out)))
+    ready = prepare_file(path, tmp_path, WORDS, validation=HeldOut(path=str(held_out)))
     words = ready.tokenizer
     assert words.backend.get_vocab().keys() == {"<unk>", "<|endoftext|>", "known", "words"}
     assert (ready.metadata["unknown"], ready.metadata["padding"], ready.metadata["frame"]) == (0, 1, [[], []])
     assert ready.table("validation").row("input_ids", 0).tolist() == [0, 0, words.backend.token_to_id("words")]
-    fewer = read(path, tmp_path, TokenizerSpec(kind="words", min_frequency=3))
-    assert fewer.fingerprint != read(path, tmp_path, WORDS).fingerprint
+    fewer = prepare_file(path, tmp_path, TokenizerSpec(kind="words", min_frequency=3))
+    assert fewer.fingerprint != prepare_file(path, tmp_path, WORDS).fingerprint
     assert fewer.metadata["vocab_size"] == 3
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as transformers writes it, of a model that reads twelve tokens."""
+    """Write a tokenizer folder in the layout of transformers, for a model of twelve positions."""
     folder = tmp_path_factory.mktemp("bert")
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "text", *"0123456789", *(f"##{n}" for n in range(10))]
     core = tokenizers.Tokenizer(models.WordPiece({name: n for n, name in enumerate(names)}, unk_token="[UNK]"))
@@ -197,50 +197,50 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_pretrained_encoder_reads_what_transformers_would_give_it(bert: Path, tmp_path: Path) -> None:
+def test_pretrained_tokenizer_matches_transformers(bert: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(bert)
+    reference = AutoTokenizer.from_pretrained(bert)
     texts = ["text 1", "text 12 text, unseen", "1 2 3 4 5 6 7 8 9 10 11 12", "[SEP] text"]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": text, "label": n}) + "\n" for n, text in enumerate(texts)))
     spec = TokenizerSpec(kind="pretrained", path=str(bert))
-    ready = read(path, tmp_path, spec)
+    ready = prepare_file(path, tmp_path, spec)
     assert (ready.metadata["longest"], ready.metadata["padding"], ready.metadata["unknown"]) == (12, 0, 1)
     for length in (None, 6):
         source = open_labelled_texts(ready, "train", sequence_length=length)
-        ours = source.rows(np.arange(3), np.zeros(3, int))
-        width = ours["input_ids"].shape[1]
+        rows = source.rows(np.arange(3), np.zeros(3, int))
+        width = rows["input_ids"].shape[1]
         assert width == (length or 12)
-        expected = theirs(texts[:3], padding="max_length", truncation=True, max_length=width, return_tensors="np")
+        expected = reference(texts[:3], padding="max_length", truncation=True, max_length=width, return_tensors="np")
         for name in ("input_ids", "attention_mask"):
-            np.testing.assert_array_equal(ours[name], expected[name])
-    # And a text that spells a special token is a text.
+            np.testing.assert_array_equal(rows[name], expected[name])
+    # A text that spells a special token is encoded as text.
     assert (source.rows(np.array([3]), np.zeros(1, int))["input_ids"] == 3).sum() == 1
     encoded = list(ready.tokenizer.encode_documents(texts[:3]))
-    made = TextCollator.from_tokenizer(ready.tokenizer, sequence_length=6).collate(encoded)
-    np.testing.assert_array_equal(made["input_ids"], ours["input_ids"])
+    collated = TextCollator.from_tokenizer(ready.tokenizer, sequence_length=6).collate(encoded)
+    np.testing.assert_array_equal(collated["input_ids"], rows["input_ids"])
 
 
-def test_a_length_that_a_pretrained_encoder_cannot_read(bert: Path, tmp_path: Path) -> None:
+def test_sequence_length_beyond_the_pretrained_limit_is_refused(bert: Path, tmp_path: Path) -> None:
     spec = TokenizerSpec(kind="pretrained", path=str(bert))
     with pytest.raises(UsageError, match=r"data\.sequence_length: 64 exceeds the 12 tokens"):
-        prepared(tmp_path, ["a", "b"], spec, sequence_length=64)
-    ready = prepared(tmp_path, ["a", "b"], spec)
+        prepare_labels(tmp_path, ["a", "b"], spec, sequence_length=64)
+    ready = prepare_labels(tmp_path, ["a", "b"], spec)
     with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room beside 2 special tokens"):
         open_labelled_texts(ready, "train", sequence_length=2)
     with pytest.raises(DataError, match="another tokenizer"):
-        read(prepared(tmp_path, ["a", "b"]).folder, tmp_path, spec)
+        prepare_file(prepare_labels(tmp_path, ["a", "b"]).folder, tmp_path, spec)
 
 
-@pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of real data")
-def test_sst2(tmp_path: Path) -> None:
+@pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA is not set to a folder of real data")
+def test_sst2_is_prepared_as_published(tmp_path: Path) -> None:
     data = ClassifyData(
         train=Source(path=str(SST2 / "train.tsv"), columns=("text", "label")),
         validation=HeldOut(path=str(SST2 / "dev.tsv")),
         test=HeldOut(path=str(SST2 / "test.tsv")),
     )
-    ready = prepare_classify(data, WORDS, seed=0, progress=quiet, cache=tmp_path)
+    ready = prepare_classify(data, WORDS, seed=0, progress=ignore_progress, cache=tmp_path)
     assert {name: counts["rows"] for name, counts in ready.tables.items()} == {
         "validation": 872,
         "test": 1821,
@@ -248,7 +248,7 @@ def test_sst2(tmp_path: Path) -> None:
     }
     assert ready.classes.names == ("0", "1")
     train = open_labelled_texts(ready, "train")
-    # The files are divided into words already, and by their own account 3,610 of the sentences are friendly.
+    # The files are tokenised into words; 3,610 of the published sentences are positive.
     assert train.labels.sum() == 3610
     first = (SST2 / "train.tsv").read_text().split("\n")[0].split("\t")[0]
     assert len(train.table.row("input_ids", 0)) == len(first.split())
@@ -257,18 +257,18 @@ def test_sst2(tmp_path: Path) -> None:
     assert (np.mean(widths) < 46, train.sequence_length) == (True, 53)
 
 
-def test_a_plain_text_has_no_labels_and_is_told_by_its_own_fields(tmp_path: Path) -> None:
+def test_plain_text_without_labels_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "plain.txt"
     path.write_text("no class in it, no class at all\n")
     with pytest.raises(DataError, match=r"no delimiter splits all lines .* write label, tab, text on each line"):
-        read(path, tmp_path, WORDS)
+        prepare_file(path, tmp_path, WORDS)
 
 
 @pytest.mark.parametrize(
     ("parts", "validation", "test"),
     [(("train", "dev", "test"), "dev", "test"), (("train", "test"), "test", "test"), (("train", "dev"), "dev", "dev")],
 )
-def test_held_out_data_of_a_folder_is_never_its_part_train(
+def test_held_out_data_of_a_folder_is_never_its_train_split(
     tmp_path: Path, parts: tuple[str, ...], validation: str, test: str
 ) -> None:
     for part in parts:
@@ -279,21 +279,21 @@ def test_held_out_data_of_a_folder_is_never_its_part_train(
     assert files == {"validation": [validation], "test": [test], "train": ["train"]}
 
 
-def test_what_is_held_out_has_a_hash_of_its_files_however_they_are_read(tmp_path: Path) -> None:
-    def contents(folder: str, text: str, **options: Any) -> dict[str, str]:
+def test_held_out_hash_depends_on_the_files_only(tmp_path: Path) -> None:
+    def hash_held_out(folder: str, text: str, **options: Any) -> dict[str, str]:
         rows = [{"text": f"{text} {i}", "title": f"title {i}", "label": "ab"[i % 2]} for i in range(40)]
         file = tmp_path / folder / "rows.jsonl"
         file.parent.mkdir(exist_ok=True)
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         train = {"path": str(file), **options}
         data = ClassifyData(train=train, validation={"split": 0.2}, test={"split": 0.2}, label_field="label")
-        ready = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=tmp_path / "cache")
+        ready = prepare_classify(data, BYTES, seed=0, progress=ignore_progress, cache=tmp_path / "cache")
         assert open_prepared(ready.folder, task="classify").held_out_hashes == ready.held_out_hashes
         return {**ready.held_out_hashes, "samples": ready.hash_samples("validation")}
 
-    one = contents("a", "good")
-    assert one.keys() == {"validation", "test", "samples"}
-    assert contents("a", "good", field="title") == contents("b", "good") == one
-    other = contents("c", "bad")
-    assert other["samples"] == one["samples"]
-    assert other["validation"] != one["validation"]
+    first = hash_held_out("a", "good")
+    assert first.keys() == {"validation", "test", "samples"}
+    assert hash_held_out("a", "good", field="title") == hash_held_out("b", "good") == first
+    other = hash_held_out("c", "bad")
+    assert other["samples"] == first["samples"]
+    assert other["validation"] != first["validation"]

@@ -1,4 +1,4 @@
-"""Preparing goes on after a kill, gives the same bytes however it is done, and keeps memory flat."""
+"""Preparation jobs: resuming after a kill, identical bytes for any number of jobs, flat memory."""
 
 from __future__ import annotations
 
@@ -38,90 +38,90 @@ def write_rows(path: Path, count: int, *, seed: int = 0) -> Path:
     return path
 
 
-def prepared(path: Path, cache: Path, **options: Any) -> PreparedData:
+def prepare(path: Path, cache: Path, **options: Any) -> PreparedData:
     data = TextData(train=Source(path=str(path)), **{"validation": HeldOut(split=0.2), **options})
     return prepare_language(data, BYTES, progress=lambda stage, done, total: None, cache=cache)
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     paths = (path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def texts(ready: PreparedData, table: str) -> list[str]:
+def read_texts(ready: PreparedData, table: str) -> list[str]:
     rows = ready.table(table)
     return [ready.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
 
 
 def test_many_jobs_on_several_processes_give_the_bytes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_rows(tmp_path / "rows.jsonl", 400)
-    whole = files(prepared(path, tmp_path / "whole").folder)
+    one_job = read_files(prepare(path, tmp_path / "one-job").folder)
     monkeypatch.setattr(inputs, "JOB_BYTES", 3000)
-    many = files(prepared(path, tmp_path / "many").folder)
+    many = read_files(prepare(path, tmp_path / "many").folder)
     monkeypatch.setattr(jobs, "WORTH_PROCESSES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    assert many == whole == files(prepared(path, tmp_path / "processes").folder)
+    assert many == one_job == read_files(prepare(path, tmp_path / "processes").folder)
 
 
-def test_every_record_is_on_one_side_once(tmp_path: Path) -> None:
+def test_every_record_is_in_one_split(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", 300)
     expected = sorted(json.loads(line)["text"] for line in path.read_text().splitlines())
-    shares = {"validation": HeldOut(split=0.2), "test": HeldOut(split=0.1)}
+    held_out = {"validation": HeldOut(split=0.2), "test": HeldOut(split=0.1)}
     for by in ("fraction", "hash", "stratified", "group"):
         split = Splitting(by=by, field="user" if by == "group" else None)
-        ready = prepared(path, tmp_path / "cache", split=split, **shares)
-        sides = {table: texts(ready, table) for table in ("train", "validation", "test")}
-        assert sorted(chain.from_iterable(sides.values())) == expected, by
-        assert len(sides["train"]) > len(sides["validation"]) > 0, by
-    folds = [prepared(path, tmp_path / "cache", split=Splitting(folds=5, fold=k)) for k in range(5)]
-    assert sorted(chain.from_iterable(texts(fold, "validation") for fold in folds)) == expected
+        ready = prepare(path, tmp_path / "cache", split=split, **held_out)
+        splits = {table: read_texts(ready, table) for table in ("train", "validation", "test")}
+        assert sorted(chain.from_iterable(splits.values())) == expected, by
+        assert len(splits["train"]) > len(splits["validation"]) > 0, by
+    folds = [prepare(path, tmp_path / "cache", split=Splitting(folds=5, fold=k)) for k in range(5)]
+    assert sorted(chain.from_iterable(read_texts(fold, "validation") for fold in folds)) == expected
 
 
-def test_a_group_is_on_one_side(tmp_path: Path) -> None:
+def test_group_is_in_one_split(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", 300)
     users = {row["text"]: row["user"] for row in map(json.loads, path.read_text().splitlines())}
-    ready = prepared(path, tmp_path / "cache", split=Splitting(by="group", field="user"))
-    sides = [{users[text] for text in texts(ready, table)} for table in ("train", "validation")]
-    assert not sides[0] & sides[1]
-    assert len(sides[0] | sides[1]) == 7
+    ready = prepare(path, tmp_path / "cache", split=Splitting(by="group", field="user"))
+    splits = [{users[text] for text in read_texts(ready, table)} for table in ("train", "validation")]
+    assert not splits[0] & splits[1]
+    assert len(splits[0] | splits[1]) == 7
 
 
-def test_a_hash_split_moves_nothing_when_the_data_grows(tmp_path: Path) -> None:
+def test_hash_split_is_stable_when_the_data_grows(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", 200)
-    before = set(texts(prepared(path, tmp_path / "cache", split=Splitting(by="hash")), "validation"))
+    before = set(read_texts(prepare(path, tmp_path / "cache", split=Splitting(by="hash")), "validation"))
     write_rows(path, 400)
-    after = set(texts(prepared(path, tmp_path / "cache", split=Splitting(by="hash")), "validation"))
+    after = set(read_texts(prepare(path, tmp_path / "cache", split=Splitting(by="hash")), "validation"))
     assert before < after
 
 
-def test_duplicates_stay_with_what_is_held_out(tmp_path: Path) -> None:
+def test_duplicates_of_held_out_texts_leave_the_training_data(tmp_path: Path) -> None:
     rows = [{"text": f"text number {i} of many, all different from each other"} for i in range(50)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows + rows[:10] + [{"text": "held out text"}])))
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": "Held  out text"}) + "\n")
-    ready = prepared(
+    ready = prepare(
         tmp_path / "train.jsonl",
         tmp_path / "cache",
         validation=HeldOut(path=str(tmp_path / "held.jsonl")),
         deduplicate=Deduplication(),
     )
-    assert texts(ready, "validation") == ["Held  out text"]
-    assert sorted(texts(ready, "train")) == sorted(row["text"] for row in rows)
+    assert read_texts(ready, "validation") == ["Held  out text"]
+    assert sorted(read_texts(ready, "train")) == sorted(row["text"] for row in rows)
     assert ready.metadata["dropped"] == {"duplicate": 11}
 
 
-def test_bad_rows_stop_or_are_skipped_counted_and_named(tmp_path: Path) -> None:
+def test_bad_rows_are_refused_or_skipped_and_reported(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", 100)
     lines = path.read_text().splitlines()
     lines[41] = '{"text": '
     path.write_text("\n".join(lines) + "\n")
     with pytest.raises(DataError, match=r"rows\.jsonl, line 42"):
-        prepared(path, tmp_path / "cache")
+        prepare(path, tmp_path / "cache")
     with pytest.raises(DataError, match=r"line 42.*1 of 100 records are bad, more than data\.max_bad=0\.001"):
-        prepared(path, tmp_path / "cache", bad_records="skip")
-    ready = prepared(path, tmp_path / "cache", bad_records="skip", max_bad=0.02)
+        prepare(path, tmp_path / "cache", bad_records="skip")
+    ready = prepare(path, tmp_path / "cache", bad_records="skip", max_bad=0.02)
     assert ready.metadata["bad"] == 1
     assert "line 42" in ready.metadata["named"][0]
-    assert len(texts(ready, "train")) + len(texts(ready, "validation")) == 99
+    assert len(read_texts(ready, "train")) + len(read_texts(ready, "validation")) == 99
 
 
 SLOW = """
@@ -135,19 +135,19 @@ SLOW = """
 
     inputs.JOB_BYTES = 2000
     work = EncodeJobs.run_job
-    def noted(self, number, out):
+    def run_logged(self, number, out):
         with open(sys.argv[3], "a") as log:
             log.write(f"{number}\\n")
         if number == int(sys.argv[4]):
             threading.Event().wait()  # for the kill
         return work(self, number, out)
-    EncodeJobs.run_job = noted
+    EncodeJobs.run_job = run_logged
     data = TextData(train=Source(path=sys.argv[1]), validation=HeldOut(split=0.2))
     prepare_language(data, TokenizerSpec(kind="bytes"), progress=lambda *a: None, cache=Path(sys.argv[2]))
 """
 
 
-def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_preparation_resumes_at_the_interrupted_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, log = write_rows(tmp_path / "rows.jsonl", 200), tmp_path / "log"
     arguments = [str(path), str(tmp_path / "cache"), str(log)]
     command = [sys.executable, "-c", textwrap.dedent(SLOW), *arguments]
@@ -158,17 +158,17 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, monkeypatch: 
     process.wait()
     first = log.read_text().split()
     subprocess.run([*command, "-1"], check=True, timeout=200)
-    again = log.read_text().split()[len(first) :]
-    # Only the job that the kill interrupted is done twice.
-    assert again[0] == first[-1]
-    assert not set(again[1:]) & set(first)
+    resumed = log.read_text().split()[len(first) :]
+    # Only the job that the kill interrupted runs twice.
+    assert resumed[0] == first[-1]
+    assert not set(resumed[1:]) & set(first)
     monkeypatch.setattr(inputs, "JOB_BYTES", 2000)
     [entry] = [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
-    assert files(prepared(path, tmp_path / "fresh").folder) == files(entry)
+    assert read_files(prepare(path, tmp_path / "uninterrupted").folder) == read_files(entry)
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:
-    """A text of 120 MB under a limit of 300 MB over what Python and its libraries take."""
+    """A text of 120 MB needs at most 300 MB more than Python and its libraries."""
     line = "the quick brown fox jumps over the lazy dog, as it does in every text of this kind\n"
     with (tmp_path / "big.txt").open("w") as out:
         for _ in range(120):
@@ -184,17 +184,17 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
         spec = TokenizerSpec(kind="bytes")
         ready = prepare_language(data, spec, progress=lambda *a: None, cache=Path(sys.argv[1], "cache"))
         assert ready.tables["train"]["bytes"] > 1e8
-        peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        peak = max(resource.getrusage(target).ru_maxrss for target in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         print(peak - before)
     """
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True, timeout=120
     )
-    kilobytes = int(done.stdout)
+    kilobytes = int(process.stdout)
     assert kilobytes < 300_000, f"{kilobytes} kB more than before"
 
 
-def test_several_sources_have_tables_of_their_own_and_a_single_text_is_cut(tmp_path: Path) -> None:
+def test_several_sources_have_separate_tables_and_a_single_text_is_split(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", 60)
     (tmp_path / "one.txt").write_text("line after line of one text\n" * 100)
     (tmp_path / "old.txt").write_text("what was learned before\n" * 50)
@@ -207,16 +207,16 @@ def test_several_sources_have_tables_of_their_own_and_a_single_text_is_cut(tmp_p
     assert set(ready.tables) == {"train.0", "train.1", "replay", "validation"}
     assert ready.tables["train.1"]["bytes"] == 2520
     assert ready.tables["replay"]["bytes"] == 1200
-    everything = sum(counts["bytes"] for counts in ready.tables.values())
+    num_bytes = sum(counts["bytes"] for counts in ready.tables.values())
     written = sum(len(json.loads(line)["text"].encode()) for line in rows.read_text().splitlines())
-    assert everything == written + 2800 + 1200
+    assert num_bytes == written + 2800 + 1200
 
 
 @pytest.mark.parametrize("name", ["a.pkl", "../a.txt", "/a.txt", "0001.txt"])
-def test_one_hostile_member_among_thousands_is_never_merely_skipped(tmp_path: Path, name: str) -> None:
+def test_hostile_archive_member_is_refused_even_when_bad_records_are_skipped(tmp_path: Path, name: str) -> None:
     with tarfile.open(tmp_path / "many.tar", "w") as tar:
         for number in range(2000):
             tar.addfile(tarfile.TarInfo(f"{number:04}.txt"))
         tar.addfile(tarfile.TarInfo(name))
     with pytest.raises(DataError, match=re.escape(repr(name))):
-        prepared(tmp_path / "many.tar", tmp_path / "cache", bad_records="skip", max_bad=0.5)
+        prepare(tmp_path / "many.tar", tmp_path / "cache", bad_records="skip", max_bad=0.5)

@@ -1,4 +1,4 @@
-"""One answer to which field is what, for the encoder, the split and the curriculum; and pieces of a text are no texts."""
+"""Rules for fields shared by encoders, splits and curricula; pieces of one long text are not separate texts."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ MEDIA = {
 }
 
 
-def quiet(stage: str, done: int, total: int) -> None:
-    """No bar."""
+def ignore_progress(stage: str, done: int, total: int) -> None:
+    """Show no progress bar."""
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -55,20 +55,20 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def language(path: Path, cache: Path, **options: Any) -> PreparedData:
+def prepare_texts(path: Path, cache: Path, **options: Any) -> PreparedData:
     train = Source(path=str(path), **options.pop("train", {}))
     data = TextData(train=train, **{"validation": HeldOut(split=0.2), **options})
-    return prepare_language(data, BYTES, progress=quiet, cache=cache)
+    return prepare_language(data, BYTES, progress=ignore_progress, cache=cache)
 
 
-def texts(ready: PreparedData, table: str) -> list[str]:
+def read_texts(ready: PreparedData, table: str) -> list[str]:
     rows = ready.table(table)
     return [ready.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
 
 
 @pytest.mark.parametrize("medium", MEDIA)
 @pytest.mark.parametrize("name", fields.LABEL_FIELDS)
-def test_every_medium_finds_the_class_where_the_split_does(medium: str, name: str) -> None:
+def test_encoders_and_split_read_the_same_label(medium: str, name: str) -> None:
     encoder, content = MEDIA[medium]
     for value in ("rock", 3, 3.0, b"3\n", np.int64(3), np.array([3]), None):
         record = Record("a", "/data/a", {medium: content, name: value})
@@ -77,11 +77,11 @@ def test_every_medium_finds_the_class_where_the_split_does(medium: str, name: st
         assert row["label"] in ("rock", "3", "")
 
 
-def test_a_row_without_a_class_takes_none_from_another_column() -> None:
+def test_empty_label_is_not_replaced_by_a_different_column() -> None:
     assert fields.read_label(Record("a", "", {"label": None, "genre": "rock"}), None) == ""
 
 
-def test_a_class_that_is_asked_for_by_name_is_that_one_or_none() -> None:
+def test_named_label_field_is_used_or_refused() -> None:
     record = Record("a", "", {"class": "usual", "mood": "sad", "none": None, "tags": ["b", "a"]})
     assert fields.read_label(record, "mood") == "sad"
     assert fields.read_label(record, "label") == "usual"
@@ -97,8 +97,8 @@ def test_a_caption_is_not_the_label() -> None:
         fields.read_caption(record, "title")
 
 
-def test_a_rare_genre_of_sounds_has_its_share_of_validation(tmp_path: Path) -> None:
-    folder = tmp_path / "sounds"
+def test_stratified_split_of_audio_has_rare_classes_in_validation(tmp_path: Path) -> None:
+    folder = tmp_path / "audio"
     folder.mkdir()
     rare = set(range(0, 200, 20))
     table = ["file_name,genre"]
@@ -109,38 +109,44 @@ def test_a_rare_genre_of_sounds_has_its_share_of_validation(tmp_path: Path) -> N
     data = media.AudioData(
         train=Source(path=str(folder)), validation=HeldOut(split=0.1), split=Splitting(by="stratified")
     )
-    ready = prepare_media(media.AudioRecipe(task="audio", data=data), progress=quiet, cache=tmp_path / "cache")
+    ready = prepare_media(
+        media.AudioRecipe(task="audio", data=data), progress=ignore_progress, cache=tmp_path / "cache"
+    )
     assert sorted(read_text_column(ready.table("validation"), "label")) == ["rare", *["usual"] * 19]
 
 
-def test_a_field_that_is_read_under_another_name_can_still_be_split_and_ordered_by(tmp_path: Path) -> None:
+def test_renamed_field_can_be_split_and_ordered_by(tmp_path: Path) -> None:
     rows = [{"body": f"text {n % 10}", "stars": n % 3} for n in range(60)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    ready = language(path, tmp_path / "a", train={"field": "body"}, split=Splitting(by="hash", field="body"))
-    # By the text, so equal ones are together.
-    assert not set(texts(ready, "train")) & set(texts(ready, "validation"))
+    ready = prepare_texts(path, tmp_path / "a", train={"field": "body"}, split=Splitting(by="hash", field="body"))
+    # Split by the text, so that equal texts are in the same split.
+    assert not set(read_texts(ready, "train")) & set(read_texts(ready, "validation"))
     data = ClassifyData(
         train=Source(path=str(path), field="body", label="stars"),
         validation=None,
         curriculum=Curriculum.model_validate({"by": "stars", "stages": [{"steps": 3}]}),
     )
-    table = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=tmp_path / "b").table("train")
+    table = prepare_classify(data, BYTES, seed=0, progress=ignore_progress, cache=tmp_path / "b").table("train")
     assert table.values("score").tolist() == [float(label) for label in read_text_column(table, "label")]
 
 
-def test_names_can_be_exchanged() -> None:
+def test_field_names_can_be_swapped() -> None:
     rules = Rules("text", "label")
-    ruled = rules.apply(Record("a", "", {"text": "the label", "body": "the text"}), Source(field="body", label="text"))
-    assert isinstance(ruled, Record)
-    assert (ruled.fields["text"], ruled.fields["label"], ruled.fields["body"]) == ("the text", "the label", "the text")
+    record = rules.apply(Record("a", "", {"text": "the label", "body": "the text"}), Source(field="body", label="text"))
+    assert isinstance(record, Record)
+    assert (record.fields["text"], record.fields["label"], record.fields["body"]) == (
+        "the text",
+        "the label",
+        "the text",
+    )
 
 
-def test_what_stands_under_two_names_is_taken_once(tmp_path: Path) -> None:
+def test_renamed_field_is_read_once(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"a": 1, "b": 2, "kind": n % 2} for n in range(4)])
     data = RoutingData(train=Source(path=str(path), label="kind"), validation=None)
-    ready = prepare_vectors(data, progress=quiet, cache=tmp_path / "cache")
+    ready = prepare_vectors(data, progress=ignore_progress, cache=tmp_path / "cache")
     assert ready.table("train").row("x", 3).tolist() == [1, 2]
-    # A picture that a source calls by a usual name of labels or captions is neither.
+    # An image field with a usual name of labels or captions is neither.
     encoder, content = MEDIA["image"]
     record = Rules("image").apply(
         Record("a", "", {"target": content, "txt": "cat"}), Source(field="target", label="txt")
@@ -150,48 +156,48 @@ def test_what_stands_under_two_names_is_taken_once(tmp_path: Path) -> None:
     assert (row["label"], row["caption"]) == ("cat", "")
 
 
-def test_a_column_of_a_table_is_no_member_of_an_archive() -> None:
+def test_table_column_is_not_parsed_as_an_archive_member() -> None:
     row = {"json": {"text": "just metadata"}, "content": "what is learned", "a.npy": 1}
-    ruled = Rules("text").apply(Record("a", "", row), Source())
-    assert isinstance(ruled, Record)
-    assert ruled.fields == {**row, "text": "what is learned"}
+    record = Rules("text").apply(Record("a", "", row), Source())
+    assert isinstance(record, Record)
+    assert record.fields == {**row, "text": "what is learned"}
 
 
 @pytest.mark.parametrize("by", ["hash", "group"])
-def test_a_row_without_the_field_to_split_by_is_a_bad_row(tmp_path: Path, by: Any) -> None:
+def test_row_without_the_split_field_is_a_bad_row(tmp_path: Path, by: Any) -> None:
     rows = [{"text": f"text {n}", **({"user": n % 9} if n != 7 else {})} for n in range(60)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
     split = Splitting(by=by, field="user")
-    skipping = language(path, tmp_path / "a", split=split, bad_records="skip", max_bad=0.1)
-    seen = [*texts(skipping, "train"), *texts(skipping, "validation")]
-    assert sorted(seen) == sorted(f"text {n}" for n in range(60) if n != 7)
-    assert skipping.metadata["dropped"] == {"no field to split by": 1}
+    prepared = prepare_texts(path, tmp_path / "a", split=split, bad_records="skip", max_bad=0.1)
+    all_texts = [*read_texts(prepared, "train"), *read_texts(prepared, "validation")]
+    assert sorted(all_texts) == sorted(f"text {n}" for n in range(60) if n != 7)
+    assert prepared.metadata["dropped"] == {"no field to split by": 1}
     for options in ({}, {"bad_records": "skip", "max_bad": 0.01}):
         with pytest.raises(DataError, match=r"rows\.jsonl, line 8: has no field 'user' to split by"):
-            language(path, tmp_path / "b", split=split, **options)
+            prepare_texts(path, tmp_path / "b", split=split, **options)
 
 
-def test_only_a_split_by_a_field_needs_it_and_only_where_rows_are_split(tmp_path: Path) -> None:
+def test_split_field_is_needed_only_where_rows_are_split_by_it(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"text": f"text {n}"} for n in range(20)])
-    language(path, tmp_path / "a", split=Splitting(by="fraction", field="user"))
+    prepare_texts(path, tmp_path / "a", split=Splitting(by="fraction", field="user"))
     users = write_rows(tmp_path / "users.jsonl", [{"text": f"train {n}", "user": n % 5} for n in range(20)])
     split = Splitting(by="group", field="user")
-    ready = language(users, tmp_path / "b", split=split, test=HeldOut(path=str(path)))
-    assert len(texts(ready, "test")) == 20
+    ready = prepare_texts(users, tmp_path / "b", split=split, test=HeldOut(path=str(path)))
+    assert len(read_texts(ready, "test")) == 20
 
 
-def pieces(path: Path, rules: Rules) -> list[Record | BadRecord | DroppedRecord]:
-    inputs, shares = collect_inputs(TextData(train=Source(path=str(path)), validation=None))
+def read_pieces(path: Path, rules: Rules) -> list[Record | BadRecord | DroppedRecord]:
+    inputs, fractions = collect_inputs(TextData(train=Source(path=str(path)), validation=None))
     return [
-        ruled
-        for item in list_items(inputs, shares, cut_single_text=True)
-        for ruled in read_records(inputs, item, rules)
+        record
+        for item in list_items(inputs, fractions, cut_single_text=True)
+        for record in read_records(inputs, item, rules)
     ]
 
 
 @pytest.mark.parametrize("suffix", ["txt", "txt.gz"])
 @pytest.mark.parametrize("cleaning", [Cleaning(), Cleaning(html=True), Cleaning(boilerplate=True)])
-def test_pieces_of_a_long_text_are_cleaned_and_filtered_as_one(
+def test_pieces_of_a_long_text_are_cleaned_and_filtered_as_one_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, cleaning: Cleaning
 ) -> None:
     monkeypatch.setattr(text_files, "MAX_PIECE_BYTES", 64)
@@ -199,24 +205,24 @@ def test_pieces_of_a_long_text_are_cleaned_and_filtered_as_one(
     path = tmp_path / f"long.{suffix}"
     path.write_bytes(gzip.compress(words.encode()) if suffix.endswith("gz") else words.encode())
     rules = Rules("text", clean=cleaning, filter=Filter(min_characters=30, min_words=6, languages=("en",)))
-    found = pieces(path, rules)
-    assert len(found) > 50
-    assert all(isinstance(piece, Record) for piece in found)
-    joined = "".join(piece.fields["text"] for piece in found if isinstance(piece, Record))
+    pieces = read_pieces(path, rules)
+    assert len(pieces) > 50
+    assert all(isinstance(piece, Record) for piece in pieces)
+    joined = "".join(piece.fields["text"] for piece in pieces if isinstance(piece, Record))
     assert joined.split() == words.split()
     assert joined == joined.strip()
     if cleaning == Cleaning():
         assert joined == words.strip()
 
 
-def test_a_column_named_continued_makes_no_piece(tmp_path: Path) -> None:
+def test_column_named_continued_is_not_a_piece(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"text": " short ", "continued": True}])
     rules = Rules("text", clean=Cleaning(), filter=Filter(min_characters=30))
-    assert pieces(path, rules) == [DroppedRecord("rows.jsonl:1", "too short")]
+    assert read_pieces(path, rules) == [DroppedRecord("rows.jsonl:1", "too short")]
 
 
 @given(st.lists(st.lists(st.booleans(), max_size=5), max_size=5), st.integers(0, 9))
-def test_signatures_are_those_of_the_chosen_rows(chosen: list[list[bool]], seed: int) -> None:
+def test_signatures_of_selected_rows_are_concatenated(selected: list[list[bool]], seed: int) -> None:
     class Parts:
         def __init__(self, folder: Path) -> None:
             self.folder = folder
@@ -227,16 +233,16 @@ def test_signatures_are_those_of_the_chosen_rows(chosen: list[list[bool]], seed:
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         scan: Any = Parts(Path(folder))
-        whole = [rng.integers(0, 9, (len(rows), PERMUTATIONS), np.uint32) for rows in chosen]
-        for number, part in enumerate(whole):
+        signatures = [rng.integers(0, 9, (len(rows), PERMUTATIONS), np.uint32) for rows in selected]
+        for number, part in enumerate(signatures):
             scan.job_folder(number).mkdir()
             np.save(scan.job_folder(number) / "signatures.npy", part)
-        rows = np.array([row for part in chosen for row in part], bool)
-        found = scanning._signatures(scan, rows, [len(part) for part in chosen])
-        np.testing.assert_array_equal(found, np.concatenate([np.empty((0, PERMUTATIONS)), *whole])[rows])
+        rows = np.array([row for part in selected for row in part], bool)
+        result = scanning._signatures(scan, rows, [len(part) for part in selected])
+        np.testing.assert_array_equal(result, np.concatenate([np.empty((0, PERMUTATIONS)), *signatures])[rows])
 
 
-def test_near_duplicates_are_in_memory_once(tmp_path: Path) -> None:
+def test_signatures_are_held_in_memory_once(tmp_path: Path) -> None:
     class Parts:
         def job_folder(self, number: int) -> Path:
             return tmp_path / str(number)
@@ -247,26 +253,24 @@ def test_near_duplicates_are_in_memory_once(tmp_path: Path) -> None:
         np.save(scan.job_folder(number) / "signatures.npy", np.zeros((2000, PERMUTATIONS), np.uint32))
     rows = np.ones(16000, bool)
     tracemalloc.start()
-    found = scanning._signatures(scan, rows, [2000] * 8)
+    signatures = scanning._signatures(scan, rows, [2000] * 8)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 1.2 * found.nbytes
+    assert peak < 1.2 * signatures.nbytes
 
 
-def test_near_duplicates_go_whatever_the_jobs(tmp_path: Path) -> None:
+def test_near_duplicates_are_dropped(tmp_path: Path) -> None:
     long = " ".join(f"word{n}" for n in range(60))
     rows = [{"text": f"{long} {n % 4}" if n % 2 else f"other text {n} of its own, number {n * n}"} for n in range(40)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    ready = language(path, tmp_path / "cache", validation=None, deduplicate=Deduplication(method="near"))
-    assert sum(long in text for text in texts(ready, "train")) == 1
-    assert ready.metadata["dropped"]["duplicate"] == 40 - len(texts(ready, "train"))
+    ready = prepare_texts(path, tmp_path / "cache", validation=None, deduplicate=Deduplication(method="near"))
+    assert sum(long in text for text in read_texts(ready, "train")) == 1
+    assert ready.metadata["dropped"]["duplicate"] == 40 - len(read_texts(ready, "train"))
 
 
 @pytest.mark.parametrize("counts", [(6, 3), (3, 40), (40, 4, 7)])
 @pytest.mark.parametrize("by", ["fraction", "file"])
-def test_each_source_of_a_sequence_has_its_own_share_held_back(
-    tmp_path: Path, counts: tuple[int, ...], by: Any
-) -> None:
+def test_each_source_of_a_sequence_is_split_separately(tmp_path: Path, counts: tuple[int, ...], by: Any) -> None:
     for number, count in enumerate(counts):
         (tmp_path / str(number)).mkdir()
         for file in range(count):
@@ -279,19 +283,19 @@ def test_each_source_of_a_sequence_has_its_own_share_held_back(
         test=HeldOut(split=0.25),
         split=Splitting(by=by),
     )
-    ready = prepare_language(data, TokenizerSpec(kind="bytes"), progress=quiet, cache=tmp_path / "cache")
+    ready = prepare_language(data, TokenizerSpec(kind="bytes"), progress=ignore_progress, cache=tmp_path / "cache")
     for table in ("validation", "test"):
-        held = ready.metadata["by_source"][table]
-        assert held == [max(1, count // 4) for count in counts]
-        # And they are rows of that source.
-        names = [text.partition(" ")[0] for text in texts(ready, table)]
-        assert [names.count(str(number)) for number in range(len(counts))] == held
+        num_held_out = ready.metadata["by_source"][table]
+        assert num_held_out == [max(1, count // 4) for count in counts]
+        # The rows belong to that source.
+        names = [text.partition(" ")[0] for text in read_texts(ready, table)]
+        assert [names.count(str(number)) for number in range(len(counts))] == num_held_out
 
 
-def test_a_source_of_a_sequence_that_is_too_small_is_named(tmp_path: Path) -> None:
+def test_source_too_small_to_split_in_a_sequence_is_named(tmp_path: Path) -> None:
     write_rows(tmp_path / "a.jsonl", [{"text": f"row {n}"} for n in range(20)])
     write_rows(tmp_path / "b.jsonl", [{"text": "alone"}])
     sources = tuple(Source(path=str(tmp_path / name)) for name in ("a.jsonl", "b.jsonl"))
     data = TextData(sources=sources, mixture="sequence", validation=HeldOut(split=0.1))
     with pytest.raises(DataError, match=r"b\.jsonl, which is split by itself in a sequence: splitting 1 rows"):
-        prepare_language(data, TokenizerSpec(kind="bytes"), progress=quiet, cache=tmp_path / "cache")
+        prepare_language(data, TokenizerSpec(kind="bytes"), progress=ignore_progress, cache=tmp_path / "cache")

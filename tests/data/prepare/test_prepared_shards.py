@@ -1,4 +1,4 @@
-"""Prepared folders may come from anywhere: they are checked before they are trusted, and nothing beside them is ignored."""
+"""Prepared shards: damaged or hostile folders are refused, and no option is ignored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from bottega.tasks.language.prepare import prepare_language
 BYTES = TokenizerSpec(kind="bytes")
 
 
-def prepared(cache: Path, spec: TokenizerSpec = BYTES, **options: Any) -> PreparedData:
+def prepare(cache: Path, spec: TokenizerSpec = BYTES, **options: Any) -> PreparedData:
     return prepare_language(TextData(**options), spec, progress=lambda stage, done, total: None, cache=cache)
 
 
@@ -35,7 +35,7 @@ def table(tmp_path: Path) -> Path:
     return tmp_path / "t"
 
 
-def test_a_table_gives_back_what_was_written(table: Path) -> None:
+def test_table_round_trip(table: Path) -> None:
     rows = list(Table(table).iter_rows())
     assert [row["text"] for row in rows] == ["", "é", "éé", "ééé", "éééé"]
     assert np.array_equal(Table(table).gather("x", np.array([4, 1])), [[4, -4], [1, -1]])
@@ -43,7 +43,7 @@ def test_a_table_gives_back_what_was_written(table: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("keys", "value"),
     [
         (("columns", "x", "dtype"), "O"),
         (("columns", "x", "dtype"), "|O8"),
@@ -56,47 +56,47 @@ def test_a_table_gives_back_what_was_written(table: Path) -> None:
         (("columns", "../x"), {"dtype": "<f4", "shape": [], "varying": False, "holds": "numbers"}),
     ],
 )
-def test_a_table_that_lies_about_itself_is_refused(table: Path, place: tuple[str, ...], value: Any) -> None:
+def test_table_with_invalid_columns_is_refused(table: Path, keys: tuple[str, ...], value: Any) -> None:
     meta = json.loads((table / COLUMNS).read_text())
     block = meta
-    for key in place[:-1]:
+    for key in keys[:-1]:
         block = block[key]
-    block[place[-1]] = value
+    block[keys[-1]] = value
     (table / COLUMNS).write_text(json.dumps(meta))
     with pytest.raises(DataError, match="not a table of prepared data, or a damaged one"):
         Table(table)
 
 
 @pytest.mark.parametrize("ends", [[0, 2, 6, 4, 20], [0, 2, 6, 12, 1 << 50], [-8, 2, 6, 12, 20], [0, 2, 6, 12]])
-def test_ends_that_lead_elsewhere_are_refused(table: Path, ends: list[int]) -> None:
+def test_invalid_row_ends_are_refused(table: Path, ends: list[int]) -> None:
     np.array(ends, "<i8").tofile(table / "text.ends.bin")
     with pytest.raises(DataError, match=r"text(\.ends)?\.bin"):
         Table(table)
 
 
-def test_a_file_that_changes_while_it_is_read_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_changed_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt"
     path.write_text("as it was " * 100)
     read = SourceFiles.read
 
-    def changing(self: SourceFiles, piece: Any) -> Any:
+    def read_and_change(self: SourceFiles, piece: Any) -> Any:
         yield from read(self, piece)
         path.write_text("as it is now " * 100)
 
-    monkeypatch.setattr(SourceFiles, "read", changing)
+    monkeypatch.setattr(SourceFiles, "read", read_and_change)
     with pytest.raises(DataError, match="changed while it was read"):
-        prepared(tmp_path / "cache", train=Source(path=str(path)))
-    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()], "nothing is kept of it"
+        prepare(tmp_path / "cache", train=Source(path=str(path)))
+    assert not [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()], "an entry was left in the cache"
 
 
-def test_a_tokenizer_learns_from_train_however_little_is_looked_at(
+def test_tokenizer_is_trained_on_train_alone_even_from_a_small_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_training, "MAX_TRAINING_BYTES", 1000)
     for name, word in (("train", "apple"), ("held", "qqqqq")):
         rows = "".join(json.dumps({"text": f"{word} " * 20}) + "\n" for _ in range(50))
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
-    ready = prepared(
+    ready = prepare(
         tmp_path / "cache",
         TokenizerSpec(vocab_size=270),
         train=Source(path=str(tmp_path / "train.jsonl.gz")),
@@ -107,56 +107,58 @@ def test_a_tokenizer_learns_from_train_however_little_is_looked_at(
     assert not any("qq" in token for token in vocabulary)
 
 
-def test_packed_texts_of_the_same_content_are_two_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compressed_texts_with_the_same_content_are_separate_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("a.txt.gz", "b.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(b"the same text\n" * 50))
-        ready = prepared(tmp_path / "cache", train=Source(path=str(tmp_path / name)), validation=HeldOut(split=0.1))
+        ready = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / name)), validation=HeldOut(split=0.1))
         assert sum(counts["bytes"] for counts in ready.tables.values()) == 700
         assert ready.table("train").row("key", 0).startswith(name[0])
 
 
-def test_what_is_asked_for_beside_shards_is_not_ignored(tmp_path: Path) -> None:
+def test_options_that_shards_cannot_honour_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text to prepare\n" * 50)
-    ready = prepared(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt")))
+    ready = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt")))
     shards = Source(path=str(ready.folder))
-    assert prepared(tmp_path / "other", train=shards).fingerprint == ready.fingerprint
+    assert prepare(tmp_path / "other", train=shards).fingerprint == ready.fingerprint
     with pytest.raises(UsageError, match=r"data\.clean cannot be applied to .* prepared shards"):
-        prepared(tmp_path / "other", train=shards, clean=Cleaning())
+        prepare(tmp_path / "other", train=shards, clean=Cleaning())
     with pytest.raises(UsageError, match=r"data\.validation\.path: .* with splits of their own"):
-        prepared(tmp_path / "other", train=shards, validation=HeldOut(path=str(tmp_path / "a.txt")))
-    other = prepared(tmp_path / "cache", TokenizerSpec(vocab_size=300), train=Source(path=str(tmp_path / "a.txt")))
+        prepare(tmp_path / "other", train=shards, validation=HeldOut(path=str(tmp_path / "a.txt")))
+    other = prepare(tmp_path / "cache", TokenizerSpec(vocab_size=300), train=Source(path=str(tmp_path / "a.txt")))
     spec = TokenizerSpec(kind="pretrained", path=str(other.folder / "tokenizer"))
     with pytest.raises(DataError, match="prepared with another tokenizer"):
-        prepared(tmp_path / "other", spec, train=shards)
+        prepare(tmp_path / "other", spec, train=shards)
 
 
 def test_damaged_shards_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text to prepare\n" * 50)
-    folder = prepared(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt"))).folder
+    folder = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt"))).folder
     tokens = folder / "train" / "tokens.bin"
     tokens.write_bytes(tokens.read_bytes()[:-4])
     with pytest.raises(DataError, match="is damaged"):
-        prepared(tmp_path / "other", train=Source(path=str(folder)))
+        prepare(tmp_path / "other", train=Source(path=str(folder)))
     write_manifest(folder)
     with pytest.raises(DataError, match="damaged one"):
         Table(folder / "train")
 
 
-def test_a_table_is_in_its_folder(tmp_path: Path) -> None:
+def test_table_outside_the_prepared_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text to prepare\n" * 50)
-    folder = prepared(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt"))).folder
+    folder = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt"))).folder
     meta = json.loads((folder / "meta.json").read_text())
     meta["tables"]["train/../../elsewhere"] = meta["tables"]["train"]
     (folder / "meta.json").write_text(json.dumps(meta))
     write_manifest(folder)
     with pytest.raises(DataError, match=r"'train/\.\./\.\./elsewhere' is not a table"):
-        prepared(tmp_path / "other", train=Source(path=str(folder)))
+        prepare(tmp_path / "other", train=Source(path=str(folder)))
 
 
-def test_a_folder_of_texts_may_hold_a_file_of_that_name(tmp_path: Path) -> None:
+def test_text_folder_may_contain_meta_json(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text('{"title": "mine"}')
     (tmp_path / "a.txt").write_text("some text\n" * 20)
     (tmp_path / "b.txt").write_text("more text\n" * 20)
     data: dict[str, Any] = {"train": Source(path=str(tmp_path), kind="text")}
-    assert prepared(tmp_path / "cache", **data).tables["train"]["rows"] >= 2
+    assert prepare(tmp_path / "cache", **data).tables["train"]["rows"] >= 2

@@ -1,4 +1,4 @@
-"""Latents in the cache: computed once, of samples that are always the same, and served with what is said of them."""
+"""Cached latents: computed once from deterministic samples, and loaded with their labels."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from bottega.tasks.recipes import load_recipe
 SHAPE = (2, 2, 1)
 
 
-def rows_of(task: str, data: Path, *, is_training: bool = True, **changes: Any) -> Any:
+def open_rows(task: str, data: Path, *, is_training: bool = True, **changes: Any) -> Any:
     values = {"task": task, "data.train.path": str(data), "training.max_steps": 1, **changes}
     recipe: Any = load_recipe([values]).recipe
     prepared = prepare_media(recipe, progress=lambda stage, done, total: None)
     return open_media_source(recipe, prepared, "train", is_training=is_training)
 
 
-class Encoder:
-    """The mean of each quarter of a picture, with the number of the call in place of a variance."""
+class CountingEncoder:
+    """Returns the mean of each quarter of an image, and the number of the call as its variance."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -39,87 +39,87 @@ class Encoder:
         return np.concatenate([mean, np.full_like(mean, self.calls)], axis=-1)
 
 
-def make(rows: Any, encode: Any, cache: Path, **changes: Any) -> Any:
-    seen: list[tuple[str, int, int]] = []
-    options: dict[str, Any] = {"content": "one", "shape": SHAPE, **changes}
+def compute(source: Any, encode: Any, cache: Path, **changes: Any) -> Any:
+    reports: list[tuple[str, int, int]] = []
+    options: dict[str, Any] = {"content": "first", "shape": SHAPE, **changes}
     table = compute_latents(
-        rows, "image", encode=encode, progress=lambda *said: seen.append(said), cache=cache, **options
+        source, "image", encode=encode, progress=lambda *report: reports.append(report), cache=cache, **options
     )
-    return table, seen
+    return table, reports
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Any:
-    return rows_of("image", small_media.pictures(tmp_path))
+    return open_rows("image", small_media.pictures(tmp_path))
 
 
-def test_they_are_made_once(rows: Any, tmp_path: Path) -> None:
-    encode = Encoder()
-    table, seen = make(rows, encode, tmp_path)
-    assert seen == [("latents", 36, 36)]
-    again, nothing = make(rows, encode, tmp_path)
-    assert again.folder == table.folder
-    assert nothing == []
+def test_latents_are_computed_once(rows: Any, tmp_path: Path) -> None:
+    encode = CountingEncoder()
+    table, reports = compute(rows, encode, tmp_path)
+    assert reports == [("latents", 36, 36)]
+    cached, no_reports = compute(rows, encode, tmp_path)
+    assert cached.folder == table.folder
+    assert no_reports == []
     assert encode.calls == 1
-    assert make(rows, encode, tmp_path, content="two")[0].folder != table.folder
+    assert compute(rows, encode, tmp_path, content="second")[0].folder != table.folder
 
 
-def test_another_look_at_the_data_is_another_entry(tmp_path: Path) -> None:
-    data, encode = small_media.pictures(tmp_path), Encoder()
+def test_latents_of_different_preprocessing_are_separate_entries(tmp_path: Path) -> None:
+    data, encode = small_media.pictures(tmp_path), CountingEncoder()
     folders = {
-        make(rows_of("image", data, **{"data.normalise": how}), encode, tmp_path)[0].folder
-        for how in ("symmetric", "unit", "symmetric")
+        compute(open_rows("image", data, **{"data.normalise": normalisation}), encode, tmp_path)[0].folder
+        for normalisation in ("symmetric", "unit", "symmetric")
     }
     assert len(folders) == 2
 
 
-def test_they_stand_in_place_of_the_pixels(rows: Any, tmp_path: Path) -> None:
-    table, _ = make(rows, Encoder(), tmp_path)
-    served = LatentRows(rows, table)
+def test_latents_replace_the_pixels(rows: Any, tmp_path: Path) -> None:
+    table, _ = compute(rows, CountingEncoder(), tmp_path)
+    latents = LatentRows(rows, table)
     index = np.array([5, 0, 35])
-    plain, found = rows.rows(index, 0 * index), served.rows(index, 0 * index)
-    assert "image" not in found
-    assert found[FIELD].shape == (3, 2, 2, 2)
-    assert found[FIELD].dtype == np.float32
-    np.testing.assert_allclose(found[FIELD][..., 0], Encoder()(plain["image"])[..., 0], rtol=0, atol=1e-6)
+    plain, batch = rows.rows(index, 0 * index), latents.rows(index, 0 * index)
+    assert "image" not in batch
+    assert batch[FIELD].shape == (3, 2, 2, 2)
+    assert batch[FIELD].dtype == np.float32
+    np.testing.assert_allclose(batch[FIELD][..., 0], CountingEncoder()(plain["image"])[..., 0], rtol=0, atol=1e-6)
     for name in ("label", "condition"):
-        np.testing.assert_array_equal(found[name], plain[name])
-    assert len(served) == len(rows)
-    assert served.table is rows.table
-    assert served.fingerprint != rows.fingerprint
-    assert "as precomputed latents of 2 x 2" in served.describe(0, 0)
+        np.testing.assert_array_equal(batch[name], plain[name])
+    assert len(latents) == len(rows)
+    assert latents.table is rows.table
+    assert latents.fingerprint != rows.fingerprint
+    assert "as precomputed latents of 2 x 2" in latents.describe(0, 0)
 
 
-def test_a_worker_gets_a_small_copy(rows: Any, tmp_path: Path) -> None:
-    served = LatentRows(rows, make(rows, Encoder(), tmp_path)[0])
-    served.rows(np.arange(3), np.zeros(3, int))
-    sent = bytes(multiprocessing.reduction.ForkingPickler.dumps(served))
-    assert len(sent) < 8000
-    copy = pickle.loads(sent)
-    np.testing.assert_array_equal(copy.rows(np.arange(3), np.zeros(3, int))[FIELD], served.latents.values(FIELD)[:3])
+def test_latent_rows_pickle_small(rows: Any, tmp_path: Path) -> None:
+    latents = LatentRows(rows, compute(rows, CountingEncoder(), tmp_path)[0])
+    latents.rows(np.arange(3), np.zeros(3, int))
+    pickled = bytes(multiprocessing.reduction.ForkingPickler.dumps(latents))
+    assert len(pickled) < 8000
+    copy = pickle.loads(pickled)
+    np.testing.assert_array_equal(copy.rows(np.arange(3), np.zeros(3, int))[FIELD], latents.latents.values(FIELD)[:3])
 
 
-def test_half_of_them_is_never_seen(rows: Any, tmp_path: Path) -> None:
+def test_failed_computation_leaves_no_entry(rows: Any, tmp_path: Path) -> None:
     def broken(images: np.ndarray) -> np.ndarray:
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        make(rows, broken, tmp_path)
-    encode = Encoder()
-    table, _ = make(rows, encode, tmp_path)
+        compute(rows, broken, tmp_path)
+    encode = CountingEncoder()
+    table, _ = compute(rows, encode, tmp_path)
     assert (len(table), encode.calls) == (36, 1)
 
 
-def test_samples_that_change_are_refused(tmp_path: Path) -> None:
-    pictures, sounds, clips = (make(tmp_path) for make in (small_media.pictures, small_media.sounds, small_media.clips))
+def test_random_augmentation_and_crops_are_refused(tmp_path: Path) -> None:
+    images, audio, video = (write(tmp_path) for write in (small_media.pictures, small_media.sounds, small_media.clips))
     with pytest.raises(UsageError, match=r"data\.augmentation"):
-        check_deterministic(rows_of("image", pictures, **{"data.augmentation.flip": True}))
-    check_deterministic(rows_of("image", pictures))
-    check_deterministic(rows_of("audio", sounds))
-    check_deterministic(rows_of("audio", sounds, **{"data.seconds": 0.05, "data.crop": "centre"}))
+        check_deterministic(open_rows("image", images, **{"data.augmentation.flip": True}))
+    check_deterministic(open_rows("image", images))
+    check_deterministic(open_rows("audio", audio))
+    check_deterministic(open_rows("audio", audio, **{"data.seconds": 0.05, "data.crop": "centre"}))
     with pytest.raises(UsageError, match=r"data\.crop=centre"):
-        check_deterministic(rows_of("audio", sounds, **{"data.seconds": 0.05}))
-    check_deterministic(rows_of("video", clips, **{"data.num_frames": 4}))
-    check_deterministic(rows_of("video", clips, **{"data.num_frames": 2, "data.clip": "start"}))
+        check_deterministic(open_rows("audio", audio, **{"data.seconds": 0.05}))
+    check_deterministic(open_rows("video", video, **{"data.num_frames": 4}))
+    check_deterministic(open_rows("video", video, **{"data.num_frames": 2, "data.clip": "start"}))
     with pytest.raises(UsageError, match=r"data\.clip=centre"):
-        check_deterministic(rows_of("video", clips, **{"data.num_frames": 2}))
+        check_deterministic(open_rows("video", video, **{"data.num_frames": 2}))

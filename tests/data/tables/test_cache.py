@@ -1,4 +1,4 @@
-"""An entry is made once, whole, by one process; a damaged one is made again."""
+"""The cache of prepared data: an entry is built once by one process; a damaged entry is rebuilt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bottega.data.tables.cache import MANIFEST, default_cache, get_or_build
 
 
 class Builder:
-    """Writes two files and counts how often it was asked to."""
+    """Writes two files and counts its calls."""
 
     def __init__(self) -> None:
         self.times = 0
@@ -29,7 +29,7 @@ class Builder:
         (folder / "sub" / "more.json").write_text("{}")
 
 
-def test_an_entry_is_made_once(tmp_path: Path) -> None:
+def test_entry_is_built_once(tmp_path: Path) -> None:
     build = Builder()
     entry = get_or_build(tmp_path / "new", "key", build)
     assert get_or_build(tmp_path / "new", "key", build) == entry
@@ -59,13 +59,13 @@ def _cut_manifest(entry: Path) -> None:
     (entry / MANIFEST).write_bytes((entry / MANIFEST).read_bytes()[:20])
 
 
-def _be_a_file(entry: Path) -> None:
+def _replace_by_file(entry: Path) -> None:
     shutil.rmtree(entry)
     entry.write_text("")
 
 
-@pytest.mark.parametrize("damage", [_flip, _cut, _lose_file, _lose_manifest, _cut_manifest, _be_a_file])
-def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: object) -> None:
+@pytest.mark.parametrize("damage", [_flip, _cut, _lose_file, _lose_manifest, _cut_manifest, _replace_by_file])
+def test_damaged_entry_is_rebuilt(tmp_path: Path, damage: object) -> None:
     build = Builder()
     entry = get_or_build(tmp_path, "key", build)
     damage(entry)  # type: ignore[operator]
@@ -74,7 +74,7 @@ def test_a_damaged_entry_is_made_again(tmp_path: Path, damage: object) -> None:
     assert (entry / "data.bin").read_bytes() == b"0123456789"
 
 
-def test_what_a_dead_process_left_is_no_obstacle(tmp_path: Path) -> None:
+def test_temporary_files_of_a_dead_process_are_replaced(tmp_path: Path) -> None:
     (tmp_path / "key.tmp").mkdir()
     (tmp_path / "key.tmp" / "data.bin").write_bytes(b"half")
     build = Builder()
@@ -82,7 +82,7 @@ def test_what_a_dead_process_left_is_no_obstacle(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["key", "key.lock"]
 
 
-def test_a_failed_build_leaves_nothing_and_says_why(tmp_path: Path) -> None:
+def test_failed_build_leaves_no_entry_and_reports_the_reason(tmp_path: Path) -> None:
     def fail(error: Exception) -> None:
         def build(folder: Path) -> None:
             (folder / "data.bin").write_bytes(b"half")
@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         get_or_build(tmp_path / "file" / "cache", "key", Builder())
 
 
-def test_the_default_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cache_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_cache() == tmp_path / "bottega"
     monkeypatch.setenv("XDG_CACHE_HOME", "")
@@ -131,22 +131,22 @@ SCRIPT = """
 """
 
 
-def start(tmp_path: Path, end: str) -> subprocess.Popen[str]:
+def start_process(tmp_path: Path, end: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), tmp_path / "cache", tmp_path / "log", end]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_processes_at_once_make_it_once_and_all_have_it(tmp_path: Path) -> None:
-    outputs = [process.communicate(timeout=100)[0] for process in [start(tmp_path, "live") for _ in range(3)]]
+def test_concurrent_processes_build_once_and_share_the_entry(tmp_path: Path) -> None:
+    outputs = [process.communicate(timeout=100)[0] for process in [start_process(tmp_path, "live") for _ in range(3)]]
     assert outputs == ["0123456789\n"] * 3
     assert (tmp_path / "log").read_text() == "built\n"
 
 
-def test_a_builder_that_is_killed_is_followed_by_the_next(tmp_path: Path) -> None:
-    first = start(tmp_path, "die")
-    while not (tmp_path / "log").exists():  # it holds the lock now
+def test_killed_builder_is_replaced_by_the_waiting_process(tmp_path: Path) -> None:
+    first = start_process(tmp_path, "die")
+    while not (tmp_path / "log").exists():  # then it holds the lock
         time.sleep(0.01)
-    second = start(tmp_path, "live")
+    second = start_process(tmp_path, "live")
     first.communicate(timeout=100)
     out, _ = second.communicate(timeout=100)
     assert out == "0123456789\n"

@@ -1,4 +1,4 @@
-"""Tokenizers made to harm: refused by name in the file, before the library allocates or searches anything."""
+"""Hostile tokenizers are refused by name before the library allocates or searches anything."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sequence(*steps: dict[str, Any]) -> dict[str, Any]:
     return {"type": "Sequence", "normalizers": list(steps)}
 
 
-def saved(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+def save_tokenizer(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
     fields = byte_level()
     change(fields)
     folder.mkdir(exist_ok=True)
@@ -82,23 +82,23 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_each_is_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_hostile_tokenizer_is_refused_by_name(tmp_path: Path, name: str) -> None:
     change, reason = HOSTILE[name]
     with pytest.raises(DataError, match=reason) as caught:
-        Tokenizer.load(saved(tmp_path / "t", change))
+        Tokenizer.load(save_tokenizer(tmp_path / "t", change))
     assert str(tmp_path / "t" / "tokenizer.json") in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_file_of_a_hundred_thousand_brackets(tmp_path: Path, name: str) -> None:
-    folder = saved(tmp_path / "t", lambda fields: None)
+def test_deeply_nested_json_is_refused(tmp_path: Path, name: str) -> None:
+    folder = save_tokenizer(tmp_path / "t", lambda fields: None)
     (folder / name).write_text('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}")
     with pytest.raises(DataError, match="nested too deeply"):
         Tokenizer.load(folder)
 
 
-def test_what_published_tokenizers_have_is_accepted(tmp_path: Path) -> None:
+def test_patterns_of_published_tokenizers_are_accepted(tmp_path: Path) -> None:
     patterns = [
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -106,18 +106,18 @@ def test_what_published_tokenizers_have_is_accepted(tmp_path: Path) -> None:
         r"(?:\p{L}\p{M}*)+",
     ]
     for pattern in patterns:
-        folder = saved(tmp_path / "t", lambda f, pattern=pattern: f.update(pre_tokenizer=split(pattern)))  # type: ignore[misc]
+        folder = save_tokenizer(tmp_path / "t", lambda f, pattern=pattern: f.update(pre_tokenizer=split(pattern)))  # type: ignore[misc]
         assert Tokenizer.load(folder).vocab_size == 257
-    # ALBERT: quotes, Unicode's form, and SentencePiece's table, whose longest entry makes 18 letters of one.
+    # ALBERT: quotes, Unicode normalisation, and SentencePiece's table, whose longest entry maps one letter to 18.
     albert = sequence(replace("``", '"'), replace("''", '"'), {"type": "NFKD"}, {"type": "Lowercase"})
-    folder = saved(tmp_path / "t", lambda f: f.update(normalizer=albert))
+    folder = save_tokenizer(tmp_path / "t", lambda f: f.update(normalizer=albert))
     assert Tokenizer.load(folder).encode("a").tolist() == [SYMBOLS.index("a")]
     llama = sequence({"type": "Prepend", "prepend": "▁"}, replace(" ", "▁"))
-    assert Tokenizer.load(saved(tmp_path / "t", lambda f: f.update(normalizer=llama))).vocab_size == 257
+    assert Tokenizer.load(save_tokenizer(tmp_path / "t", lambda f: f.update(normalizer=llama))).vocab_size == 257
 
 
-def test_a_panic_of_the_library_is_an_error_of_ours() -> None:
-    class PanicException(BaseException):  # as pyo3's, which is no Exception
+def test_panic_of_the_library_is_a_data_error() -> None:
+    class PanicException(BaseException):  # like pyo3's, which does not derive from Exception
         pass
 
     with pytest.raises(DataError, match="x: the tokenizers library failed"), convert_panics("x"):

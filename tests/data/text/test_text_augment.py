@@ -1,4 +1,4 @@
-"""As many words change as asked for, by the techniques asked for, and everything between the words stays."""
+"""Text augmentation: the fraction of changed words, the chosen techniques, and preserved punctuation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REVIEW = "It was a good story, told by an (old) friend of mine; nobody else coul
 
 
 @pytest.fixture(autouse=True)
-def _own_table() -> Any:
+def _clear_caches() -> Any:
     synonym_module._lookup.cache_clear()
     find_synonyms.cache_clear()
     yield
@@ -31,53 +31,53 @@ def _own_table() -> Any:
     find_synonyms.cache_clear()
 
 
-def changes(before: str, after: str) -> int:
-    """Words gone, come or in another place, counted as the techniques count them."""
-    old, new = before.split(), after.split()
-    if len(old) == len(new):
-        return sum(one != other for one, other in zip(old, new, strict=True))
-    return abs(len(old) - len(new))
+def count_changes(before: str, after: str) -> int:
+    """Return the number of words deleted, inserted or moved, as the techniques count them."""
+    old_words, new_words = before.split(), after.split()
+    if len(old_words) == len(new_words):
+        return sum(before != after for before, after in zip(old_words, new_words, strict=True))
+    return abs(len(old_words) - len(new_words))
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize(("probability", "words"), [(0.1, 7), (0.1, 30), (0.25, 21), (0.5, 11)])
-def test_the_rate_is_the_one_asked_for(technique: str, probability: float, words: int) -> None:
+def test_fraction_of_changed_words_is_the_probability(technique: str, probability: float, words: int) -> None:
     vocabulary = sorted(synonym_module._build_table())
     total = changed = 0
     for number in range(2000):
         start = number % (len(vocabulary) - words)
         text = " ".join(vocabulary[start : start + words])
         after = augment_text(text, techniques=[technique], probability=probability, rng=numpy_generator(number))
-        total, changed = total + words, changed + changes(text, after)
+        total, changed = total + words, changed + count_changes(text, after)
     assert changed / total == pytest.approx(probability, rel=0.05)
 
 
-def test_changes_are_divided_among_the_techniques() -> None:
+def test_changes_are_divided_equally_among_the_techniques() -> None:
     before, counts = [*(f"w{number}" for number in range(36)), "good", "bad", "big", "small"], Counter[str]()
     for number in range(1000):
         rng = numpy_generator(number)
         after = augment_text(" ".join(before), techniques=TECHNIQUES[1:], probability=0.3, rng=rng).split()
-        gone = set(before) - set(after)
-        kept = [word for word in before if word not in gone]
-        added = len(after) - len(kept)
-        counts.update(deleted=len(gone), added=added)
-    # 12 changes, a third for each.
+        deleted = set(before) - set(after)
+        remaining = [word for word in before if word not in deleted]
+        added = len(after) - len(remaining)
+        counts.update(deleted=len(deleted), added=added)
+    # 12 changes, a third for each technique.
     assert counts["deleted"] / 1000 == pytest.approx(4, rel=0.05)
     assert counts["added"] / 1000 == pytest.approx(4, rel=0.05)
 
 
-def test_swaps_take_their_part() -> None:
+def test_swaps_are_an_equal_part_of_the_changes() -> None:
     text, swapped = " ".join(f"w{number}" for number in range(40)), 0
     for number in range(1000):
         after = augment_text(
             text, techniques=("random_swap", "random_deletion"), probability=0.3, rng=numpy_generator(number)
         ).split()
         swapped += sum(map(str.__ne__, [word for word in text.split() if word in after], after))
-    # A deletion between two swapped words hides nothing, since the rest is compared without the deleted words.
+    # The texts are compared without the deleted words, so that deletions do not hide swaps.
     assert swapped / 1000 == pytest.approx(6, rel=0.05)
 
 
-def test_where_synonyms_are_too_few_the_others_do_it() -> None:
+def test_other_techniques_replace_missing_synonyms() -> None:
     text = " ".join(f"w{number}" for number in range(20))
     lengths = [
         len(
@@ -89,12 +89,12 @@ def test_where_synonyms_are_too_few_the_others_do_it() -> None:
     ]
     assert lengths == [16] * 50
     assert augment_text(text, techniques=["synonym_replacement"], probability=0.2, rng=numpy_generator(0)) == text
-    some = augment_text(REVIEW, techniques=["synonym_replacement"], probability=1.0, rng=numpy_generator(0))
-    assert len(some.split()) == len(REVIEW.split())
-    assert 3 <= changes(REVIEW, some) < len(REVIEW.split())
+    replaced = augment_text(REVIEW, techniques=["synonym_replacement"], probability=1.0, rng=numpy_generator(0))
+    assert len(replaced.split()) == len(REVIEW.split())
+    assert 3 <= count_changes(REVIEW, replaced) < len(REVIEW.split())
 
 
-def test_replacing_and_swapping_keep_what_is_between_the_words() -> None:
+def test_replacement_and_swaps_preserve_punctuation_and_spaces() -> None:
     between = "".join("w" if sign.isalnum() else sign for sign in REVIEW)
     for technique in ("synonym_replacement", "random_swap"):
         after = augment_text(REVIEW, techniques=[technique], probability=0.5, rng=numpy_generator(3))
@@ -105,18 +105,20 @@ def test_replacing_and_swapping_keep_what_is_between_the_words() -> None:
     assert Counter(swapped) == Counter("a, b\n\n(c) d!")
 
 
-def test_a_deleted_word_takes_one_space_along() -> None:
-    seen = {
+def test_deleted_word_removes_one_space() -> None:
+    results = {
         augment_text("one two, three\n\nfour", techniques=["random_deletion"], probability=0.25, rng=numpy_generator(n))
         for n in range(60)
     }
-    assert seen == {"two, three\n\nfour", "one, three\n\nfour", "one two,\n\nfour", "one two, three"}
+    assert results == {"two, three\n\nfour", "one, three\n\nfour", "one two,\n\nfour", "one two, three"}
     for number in range(100):
-        left = augment_text("a b c d e", techniques=["random_deletion"], probability=1.0, rng=numpy_generator(number))
-        assert left in set("abcde")
+        remaining = augment_text(
+            "a b c d e", techniques=["random_deletion"], probability=1.0, rng=numpy_generator(number)
+        )
+        assert remaining in set("abcde")
 
 
-def test_an_inserted_word_is_a_synonym_or_of_the_text() -> None:
+def test_inserted_word_is_a_synonym_or_a_word_of_the_text() -> None:
     for number in range(50):
         after = augment_text(
             "A Good plot", techniques=["random_insertion"], probability=0.34, rng=numpy_generator(number)
@@ -129,13 +131,15 @@ def test_an_inserted_word_is_a_synonym_or_of_the_text() -> None:
         assert set(after) == {"xa", "xb", "xc"}
 
 
-WORDY = st.text() | st.lists(
+TEXTS = st.text() | st.lists(
     st.sampled_from(["good", "the", "The", "bad,", "(x)", "é", "नमस्ते", "👍", "--", "\n", "ß"])
 ).map(" ".join)
 
 
-@given(WORDY, st.lists(st.sampled_from(TECHNIQUES), unique=True), st.floats(0, 1), st.integers(0, 2**31))
-def test_any_text_can_be_augmented(text: str, techniques: list[str], probability: float, seed: int) -> None:
+@given(TEXTS, st.lists(st.sampled_from(TECHNIQUES), unique=True), st.floats(0, 1), st.integers(0, 2**31))
+def test_augmented_text_is_empty_only_if_the_text_is(
+    text: str, techniques: list[str], probability: float, seed: int
+) -> None:
     after = augment_text(text, techniques=techniques, probability=probability, rng=numpy_generator(seed))
     assert bool(after.strip()) == bool(text.strip())
     if not techniques or probability == 0:
@@ -153,12 +157,12 @@ def test_copies_differ_from_the_text(
 ) -> None:
     techniques = [*techniques, *TECHNIQUES[:1]] if replace else techniques
     text = "(" + ", ".join(words) + ")."
-    made = make_augmented_copies(text, factor=3, techniques=techniques, probability=probability, seed=1, key="a:1")
-    assert len(made) == 3
-    assert text not in made or len(set(words)) < 2
+    copies = make_augmented_copies(text, factor=3, techniques=techniques, probability=probability, seed=1, key="a:1")
+    assert len(copies) == 3
+    assert text not in copies or len(set(words)) < 2
 
 
-def test_a_copy_is_a_function_of_seed_key_and_number() -> None:
+def test_copy_depends_on_seed_key_and_number() -> None:
     def make(factor: int, seed: int, key: str) -> list[str]:
         return make_augmented_copies(REVIEW, factor=factor, techniques=TECHNIQUES, probability=0.3, seed=seed, key=key)
 
@@ -166,7 +170,7 @@ def test_a_copy_is_a_function_of_seed_key_and_number() -> None:
     assert len({*make(5, 1, "k"), *make(5, 2, "k"), *make(5, 1, "l")}) == 15
 
 
-def test_the_table_is_large_and_sound() -> None:
+def test_synonym_table_is_symmetric_and_lower_case() -> None:
     table = synonym_module._build_table()
     assert len(table) >= 400
     assert synonym_source() == "table"
@@ -177,7 +181,7 @@ def test_the_table_is_large_and_sound() -> None:
         assert all(other.isalpha() and other.islower() for other in (word, *others))
 
 
-def test_case_is_kept() -> None:
+def test_synonyms_preserve_case() -> None:
     assert "great" in find_synonyms("good")
     assert "Great" in find_synonyms("Good")
     assert "GREAT" in find_synonyms("GOOD")
@@ -192,14 +196,14 @@ def _fake_nltk(monkeypatch: pytest.MonkeyPatch, lookup: Any) -> None:
     monkeypatch.setitem(sys.modules, "nltk.corpus", corpus)
 
 
-def test_wordnet_is_used_where_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wordnet_is_used_where_available(monkeypatch: pytest.MonkeyPatch) -> None:
     sense = SimpleNamespace(lemma_names=lambda: ["good", "goodness", "well_done", "Well", "sound"])
     _fake_nltk(monkeypatch, lambda word: [sense] if word == "good" else [])
     assert synonym_source() == "nltk"
     assert find_synonyms("Good") == ("Goodness", "Sound")
 
 
-def test_wordnet_without_its_data_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wordnet_without_data_falls_back_to_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(word: str) -> Any:
         raise LookupError("Resource wordnet not found")
 
@@ -208,7 +212,7 @@ def test_wordnet_without_its_data_is_not_there(monkeypatch: pytest.MonkeyPatch) 
     assert find_synonyms("good")
 
 
-def test_swaps_of_equal_words_are_no_changes() -> None:
+def test_swaps_of_equal_words_do_not_count_as_changes() -> None:
     text = "the the the the cat"
     for number in range(20):
         after = augment_text(

@@ -1,4 +1,4 @@
-"""Equal and similar texts are found, different ones are not, and the first of each group stays."""
+"""Exact and near duplicates of texts: detection, and the first of each group is retained."""
 
 from __future__ import annotations
 
@@ -29,111 +29,115 @@ VOCABULARY = np.array(
 )
 
 
-def document(name: int, words: int = 400) -> list[str]:
+def make_document(name: int, words: int = 400) -> list[str]:
     return numpy_generator(name, "document").choice(VOCABULARY, words).tolist()
 
 
-def with_changes(words: list[str], share: float, name: int = 0) -> list[str]:
+def change_words(words: list[str], fraction: float, name: int = 0) -> list[str]:
     rng, changed = numpy_generator(name, "changes"), list(words)
-    for place in rng.choice(len(words), round(share * len(words)), replace=False):
-        changed[place] = str(rng.choice(VOCABULARY))
+    for index in rng.choice(len(words), round(fraction * len(words)), replace=False):
+        changed[index] = str(rng.choice(VOCABULARY))
     return changed
 
 
 def jaccard(first: list[str], second: list[str]) -> float:
-    one, other = (
+    first_shingles, second_shingles = (
         {tuple(words[i : i + SHINGLE_WORDS]) for i in range(len(words) - SHINGLE_WORDS + 1)}
         for words in (first, second)
     )
-    return len(one & other) / len(one | other)
+    return len(first_shingles & second_shingles) / len(first_shingles | second_shingles)
 
 
-def sign(documents: list[list[str]]) -> np.ndarray:
+def compute_signatures(documents: list[list[str]]) -> np.ndarray:
     return np.stack([minhash_signature(" ".join(words)) for words in documents])
 
 
 @given(st.lists(st.sampled_from(["a", "B", "ß", "é", "long"]), min_size=1), st.sampled_from([" ", "\n\n", " \t "]))
-def test_case_and_white_space_do_not_matter(words: list[str], space: str) -> None:
+def test_content_hash_ignores_case_and_white_space(words: list[str], space: str) -> None:
     assert hash_content(" ".join(words)) == hash_content(f" {space.join(words).upper()} \n")
     assert 0 <= hash_content(space.join(words)) < 2**64
 
 
-def test_keys_are_the_same_in_every_process() -> None:
-    # blake2b of "hello world" cut to 8 bytes; a change of it would keep duplicates across two halves of a preparation.
+def test_hashes_are_the_same_in_every_process() -> None:
+    # blake2b of "hello world" cut to 8 bytes; resumed preparations rely on it.
     code = "from bottega.data.text.duplicates import *; print(hash_content('Hello  World'), minhash_signature('Hello  World wide')[:3])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"{hash_content('hello world')} {minhash_signature('hello world wide')[:3]}"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == f"{hash_content('hello world')} {minhash_signature('hello world wide')[:3]}"
     assert hash_content("a") != hash_content("b")
 
 
 @given(st.lists(st.integers(0, 5) | st.just(2**64 - 1), max_size=30))
-def test_the_first_of_equal_keys_stays(keys: list[int]) -> None:
-    assert find_exact_unique(keys).tolist() == [key not in keys[:place] for place, key in enumerate(keys)]
+def test_first_of_equal_keys_is_unique(keys: list[int]) -> None:
+    assert find_exact_unique(keys).tolist() == [key not in keys[:index] for index, key in enumerate(keys)]
 
 
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.05, 0.1, 0.2, 0.4])
-def test_the_estimate_is_within_three_standard_errors(share: float) -> None:
-    errors, strays = [], 0
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.05, 0.1, 0.2, 0.4])
+def test_similarity_estimate_is_within_three_standard_errors(fraction: float) -> None:
+    errors, num_outliers = [], 0
     for name in range(40):
-        first = document(name)
-        second = with_changes(first, share, name)
-        true, estimated = jaccard(first, second), estimate_similarity(*sign([first, second]))
+        first = make_document(name)
+        second = change_words(first, fraction, name)
+        true, estimated = jaccard(first, second), estimate_similarity(*compute_signatures([first, second]))
         scale = np.sqrt(true * (1 - true) / PERMUTATIONS)
         errors.append(estimated - true)
-        strays += abs(estimated - true) > 3 * scale + 1e-12
-    # Three standard errors are passed once in 370; of 40 pairs, two are next to impossible.
-    assert strays <= 1
-    # Without bias: the mean of 40 errors is known to a sixth of one error.
+        num_outliers += abs(estimated - true) > 3 * scale + 1e-12
+    # Three standard errors are exceeded once in 370; twice in 40 pairs is next to impossible.
+    assert num_outliers <= 1
+    # Unbiased: the standard error of the mean of 40 errors is a sixth of one error.
     assert abs(np.mean(errors)) <= 3 * 0.5 / np.sqrt(PERMUTATIONS * 40)
 
 
-def test_near_duplicates_are_found_and_others_are_not() -> None:
-    originals = [document(name) for name in range(60)]
+def test_near_duplicates_are_detected_and_others_are_not() -> None:
+    originals = [make_document(name) for name in range(60)]
     # With 5 % of the words changed, 0.95^5 of the runs are left, which is a similarity of 0.63; with 2 %, of 0.83.
-    signatures = sign([*originals, *(with_changes(words, 0.05, name) for name, words in enumerate(originals))])
+    signatures = compute_signatures(
+        [*originals, *(change_words(words, 0.05, name) for name, words in enumerate(originals))]
+    )
     assert find_near_unique(signatures, 0.5).tolist() == [True] * 60 + [False] * 60
     assert find_near_unique(signatures, 0.8).all()
-    signatures = sign([*originals, *(with_changes(words, 0.01, name) for name, words in enumerate(originals))])
+    signatures = compute_signatures(
+        [*originals, *(change_words(words, 0.01, name) for name, words in enumerate(originals))]
+    )
     assert find_near_unique(signatures, 0.8).tolist() == [True] * 60 + [False] * 60
 
 
-def test_the_answer_is_that_of_comparing_all_pairs() -> None:
-    documents = [document(name, 60) for name in range(30)]
+def test_near_duplicates_match_comparing_all_pairs() -> None:
+    documents = [make_document(name, 60) for name in range(30)]
     rng = numpy_generator(7, "mix")
     for copy in range(120):
-        documents.append(with_changes(documents[int(rng.integers(30))], float(rng.random() * 0.15), copy))
+        documents.append(change_words(documents[int(rng.integers(30))], float(rng.random() * 0.15), copy))
     order = rng.permutation(len(documents))
-    signatures = sign([documents[place] for place in order])
+    signatures = compute_signatures([documents[index] for index in order])
     for threshold in (0.3, 0.5, 0.8, 1.0):
         group = np.arange(len(order))
-        for one in range(len(order)):
-            for other in np.flatnonzero(np.mean(signatures == signatures[one], axis=1) >= threshold):
-                group[group == max(group[one], group[other])] = min(group[one], group[other])
+        for i in range(len(order)):
+            for j in np.flatnonzero(np.mean(signatures == signatures[i], axis=1) >= threshold):
+                group[group == max(group[i], group[j])] = min(group[i], group[j])
         expected = group == np.arange(len(order))
-        kept = find_near_unique(signatures, threshold)
-        # A pair at the very threshold is missed once in a hundred.
-        assert np.count_nonzero(kept != expected) <= 2
-        assert np.array_equal(kept, find_near_unique(signatures, threshold))
+        unique = find_near_unique(signatures, threshold)
+        # A pair at the threshold is missed once in a hundred.
+        assert np.count_nonzero(unique != expected) <= 2
+        assert np.array_equal(unique, find_near_unique(signatures, threshold))
 
 
-def test_of_many_equal_texts_one_stays_and_each_is_compared_with_few() -> None:
-    signatures = np.repeat(sign([document(1), document(2)]), 20_000, axis=0)
+def test_many_equal_texts_leave_one_with_few_comparisons() -> None:
+    signatures = np.repeat(compute_signatures([make_document(1), make_document(2)]), 20_000, axis=0)
     assert np.flatnonzero(find_near_unique(signatures, 0.8)).tolist() == [0, 20_000]
     few, many = (count_operations(lambda step=step: find_near_unique(signatures[::step], 0.8)) for step in (40, 10))
     assert many < 5 * few
 
 
-def test_a_first_that_is_unlike_the_rest_hides_nothing() -> None:
+def test_dissimilar_first_text_of_a_band_hides_no_duplicates() -> None:
     number, rows = choose_bands(0.8)
     second = numpy_generator(0, "row").integers(0, 2**32, PERMUTATIONS, dtype=np.uint32)
     third = second.copy()
-    third[rows : number * rows : rows] += 1  # All bands differ but the first, and 108 of 128 places are equal.
+    third[rows : number * rows : rows] += 1  # All bands differ but the first, and 108 of 128 values are equal.
     first = second + np.uint32(7)
     first[:rows] = second[:rows]
     assert find_near_unique(np.stack([first, second, third]), 0.8).tolist() == [True, True, False]
 
 
-def test_bands_fit_the_threshold() -> None:
+def test_bands_detect_pairs_at_the_threshold() -> None:
     for threshold in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0):
         number, rows = choose_bands(threshold)
         assert number * rows <= PERMUTATIONS
@@ -142,7 +146,7 @@ def test_bands_fit_the_threshold() -> None:
     assert choose_bands(0.8)[1] > choose_bands(0.5)[1]
 
 
-def test_short_and_wordless_texts() -> None:
+def test_signatures_of_short_and_wordless_texts() -> None:
     assert estimate_similarity(minhash_signature("A good film!"), minhash_signature("a  good film")) == 1
     assert estimate_similarity(minhash_signature("a good film"), minhash_signature("quite another thing")) < 0.1
     assert estimate_similarity(minhash_signature("a really good film"), minhash_signature("a really bad film")) < 0.1
@@ -153,7 +157,7 @@ def test_short_and_wordless_texts() -> None:
     assert minhash_signature("x").dtype == np.uint32
 
 
-def test_chinese_is_compared_by_its_signs() -> None:
+def test_chinese_is_compared_by_characters() -> None:
     text = "我们晚上回到家的时候，没有人想到要为第二天买面包。然后我们又出去了一次，可是商店已经关门了。"
     assert estimate_similarity(minhash_signature(text), minhash_signature(text.replace("面包", "米饭"))) > 0.4
 
@@ -164,8 +168,8 @@ def test_any_text_has_a_signature(text: str) -> None:
     assert minhash_signature(text).shape == (PERMUTATIONS,)
 
 
-def test_no_word_of_a_text_is_visited_by_python_itself() -> None:
-    long = " ".join(document(5, 5000))
+def test_signatures_do_not_loop_over_words() -> None:
+    long = " ".join(make_document(5, 5000))
     short = long[: len(long) // 10]
     minhash_signature(short)
     counts = [count_operations(lambda text=text: minhash_signature(text)) for text in (short, long)]

@@ -1,4 +1,4 @@
-"""Each question of a filter has its answer and its reason, and texts at the limit stay."""
+"""Text filters: the reason for each dropped text; texts at a limit are retained."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ GERMAN = "Der Regen fiel auf das Dach des Hauses, und es war dunkel, als wir nac
         ("", Filter(min_characters=1, languages=("en",)), "too short"),
     ],
 )
-def test_reasons(text: str, options: Filter, reason: str | None) -> None:
+def test_drop_reasons(text: str, options: Filter, reason: str | None) -> None:
     assert find_drop_reason(text, options) == reason
 
 
-def test_shares_are_those_counted_by_hand() -> None:
+def test_fractions_of_symbols_and_repeated_lines() -> None:
     assert symbol_fraction("a, b.") == pytest.approx(2 / 4)
     assert symbol_fraction("é, b.") == pytest.approx(2 / 4)
     assert symbol_fraction("_") == 1
     assert symbol_fraction(" \n") == symbol_fraction("") == 0
-    assert symbol_fraction("नमस्ते") == 0  # A quarter of ordinary Hindi are marks, which are no signs.
+    assert symbol_fraction("नमस्ते") == 0  # A quarter of ordinary Hindi are combining marks, which are not symbols.
     assert symbol_fraction(ENGLISH) < 0.06
     assert repeated_line_fraction("a\n\n b \n\na\n\n") == pytest.approx(1 / 3)
     assert repeated_line_fraction("") == 0
 
 
 @given(st.text(st.characters(max_codepoint=127)))
-def test_the_short_cut_for_ascii_counts_the_same(text: str) -> None:
-    signs = sum(not sign.isalnum() and not sign.isspace() for sign in text)
-    solid = sum(not sign.isspace() for sign in text)
-    assert symbol_fraction(text) == pytest.approx(signs / max(solid, 1))
+def test_ascii_fast_path_counts_the_same(text: str) -> None:
+    num_symbols = sum(not sign.isalnum() and not sign.isspace() for sign in text)
+    num_visible = sum(not sign.isspace() for sign in text)
+    assert symbol_fraction(text) == pytest.approx(num_symbols / max(num_visible, 1))
 
 
 @given(st.text())
-def test_any_text_is_judged(text: str) -> None:
+def test_any_text_has_a_drop_reason_or_none(text: str) -> None:
     options = Filter(min_words=1, languages=("en",), max_symbol_share=0.3, max_repeated_share=0.3)
     assert find_drop_reason(text, options) in {
         None,
@@ -74,7 +74,7 @@ def test_any_text_is_judged(text: str) -> None:
     assert 0 <= repeated_line_fraction(text) < 1
 
 
-def test_a_language_that_cannot_be_told_is_refused_by_name() -> None:
+def test_undetectable_language_is_refused_by_name() -> None:
     check_filter(Filter(languages=("en", "de-AT", "nb", "zh_CN")))
     check_filter(Filter())
     with pytest.raises(UsageError, match=r"data\.filter\.languages: 'english'.*did you mean 'en'"):

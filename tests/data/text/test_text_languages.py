@@ -1,4 +1,4 @@
-"""Sentences of many languages are told apart; a text too short to tell gives no answer."""
+"""Language detection: sentences in many languages; texts too short have no language."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SENTENCES = {
     "ka": "როცა საღამოს სახლში დავბრუნდით, არავის უფიქრია პურის ყიდვაზე.",
 }
 
-# The first article of the Universal Declaration of Human Rights: sentences that the tables were not written beside.
+# The first article of the Universal Declaration of Human Rights, which was not used to write the tables.
 RIGHTS = {
     "en": "All human beings are born free and equal in dignity and rights.",
     "de": "Alle Menschen sind frei und gleich an Würde und Rechten geboren.",
@@ -68,16 +68,16 @@ RIGHTS = {
 }
 
 
-def test_sentences_of_others_are_told() -> None:
-    found = {code: detect_language(text)[0] for code, text in RIGHTS.items()}
-    wrong = {code: answer for code, answer in found.items() if answer != code}
-    assert len(wrong) <= 2, wrong  # Danish and Norwegian hardly differ in so few words.
+def test_independent_sentences_are_detected() -> None:
+    detected = {code: detect_language(text)[0] for code, text in RIGHTS.items()}
+    wrong = {code: language for code, language in detected.items() if language != code}
+    assert len(wrong) <= 2, wrong  # Danish and Norwegian hardly differ in a few words.
 
 
 @pytest.mark.parametrize("code", SENTENCES)
-def test_a_sentence_is_told(code: str) -> None:
-    found, confidence = detect_language(SENTENCES[code])
-    assert found == code
+def test_language_of_a_sentence_is_detected(code: str) -> None:
+    language, confidence = detect_language(SENTENCES[code])
+    assert language == code
     assert 0.1 < confidence <= 1
     assert code in LANGUAGES
 
@@ -85,23 +85,23 @@ def test_a_sentence_is_told(code: str) -> None:
 @pytest.mark.parametrize(
     "text", ["", "   \n", "Hi", "ok ok", "12345 67890 !!! ---", "你好", "qwrtz plmkn bvcxy wqrtp zzkrt", "\ud800"]
 )
-def test_nothing_is_said_of_what_cannot_be_told(text: str) -> None:
+def test_texts_too_short_have_no_language(text: str) -> None:
     assert detect_language(text) == ("", 0.0)
 
 
-def test_a_text_in_two_languages_is_in_the_greater_one_and_less_sure() -> None:
+def test_mixed_text_has_the_main_language_with_lower_confidence() -> None:
     pure = detect_language(SENTENCES["en"])[1]
     mixed = detect_language(f"{SENTENCES['en']} {SENTENCES['en']} {SENTENCES['de']}")
     assert mixed[0] == "en"
     assert mixed[1] < pure
 
 
-def test_a_quotation_in_another_script_changes_nothing() -> None:
+def test_quotation_in_a_different_script_changes_nothing() -> None:
     assert detect_language(SENTENCES["en"] + " " + SENTENCES["zh"])[0] == "en"
     assert detect_language(SENTENCES["zh"] * 3 + " See the note of the editor.")[0] == "zh"
 
 
-def test_japanese_is_told_by_little_kana() -> None:
+def test_japanese_is_detected_by_a_little_kana() -> None:
     assert detect_language("東京都知事選挙候補者一覧表を見る")[0] == "ja"
     assert detect_language("東京都知事選挙候補者一覧表")[0] == "zh"
 
@@ -115,7 +115,7 @@ def test_form_of_unicode_and_kind_of_apostrophe_do_not_matter() -> None:
 
 
 @given(st.text(max_size=200))
-def test_any_text_has_an_answer(text: str) -> None:
+def test_confidence_is_zero_only_without_a_language(text: str) -> None:
     code, confidence = detect_language(text)
     assert code in LANGUAGES | {""}
     assert 0 <= confidence <= 1

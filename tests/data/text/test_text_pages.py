@@ -1,4 +1,4 @@
-"""Pages become text: tags go, blocks become lines, what is no tag stays; menus and notices go, prose stays."""
+"""HTML to text: tags are removed, blocks become lines, other brackets stay; boilerplate is removed, prose stays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from bottega.data.text.html import strip_html
         ("</p></div>text</b><p", "text<p"),
     ],
 )
-def test_pages(page: str, text: str) -> None:
+def test_html_is_converted_to_text(page: str, text: str) -> None:
     assert strip_html(page) == text
 
 
@@ -55,13 +55,13 @@ def test_pages(page: str, text: str) -> None:
         "<<<>>> <- -> </>",
     ],
 )
-def test_a_text_that_is_no_page_stays(text: str) -> None:
+def test_text_without_tags_is_unchanged(text: str) -> None:
     assert strip_html(text) == text
     assert strip_html(text + " &amp; &lt;b&gt;") == text + " & <b>"
 
 
 @given(st.text())
-def test_without_a_bracket_nothing_changes(text: str) -> None:
+def test_text_without_brackets_and_entities_is_unchanged(text: str) -> None:
     text = text.replace("<", "").replace("&", "")
     assert strip_html(text) == text
 
@@ -103,7 +103,7 @@ PARTS = st.sampled_from(
 
 
 @given(st.lists(PARTS | st.text(max_size=5) | st.sampled_from(" \n"), max_size=40).map("".join))
-def test_any_page_survives_and_never_grows(page: str) -> None:
+def test_stripping_never_makes_a_page_longer(page: str) -> None:
     assert len(strip_html(page)) <= len(page)
 
 
@@ -126,8 +126,8 @@ def test_any_page_survives_and_never_grows(page: str) -> None:
         "<a ='<a' ",
     ],
 )
-def test_hostile_pages_end(part: str) -> None:
-    """A second of work, and hours where each part is searched to the end of the page: then the suite's limit ends it."""
+def test_hostile_pages_take_linear_time(part: str) -> None:
+    """Searching each part to the end of the page would take hours and reach the suite's time limit."""
     strip_html("<p>" + part * (3_000_000 // len(part)))
 
 
@@ -157,7 +157,7 @@ Spring flowers
 Summer fruit"""
 
 
-def test_what_is_around_an_article_goes() -> None:
+def test_boilerplate_around_an_article_is_removed() -> None:
     assert remove_boilerplate(PAGE) == ARTICLE
     assert remove_boilerplate(ARTICLE) == ARTICLE
 
@@ -173,7 +173,7 @@ def test_what_is_around_an_article_goes() -> None:
         "我们晚上回到家的时候，没有人想到要为第二天买面包。",
     ],
 )
-def test_prose_stays(line: str) -> None:
+def test_prose_is_not_boilerplate(line: str) -> None:
     assert remove_boilerplate(line) == line
 
 
@@ -182,20 +182,20 @@ def test_prose_stays(line: str) -> None:
         "\n".join
     )
 )
-def test_lines_only_go_and_twice_is_once(text: str) -> None:
-    left = remove_boilerplate(text)
-    assert remove_boilerplate(left) == left
-    rest = iter(text.split("\n"))
-    assert left == "" or all(line in rest for line in left.split("\n"))
+def test_removing_boilerplate_drops_lines_only_and_is_idempotent(text: str) -> None:
+    remaining = remove_boilerplate(text)
+    assert remove_boilerplate(remaining) == remaining
+    lines = iter(text.split("\n"))
+    assert remaining == "" or all(line in lines for line in remaining.split("\n"))
 
 
-@pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA names no folder of data")
-def test_of_shakespeare_nothing_goes() -> None:
+@pytest.mark.skipif("BOTTEGA_DATA" not in os.environ, reason="BOTTEGA_DATA is not set to a folder of data")
+def test_shakespeare_has_no_boilerplate() -> None:
     text = Path(os.environ["BOTTEGA_DATA"], "text-lm-tinyshakespeare", "input.txt").read_text()
     assert len(remove_boilerplate(text)) >= 0.9999 * len(text)
 
 
-def test_of_the_documentation_of_python_next_to_nothing_goes() -> None:
+def test_python_documentation_has_next_to_no_boilerplate() -> None:
     import argparse
     import collections
     import json

@@ -1,4 +1,4 @@
-"""Every kind but words gives any text back exactly, keeps end of text out of text, and opens in transformers unchanged."""
+"""Tokenizers: exact round trips (except words), end of text never inside a text, the same ids in transformers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ unicode_text = st.text(st.characters(exclude_categories=["Cs"])) | st.text("ab 1
 
 @settings(max_examples=300, deadline=None)
 @given(unicode_text)
-def test_any_text_comes_back_exactly(text: str) -> None:
+def test_any_text_round_trips(text: str) -> None:
     for tokenizer in (BYTES, BPE, build_character_tokenizer([text])):
         ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
@@ -60,7 +60,7 @@ def test_any_text_comes_back_exactly(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", HARD)
-def test_hard_texts_come_back_exactly(text: str) -> None:
+def test_hard_texts_round_trip(text: str) -> None:
     for tokenizer in (BYTES, BPE, build_character_tokenizer([text])):
         ids = tokenizer.encode(text)
         assert ids.dtype == np.uint16
@@ -68,7 +68,7 @@ def test_hard_texts_come_back_exactly(text: str) -> None:
         assert tokenizer.eos_token_id not in ids
 
 
-def test_ids_are_what_they_say() -> None:
+def test_ids_and_vocabulary_sizes() -> None:
     assert BYTES.encode("aé").tolist() == [97, 0xC3, 0xA9]
     assert (BYTES.vocab_size, BYTES.eos_token_id) == (257, 256)
     characters = build_character_tokenizer(["ba\n", "cab"])
@@ -81,7 +81,7 @@ def test_ids_are_what_they_say() -> None:
         assert tokenizer.decode([tokenizer.eos_token_id]) == END_OF_TEXT
 
 
-def test_learning_twice_gives_the_same_tokenizer() -> None:
+def test_training_twice_gives_the_same_tokenizer() -> None:
     assert train_bpe(CORPUS, vocab_size=600).fingerprint == BPE.fingerprint
     assert train_bpe(CORPUS[:10], vocab_size=600).fingerprint != BPE.fingerprint
 
@@ -136,38 +136,38 @@ def test_a_large_vocabulary_has_wide_ids() -> None:
     assert wide.encode("\U00020001").dtype == np.uint32
 
 
-def test_loading_gives_the_same_tokenizer(tmp_path: Path) -> None:
+def test_tokenizer_save_load_round_trip(tmp_path: Path) -> None:
     for tokenizer in (BYTES, BPE, build_character_tokenizer(CORPUS)):
         tokenizer.save(tmp_path / tokenizer.kind)
-        again = Tokenizer.load(tmp_path / tokenizer.kind)
-        assert (again.kind, again.vocab_size, again.eos_token_id) == (
+        loaded = Tokenizer.load(tmp_path / tokenizer.kind)
+        assert (loaded.kind, loaded.vocab_size, loaded.eos_token_id) == (
             tokenizer.kind,
             tokenizer.vocab_size,
             tokenizer.eos_token_id,
         )
-        assert again.fingerprint == tokenizer.fingerprint
-        assert np.array_equal(again.encode(CORPUS[0]), tokenizer.encode(CORPUS[0]))
+        assert loaded.fingerprint == tokenizer.fingerprint
+        assert np.array_equal(loaded.encode(CORPUS[0]), tokenizer.encode(CORPUS[0]))
 
 
-def test_what_is_saved_opens_in_transformers_unchanged(tmp_path: Path) -> None:
+def test_saved_tokenizer_gives_the_same_ids_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for tokenizer in (BYTES, BPE, build_character_tokenizer([*CORPUS, *HARD])):
         tokenizer.save(tmp_path / tokenizer.kind)
-        other = AutoTokenizer.from_pretrained(tmp_path / tokenizer.kind)
-        assert other.eos_token_id == tokenizer.eos_token_id
-        assert len(other) == tokenizer.vocab_size
+        reference = AutoTokenizer.from_pretrained(tmp_path / tokenizer.kind)
+        assert reference.eos_token_id == tokenizer.eos_token_id
+        assert len(reference) == tokenizer.vocab_size
         for text in [*HARD, CORPUS[1][:3000]]:
             ids = tokenizer.encode(text).tolist()
-            assert other(text)["input_ids"] == ids, (tokenizer.kind, text)
-            assert other.decode(ids) == text
-        assert other.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
+            assert reference(text)["input_ids"] == ids, (tokenizer.kind, text)
+            assert reference.decode(ids) == text
+        assert reference.decode([tokenizer.eos_token_id], skip_special_tokens=True) == ""
 
 
-def test_words_are_lowered_divided_and_numbered_by_frequency() -> None:
+def test_words_are_lower_cased_split_and_numbered_by_frequency() -> None:
     texts = ["The cat's mat; the CAT didn't", "do n't — the mat, caf\u00e9 cafe\u0301 it\u2019s"]
     words = train_word_tokenizer(texts, vocab_size=None)
-    # Equally frequent ones by their letters.
+    # Equally frequent words are in alphabetical order.
     assert [words.backend.id_to_token(n) for n in range(words.vocab_size)] == [
         *(UNKNOWN_TOKEN, END_OF_TEXT, "the", "'s", "café", "cat", "mat"),
     ]
@@ -180,7 +180,7 @@ def test_words_are_lowered_divided_and_numbered_by_frequency() -> None:
     all_words = train_word_tokenizer(texts, vocab_size=None, min_frequency=1)
     assert all_words.decode(all_words.encode("Don't, DIDN'T do n't the cats")) == "<unk> , didn't do n't the <unk>"
     assert all_words.encode(" \n").tolist() == []
-    # What spells a special token is text.
+    # Text that spells a special token is encoded as text.
     assert not {1} & set(all_words.encode(f"{END_OF_TEXT} {UNKNOWN_TOKEN}").tolist())
     assert train_word_tokenizer(texts, vocab_size=4).backend.get_vocab().keys() == {
         UNKNOWN_TOKEN,
@@ -192,82 +192,87 @@ def test_words_are_lowered_divided_and_numbered_by_frequency() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text("ab c'.", max_size=12), min_size=2, max_size=6), st.randoms())
-def test_the_order_of_the_texts_does_not_change_the_words(texts: list[str], chance: random.Random) -> None:
+def test_word_vocabulary_does_not_depend_on_the_order_of_texts(texts: list[str], rng: random.Random) -> None:
     texts = ["a a b b", *texts]
-    shuffled = [" ".join(chance.sample(text.split(" "), len(text.split(" ")))) for text in texts]
-    chance.shuffle(shuffled)
+    shuffled = [" ".join(rng.sample(text.split(" "), len(text.split(" ")))) for text in texts]
+    rng.shuffle(shuffled)
     for size in (None, 4):
         first, second = (train_word_tokenizer(some, vocab_size=size) for some in (texts, shuffled))
         assert first.fingerprint == second.fingerprint
 
 
-def test_words_are_kept_and_open_in_transformers(tmp_path: Path) -> None:
+def test_word_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     words = train_word_tokenizer([*CORPUS, *HARD], vocab_size=500)
     assert words.vocab_size == 500
     words.save(tmp_path)
-    again = Tokenizer.load(tmp_path)
-    assert (again.kind, again.fingerprint, again.unk_token_id, again.pad_token_id) == ("words", words.fingerprint, 0, 1)
-    other = AutoTokenizer.from_pretrained(tmp_path)
-    assert isinstance(other, PreTrainedTokenizerFast)
-    assert (other.unk_token_id, other.pad_token_id, len(other)) == (0, 1, 500)
+    loaded = Tokenizer.load(tmp_path)
+    assert (loaded.kind, loaded.fingerprint, loaded.unk_token_id, loaded.pad_token_id) == (
+        "words",
+        words.fingerprint,
+        0,
+        1,
+    )
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    assert isinstance(reference, PreTrainedTokenizerFast)
+    assert (reference.unk_token_id, reference.pad_token_id, len(reference)) == (0, 1, 500)
     for text in [*HARD, CORPUS[1][:3000]]:
-        assert other(text)["input_ids"] == again.encode(text).tolist() == words.encode(text).tolist()
+        assert reference(text)["input_ids"] == loaded.encode(text).tolist() == words.encode(text).tolist()
 
 
-def test_words_that_cannot_be() -> None:
+def test_word_vocabulary_without_words_is_refused() -> None:
     with pytest.raises(DataError, match=r"no word occurs 2 times .* data\.tokenizer\.min_frequency"):
         train_word_tokenizer(["one two", "three"], vocab_size=None)
     with pytest.raises(UsageError, match="vocab_size=2 is less than 3"):
         train_word_tokenizer(["a a"], vocab_size=2)
 
 
-def test_sizes_are_the_usual_ones_of_each_kind() -> None:
+def test_default_vocabulary_size_of_each_kind() -> None:
     assert TokenizerSpec().vocab_size == TokenizerSpec(kind="bpe", vocab_size=None).vocab_size == 4096
     assert TokenizerSpec(kind="words").vocab_size is None
     assert TokenizerSpec(vocab_size=300).vocab_size == 300
 
 
-def test_the_frame_is_what_the_post_processor_puts_around() -> None:
+def test_special_tokens_around_come_from_the_post_processor() -> None:
     core = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[PAD]": 4}, unk_token="a"))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     for template, frame in {"$A": ((), ()), "<s> $A </s> </s>": ((0,), (1, 1)), "$A </s>": ((), (1,))}.items():
         core.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 0), ("</s>", 1)])
-        made = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"})
-        assert made.special_tokens_around == frame
-        assert made.encode("a b").tolist() == [2, 3]
-        assert made.pad_token_id == 4
+        tokenizer = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"})
+        assert tokenizer.special_tokens_around == frame
+        assert tokenizer.encode("a b").tolist() == [2, 3]
+        assert tokenizer.pad_token_id == 4
     core.post_processor = processors.TemplateProcessing(single="$A <s> $A", special_tokens=[("<s>", 0)])
     with pytest.raises(DataError, match="only tokens before and after"):
         _ = Tokenizer(core, kind="pretrained", config={"eos_token": "</s>"}).special_tokens_around
 
 
 @pytest.mark.parametrize(
-    ("said", "config", "longest"),
+    ("model_max_length", "config", "longest"),
     [
         (512, None, 512),
         (10**30, None, None),
         (None, {"model_type": "bert", "max_position_embeddings": 512}, 512),
-        # Of 514 positions RoBERTa never uses the first two.
+        # RoBERTa never uses the first two of its 514 positions.
         (10**30, {"model_type": "roberta", "max_position_embeddings": 514, "pad_token_id": 1}, 512),
         (128, {"model_type": "bert", "max_position_embeddings": 512}, 128),
         (None, {"model_type": "t5"}, None),
     ],
 )
-def test_the_longest_text_is_what_folder_and_model_say(
-    tmp_path: Path, said: int | None, config: dict[str, object] | None, longest: int | None
+def test_model_max_length_comes_from_tokenizer_and_model_config(
+    tmp_path: Path, model_max_length: int | None, config: dict[str, object] | None, longest: int | None
 ) -> None:
     BPE.save(tmp_path)
-    kept = tmp_path / "tokenizer_config.json"
-    more = {} if said is None else {"model_max_length": said}
-    kept.write_text(json.dumps({**json.loads(kept.read_text()), **more}))
+    path = tmp_path / "tokenizer_config.json"
+    changes = {} if model_max_length is None else {"model_max_length": model_max_length}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     if config is not None:
         (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_pretrained_tokenizer(str(tmp_path)).model_max_length == longest
 
 
-def test_other_peoples_tokenizers(tmp_path: Path) -> None:
+def test_pretrained_tokenizer_is_loaded_without_remote_code(tmp_path: Path) -> None:
     core = tokenizers.Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "▁the": 2, "▁cat": 3, "<0x0A>": 9}))
     core.pre_tokenizer = pre_tokenizers.Metaspace()
     core.decoder = decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()])
@@ -281,7 +286,7 @@ def test_other_peoples_tokenizers(tmp_path: Path) -> None:
         tokenizer = load_pretrained_tokenizer(str(path))
         assert tokenizer.kind == "pretrained"
         assert tokenizer.eos_token_id == 1
-        assert tokenizer.vocab_size == 10  # ids have holes
+        assert tokenizer.vocab_size == 10  # ids have gaps
         assert tokenizer.encode("the cat").tolist() == [2, 3]
         assert tokenizer.byte_lengths.tolist() == [0, 0, 4, 4, 0, 0, 0, 0, 0, 1]
         stream = tokenizer.stream_decoder()
@@ -290,7 +295,7 @@ def test_other_peoples_tokenizers(tmp_path: Path) -> None:
     assert "auto_map" not in json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
 
 
-def test_a_wrong_tokenizer_is_answered_in_one_line(tmp_path: Path) -> None:
+def test_invalid_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"has no tokenizer\.json"):
         load_pretrained_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -309,7 +314,7 @@ def test_a_wrong_tokenizer_is_answered_in_one_line(tmp_path: Path) -> None:
         train_bpe(["a"], vocab_size=100)
 
 
-def test_a_hub_name_that_cannot_be_fetched_is_answered_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_name_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def offline(*_: object) -> str:
@@ -320,7 +325,7 @@ def test_a_hub_name_that_cannot_be_fetched_is_answered_in_one_line(monkeypatch: 
         load_pretrained_tokenizer("someone/some")
 
 
-def test_the_alphabet_is_the_librarys() -> None:
+def test_byte_alphabet_matches_the_library() -> None:
     assert sorted(SYMBOLS) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
