@@ -99,7 +99,7 @@ def test_retain_deletes_nothing_while_the_newest_is_not_good(tmp_path: Path) -> 
     for step in (1, 2, 3):
         write(tmp_path, step)
     (tmp_path / "step-00000003" / "ema.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="step-00000003 damaged"):
+    with pytest.raises(CheckpointError, match="step-00000003 is damaged"):
         checkpoint.delete_old_checkpoints(tmp_path, keep=1, protect=[])
     assert len(names(tmp_path)) == 3
 
@@ -166,7 +166,7 @@ def test_a_manifest_cannot_point_outside_or_leave_out_what_is_needed(tmp_path: P
 
     for name in ("../secret", str(secret), ".hidden", "a/b", ""):
         seal({**fields["files"], name: entry})
-        with pytest.raises(CheckpointError, match=r"MANIFEST\.json names"):
+        with pytest.raises(CheckpointError, match=r"MANIFEST\.json lists"):
             checkpoint.verify(path)
     for needed in ("model.safetensors", "progress.json"):
         seal({name: entry for name, entry in fields["files"].items() if name != needed})

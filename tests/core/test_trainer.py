@@ -198,7 +198,7 @@ def test_rates_and_counts_of_a_log_line(tmp_path: Path) -> None:
 
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' was not measured; choose one of loss"):
+    with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' is not measured; choose from loss"):
         fit(tmp_path, Counter(), every=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
 
 
