@@ -189,7 +189,7 @@ def test_wrong_flags_are_all_named_with_the_nearest() -> None:
 
 
 def test_two_flags_for_one_key_must_agree_and_the_same_flag_again_replaces() -> None:
-    with pytest.raises(UsageError, match="command line: learning_rate: disagrees with lr"):
+    with pytest.raises(UsageError, match="command line: learning_rate: conflicts with lr"):
         check_recipe([], [Override("lr", "1"), Override("learning_rate", "2")])
     assert check_recipe([], [Override("lr", "1"), Override("lr", "2")]).recipe.training.learning_rate == 2
 

@@ -117,7 +117,7 @@ def test_extends(tmp_path: Path) -> None:
 def test_extends_in_a_circle(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
-    with pytest.raises(UsageError, match=r"circle: a.yaml -> b.yaml -> a.yaml"):
+    with pytest.raises(UsageError, match=r"cycle: a.yaml -> b.yaml -> a.yaml"):
         load_recipe([str(tmp_path / "a.yaml")])
 
 

@@ -24,7 +24,7 @@ def test_the_names_of_peft_and_of_the_guides_are_ours() -> None:
 
 def test_two_names_of_one_option_must_agree() -> None:
     assert options("lora", {"r": 4, "rank": 4}).rank == 4
-    with pytest.raises(UsageError, match=r"rank: 8 disagrees with rank: 4|r: 4 disagrees|disagrees with rank"):
+    with pytest.raises(UsageError, match=r"rank: 8 conflicts with rank: 4|r: 4 conflicts|conflicts with rank"):
         options("lora", {"r": 4, "rank": 8})
 
 
@@ -36,8 +36,8 @@ def test_all_problems_of_the_options_are_named_at_once() -> None:
     for part in (
         "foo",
         "barr",
-        "rank: must be greater than 0",
-        "dropout: must be less than 1",
-        "use one of rank, alpha",
+        "rank: expected greater than 0",
+        "dropout: expected less than 1",
+        "choose from rank, alpha",
     ):
         assert part in text
