@@ -327,9 +327,9 @@ def npy(descr: str, shape: str, data: bytes = bytes(100)) -> bytes:
 HOSTILE_ARRAYS = [
     (objects(), "Python objects"),
     (npy("'|O'", "(12,)"), "Python objects"),
-    (npy("'<f8'", f"({2**60},)"), "is damaged: its header says"),
+    (npy("'<f8'", f"({2**60},)"), "is damaged: its header states"),
     (npy("'<f8'", "(-1, -100)"), "shape"),
-    (npy("'|S0'", f"({2**60},)", b""), "is damaged: its header says"),
+    (npy("'|S0'", f"({2**60},)", b""), "is damaged: its header states"),
     (npy("'<f8'", f"({2**60}, 0)", b""), "1 to"),
     (npy("[('a', '|O')]", "(12,)"), "numbers and text"),
     (npy("'M8[s]'", "(12,)"), "numbers and text"),

@@ -176,7 +176,7 @@ def test_a_name_that_is_not_there_is_refused(prepared_cache: Path) -> None:
 
     with pytest.raises(UsageError, match=r"data\.train\.path.*'posters'.*stickers and stickers-all"):
         asked(recipe("image"))
-    with pytest.raises(UsageError, match=r"'posters'.*leave path out"):
+    with pytest.raises(UsageError, match=r"'posters'.*remove path"):
         asked(media.AudioRecipe(data=media.AudioData(train=STICKERS)))
 
 

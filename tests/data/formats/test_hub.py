@@ -62,7 +62,7 @@ def test_saved_sets_are_recognised_and_read(saved: Path) -> None:
     assert rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
     with pytest.raises(DataError, match="has no split 'dev'; set split to one of train, test"):
         read(saved / "parts", split="dev")
-    with pytest.raises(UsageError, match="a single split without a name; leave split out"):
+    with pytest.raises(UsageError, match="a single split without a name; remove split"):
         read(saved / "one", split="train")
 
 

@@ -134,7 +134,7 @@ def test_a_pattern_that_is_none(store: Any) -> None:
 
 def test_only_known_schemes(store: Any) -> None:
     for address in ("pipe://cat", "simplecache::s3://b/a.txt", "zip://a.txt::s3://b.zip", "ftp://x/a.txt"):
-        with pytest.raises(UsageError, match="use one of s3://"):
+        with pytest.raises(UsageError, match="choose from s3://"):
             keys(address)
 
 
@@ -222,7 +222,7 @@ class Endless:
 
 @pytest.mark.parametrize(
     ("size", "reason"),
-    [(None, "does not announce its size; download it by hand"), (7 << 20, "sends more than the 7,340,032 bytes")],
+    [(None, "does not announce its size; download it yourself"), (7 << 20, "sends more than the 7,340,032 bytes")],
 )
 def test_a_file_without_an_end_is_left(
     store: Any, monkeypatch: pytest.MonkeyPatch, size: int | None, reason: str

@@ -70,7 +70,11 @@ def test_what_holds_no_numbers_says_why() -> None:
             {},
             r"'x': element 2 is 1e\+300, above the largest float32, 3.4e\+38; scale",
         ),
-        ({"a": 1, "rule": 0, "expert": 0}, {}, "'rule' and 'expert' both hold the index of the right expert; keep one"),
+        (
+            {"a": 1, "rule": 0, "expert": 0},
+            {},
+            "'rule' and 'expert' both contain the index of the correct expert; keep one",
+        ),
         ({"a": 1, "Rule": 0, "rule": 0}, {}, "keep one"),
         ({"x": "tit"}, {}, "'x' contains no numbers but str"),
         ({"x": []}, {}, "contains no numbers"),

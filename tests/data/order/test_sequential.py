@@ -194,7 +194,7 @@ def test_held_out_data_of_its_own_is_told_apart_by_the_classes(tmp_path: Path) -
 
 def test_a_class_that_no_record_has_is_named(tmp_path: Path) -> None:
     path = texts(tmp_path)
-    with pytest.raises(DataError, match="no record has the class '9', which labels names"):
+    with pytest.raises(DataError, match=r"no record has the class '9' of data\.train\.labels"):
         classified(tmp_path, sources=[of(path, 0, 9), of(path, 1)])
     with pytest.raises(
         DataError, match=r"none of the 40 records .* is left: 40 of another class; labels keeps only 8, 9"

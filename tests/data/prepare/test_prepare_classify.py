@@ -227,7 +227,7 @@ def test_a_length_that_a_pretrained_encoder_cannot_read(bert: Path, tmp_path: Pa
     with pytest.raises(UsageError, match=r"data\.sequence_length: 64 exceeds the 12 tokens"):
         prepared(tmp_path, ["a", "b"], spec, sequence_length=64)
     ready = prepared(tmp_path, ["a", "b"], spec)
-    with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room beside 2 special tokens"):
+    with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room for text with 2 special tokens"):
         open_labelled_texts(ready, "train", sequence_length=2)
     with pytest.raises(DataError, match="another tokenizer"):
         read(prepared(tmp_path, ["a", "b"]).folder, tmp_path, spec)

@@ -38,7 +38,7 @@ def count(sides: np.ndarray) -> list[int]:
 def test_a_hash_is_the_same_for_ever() -> None:
     assert hash_key("a.txt") == int.from_bytes(hashlib.sha256(b"a.txt").digest()[:8], "big")
     assert hash_key("") == 0xE3B0C44298FC1C14
-    assert hash_key("\ud800") != hash_key("\ud801")  # half a surrogate pair in a file name is no accident
+    assert hash_key("\ud800") != hash_key("\ud801")  # an unpaired surrogate in a file name is no accident
 
 
 def fitting_one_by_one(keys: list[int], sizes: list[int], share: float) -> set[int]:

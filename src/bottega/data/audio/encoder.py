@@ -110,7 +110,7 @@ def _read_content(record: Record, field: str | None) -> tuple[Any, Any]:
         # The audio column of a Hugging Face dataset. Its path is not followed: it could name any file of this machine.
         fields, value = value, value.get("bytes") if value.get("bytes") is not None else value.get("array")
         if value is None:
-            raise Unreadable(f"the audio field has neither bytes nor array, only {', '.join(fields) or 'nothing'}")
+            raise Unreadable(f"the audio field has neither bytes nor array, only {', '.join(fields) or 'none'}")
     if isinstance(value, bytearray | memoryview):
         value = bytes(value)
     return value, next((fields[name] for name in SAMPLE_RATE_FIELDS if fields.get(name) is not None), None)

@@ -24,7 +24,7 @@ def resample_audio(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
     try:
         import soxr
     except ImportError as error:
-        raise EnvironmentProblem(f"resampling needs soxr: pip install 'bottega[audio]' ({error})") from error
+        raise EnvironmentProblem(f"resampling needs soxr; pip install 'bottega[audio]' ({error})") from error
     length = resampled_length(len(audio), rate=rate, to=to)
     out: np.ndarray = soxr.resample(audio, rate, to, quality="HQ")
     # soxr rounds alike; in case a version does not, cut a sample or add a silent one.

@@ -73,7 +73,7 @@ def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Pat
     files = [file for listing in listings for file in (choose(listing) if listing.is_folder else listing.files)]
     files = list(dict.fromkeys(files))
     if not files:
-        raise DataError(f"{', '.join(paths)}: no files in any of them; name files or folders that hold the data")
+        raise DataError(f"{', '.join(paths)}: no files in any of them; give files or folders with data")
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     return Listing(root, [file.absolute() for file in files], is_folder=False)
 
@@ -139,7 +139,7 @@ def expand_ranges(pattern: str) -> Iterator[str]:
     width = len(first) if first.startswith("0") else 0
     if abs(int(last) - int(first)) >= MAX_EXPANDED:
         raise UsageError(
-            f"{pattern} stands for {abs(int(last) - int(first)) + 1:,} files; at most {MAX_EXPANDED:,} are allowed"
+            f"{pattern} expands to {abs(int(last) - int(first)) + 1:,} files; at most {MAX_EXPANDED:,} are allowed"
         )
     step = 1 if int(last) >= int(first) else -1
     for number in range(int(first), int(last) + step, step):
@@ -239,7 +239,7 @@ def _missing(root: Path, given: str) -> DataError:
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
     near = find_similar_names(path.name, sorted(os.listdir(parent)))
-    remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} holds nothing with a similar name"
+    remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} has no file with a similar name"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", given) and not given.startswith("."):
         remedy += "; for a dataset on the Hugging Face hub set kind: huggingface"
     return DataError(f"{path} does not exist; {remedy}")

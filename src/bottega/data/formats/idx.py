@@ -111,7 +111,7 @@ def _check_labels(images: Path, labels: Path) -> None:
     with open_decompressed(labels) as stream:
         dtype, second = _header(stream, labels)
     if len(second) != 1 or dtype.kind not in "iu":
-        raise DataError(f"{labels} holds {dtype} of shape {second}; labels must be integers, one per row")
+        raise DataError(f"{labels} contains {dtype} of shape {second}; labels must be integers, one per row")
     if first[0] != second[0]:
         raise DataError(f"{images} has {first[0]} rows and {labels} has {second[0]}; give files that belong together")
 
@@ -135,16 +135,16 @@ def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
                 yield row, values_of_row
                 row += 1
             if whole < count:
-                raise DataError(f"{file} is truncated: its header says {shape[0]} rows and it ends after {row}")
+                raise DataError(f"{file} is truncated: its header states {shape[0]} rows and it ends after {row}")
         if piece.stop is None and stream.read(1):
-            raise DataError(f"{file} is damaged: its header says {shape[0]} rows and more data follows them")
+            raise DataError(f"{file} is damaged: its header states {shape[0]} rows and more data follows them")
 
 
 def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Read the header: two zero bytes, the type, the number of axes, and the length of each axis in four bytes."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
-        raise DataError(f"{file} is not an IDX file: it begins with {magic.hex() or 'nothing'}")
+        raise DataError(f"{file} is not an IDX file: it begins with {magic.hex() or 'none'}")
     lengths = stream.read(4 * magic[3])
     if len(lengths) < 4 * magic[3]:
         raise DataError(f"{file} is truncated: it ends within its header")
@@ -153,13 +153,13 @@ def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...
     row = dtype.itemsize * math.prod(shape[1:])
     if not 0 < row <= MAX_MEMBER_BYTES:
         raise DataError(
-            f"{file}: its header says rows of shape {shape[1:]}; a row must have 1 to {MAX_MEMBER_BYTES} bytes"
+            f"{file}: its header states rows of shape {shape[1:]}; a row must have 1 to {MAX_MEMBER_BYTES} bytes"
         )
     if stream.seekable():
         available = os.fstat(stream.fileno()).st_size - stream.tell()
         if available != row * shape[0]:
             raise DataError(
-                f"{file} is damaged: its header says {shape[0]} rows of {row} bytes, but {available} bytes follow"
+                f"{file} is damaged: its header states {shape[0]} rows of {row} bytes, but {available} bytes follow"
             )
     return dtype, shape
 

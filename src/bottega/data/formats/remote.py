@@ -62,7 +62,7 @@ def download(address: str) -> Path:
     scheme = address.partition("://")[0].lower()
     if scheme not in SCHEMES:
         raise UsageError(
-            f"{strip_credentials(address)}: unsupported scheme; use one of {', '.join(f'{name}://' for name in SCHEMES)}"
+            f"{strip_credentials(address)}: unsupported scheme; choose from {', '.join(f'{name}://' for name in SCHEMES)}"
         )
     if scheme == "file":
         return Path(unquote(urlsplit(address).path))
@@ -134,7 +134,7 @@ def _list_files(store: Any, path: str, address: str, *, is_http: bool) -> tuple[
         raise DataError(f"{strip_credentials(address)} is empty")
     if len(infos) > MAX_FILES:
         raise DataError(
-            f"{strip_credentials(address)} holds {len(infos):,} files, more than {MAX_FILES:,}; pack them into shards"
+            f"{strip_credentials(address)} contains {len(infos):,} files, more than {MAX_FILES:,}; pack them into shards"
         )
     named = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(infos.items())}
     return named, is_pattern or is_folder
@@ -163,7 +163,9 @@ def _common(names: list[str]) -> str:
 def _safe(name: str, address: str) -> str:
     """Return a name that stays below the folder it is joined to, or raise DataError; stores allow any text as a name."""
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise DataError(f"{strip_credentials(address)} holds a file named {name!r}, which cannot be copied to a folder")
+        raise DataError(
+            f"{strip_credentials(address)} contains a file named {name!r}, which cannot be copied to a folder"
+        )
     return name
 
 
@@ -206,7 +208,7 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
             reason = (
                 f"sends more than the {size:,} bytes it announced; try again"
                 if size is not None
-                else f"has sent {limit:,} bytes and does not announce its size; download it by hand, and give the path"
+                else f"has sent {limit:,} bytes and does not announce its size; download it yourself, and give the path"
             )
             raise DataError(f"{strip_credentials(address)}: {name} {reason}") from None
         except FileNotFoundError as error:

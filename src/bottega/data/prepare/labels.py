@@ -22,7 +22,7 @@ BLANKS = 8
 """Flag added to the form if white space was removed from the label."""
 
 
-NAME_IT = "name the field with data.label_field"
+NAME_IT = "set data.label_field to the right field"
 SKIP = ", or set data.bad_records=skip"
 """Helps if some rows have no label, but not if all lack one."""
 GIVE = "give it a class, or set data.bad_records=skip"

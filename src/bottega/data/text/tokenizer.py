@@ -137,7 +137,7 @@ class Tokenizer:
         """Open what `save` wrote, or any tokenizer.json or its folder (kind `pretrained`)."""
         path = folder if folder.is_file() else folder / "tokenizer.json"
         if not path.is_file():
-            raise DataError(f"{folder} has no tokenizer.json; name a folder that has one")
+            raise DataError(f"{folder} has no tokenizer.json; give a folder that has one")
         try:
             with convert_panics(str(path)):
                 core = tokenizers.Tokenizer.from_str(read_tokenizer(path))
@@ -173,7 +173,7 @@ class Tokenizer:
             named = ", ".join(map(repr, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
             raise problem(
                 f"the character vocabulary of {self.vocab_size - 1} characters has no {named}; "
-                "leave them out, or use a bytes or bpe tokenizer"
+                "remove them, or use a bytes or bpe tokenizer"
             )
         return ids.astype(self.dtype)
 
@@ -260,7 +260,7 @@ def _utf8(text: str, problem: type[BottegaError]) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise problem(
-            f"the text has half a surrogate pair ({text[error.start]!r}) at character {error.start}; it is not valid Unicode"
+            f"the text has an unpaired surrogate ({text[error.start]!r}) at character {error.start}; it is not valid Unicode"
         ) from error
 
 
@@ -272,7 +272,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{path} must hold a JSON object, not a {type(fields).__name__}")
+        raise DataError(f"{path}: expected a JSON object, got a {type(fields).__name__}")
     return fields
 
 
