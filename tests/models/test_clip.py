@@ -223,7 +223,7 @@ def changed(folder: Path, target: Path, **config: Any) -> Path:
 
 
 def test_code_of_the_folders_own_is_refused(hub: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has auto_map, code of its own"):
+    with pytest.raises(UsageError, match="has auto_map, custom code"):
         load_clip(changed(hub, tmp_path, auto_map={"AutoModel": "modeling_evil.Evil"}))
 
 
@@ -244,7 +244,7 @@ def test_a_weight_that_is_missing_is_an_error(hub: Path, tmp_path: Path) -> None
 
 
 def test_what_is_no_clip_is_named(hub: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="holds a bert"):
+    with pytest.raises(UsageError, match="contains a bert"):
         read_clip_shape(changed(hub, tmp_path, model_type="bert"))
     with pytest.raises(UsageError, match=r"has no config\.json"):
         read_clip_shape(tmp_path / "nowhere")

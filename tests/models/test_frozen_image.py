@@ -336,8 +336,8 @@ def changed(folder: Path, part: str, **values: Any) -> Path:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder beside it gives 16;"),
-    "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2 beside it gives 40;"),
+    "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder of the same pipeline gives 16;"),
+    "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2 of the same pipeline gives 40;"),
     "sizes": ("sdxl", "unet/config.json", {"addition_time_embed_dim": 9}, "takes 68 numbers .* gives 20 and the image size 6 x"),
     "joint width": ("flow", "transformer/config.json", {"joint_attention_dim": 64}, "width 64 .* gives 48;"),
     "pooled": ("flow", "transformer/config.json", {"pooled_projection_dim": 20}, "width 20 .* gives 32;"),
@@ -356,7 +356,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "dynamic": ("flow", "scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting"),
     "no flow": ("flow", "scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler", "beta_schedule": "linear",
                 "beta_start": 1e-4, "beta_end": 0.02}, "needs a flow-matching scheduler"),
-    "custom pipeline": ("sd", "model_index.json", {"_class_name": ["mine", "Mine"]}, "code of its own"),
+    "custom pipeline": ("sd", "model_index.json", {"_class_name": ["mine", "Mine"]}, "custom code"),
     "custom part": ("sd", "model_index.json", {"unet": ["mine", "Mine"]}, "takes unet from 'mine'"),
     "remote code": ("sd", "text_encoder/config.json", {"auto_map": {"AutoModel": "mine.Mine"}}, "has auto_map"),
     "other unet": ("sd", "model_index.json", {"unet": ["diffusers", "UNetKandi3"]}, "has a UNetKandi3 as unet"),
@@ -451,7 +451,7 @@ def test_a_text_that_spells_a_mark_is_text(models: dict[str, FrozenImageModel]) 
 def test_tokens_that_an_encoder_does_not_know_are_refused(copy: Callable[[str], Path]) -> None:
     folder = copy("sd")
     facts = read_pipeline_metadata(folder).model_copy(update={"vocab_sizes": (300,)})
-    with pytest.raises(UsageError, match="knows 300; they do not belong together"):
+    with pytest.raises(UsageError, match="has 300 embeddings; they do not match"):
         tokenize(facts, TEXTS)
 
 
@@ -556,6 +556,6 @@ def test_a_gated_or_absent_model_is_said_in_a_line(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
         with pytest.raises(BottegaError, match=f"model.diffusion: someone/something .*{line}"):
             model_index.resolve_pipeline("someone/something")
-    with pytest.raises(UsageError, match="is not a folder here"):
+    with pytest.raises(UsageError, match="is not a local folder"):
         model_index.resolve_pipeline(str(tmp_path / "absent"))
     assert model_index.resolve_pipeline(str(tmp_path)).path == tmp_path

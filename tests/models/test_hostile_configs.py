@@ -126,7 +126,7 @@ def test_any_value_in_any_place_gives_a_model_or_a_refusal(
         ({"hidden_size": "large"}, "hidden_size must be a number, got 'large'"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-            "quantized, which is not supp",
+            "quantized weights are not supported",
         ),
         ({"quantization_config": {"quant_method": "x"}}, "use the folder of the original weights"),
     ],

@@ -129,7 +129,7 @@ def test_what_is_no_such_file_is_refused(weights: Path, tmp_path: Path) -> None:
     state = random_state()
     for name, changed, said in (
         ("heads", {k: v for k, v in state.items() if not k.startswith("lin")}, "lacks lin0.model.1.weight"),
-        ("more", {**state, "net.slice1.0.weight": torch.zeros(1)}, "holds net.slice1"),
+        ("more", {**state, "net.slice1.0.weight": torch.zeros(1)}, "contains net.slice1"),
         ("wide", {**state, "lin2.model.1.weight": torch.zeros(1, 7, 1, 1)}, "lin2.model.1.weight has shape"),
     ):
         save_file(changed, tmp_path / f"{name}.safetensors")

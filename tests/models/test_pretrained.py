@@ -165,5 +165,5 @@ def test_pickles_and_damage_are_never_opened(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(CheckpointError, match="is damaged"):
         load_weights(model, tmp_path)
-    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json: "):
         read_decoder_shape(tmp_path)

@@ -75,7 +75,7 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
     files = {name: file for name, file in files.items() if not name.endswith("router.absent")}
     missing, unexpected = sorted(state.keys() - files.keys()), sorted(files.keys() - state.keys())
     if missing or unexpected:
-        name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
+        name, what = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
             f"{folder}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
             "set the recipe's model to the dimensions in its config.json"
@@ -106,7 +106,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         entries = read_json_object(index).get("weight_map", {})
         for file in entries.values():
             if Path(file).name != file or not (folder / file).is_file():
-                raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it again")
+                raise CheckpointError(f"{index}: lists {file}, which is not in the folder; download it again")
         return {name: folder / file for name, file in entries.items()}
     file = folder / "model.safetensors"
     if file.is_file():

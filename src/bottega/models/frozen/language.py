@@ -62,7 +62,7 @@ def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
     hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
     vocab_size = getattr(text, "vocab_size", None)
     if not isinstance(hidden, int) or not isinstance(layers, int) or not isinstance(vocab_size, int):
-        raise UsageError(f"{KEY}: {folder} holds a {config.model_type}, which is not a language model")
+        raise UsageError(f"{KEY}: {folder} contains a {config.model_type}, which is not a language model")
     # A model without attention has no heads; it takes no prefixes either, so their shape is never used.
     heads = getattr(text, "num_attention_heads", None) or 1
     positions = getattr(text, "max_position_embeddings", None)
@@ -150,9 +150,7 @@ class FrozenLanguageModel(nn.Module):
         lengths = mask.sum(1)
         longest = int(lengths.max())  # batches are padded to the longest prompt of the data
         prefixes = soft.prefixes()
-        assert not prefixes or self.supports_prefixes, (
-            "it was asked before it was loaded (LanguageFacts.require_prefixes)"
-        )
+        assert not prefixes or self.supports_prefixes, "require_prefixes checks it before the model is loaded"
         if prefixes or not self.supports_prefixes:
             ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :longest]
             hidden = self._encode_at_once(ids, lengths, soft.image_tokens, prefixes)
@@ -341,7 +339,7 @@ def _config(folder: Path) -> Any:
 
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UsageError(
-            f"{KEY}: {folder} holds a {config.model_type}, which does not generate text; use a causal language model"
+            f"{KEY}: {folder} contains a {config.model_type}, which does not generate text; use a causal language model"
         )
     return config
 

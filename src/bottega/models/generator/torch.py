@@ -154,13 +154,13 @@ def load_generator(model: Generator, folder: Path | str, *, whole: bool = False)
         # A layout with one table has the shared embeddings added to it.
         loaded[SHARED_EMBEDDING] = torch.zeros_like(own[SHARED_EMBEDDING])
     if not loaded:
-        raise UsageError(f"model.from: {folder} holds no weights; use a run's export or a diffusers UNet folder")
+        raise UsageError(f"model.from: {folder} has no weights; use a run's export or a diffusers UNet folder")
     is_new = not whole and not any(name.startswith("condition.") for name in loaded)
     required = {name: t for name, t in own.items() if not (is_new and name.startswith("condition."))}
     for name, tensor in required.items():
         if name not in loaded:
             other = next((theirs for theirs in loaded if theirs not in own), None)
-            holds = f", and holds {other} {list(loaded[other].shape)}" if other is not None else ""
+            holds = f", and contains {other} {list(loaded[other].shape)}" if other is not None else ""
             raise UsageError(f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{holds}")
         if loaded[name].shape != tensor.shape:
             raise UsageError(
@@ -170,7 +170,7 @@ def load_generator(model: Generator, folder: Path | str, *, whole: bool = False)
     extra = next((name for name in loaded if name not in own), None)
     if extra is not None:
         raise UsageError(
-            f"model.from: {folder} holds {extra} {list(loaded[extra].shape)}, which the recipe's model does not have"
+            f"model.from: {folder} contains {extra} {list(loaded[extra].shape)}, which the recipe's model does not have"
         )
     model.load_state_dict({**own, **loaded})
 

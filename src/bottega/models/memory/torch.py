@@ -301,7 +301,7 @@ class HierarchicalMemory:
             why = str(error).partition("\n")[0]
             raise UsageError(f"memory: {name} cannot be read as a table of numbers: {why}") from None
         if not tensor.isfinite().all():
-            raise UsageError(f"memory: {name} have numbers that are not finite (nan or inf); leave those rows out")
+            raise UsageError(f"memory: {name} have numbers that are not finite (nan or inf); remove those rows")
         return tensor
 
 

@@ -19,7 +19,7 @@ def read_weights(path: Path, *, convert: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path}: is damaged or not a safetensors file ({error})") from error
 
@@ -28,7 +28,7 @@ def check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[s
     """Raise `CheckpointError` unless names and shapes are as expected; `fits` names the published weights that fit."""
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unexpected:
-        name, what = (missing[0], "lacks") if missing else (unexpected[0], "holds")
+        name, what = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
             f"{path}: {what} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); {fits}"
         )

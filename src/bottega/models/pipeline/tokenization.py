@@ -25,7 +25,7 @@ def tokenize(metadata: PipelineMetadata, texts: Sequence[str]) -> list[np.ndarra
         rows = np.array(_encoder(folder, length)(list(texts)), np.int64).reshape(len(texts), length)
         if rows.size and rows.max() >= vocab_size:
             raise UsageError(
-                f"{folder}: gives token {rows.max()}, but its text encoder knows {vocab_size}; they do not belong together"
+                f"{folder}: gives token {rows.max()}, but its text encoder has {vocab_size} embeddings; they do not match"
             )
         batches.append(rows)
     return batches
