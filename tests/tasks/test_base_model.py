@@ -100,7 +100,7 @@ def test_a_classifier_is_evaluated_by_the_tokenizer_it_kept(bases: Path, tmp_pat
 def test_evaluating_and_resuming_without_the_base_say_the_same(home: Path, no_hub: list[str]) -> None:
     run = adapted(home)
     shutil.rmtree(home / "runs" / "tb")
-    said = r"^the base of this run is gone: model\.from runs/tb; put it back$"
+    said = r"^the base model of this run, model\.from runs/tb, no longer exists; restore it$"
     with pytest.raises(CheckpointError, match=said):
         bottega.load(run)
     with pytest.raises(CheckpointError, match=said):
@@ -116,7 +116,7 @@ def test_a_base_outside_the_runs_is_remembered_as_a_folder(
     monkeypatch.chdir(tmp_path)
     assert bottega.load(run, device="cpu").model is not None, "it still lies where it was"
     shutil.rmtree(home / "bases")
-    with pytest.raises(CheckpointError, match=r"gone: model\.from bases/tb; put it back$"):
+    with pytest.raises(CheckpointError, match=r"model\.from bases/tb, no longer exists; restore it$"):
         bottega.load(run)
     assert no_hub == []
 
@@ -124,14 +124,14 @@ def test_a_base_outside_the_runs_is_remembered_as_a_folder(
 def test_a_path_is_never_asked_of_the_hub(home: Path, no_hub: list[str]) -> None:
     (home / "kept").mkdir()
     for name in ("./no", "/no/where", "~/no", "runs/no", "a/b/c", "kept/no", "../no"):
-        with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is not a folder here; ") as caught:
+        with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is not a local folder; ") as caught:
             resolve_model(name, key="model.from")
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match=r"^model\.from: mine/no is not a folder here; "):
+    with pytest.raises(UsageError, match=r"^model\.from: mine/no is not a local folder; "):
         adapted(home, start="mine/no", output_dir="mine")
     assert no_hub == []
     for name in ("nosuchdir", "owner/model"):
-        said = rf"^model\.from: {name} is not a folder here, and the hub could not be reached; .*$"
+        said = rf"^model\.from: {name} is not a local folder, and the hub could not be reached; .*$"
         with pytest.raises(EnvironmentProblem, match=said):
             resolve_base_folder(name)
     assert no_hub == ["nosuchdir", "owner/model"]
@@ -140,13 +140,13 @@ def test_a_path_is_never_asked_of_the_hub(home: Path, no_hub: list[str]) -> None
 def test_an_adapter_alone_is_no_model_to_start_from(home: Path) -> None:
     narrow = {"name": "adapter", "options": {"size": 2}}
     run = adapted(home, technique=narrow)
-    with pytest.raises(UsageError, match="holds only an adapter, not a whole model"):
+    with pytest.raises(UsageError, match="contains only an adapter, not a complete model"):
         resolve_base_folder(str(run))
     final = bottega.load(run, device="cpu").export()
     for name in (run, final, final / "adapter"):
         with pytest.raises(
             UsageError,
-            match=rf"not a whole model; set model.from to its base .* to {final / 'adapter'}",
+            match=rf"not a complete model; set model.from to its base .* to {final / 'adapter'}",
         ):
             resolve_base_folder(str(name))
 

@@ -49,7 +49,7 @@ def test_what_was_cut_short_is_written_again(which: str, tmp_path: Path) -> None
             file.unlink()
             if content is not None:
                 file.write_bytes(content)
-            with pytest.raises(CheckpointError, match="start the same training again"):
+            with pytest.raises(CheckpointError, match="run the training command again"):
                 registry.reopen_workload(workload.recipe, processor, workload.data.fingerprint)
             assert not workload.processor.is_saved(processor)
             workload.processor.save(processor)
@@ -71,14 +71,14 @@ def test_a_last_digit_of_loudness_is_no_other_data(which: str, tmp_path: Path) -
     moved(5e-4)
     assert workload.processor.is_saved(processor)
     moved(0.01)
-    with pytest.raises(DataError, match="another form or loudness"):
+    with pytest.raises(DataError, match="the shape or the loudness of the spectrograms differs"):
         workload.processor.is_saved(processor)
 
 
 @pytest.mark.parametrize("which", ["image_vae", "image_tokens", "classify"])
 def test_other_sizes_are_other_data(which: str, tmp_path: Path) -> None:
     opened(which, tmp_path).processor.save(tmp_path / "processor")
-    with pytest.raises(DataError, match="other sizes or classes"):
+    with pytest.raises(DataError, match="the sizes or the classes of the data differ"):
         opened(which, tmp_path, **{"data.image_size": 16}).processor.is_saved(tmp_path / "processor")
 
 
@@ -90,7 +90,7 @@ def test_pictures_that_are_no_squares_must_be_of_the_same_sides(which: str, tmp_
         np.savez(tmp_path / f"{height}.npz", image=image, label=np.array(small_media.NAMES)[np.arange(36) % 3])
     workload = opened(which, tmp_path, **{"data.train.path": str(tmp_path / "8.npz")})
     assert len(workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "8.npz"))))) == 36
-    with pytest.raises(DataError, match=r"16\.npz: is of 16 x 8 x 1, and this run has learnt from 8 x 16 x 1"):
+    with pytest.raises(DataError, match=r"16\.npz: is of 16 x 8 x 1, but this run was trained on 8 x 16 x 1"):
         workload.data.read_external(ExternalData(SourceOptions(path=str(tmp_path / "16.npz"))))
 
 

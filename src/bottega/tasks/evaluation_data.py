@@ -68,7 +68,7 @@ class EvaluationData:
         assert self.split is not None
         samples = workload.data.split(self.split)
         if samples is None:
-            raise UsageError(f"this run has no {self.split} data; name other data with --data")
+            raise UsageError(f"this run has no {self.split} data; give other data with --data")
         return samples
 
 
@@ -79,14 +79,16 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
     if request.is_own:
         if request.settings:
             raise UsageError(
-                f"{request.settings[0][0]}: applies to other data only; name that data with --data, or leave it out"
+                f"{request.settings[0][0]}: applies to other data only; give that data with --data, or remove it"
             )
         return EvaluationData(request.split or "validation")
     given, split = _open_request(recipe, request)
     data = workload.data
     if isinstance(data, MultitaskData):
         if request.path is None:
-            raise UsageError(f"--data_config {request.config}: name data of one part with --data PART=PATH")
+            raise UsageError(
+                f"--data_config {request.config}: does not apply to several tasks; use --data PART=PATH for the data of one part"
+            )
         name, path = data.parse_part_path(given.path)
         inner = replace(given, source=given.source.model_copy(update={"path": path}))
         shared, notes = _shared_files(inner, data.parts[name].data)
@@ -102,15 +104,13 @@ def _use_held_out(workload: Workload, given: ExternalData, shared: str, split: s
     """Return the run's own held-out split in place of its training data."""
     if shared != "all":
         raise UsageError(
-            f"--data {given.path}: {shared} is training data of this run; name other files, or leave "
-            "--data out to evaluate on the held-out split"
+            f"--data {given.path}: {shared} is training data of this run; give other files, or remove --data to evaluate on the held-out split"
         )
     if split == "train":
         return EvaluationData("train", None, [f"{given.path} is training data of this run"])
     if workload.data.split(split) is None:
         raise UsageError(
-            f"{given.path} is training data of this run, which has no {split} split; name other data, "
-            "or use --split train to evaluate on training samples"
+            f"{given.path} is training data of this run, which has no {split} split; give other data, or use --split train to evaluate on training samples"
         )
     note = f"{given.path} is training data of this run; its held-out {split} split is evaluated instead"
     return EvaluationData(split, None, [note])
@@ -130,7 +130,7 @@ def _open_request(recipe: Recipe, request: DataRequest) -> tuple[ExternalData, s
         if held_out is not None:
             return replace(_open_held_out(data, held_out, str(name)), fields=fields), name
     if data.train.path is None and data.train.kind == "auto":
-        raise UsageError(f"{request.config} names no data; set data.test.path or data.train.path")
+        raise UsageError(f"{request.config} has no data; set data.test.path or data.train.path")
     return ExternalData(data.train, fields=fields), None
 
 
@@ -213,7 +213,7 @@ def _shared_files(given: ExternalData, own_data: TaskData) -> tuple[str | None, 
     try:
         trained = {content for source in own for content in _hash_contents(source).values()}
     except (DataError, UsageError, OSError):
-        reason = f"{own_data.describe_source()} does not exist any more"
+        reason = f"{own_data.describe_source()} no longer exists"
         return None, [f"cannot check whether {given.path} is training data of this run: {reason}"]
     contents = _hash_contents(merged)
     shared = [name for name, content in contents.items() if content in trained]

@@ -92,8 +92,8 @@ def load_plugin(file: str | Path) -> list[str]:
     """Import a file and add its tasks (`TASK`, or several in `TASKS`) to the registry; return their names."""
     path = Path(file).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():
-        what = "is a folder" if path.is_dir() else "is not there" if not path.exists() else "is not a Python file"
-        raise UsageError(f"{FLAG} {file}: {what}; name a .py file that defines TASK")
+        what = "is a folder" if path.is_dir() else "does not exist" if not path.exists() else "is not a Python file"
+        raise UsageError(f"{FLAG} {file}: {what}; give a .py file that defines TASK")
     loaded = [task for task, plugin in _LOADED.items() if plugin.path == str(path)]
     if loaded:
         return loaded
@@ -147,7 +147,7 @@ def plugin_change_note(recipe: Recipe, run: Path) -> str | None:
     plugin, recorded = _LOADED.get(recipe.task), _read_record(run)
     if plugin is None or recorded.get("sha256") in (None, plugin.sha256):
         return None
-    return f"the plugin {plugin.name} has changed since this run began; what it computes may have, too"
+    return f"the plugin {plugin.name} has changed since this run began; its results may have changed too"
 
 
 def missing_plugin_hint(run: Path) -> str | None:

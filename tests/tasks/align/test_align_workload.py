@@ -185,7 +185,7 @@ def test_a_run_goes_on_with_its_own_processor_and_begins_from_another(
         torch.testing.assert_close(one, other, atol=1e-6, rtol=0, msg=name)
     copied = shutil.copytree(run, tmp_path / "copied", symlinks=True)
     (copied / "processor" / "align.json").write_text("{")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot read"):
         bottega.load(copied)
 
 
@@ -195,9 +195,9 @@ def test_grey_pictures_are_seen_as_colour(pictures: Path, tmp_path: Path) -> Non
 
 
 def test_what_cannot_be_aligned_is_told_before_training(pictures: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="captions are found by their usual names"):
+    with pytest.raises(UsageError, match="captions are read from the fields caption"):
         train(tmp_path, pictures, **{"data.condition_field": "mood"})
-    with pytest.raises(UsageError, match="scales pixels by itself"):
+    with pytest.raises(UsageError, match="a CLIP normalises pixels itself"):
         train(tmp_path, pictures, **{"data.normalise": "unit"})
     with pytest.raises(UsageError, match="patches of 3 do not divide a side of 8"):
         train(tmp_path, pictures, **{"model.patch_size": 3, "data.image_size": 8})

@@ -268,14 +268,14 @@ def test_another_tokenizer_is_refused(
     other = train_tokenizer(tmp_path, name="other", seed=1, **{"training.max_steps": 1})
     shutil.rmtree(codes)
     assert cli.main(["generate", str(path), "--count", "1"]) == 4
-    assert "tokenizer of this run is gone" in capsys.readouterr().err
+    assert "tokenizer of this run no longer exists" in capsys.readouterr().err
     bottega.load(other).export(codes)
     assert cli.main(["generate", str(path), "--count", "1"]) == 4
-    assert "another tokenizer than this run was trained with" in capsys.readouterr().err
+    assert "is not the tokenizer that this run was trained with" in capsys.readouterr().err
     words = small_media.words(tmp_path, **{"model.backbone": "tokens", **options, "training.max_steps": 4})
     assert cli.main(words) == 4
     said = capsys.readouterr().err
-    assert "another tokenizer than this run began with" in said
+    assert "is not the tokenizer that this run started with" in said
     assert "--fresh" in said
 
 
@@ -284,7 +284,7 @@ def test_another_tokenizer_is_refused(
     [
         ({"model.tokenizer": None}, "model.tokenizer: missing"),
         ({"model.tokenizer": "needs.other"}, "needs.other"),
-        ({"model.tokenizer": "nowhere"}, "holds no tokenizer"),
+        ({"model.tokenizer": "nowhere"}, "has no tokenizer"),
         ({"model.condition": "text"}, "model.condition: text"),
         ({"model.vae": "somewhere"}, "model.vae"),
         ({"model.num_heads": 3}, "model.hidden_size: 32"),

@@ -177,7 +177,7 @@ def test_a_workload_comes_back_from_its_processor(medium: str, tmp_path: Path) -
     assert row[workload.batch_key].shape[1:] == (*workload.shape.grid, workload.shape.channels)
     assert row["label"].dtype == np.int32
     wider = opened(medium, tmp_path, **{"model.hidden_size": 16})
-    with pytest.raises(DataError, match="other sizes or classes than this run has"):
+    with pytest.raises(DataError, match="the sizes or the classes of the data differ from those of this run"):
         wider.processor.save(tmp_path / "processor")
 
 

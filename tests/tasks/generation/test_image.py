@@ -187,7 +187,9 @@ def test_vectors_are_a_condition_from_training_to_files(say: Any, tmp_path: Path
             saved.generate(vector=wrong)
     vectors = np.zeros((4, 3), np.float32)
     np.savez(tmp_path / "wider.npz", image=np.zeros((4, 8, 8), np.uint8), condition=vectors)
-    with pytest.raises(DataError, match=r"wider\.npz: has vectors of 3 numbers, and this run has learnt from 2"):
+    with pytest.raises(
+        DataError, match=r"wider\.npz: has vectors of 3 numbers, but this run was trained on vectors of 2"
+    ):
         saved.evaluate(tmp_path / "wider.npz")
 
 
@@ -218,7 +220,7 @@ def test_pictures_of_another_shape_are_resized_or_refused(say: Any, run: Path, t
         assert said.code == 3
         assert said.err.count("\n") == 1
         here = " x ".join(map(str, (*sides, 1)))
-        assert f"is of {here}, and this run has learnt from 8 x 16 x 1" in said.err
+        assert f"is of {here}, but this run was trained on 8 x 16 x 1" in said.err
 
 
 def test_without_a_class_sixteen_are_drawn_in_turn(say: Any, run: Path, tmp_path: Path) -> None:
@@ -257,7 +259,7 @@ def test_an_impossible_file_is_refused_before_anything_is_drawn(
         (["--vector", "1,2"], ["--vector", "condition class", "--class"]),
         (["--max_tokens", "5"], ["--max_tokens", "it takes", "--class", "--steps"]),
         (["--temperature", "0.5"], ["--temperature", "it takes"]),
-        (["--count", "0"], ["--count 0", "at least one"]),
+        (["--count", "0"], ["--count 0", "expected 1 or more"]),
         (["--steps", "0"], ["--steps 0", "at least one"]),
         (["--sampler", "ddim"], ["--sampler ddim", "euler, heun or dpm"]),
         (["--guidance", "-1"], ["--guidance -1", "from 0"]),

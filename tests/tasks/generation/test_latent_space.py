@@ -139,7 +139,7 @@ def test_a_run_that_was_moved_finds_its_part_beside_it(run: Any, tmp_path: Path)
     assert found.task.latents.folder.startswith(str(moved))
     np.testing.assert_array_equal(found.generate(count=1, steps=1), before)
     shutil.rmtree(moved / "parts")
-    with pytest.raises(CheckpointError, match="the autoencoder of this run is gone"):
+    with pytest.raises(CheckpointError, match="the autoencoder of this run no longer exists"):
         bottega.load(moved / "pictures")
 
 
@@ -149,9 +149,11 @@ def test_a_part_that_was_deleted_is_made_again_by_the_command_that_is_named(run:
         file.write_text(file.read_text().replace(str(run.path.parent), str(runs)))
     before = bottega.load(runs / "pictures").generate(count=1, steps=1)
     shutil.rmtree(runs / "parts")
-    with pytest.raises(CheckpointError, match=r"is gone: \S+; bottega (train \S+recipe\.yaml) makes it") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"no longer exists: \S+; bottega (train \S+recipe\.yaml) trains it again"
+    ) as caught:
         bottega.load(runs / "pictures")
-    assert str(caught.value).count("gone") == 1
+    assert str(caught.value).count("no longer exists") == 1
     assert cli.main([*str(caught.value).partition("bottega ")[2].split()[:2], "--quiet"]) == 0
     np.testing.assert_array_equal(bottega.load(runs / "pictures").generate(count=1, steps=1), before)
 
@@ -163,9 +165,9 @@ def test_another_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFi
     tiny_vae(folder, seed=1)
     assert main(["generate", str(path)]) == 4
     said = capsys.readouterr().err
-    assert "another autoencoder than this run was trained with" in said
+    assert "is not the autoencoder that this run was trained with" in said
     assert said.count("\n") == 1
-    with pytest.raises(CheckpointError, match="another autoencoder than this run began with") as caught:
+    with pytest.raises(CheckpointError, match="is not the autoencoder that this run started with") as caught:
         train(tmp_path, **options, **{"training.max_steps": 2})
     assert caught.value.code == 4
     tiny_vae(folder)
@@ -268,8 +270,11 @@ def test_it_may_be_switched_on_in_the_middle(run: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"data.normalise": "unit"}, r"data\.normalise: unit, and an autoencoder reads values from -1 to 1"),
-        ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, and the data has 3; set data\.channels=1"),
+        (
+            {"data.normalise": "unit"},
+            r"data\.normalise: unit is not supported: an autoencoder reads values from -1 to 1",
+        ),
+        ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, but the data has 3; set data\.channels=1"),
         ({"data.image_size": 9}, r"height 9 \(a multiple of 2"),
         ({"model.patch_size": 3}, r"model\.patch_size: patches of 3 do not divide a side of 4"),
         ({"model.vae": "nowhere"}, r"model\.vae: nowhere is not a folder"),
@@ -287,14 +292,14 @@ def test_what_does_not_fit(tmp_path: Path, changes: dict[str, Any], said: str) -
 
 def test_autoencoders_of_other_media_and_runs_without_export(run: Any, tmp_path: Path) -> None:
     clips = tiny_vae(tmp_path / "clips", dims=3)
-    with pytest.raises(UsageError, match="is an autoencoder of video, and the task is image"):
+    with pytest.raises(UsageError, match="is an autoencoder of video, but the task is image"):
         train(tmp_path, **{**IN_LATENTS, "model.vae": str(clips)})
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "recipe.yaml").touch()
     with pytest.raises(UsageError, match="a run that was not exported; run bottega export"):
         train(tmp_path, **{**IN_LATENTS, "model.vae": str(bare)})
-    with pytest.raises(UsageError, match="is an autoencoder of images, and the task is audio"):
+    with pytest.raises(UsageError, match="is an autoencoder of images, but the task is audio"):
         bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **IN_LATENTS, "model.vae": str(vae_of(run))})
     with pytest.raises(UsageError, match=r"needs\.vae is not trained yet"):
         bottega.prepare({"task": "image"}, {**small_media.image(tmp_path), **PART, "data.latents": True})

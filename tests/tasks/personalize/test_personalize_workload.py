@@ -99,9 +99,9 @@ def test_another_base_is_refused(tmp_path: Path, bases: dict[str, Path], file: s
     first = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 4})
     shaken(tmp_path / file)
     key = f"model.{file.split('/')[0]}"
-    with pytest.raises(CheckpointError, match=f"{key}: is another {named} than this run began with"):
+    with pytest.raises(CheckpointError, match=f"{key}: is not the {named} that this run started with"):
         small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
-    with pytest.raises(CheckpointError, match=r"is another .* than this run was trained with; put that one back"):
+    with pytest.raises(CheckpointError, match=r"is not the .* that this run was trained with; restore it"):
         open_run(first.path)
 
 
@@ -109,15 +109,15 @@ def test_a_judge_may_be_gone_but_not_another_and_a_base_may_move(tmp_path: Path,
     models = {f"model.{name}": str(place) for name, place in bases.items()}
     first = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 4})
     shutil.move(bases["language_model"], tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"the language model of this run is gone: .*; put it back"):
+    with pytest.raises(CheckpointError, match=r"the language model of this run no longer exists: .*; restore it"):
         open_run(first.path)
     (tmp_path / "elsewhere").rename(bases["language_model"])
     facts: Any = open_run(first.path).workload.metadata  # type: ignore[attr-defined]
     assert facts.clip is not None
     shaken(bases["clip"] / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"is another CLIP than this run was trained with"):
+    with pytest.raises(CheckpointError, match=r"is not the CLIP that this run was trained with"):
         open_run(first.path)  # which would pick and measure otherwise without a word
-    with pytest.raises(CheckpointError, match=r"model\.clip: is another CLIP than this run began with"):
+    with pytest.raises(CheckpointError, match=r"model\.clip: is not the CLIP that this run started with"):
         small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
     shutil.rmtree(bases["clip"])
     facts = open_run(first.path).workload.metadata  # type: ignore[attr-defined]
@@ -134,7 +134,7 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is not a folder here"),
+        ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is not a local folder"),
         (
             {"model.language_model": "/nowhere/at/all"},
             UsageError,
@@ -164,7 +164,7 @@ def test_a_judge_that_cannot_judge_is_told_at_once(tmp_path: Path) -> None:
     (judge / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"model\.clip: .* has no tokenizer\.json"):
         small_personal.train(tmp_path, **{"model.clip": str(judge)})
-    with pytest.raises(UsageError, match=r"model\.clip: .* holds a llama; a CLIP or SigLIP"):
+    with pytest.raises(UsageError, match=r"model\.clip: .* contains a llama; a CLIP or SigLIP"):
         small_personal.train(tmp_path, **{"model.clip": str(small_personal.models()["language_model"])})
 
 
@@ -210,7 +210,7 @@ def test_other_keywords_of_the_same_data_are_refused(
     run, how = half
     (run / "processor" / "keywords.jsonl").unlink()
     monkeypatch.setattr(KeywordGenerator, "_decode", lambda self, wanted, *asked: dict.fromkeys(wanted, ("blue",)))
-    with pytest.raises(DataError, match="derives other keywords from the same data"):
+    with pytest.raises(DataError, match="the keywords that a model derives from the data differ"):
         small_personal.train(run.parent, **how)
 
 
@@ -337,9 +337,9 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
         ({"user": "v1", "count": 0}, "count 0: at least one"),
         ({"user": "v1", "steps": 0}, "steps 0: at least one"),
         ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
-        ({"user": "v1", "guidance": -1.0}, "guidance -1: expected a number from 0"),
+        ({"user": "v1", "guidance": -1.0}, "guidance -1: expected 0 or more"),
         ({"user": "v1", "prompt": "a star"}, "prompt: this run does not support it; it takes user, wish, history"),
-        ({"history": "nowhere.txt"}, "history nowhere.txt: no such file"),
+        ({"history": "nowhere.txt"}, "history nowhere.txt does not exist"),
     ],
 )
 def test_what_cannot_be_asked_is_one_line(saved: SavedRun, what: dict[str, Any], message: str) -> None:

@@ -110,12 +110,12 @@ def test_a_cell_that_is_no_number_is_named(tmp_path: Path, value: str, said: str
 def test_labels_that_are_none(tmp_path: Path) -> None:
     message = (
         "own.csv: 96 rows have 96 different labels, so this column is probably not the label; "
-        "name the right one with data.train.label"
+        "set data.train.label to the right one"
     )
     assert refused(tmp_path, table(tmp_path / "own.csv", label=range(96))).endswith(message)
     one = refused(tmp_path, table(tmp_path / "own.csv", label=[1] * 96))
     assert "all of the class '1'" in one
-    assert "name another column with data.train.label" in one
+    assert "set data.train.label to another column" in one
     with pytest.raises(DataError, match=r"; raise data.num_samples$"):
         small_routing.train(
             tmp_path,
@@ -199,7 +199,7 @@ def test_shares_of_a_picture_add_up_to_one() -> None:
         ),
         ({"data.num_rules": 5}, "needs one for each of the 5 rules; set it to 5, or the weight to 0"),
         ({"model.spike_threshold": None}, "set spike_threshold: 1.0, or plasticity: false"),
-        ({"online": True, "data.online": False}, "disagrees with online at settings: false and true for data.online"),
+        ({"online": True, "data.online": False}, "conflicts with online at settings: false and true for data.online"),
     ],
 )
 def test_a_plan_finds_what_training_would_refuse(settings: dict[str, Any], said: str) -> None:

@@ -65,7 +65,7 @@ def prepare(recipe: Recipe, *, progress: Callable[[str, int, int], None]) -> Wor
     if len(classes) < 2:
         named = f"only the class {classes.names[0]}" if len(classes) else "no classes"
         raise DataError(
-            f"data.train: has {named}; a classifier needs two or more: name their field with data.condition_field"
+            f"data.train: has {named}; a classifier needs two or more: set data.condition_field to their field"
         )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(checked))
     mel = fit_mel_processor(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None
@@ -92,7 +92,7 @@ def reopen(recipe: Recipe, processor: Path, fingerprint: str) -> Workload:
 def _check_recipe(recipe: Recipe) -> MediaRecipe:
     assert isinstance(recipe, MediaRecipe)
     if not isinstance(recipe, AudioClassifyRecipe) and recipe.data.buckets is not None:
-        raise UsageError("data.buckets: a classifier reads images of one size; leave it out")
+        raise UsageError("data.buckets: a classifier reads images of one size; remove it")
     return recipe
 
 
@@ -276,12 +276,12 @@ def _check_base_model(folder: Path, shape: Shape) -> Path:
         raise UsageError(f"model.from: {folder} is not an exported classifier of images, audio or video") from None
     if type(base) is not type(shape):
         kind = "spiking" if isinstance(base, SpikingNetShape) else "convnet"
-        raise UsageError(f"model.from: {folder} has a {kind} network; set model.kind={kind}, or name another folder")
+        raise UsageError(f"model.from: {folder} has a {kind} network; set model.kind={kind}, or give another folder")
     for key in ("hidden_size", "num_layers", "num_labels", "channels", "grid"):
         needed, actual = getattr(shape, key), getattr(base, key)
         if needed != actual:
             raise UsageError(
-                f"model.from: {folder} has {key} {actual}, but this run needs {needed}; name another folder"
+                f"model.from: {folder} has {key} {actual}, but this run needs {needed}; give another folder"
             )
     return folder
 

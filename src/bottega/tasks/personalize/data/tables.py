@@ -195,7 +195,7 @@ def _by_model(
     }
     if captioner is None:
         raise UsageError(
-            f"data.captions: {folder} is a folder, but captioning models are not available here; name a caption file"
+            f"data.captions: {folder} is a folder, but captioning models are not available here; give a caption file"
         )
     captions = caption_images(paths, folder, captioner, progress=progress) if paths else {}
     return lambda person, item: item.caption.strip() or captions.get(plan.images.hash(person, item) or "", "")
