@@ -432,7 +432,7 @@ def test_other_classes_and_sizes_are_refused(teachers: dict[str, Path], tmp_path
         **taught(teachers["image"]),
     )
     refused(r"was trained for image, not for classify of text", "classify", tmp_path, **taught(teachers["image"]))
-    refused(r"no run and no folder at .*nowhere", "classify", tmp_path, **taught(tmp_path / "nowhere"))
+    refused(r"nowhere does not exist", "classify", tmp_path, **taught(tmp_path / "nowhere"))
     for name in ("classify", "classify/image", "language/shakespeare"):
         folder = tmp_path / name
         nothing = (
@@ -455,7 +455,7 @@ def test_an_adapter_is_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> 
     lora = {**EMPTY, "model.from": str(teachers[name]), "techniques": [{"name": "lora", "options": {"rank": 2}}]}
     folder = bottega.load(train(name, tmp_path, name="lora", **lora)).export(tmp_path / "out") / "adapter"
     assert (folder / "adapter_config.json").is_file()
-    refused(r"adapter is an adapter, not a whole model; give the run that", name, tmp_path, **taught(folder))
+    refused(r"adapter is an adapter, not a complete model; give the run that", name, tmp_path, **taught(folder))
 
 
 def test_what_has_no_answer_has_no_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
@@ -495,7 +495,7 @@ def test_a_run_goes_on_with_its_teacher_only(teachers: dict[str, Path], tmp_path
     train("classify", tmp_path, **{**options, "training.max_steps": 4})
     shutil.rmtree(teacher)
     train("classify", tmp_path, seed=5, name="teacher")
-    with pytest.raises(CheckpointError, match=r"is another teacher than this run began with"):
+    with pytest.raises(CheckpointError, match=r"is not the teacher that this run started with"):
         train("classify", tmp_path, **options)
     shutil.rmtree(teacher)
     shutil.copytree(teachers["classify"], teacher, symlinks=True)

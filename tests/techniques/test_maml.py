@@ -407,7 +407,7 @@ def test_what_cannot_be_an_episode_is_one_line(tmp_path: Path) -> None:
     assert "maml.ways is 2" in said("language", options={"ways": 2})
     assert "maml.by is label, but samples have no labels" in said("language", options={"by": "label"})
     assert "maml.by is source, but there is only one" in said("classify", options={"by": "source", "ways": None})
-    assert "no field 'speaker'; use one of" in said("classify", options={"by": "speaker", "ways": None})
+    assert "no field 'speaker'; choose from" in said("classify", options={"by": "speaker", "ways": None})
     unlabelled = {"data.train.path": str(_unlabelled(tmp_path)), "model.condition": "none"}
     assert "samples have no labels and only one source; add data.sources" in said("image", **unlabelled)
     assert "gradient_checkpointing" in said("image", **{"training.gradient_checkpointing": True})

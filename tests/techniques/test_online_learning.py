@@ -202,7 +202,7 @@ def test_a_stream_without_validation_still_measures_itself(tmp_path: Path) -> No
 def test_a_part_that_has_an_order_of_its_own_is_refused(tmp_path: Path) -> None:
     given = values("multitask", tmp_path)
     given["data.parts.text"]["settings"]["data.online"] = True
-    with pytest.raises(UsageError, match=r"data\.parts\.text: data\.online does not go with several tasks"):
+    with pytest.raises(UsageError, match=r"data\.parts\.text: data\.online cannot be combined with several tasks"):
         bottega.train("multitask", given)
 
 

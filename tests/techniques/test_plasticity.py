@@ -570,7 +570,7 @@ def test_a_whole_run_is_cut_short_and_ends_the_same(tmp_path: Path) -> None:
 
 def test_a_model_without_spiking_layers_is_refused() -> None:
     shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8)
-    with pytest.raises(UsageError, match="ConvNet has none; leave it out, or train a spiking model"):
+    with pytest.raises(UsageError, match="ConvNet has none; remove it, or train a spiking model"):
         build_models(task(shape), 0)
 
 
@@ -598,7 +598,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tau": (
         {"techniques": [{"name": "plasticity", "options": {"tau_plus": 0}}]},
-        "tau_plus: must be greater than 0, got 0",
+        "tau_plus: expected greater than 0, got 0",
     ),
 }
 
@@ -606,7 +606,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_several_tasks_may_have_it_but_no_reward() -> None:
     asked = {"techniques": [{"name": "plasticity", "options": {"reward": "loss"}}]}
     with pytest.raises(
-        UsageError, match=r"plasticity.reward needs a single task, and this recipe has several; set it to none"
+        UsageError, match=r"plasticity.reward needs a single task, but this recipe has several; set it to none"
     ):
         load_recipe(["multitask", asked])
     assert load_recipe(["multitask", {"techniques": ["plasticity"]}]).recipe.techniques[0].name == "plasticity"

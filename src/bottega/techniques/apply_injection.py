@@ -38,7 +38,7 @@ def build_injected_task(task: Task, technique: Technique, *, of: Task) -> Inject
 def apply_injection(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload, *, name: str) -> TrainingPlan:
     """Return the plan with layers injected into a frozen base model, whose hash is saved with the run."""
     if recipe.task in AUTOENCODER_TASKS:
-        raise UsageError(f"techniques: {name} does not support {recipe.task}; leave it out to train all weights")
+        raise UsageError(f"techniques: {name} does not support {recipe.task}; remove it to train all weights")
     find_injection(recipe)  # raises if there are two
     task = build_injected_task(plan.task, Technique(name=name, options=options), of=workload.task)
     meta_model = build_meta_model(task, recipe.seed)
@@ -66,7 +66,7 @@ def _check(task: InjectedTask, model: Any, recipe: Recipe) -> tuple[str, ...]:
     freeze = recipe.training.freeze or ()
     if BACKBONE in freeze and not any(part == BACKBONE for part, _ in model.named_children()):
         # Resolved to layers it would leave out the injected layers of the last block, which is not what is meant.
-        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} already freezes the base model; leave it out")
+        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} already freezes the base model; remove it")
     task.check_patterns(freeze, model, key="training.freeze")
     return tuple(task.notes(model))
 

@@ -23,7 +23,7 @@ class LoraOptions(Section):
     train: tuple[str, ...] | None = Field(
         None, description="modules trained in full beside it; null is those randomly initialised, such as a head"
     )
-    start: str | None = Field(None, description="a folder of an adapter to start from, ours or peft's")
+    start: str | None = Field(None, description="a folder of an adapter to start from, exported by Bottega or peft")
 
 
 SPELLINGS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
