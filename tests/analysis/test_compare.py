@@ -269,7 +269,7 @@ def test_results_of_an_evaluation(seeds: Callable[..., str]) -> None:
     assert [run["value"] for run in report["groups"][0]["runs"]] == pytest.approx([0.54, 0.64, 0.74])
     assert not [note for note in report["notes"] if "split" in note]
     assert "is of the split test, not validation" in refused(*names, split="validation")
-    assert "has no f1; --metric can be accuracy" in refused(*names, split="test", metric="f1")
+    assert "has no f1; it has accuracy" in refused(*names, split="test", metric="f1")
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text('{"accuracy": 0.7}')
     assert any("does not name its split" in note for note in compare(names, split="test")["notes"])
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text("[1")
@@ -471,7 +471,7 @@ def test_the_same_run_or_seed_twice(make: Make, seeds: Callable[..., str]) -> No
     assert "given twice" in refused(one, two, "runs/../runs/a-s1")
     assert "given twice" in refused("runs/a-s0,runs/a-s0", two)
     make("a-s0.1", 0.8, seed=0)
-    assert "are both seed 0; leave one out" in refused("runs/a-s*", two)
+    assert "are both seed 0; keep one" in refused("runs/a-s*", two)
 
 
 def test_different_goals(seeds: Callable[..., str]) -> None:
@@ -485,7 +485,7 @@ def test_different_goals(seeds: Callable[..., str]) -> None:
 
 def test_metrics_that_are_missing(make: Make, seeds: Callable[..., str]) -> None:
     one, two = seeds("a", GOOD), seeds("b", BETTER)
-    assert "metrics.jsonl has no f1; --metric can be accuracy, loss" in refused(one, two, metric="f1")
+    assert "metrics.jsonl has no f1; it has accuracy, loss" in refused(one, two, metric="f1")
     make("b-s7", seed=7)
     assert "runs/b-s7 has no evaluation" in refused(one, two)
     make("c-s0", None, seed=0)
@@ -543,8 +543,8 @@ def test_names_that_lead_nowhere(make: Make, seeds: Callable[..., str]) -> None:
     one = seeds("a", GOOD)
     assert "no run matches" in refused(one, "runs/zz-*")
     assert "no run at runs/a-s7" in refused(one, "runs/a-s7")
-    assert "does not name a run" in refused(one, ",")
-    assert "name at least two groups" in refused(one)
+    assert "is not a run" in refused(one, ",")
+    assert "give at least two groups" in refused(one)
     for alpha in (0.0, 1.0, -1.0, float("nan")):
         assert "--alpha" in refused(one, "runs/b", alpha=alpha)
 

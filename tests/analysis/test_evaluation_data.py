@@ -128,7 +128,7 @@ def test_a_checkpoint_is_taken_by_its_path(folder: Path, name: str, capsys: pyte
     for words in (["predict", str(checkpoint), "salt"], ["ledger", str(checkpoint), "--step", "1"]):
         assert cli.main(words) == 0, words
     assert cli.main(["inspect", str(checkpoint)]) == 0
-    assert "leave one of them out" in measured(capsys, str(checkpoint), "--checkpoint", "7", code=2)
+    assert "keep one" in measured(capsys, str(checkpoint), "--checkpoint", "7", code=2)
 
 
 def test_a_run_is_used_from_another_folder(
@@ -149,7 +149,7 @@ def test_a_run_is_used_from_another_folder(
     (moved / "texts.jsonl").unlink()
     (here / "texts.jsonl").unlink()
     gone = measured(capsys, str(moved / "runs" / "run"), code=3)
-    assert "texts.jsonl: the data of this run is not in /nowhere/at/all, where the run was started" in gone
+    assert "texts.jsonl: the data of this run no longer exists in /nowhere/at/all, where the run was started" in gone
     assert "--data" in gone
     assert cli.main(["ledger", str(moved / "runs" / "run"), "--step", "1"]) == 3
     assert "--data" not in capsys.readouterr().err, "ledger has no such option"
@@ -162,7 +162,7 @@ def test_what_cannot_be_told_is_said(folder: Path, tmp_path: Path) -> None:
     named = {"data.train.field": "review", "data.train.label": "stars"}
     result = bottega.evaluate(moved / "run", data=other, settings=named)
     assert "cannot check whether" in result["notes"][0]
-    with pytest.raises(DataError, match="not there any more"):
+    with pytest.raises(DataError, match="the data of this run no longer exists"):
         bottega.evaluate(moved / "run")
     with pytest.raises(BottegaError, match="split dev"):
         bottega.evaluate(moved / "run", split="dev")

@@ -716,9 +716,9 @@ def test_what_cannot_be_compared_is_refused(make: Any, tmp_path: Path) -> None:
     assert "given twice" in refused(run, run)
     assert "given twice" in refused(run, f"{run}:both")
     twice = refused(f"{run}:none", f"{run}:none")
-    assert twice == f"the arm none of {run} is given twice; name two, such as {run}:none {run}:both"
+    assert twice == f"the arm none of {run} is given twice; give two, such as {run}:none {run}:both"
     assert "different people" in refused(run, others)
-    assert "different people or wishes" in refused(run, wishes)
+    assert "different users or wishes" in refused(run, wishes)
     assert "fewer than 5" in refused(f"{few}:none", f"{few}:both")
     assert "has no arm 'soft'" in refused(run, f"{run}:soft")
     assert f"bottega evaluate {bare} first" in refused(run, bare)

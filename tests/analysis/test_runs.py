@@ -96,7 +96,7 @@ def test_damaged_and_foreign_folders_are_listed_or_left(folder: Path, tmp_path: 
     assert states == {"broken": "damaged", "empty": "damaged", "bare": "no checkpoint"}
     assert [one["name"] for one in bottega.runs(folder / "whole")] == ["whole"]
     assert {one["name"] for one in bottega.runs(folder.parent)} == {"all/whole", "all/part"}
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="does not exist; give a folder of runs"):
         bottega.runs(tmp_path / "nowhere")
 
 

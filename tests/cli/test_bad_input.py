@@ -96,12 +96,12 @@ def test_several_mistakes_are_told_at_once(say: Any, tmp_path: Path) -> None:
         (["trian", "language"], ["'trian' is not a verb", "did you mean train?"]),
         (["train"], ["no recipe given"]),
         (["train", "langauge"], ["langauge", "did you mean language"]),
-        (["train", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
+        (["train", "nowhere.yaml"], ["nowhere.yaml", "does not exist"]),
         (["train", "language", "training.max_stepz=3"], ["training.max_stepz", "max_steps"]),
         (["train", "language", "--no-such-flag", "3"], ["no-such-flag"]),
         (["train", "language", "training.learning_rate=fast"], ["training.learning_rate", "fast"]),
         (["train", "language", "--lr", "1e-3", "--learning_rate", "2e-3"], ["learning_rate"]),
-        (["generate"], ["name one run: bottega generate runs/NAME"]),
+        (["generate"], ["give one run: bottega generate runs/NAME"]),
         (["ledger", "runs/a"], ["bottega: ledger: the following arguments are required: --step"]),
         (["generate", "a", "b"], ["unexpected b"]),
         (["evaluate", "a", "--nonsense"], ["--nonsense"]),
@@ -190,7 +190,7 @@ def test_a_gpu_that_is_not_there(train: Any) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    train(name="x", device="cuda").refused(5, "cuda is requested", "device=cpu")
+    train(name="x", device="cuda").refused(5, "cuda is not available", "device=cpu")
 
 
 def test_a_batch_the_processes_cannot_share(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +306,7 @@ def test_another_recipe_under_the_same_name(
 ) -> None:
     run = copy(finished_run, tmp_path)
     before = tensors(run)
-    train(name="finished", **change).refused(2, *change, "choose another name, or use --fresh")
+    train(name="finished", **change).refused(2, *change, "choose another name, or start over with --fresh")
     assert different(before, tensors(run)) == []
 
 

@@ -239,7 +239,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_looked_for_again(run: Path, m
 @pytest.mark.parametrize("which", ["last", 4])
 def test_a_damaged_checkpoint_is_named_with_its_run_and_the_others(say: Any, run: Path, verb: str, which: Any) -> None:
     (run / "checkpoints" / checkpoint.step_folder_name(4) / "model.safetensors").write_bytes(b"")
-    say(verb, run, "--checkpoint", which).refused(4, f"{run}: checkpoint step-00000004", "choose one of the steps 2")
+    say(verb, run, "--checkpoint", which).refused(4, f"{run}: checkpoint step-00000004", "choose from the steps 2")
     shutil.rmtree(run / "checkpoints" / checkpoint.step_folder_name(2))
     with pytest.raises(CheckpointError, match="there is no other checkpoint"):
         bottega.load(run, checkpoint=which)

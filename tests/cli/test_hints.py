@@ -53,7 +53,7 @@ def test_columns_are_proposed_by_what_is_in_them(tmp_path: Path, capsys: pytest.
         (["train", "clasify"], "did you mean classify?"),
         (["train", "nothing-like-it"], "list them with `bottega recipes`"),
         (["inspect", "runs/nope"], "no run at runs/nope"),
-        (["data", "nope.txt"], "holds nothing with a similar name"),
+        (["data", "nope.txt"], "has no file with a similar name"),
     ],
 )
 def test_a_name_is_suggested_only_where_it_is_near(

@@ -140,7 +140,7 @@ def clip(
 
 
 def turned_clip() -> bytes:
-    """As a phone held upright writes it: the header says a quarter to the right."""
+    """As a phone held upright writes it: the header states a quarter to the right."""
     data = bytearray(clip(form="mp4", size=(32, 48)))
     at = data.index(b"tkhd") + 44
     data[at : at + 36] = struct.pack(">9i", 0, 1 << 16, 0, -1 << 16, 0, 0, 0, 0, 1 << 30)
@@ -270,12 +270,12 @@ BAD: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "picture empty": ("image", lambda: b"", "empty"),
     "picture bomb": ("image", bomb, "more than 67,108,864 pixels"),
     "text named png": ("image", lambda: b"hello " * 40, "not an image of a known format"),
-    "sound cut": ("audio", lambda: cut(sound()), "cut off: the header states 1,600 bytes"),
+    "sound cut": ("audio", lambda: cut(sound()), "truncated: the header states 1,600 bytes"),
     "sound empty": ("audio", lambda: b"", "empty"),
     "sound of nothing": ("audio", lambda: sound(tone(0)), "no samples"),
     "sound not finite": ("audio", lambda: sound(tone() + np.float32("nan"), subtype="FLOAT"), "sample 0 is not finite"),
     "text named wav": ("audio", lambda: b"hello " * 40, "not an audio file"),
-    "clip cut": ("video", lambda: cut(clip()), "cut off"),
+    "clip cut": ("video", lambda: cut(clip()), "truncated"),
     "clip empty": ("video", lambda: b"", "empty"),
     "sound alone": ("video", soundtrack, "no video stream"),
     "picture named mkv": ("video", picture, "not a video of a known format"),
@@ -313,7 +313,7 @@ def test_a_pixel_that_is_no_number(train: Any, tmp_path: Path, suffix: str) -> N
 @pytest.mark.parametrize("task", ["image", "audio", "video"])
 def test_data_of_another_medium(train: Any, tmp_path: Path, task: str) -> None:
     text = put(tmp_path / "a.txt", b"hello world\n" * 50)
-    train(task, text).refused(3, f"{text} holds text", f"the task needs {task}", "data.train.kind")
+    train(task, text).refused(3, f"{text} contains text", f"the task needs {task}", "data.train.kind")
     other = "audio" if task != "audio" else "image"
     data = folder(tmp_path, other)
     train(task, data).refused(3, data, f"the task needs {task}")
@@ -398,11 +398,11 @@ def test_a_codec_that_was_damaged_is_named_and_written_again(
     whole = path.read_bytes()
     for content in (b"{", b"", b"[]", b"\x80\x04."):
         path.write_bytes(content)
-        say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "start the same training again")
+        say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "run the training command again")
     assert train(task, data).code == 0
     assert path.read_bytes() == whole
     path.unlink()
-    say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "start the same training again")
+    say("generate", run, "--count", 1, "--steps", 1).refused(4, path, "run the training command again")
     assert train(task, data).code == 0
     assert path.read_bytes() == whole
     assert say("generate", run, "--count", 1, "--steps", 1).code == 0
@@ -441,7 +441,7 @@ def test_questions_that_evaluate_cannot_answer(say: Any, train: Any, tmp_path: P
     other = put(tmp_path / "other" / "c9" / "new.png", picture(Image.new("RGB", (8, 8), "red"))).parents[1]
     put(other / "c1" / "new.png", picture(Image.new("RGB", (8, 8), "blue")))
     say("evaluate", run, "--data", other, "--count", 0).refused(3, "c9/new.png", "not one of the 3 classes")
-    say("evaluate", run, "--data", put(tmp_path / "a.txt", b"hello\n" * 50)).refused(3, "holds text")
+    say("evaluate", run, "--data", put(tmp_path / "a.txt", b"hello\n" * 50)).refused(3, "contains text")
     say("generate", run, "--guidance", 3).refused(2, "--guidance 3", "condition_dropout is 0")
     say("generate", run, "--class", 9).refused(2, "--class 9", "3 classes")
 

@@ -83,7 +83,7 @@ def test_other_files_of_a_folder_are_passed_over(pictures: Path, tmp_path: Path)
 
 def test_what_cannot_be_read_is_one_line(pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "gone.png does not exist" in said(capsys, pictures, tmp_path / "gone.png", code=2)
-    assert "name files or folders" in said(capsys, pictures, code=2)
+    assert "give files or folders" in said(capsys, pictures, code=2)
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and nothing more")
     assert "broken.png" in said(capsys, pictures, tmp_path / "broken.png", code=3)
     png(tmp_path / "mixed" / "good.png", 30)

@@ -81,7 +81,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         if evaluation.arm == other.arm and evaluation.file.resolve() == other.file.resolve():
             run = parse_arm(other.group.name)[0]
             raise UsageError(
-                f"the arm {evaluation.arm} of {run} is given twice; name two, such as {run}:none {run}:both"
+                f"the arm {evaluation.arm} of {run} is given twice; give two, such as {run}:none {run}:both"
             )
     require_same_metric([evaluation.group for evaluation in evaluations])
     _check_same_people(evaluations)
@@ -90,7 +90,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
     people = [user for user in values[0] if all(user in others for others in values)]
     if len(people) < MIN_PEOPLE:
         raise UsageError(
-            f"only {len(people)} people have {metric} in all evaluations; fewer than {MIN_PEOPLE} cannot be compared"
+            f"only {len(people)} users have {metric} in all evaluations; fewer than {MIN_PEOPLE} cannot be compared"
         )
     arrays = [np.array([by_user[user] for user in people]) for by_user in values]
     is_binary = are_binary(arrays)
@@ -100,7 +100,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         rows.append(describe_single_run(evaluation.group, array, interval, kind="people"))
     for (evaluation, first), (other, second) in itertools.combinations(zip(evaluations, arrays, strict=True), 2):
         comparison = compare_users(second, first, level=level, is_binary=is_binary)
-        why = f"both generated images for the same {len(people)} people, who are the pairs"
+        why = f"both generated images for the same {len(people)} users, who are the pairs"
         why += f"; for {comparison.n} of them just one is right" if is_binary else ""
         pairs.append(describe_pair(evaluation.group, other.group, comparison, why=why, paired_by="user"))
     notes = ["one run each: this compares the generated images, not two ways of training; for that, give seeds"]
@@ -108,7 +108,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         notes = []
     left_out = max(len(evaluation.targets_by_user) for evaluation in evaluations) - len(people)
     if left_out:
-        notes.append(f"{left_out} people have no {metric} in some evaluation and are left out")
+        notes.append(f"{left_out} users have no {metric} in some evaluation and are left out")
     read_from = f"{EVALUATION}/{split}/{PEOPLE}"
     return {
         "metric": metric,
@@ -125,7 +125,7 @@ def _read_evaluation(name: str, label: str, split: str) -> ArmEvaluation:
     file = run / EVALUATION / split / PEOPLE
     command = f"bottega evaluate {run}{' --split test' if split == 'test' else ''}"
     if not file.is_file():
-        raise UsageError(f"{run} has no evaluation over the people of {split}; run {command} first")
+        raise UsageError(f"{run} has no evaluation over the users of {split}; run {command} first")
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
@@ -153,7 +153,7 @@ def _check_same_people(evaluations: Sequence[ArmEvaluation]) -> None:
         differing = [user for user in users if first.get(user) != second.get(user)]
         if differing:
             raise UsageError(
-                f"{evaluations[0].group.name} and {other.group.name} were evaluated on different people or wishes, "
+                f"{evaluations[0].group.name} and {other.group.name} were evaluated on different users or wishes, "
                 f"{len(differing):,} of {len(users):,}, the first {differing[0]!r}; evaluate both on the same data with the same --count"
             )
 
@@ -170,7 +170,9 @@ def _choose_metric(evaluations: Sequence[ArmEvaluation], metric: str | None) -> 
     if metric is None:
         metric = next((name for name in DEFAULT_METRICS if name in available), available[0] if available else "")
     if metric not in available:
-        raise UsageError(f"--metric {metric}: not in all evaluations; it can be {', '.join(available) or 'nothing'}")
+        raise UsageError(
+            f"--metric {metric}: is not measured in all evaluations; choose from {', '.join(available) or 'none'}"
+        )
     return metric
 
 

@@ -36,7 +36,7 @@ def lr_find_command(
     check_range(low, high, steps)
     is_run = is_run_directory(what)
     if is_run and words:
-        raise UsageError(f"{what} is a run and has its own recipe; leave out {' '.join(words)}")
+        raise UsageError(f"{what} is a run and has its own recipe; remove {' '.join(words)}")
     sources, overrides = parse_overrides([what, *words])
     recipe = None if is_run else load_recipe(sources, overrides).recipe
     report = find_learning_rate(

@@ -63,7 +63,7 @@ def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def _init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", nargs="?", default="language", help="which task (default: language)")
+    parser.add_argument("task", nargs="?", default="language", help="task of the recipe (default: language)")
 
 
 def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def _import_arguments(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="kind",
         choices=("axolotl", "llamafactory", "trainer", "lightning"),
-        help="which trainer the file is for, if its keys do not show it",
+        help="format of the file, if it cannot be detected from its keys",
     )
 
 

@@ -163,7 +163,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
         from_ = getattr(recipe.model, "from_", None)
         raise CheckpointError(
             f"{directory.path}: model.from {from_} is not the base model that this run was trained with "
-            f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore that one"
+            f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore it"
         )
     engine.load_weights(state, folder)
     return SavedRun(directory, folder, recipe, workload, engine, progress, injected, base_hash)
@@ -173,7 +173,7 @@ def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tu
     """Return the run directory and the checkpoint, either of which `path` may name."""
     run, named = split_checkpoint_path(path)
     if named is not None and str(checkpoint) not in ("best", named):
-        raise UsageError(f"--checkpoint {checkpoint}: {path} already names a checkpoint; leave one of them out")
+        raise UsageError(f"--checkpoint {checkpoint}: {path} already names a checkpoint; keep one")
     return run, named or str(checkpoint)
 
 
@@ -196,7 +196,7 @@ def _read(
                 if path != folder
             ]
             remedy = (
-                f"choose one of the steps {', '.join(others)} with --checkpoint"
+                f"choose from the steps {', '.join(others)} with --checkpoint"
                 if others
                 else "there is no other checkpoint; train the run again"
             )
@@ -241,7 +241,7 @@ def choose_checkpoint(directory: RunDirectory, which: str, *, needs_best: bool =
             raise CheckpointError(f"{directory.path} {problem}")
         return newest if which == "last" else _choose_best(directory, newest, needs_best=needs_best)
     if not which.isdigit():
-        raise UsageError(f"--checkpoint {which}: must be best, last or a step number")
+        raise UsageError(f"--checkpoint {which}: expected best, last or a step number")
     path = folder / checkpoints.step_folder_name(int(which))
     if not path.is_dir():
         steps = ", ".join(str(m.step) for _, m in reversed(checkpoints.list_checkpoints(folder)))

@@ -282,4 +282,4 @@ def set_aside(path: Path, *, why: str = "", what: str = "run is") -> None:
     RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
         other = rename_aside(path)
-    print_notice(f"bottega: {why}the old {what} kept as {other}")
+    print_notice(f"bottega: {why}the old {what} renamed to {other}")
