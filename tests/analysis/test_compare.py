@@ -445,7 +445,7 @@ def test_answers_to_other_samples(make: Make) -> None:
 
 def test_a_single_run_against_seeds(make: Make, seeds: Callable[..., str]) -> None:
     make("one", 0.9)
-    assert "runs/one is a single run: at least 2" in refused(seeds("a", GOOD), "runs/one")
+    assert "runs/one is a single run: a group needs at least 2" in refused(seeds("a", GOOD), "runs/one")
 
 
 def test_one_pair_is_too_few(seeds: Callable[..., str]) -> None:

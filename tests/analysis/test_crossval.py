@@ -274,19 +274,19 @@ def test_the_same_call_again_touches_no_fold(report: dict[str, Any], folder: Pat
 def test_the_last_checkpoint_in_place_of_the_best(report: dict[str, Any], folder: Path) -> None:
     found = bottega.crossval("classify", tiny(folder), folds=FOLDS, checkpoint="last")
     assert [run["step"] for run in found["runs"]] == [4] * FOLDS
-    assert not any("flatters" in note for note in found["notes"])
+    assert not any("optimistic" in note for note in found["notes"])
     bottega.crossval("classify", tiny(folder), folds=FOLDS)  # as the others expect it
 
 
 def test_another_recipe_is_refused_until_all_is_set_aside(report: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"another recipe .*learning_rate.*use fresh"):
+    with pytest.raises(UsageError, match=r"another recipe .*learning_rate.*start over with fresh"):
         bottega.crossval("classify", tiny(folder, **{"training.learning_rate": 0.5}), folds=FOLDS)
     with pytest.raises(UsageError, match=r"another recipe \(.*data.split.folds: 3 -> 4"):
         bottega.crossval("classify", tiny(folder), folds=4)
 
 
 def test_what_python_is_told_has_no_dashes(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or say by fraction"):
+    with pytest.raises(DataError, match=r"fewer than folds 40; lower it, or use by fraction"):
         bottega.crossval("classify", tiny(folder), folds=40, out=tmp_path / "many")
 
 

@@ -267,8 +267,8 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused_and_not_replaced(
     named = run / "checkpoints" / "step-00000008"
     with (named / "optimizer.safetensors").open("r+b") as file:
         file.truncate(100)
-    train(f"--resume_from={named}", name="x").refused(4, "step-00000008 damaged", "optimizer.safetensors 100 of")
-    train(f"--resume_from={run}", name="x").refused(4, "step-00000008 damaged")
+    train(f"--resume_from={named}", name="x").refused(4, "step-00000008 is damaged", "optimizer.safetensors 100 of")
+    train(f"--resume_from={run}", name="x").refused(4, "step-00000008 is damaged")
     train(f"--resume_from={tmp_path}/nothing", name="x").refused(2, "no checkpoint at")
 
 
@@ -282,7 +282,7 @@ def test_a_damaged_newest_checkpoint_falls_back_and_says_so(
     newest.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     said = say(*words(tmp_path / "runs", text_file, name="finished"))
     assert said.code == 0, said.err
-    assert "step-00000008 damaged: model.safetensors does not match its SHA-256; trying an older one" in said.err
+    assert "step-00000008 is damaged: model.safetensors does not match its SHA-256; trying an older one" in said.err
     assert "step-00000004 at step 4 of 8" in said.err
     assert different(whole, tensors(run)) == [], "and the damaged one is made again, bit for bit"
     assert steps_logged(run) == list(range(1, 9))

@@ -83,7 +83,7 @@ def test_threads_of_the_cpu_are_a_key(tmp_path: Path, monkeypatch: pytest.Monkey
     one, other = (load_recipe(["language", {"num_threads": count}]).recipe for count in (1, 8))
     assert (one.cpu_threads, other.cpu_threads) == (1, 8)
     assert one.run_name() == other.run_name()
-    with pytest.raises(UsageError, match=r"cpu_threads: expected greater than 0"):
+    with pytest.raises(UsageError, match=r"cpu_threads: expected a number above 0"):
         load_recipe(["language", {"cpu_threads": 0}])
 
 

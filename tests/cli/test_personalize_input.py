@@ -152,9 +152,9 @@ def test_pictures_stay_in_their_folder(tmp_path: Path, capfd: pytest.CaptureFixt
     (tmp_path / "outside.png").write_bytes((folder / "pictures/1.png").read_bytes())
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     (folder / "linked").symlink_to(tmp_path)
-    prepare(capfd, path).refused(3, f"{path}, line 3", "lies outside", "data.pictures")
+    prepare(capfd, path).refused(3, f"{path}, line 3", "is outside", "data.pictures")
     # It might do harm, so it is not one of those that are merely left out.
-    prepare(capfd, path, "data.bad_records=skip", "data.max_bad=0.5").refused(3, "lies outside")
+    prepare(capfd, path, "data.bad_records=skip", "data.max_bad=0.5").refused(3, "is outside")
 
 
 def test_what_leads_back_inside_is_inside(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

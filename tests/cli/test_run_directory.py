@@ -338,7 +338,7 @@ def test_the_newest_good_checkpoint_stands_in_for_the_best(
         assert code == 0, err
         assert err.count("\n") == 1
         assert "step-00000008" in err
-        assert ("step 4, no longer exists" if is_gone else "step-00000004 damaged") in err
+        assert ("step 4, no longer exists" if is_gone else "step-00000004 is damaged") in err
     code, err = answer(capsys, "export", two)
     assert code == 4, "an export is for others, so it is of the best or of one that was asked for"
     assert answer(capsys, "export", two, "--checkpoint", 8)[0] == 0

@@ -36,8 +36,8 @@ def test_all_problems_of_the_options_are_named_at_once() -> None:
     for part in (
         "foo",
         "barr",
-        "rank: expected greater than 0",
-        "dropout: expected less than 1",
+        "rank: expected a number above 0",
+        "dropout: expected a number below 1",
         "choose from rank, alpha",
     ):
         assert part in text

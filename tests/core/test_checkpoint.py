@@ -187,7 +187,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(tmp_path: Path, content: byte
     said: list[str] = []
     assert checkpoint.find_newest_valid(tmp_path, said.append) is None
     assert len(said) == 1
-    assert "step-00000001 damaged" in said[0]
+    assert "step-00000001 is damaged" in said[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b"{"])

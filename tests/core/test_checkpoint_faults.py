@@ -62,7 +62,7 @@ def campaign(folder: Path, rounds: int) -> None:
         assert found is not None, what
         assert found[0] == older, what
         assert len(said) == 1, "the rejected one is named"
-        assert "step-00000002 damaged" in said[0]
+        assert "step-00000002 is damaged" in said[0]
         (newer / name).write_bytes(whole[name])
     assert checkpoint.find_newest_valid(folder, pytest.fail) == (newer, checkpoint.verify(newer))
 

@@ -598,7 +598,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tau": (
         {"techniques": [{"name": "plasticity", "options": {"tau_plus": 0}}]},
-        "tau_plus: expected greater than 0, got 0",
+        "tau_plus: expected a number above 0, got 0",
     ),
 }
 

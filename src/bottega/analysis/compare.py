@@ -326,4 +326,4 @@ def _plot_subtitle(report: dict[str, Any]) -> str:
     if groups[0]["kind"] in ONE_RUN_KINDS:
         return f"mean over {groups[0]['n']:,} {groups[0]['kind']} with its {_interval_title(report)}"
     joined = ", lines join runs of one seed or fold" if len(groups) > 1 else ""
-    return f"each dot is a run{joined}; beside it the mean with its {_interval_title(report)}"
+    return f"each dot is a run{joined}; next to it is the mean with its {_interval_title(report)}"

@@ -78,7 +78,7 @@ def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="axolotl.yml, llamafactory.yaml, trainer-args.json or lightning.yaml")
-    parser.add_argument("--out", metavar="RECIPE", help="file to write (default: NAME.bottega.yaml beside the file)")
+    parser.add_argument("--out", metavar="RECIPE", help="file to write (default: NAME.bottega.yaml next to the file)")
     parser.add_argument(
         "--from",
         dest="kind",

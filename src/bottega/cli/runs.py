@@ -49,7 +49,9 @@ def _print_predict_example(run: Path) -> None:
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="a run directory, or a checkpoint in it: RUN/checkpoints/last")
+    parser.add_argument(
+        "run", nargs="?", metavar="RUN", help="a run directory, or a checkpoint in it: RUN/checkpoints/last"
+    )
     parser.add_argument(
         "--model_path", "--model-path", metavar="RUN", help="the same as RUN, the name in other trainers"
     )

@@ -31,9 +31,9 @@ _EXPECTED = {
     "model_attributes_type": "a block of keys",
 }
 _LIMITS = {
-    "greater_than": ("gt", "greater than"),
+    "greater_than": ("gt", "a number above"),
     "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
+    "less_than": ("lt", "a number below"),
     "less_than_equal": ("le", "at most"),
 }
 _SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)$", re.IGNORECASE)

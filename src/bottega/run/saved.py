@@ -173,7 +173,7 @@ def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tu
     """Return the run directory and the checkpoint, either of which `path` may name."""
     run, named = split_checkpoint_path(path)
     if named is not None and str(checkpoint) not in ("best", named):
-        raise UsageError(f"--checkpoint {checkpoint}: {path} already names a checkpoint; keep one")
+        raise UsageError(f"--checkpoint {checkpoint}: {path} is a checkpoint already; keep one")
     return run, named or str(checkpoint)
 
 

@@ -292,7 +292,7 @@ def test_a_rule_that_is_none_is_said(tmp_path: Path, value: str, said: str) -> N
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        ({"num_rules": 0}, "data.num_rules: expected greater than 0, got 0"),
+        ({"num_rules": 0}, "data.num_rules: expected a number above 0, got 0"),
         ({"num_rules": 65}, "data.num_rules: expected at most 64, got 65"),
         ({"num_labels": 1}, "data.num_labels: expected at least 2, got 1"),
         ({"num_inputs": 11}, "num_inputs: 11 is too small for 4 rules and 4 labels (plain); use 12 or more"),
@@ -305,7 +305,7 @@ def test_a_rule_that_is_none_is_said(tmp_path: Path, value: str, said: str) -> N
         ({"train": {"path": "x.csv", "rule": 3}}, "rule: applies to synthetic data only, and this source is a file"),
         ({"replay": {"kind": "synthetic"}}, "replay: must not be synthetic"),
         ({**SEQUENCE, "mixture": "sequence", "validation": {"rules": [3]}}, "validation.rules: with mixture: sequence"),
-        ({"separation": 0}, "data.separation: expected greater than 0, got 0"),
+        ({"separation": 0}, "data.separation: expected a number above 0, got 0"),
     ],
 )
 def test_what_no_rule_can_be_is_said(data: dict[str, Any], said: str) -> None:

@@ -199,7 +199,7 @@ def test_a_batch_is_that_of_the_recipe_whatever_the_ranks() -> None:
             ["data.online={replay: 0, memory: 5}"],
             "data.online: memory 5 has no effect without replay; set replay, such as 0.2",
         ),
-        (["data.online.replay=1.0"], "data.online.replay: expected less than 1"),
+        (["data.online.replay=1.0"], "data.online.replay: expected a number below 1"),
         (
             ["data.sources=[{rule: 1}, {rule: 2}]", "data.mixture=sequence"],
             "mixture: a stream (online) trains on its sources",

@@ -168,8 +168,8 @@ def test_a_run_that_is_stopped_goes_on_bit_for_bit(text: Path, tmp_path: Path) -
             {"kind": "moe", "num_experts": 2, "experts_per_token": 3},
             "model.experts_per_token: experts_per_token 3 is more",
         ),
-        ({"kind": "moe", "expert_capacity": 0}, "model.expert_capacity: expected greater than 0"),
-        ({"kind": "moe", "capacity_factor": 0.0}, "model.capacity_factor: expected greater than 0"),
+        ({"kind": "moe", "expert_capacity": 0}, "model.expert_capacity: expected a number above 0"),
+        ({"kind": "moe", "capacity_factor": 0.0}, "model.capacity_factor: expected a number above 0"),
         (
             {"kind": "moe", "capacity_factor": 1.0, "expert_capacity": 3},
             "model.expert_capacity: expert_capacity 3 and capacity_factor 1 both set",

@@ -120,7 +120,7 @@ def test_the_penalty_lowers_what_was_said_in_each_row_alone() -> None:
         ([], {}, "no prompts"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[V]], {}, "outside 0..39"),
-        ([[1]], {"temperature": -1.0}, "temperature -1.0 is negative"),
+        ([[1]], {"temperature": -1.0}, "temperature -1.0: expected 0 or more"),
         ([[1]], {"top_k": 0}, "top_k 0: expected 1 or more"),
         ([[1]], {"top_p": 1.5}, "top_p 1.5: expected a number above 0 and at most 1"),
         ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty 0.0: expected a number above 0"),

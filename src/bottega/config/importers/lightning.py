@@ -337,7 +337,7 @@ SKIPPED_KEYS = SkippedKeys(
         "trainer.reload_dataloaders_every_n_epochs": "the data does not change during a run",
     },
     meaningless={
-        "ckpt_path": "the same command resumes by itself; train --resume_from names a checkpoint",
+        "ckpt_path": "the same command resumes by itself; train --resume_from starts from a checkpoint",
         "seed_everything": "a run always has a seed; set seed",
         "trainer.val_check_interval": "once an epoch, as set by check_val_every_n_epoch",
         **dict.fromkeys(

@@ -160,7 +160,7 @@ SKIPPED_KEYS = SkippedKeys(
         "eval_on_start": "the first evaluation comes after evaluation.every",
         "logging_first_step": "the first line comes after logging.every",
         "include_for_metrics": "metrics belong to the task",
-        "label_names": "data.train.label names the field of the class",
+        "label_names": "data.train.label is the field of the class",
         "predict_with_generate": "samples.every generates samples during training",
         "generation_max_length": "samples.max_new_tokens is the length of samples",
         "max_eval_samples": "evaluation.max_batches is the limit, in batches",
@@ -184,7 +184,7 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(
             ("do_train", "do_eval", "do_predict"), "a separate command: bottega train, evaluate or generate"
         ),
-        "resume_from_checkpoint": "the same command resumes by itself; train --resume_from names a checkpoint",
+        "resume_from_checkpoint": "the same command resumes by itself; train --resume_from starts from a checkpoint",
         "overwrite_output_dir": "a run resumes; train --fresh starts over and keeps the old one",
         "ignore_data_skip": "the order is a function of the step, so nothing is skipped",
         "restore_callback_states_from_checkpoint": "a resume always restores everything",

@@ -147,7 +147,7 @@ class FactsData(RecallData):
     )
     num_samples: Positive = Field(4096, description="segments in an epoch; the stream has no end")
     segment_length: Positive = Field(16, description="tokens in a segment, the model's context")
-    num_pairs: Positive = Field(1, description="changing facts that a segment states, beside one lasting fact")
+    num_pairs: Positive = Field(1, description="changing facts that a segment states, in addition to one lasting fact")
     num_questions: Positive = Field(1, description="queries, each for the value of a key, in a segment")
     num_keys: Positive = Field(384, description="keys whose values change")
     num_lasting: Positive = Field(32, description="keys whose values never change; only validation queries them")

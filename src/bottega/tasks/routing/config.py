@@ -35,7 +35,9 @@ class RoutingModel(Model):
     expand: Positive | None = Field(None, description="state_space: channels, in multiples of hidden_size; null is 2")
     conv_size: Positive | None = Field(None, description="state_space: kernel size of its convolution; null is 4")
     gate: Literal["softmax", "sigmoid"] = Field("softmax", description="function from router logits to expert weights")
-    shared_experts: Whole = Field(0, ge=0, description="experts that process every sample, beside the routed ones")
+    shared_experts: Whole = Field(
+        0, ge=0, description="experts that process every sample, in addition to the routed ones"
+    )
     capacity_factor: Number | None = Field(
         None, gt=0, description="training capacity of an expert, relative to an even split; null is unlimited"
     )

@@ -84,16 +84,14 @@ def locate_image(root: Path, name: str) -> Path | BadRecord:
         base = root.resolve()
         path = (base / name).resolve()
         if not path.is_relative_to(base):
-            reason = f"the picture {name} lies outside {root}; name that folder with data.pictures, or move the picture into it"
+            reason = f"the image file {name} is outside {root}; set data.pictures to its folder, or move the file"
             return BadRecord(name, name, reason, is_unsafe=True)
         if path.is_file():
             return path
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or contains NUL, or a link cycle
-        return BadRecord(name, name, f"the picture {name!r} cannot be looked for: {error}")
+        return BadRecord(name, name, f"the image file {name!r} cannot be accessed: {error}")
     what = "is a folder" if path.is_dir() else "does not exist"
-    return BadRecord(
-        name, name, f"the picture {root / name} {what}; name their folder with data.pictures if it is another"
-    )
+    return BadRecord(name, name, f"the image file {root / name} {what}; set data.pictures if the images are elsewhere")
 
 
 @dataclass(frozen=True)
