@@ -77,7 +77,7 @@ def test_a_classifier_that_is_asked_to_generate(classifier: Path, capsys: pytest
 def test_a_loaded_run_is_shown_in_one_line(classifier: Path) -> None:
     saved = bottega.load(classifier)
     assert repr(saved) == f"<SavedRun {classifier}: classify, step-00000002>"
-    with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* already names a checkpoint"):
+    with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* is a checkpoint already"):
         bottega.load(classifier / "checkpoints" / "last", checkpoint=99)
 
 

@@ -363,7 +363,7 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "other text": ("sd", "model_index.json", {"text_encoder": ["transformers", "BertModel"]}, "has a BertModel"),
     "refiner": ("sdxl", "model_index.json", {"text_encoder": [None, None]}, "has text_encoder_2 for unet"),
     "no text": ("sd", "model_index.json", {"text_encoder": [None, None]}, "has no text encoder for unet"),
-    "no class": ("sd", "model_index.json", {"unet": "UNet2DConditionModel"}, "names no library and class for unet"),
+    "no class": ("sd", "model_index.json", {"unet": "UNet2DConditionModel"}, "has no library and class for unet"),
     "three words": ("sd", "model_index.json", {"vae": ["diffusers", "AutoencoderKL", "x"]}, "no library and class for vae"),
     "words of betas": ("sd", "scheduler/scheduler_config.json", {"trained_betas": ["a"]}, "has an invalid value"),
     "no shift": ("flow", "scheduler/scheduler_config.json", {"shift": None}, "has an invalid value"),

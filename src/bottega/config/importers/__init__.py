@@ -55,7 +55,7 @@ def translate_config(tasks: TaskRegistry, path: Path, config: Mapping[str, Any],
     translation = Translation(config)
     FORMATS[kind](translation)
     if not any(not row.is_default for row in translation.mapped):
-        raise UsageError(f"{path}: has no key of {kind}; check --from")
+        raise UsageError(f"{path} has no key of {kind}; check --from")
     translation.drop_rejected(tasks)
     return translation
 
@@ -75,7 +75,7 @@ def detect_format(path: Path, config: Mapping[str, Any]) -> str:
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise UsageError(f"{path}: has keys of {' and of '.join(candidates)}; choose the format with --from")
+        raise UsageError(f"{path} has keys of {' and of '.join(candidates)}; choose the format with --from")
     raise UsageError(f"{path}: the format cannot be detected from its keys; set it with --from {', '.join(FORMATS)}")
 
 
@@ -91,7 +91,7 @@ def _reject_recipe(tasks: TaskRegistry, path: Path, config: Mapping[str, Any], *
 def _read_config(path: Path) -> dict[str, Any]:
     value = _read_json(path) if path.suffix.lower() == ".json" else read_yaml(path).value
     if value is None or value in ({}, []):
-        raise UsageError(f"{path}: is empty")
+        raise UsageError(f"{path} is empty")
     if not isinstance(value, dict):
         raise UsageError(f"{path}: a configuration is a mapping of keys, not {format_value(value)}")
     return value

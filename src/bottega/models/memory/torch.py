@@ -268,7 +268,7 @@ class HierarchicalMemory:
         try:
             state = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read as a memory: {error}") from None
+            raise CheckpointError(f"{path} cannot be read as a memory: {error}") from None
         self.load_state_dict(state, origin=str(path))
 
     def _advance_clock(self, clock: int) -> int:

@@ -69,7 +69,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise CheckpointError(f"{file}: is damaged ({error}); write or download it again") from error
+        raise CheckpointError(f"{file} is damaged ({error}); write or download it again") from error
 
 
 _SHARDS = WEIGHTS.replace(".safetensors", "-?????-of-?????.safetensors")

@@ -137,7 +137,7 @@ def _component_class(index: dict[str, Any], name: str, file: Path) -> str | None
         return None
     if not isinstance(entry, list) or len(entry) != 2:
         raise UsageError(
-            f"{KEY}: {file} names no library and class for {name} ({entry!r}); save or download the pipeline again"
+            f"{KEY}: {file} has no library and class for {name} ({entry!r}); save or download the pipeline again"
         )
     library, kind = entry
     if library not in LIBRARIES:

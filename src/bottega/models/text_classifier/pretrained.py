@@ -138,7 +138,7 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | 
     incomplete = sorted(name for name in new_names if not name.startswith(NEW_PARAMETERS))
     if incomplete:
         raise CheckpointError(
-            f"{folder}: lacks {incomplete[0]} ({len(incomplete)} missing tensors); it is not a complete encoder"
+            f"{folder} lacks {incomplete[0]} ({len(incomplete)} missing tensors); it is not a complete encoder"
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
