@@ -259,7 +259,7 @@ class JudgeModel:
         except CheckpointError as error:
             raise CheckpointError(f"needs.judge: {path}: {error}; delete it to train it again") from error
         if not isinstance(loaded.workload, MediaClassifyWorkload):
-            raise UsageError(f"needs.judge: {path} is not a classifier")
+            raise UsageError(f"needs.judge: {path} is not a classifier; give a run of the task classify")
         return cls(loaded, getattr(loaded.recipe.data, "normalise", None))
 
     def classify(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -132,7 +132,7 @@ class Splitting(Section):
     @model_validator(mode="after")
     def _check_options(self) -> Splitting:
         if self.by == "group" and self.field is None:
-            raise ValueError("by: group needs field, such as user")
+            raise ValueError("by: group needs field; set it, such as field: user")
         if self.folds is not None and self.fold >= self.folds:
             raise ValueError(
                 f"fold: expected at most {self.folds - 1}, because there are {self.folds} folds counted from 0; got {self.fold}"

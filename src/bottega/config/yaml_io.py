@@ -42,7 +42,7 @@ class Document:
 def read_yaml(path: Path) -> Document:
     """Read a recipe file; raises UsageError with the file and line of any problem."""
     if not path.exists():
-        raise UsageError(f"{path} does not exist")
+        raise UsageError(f"{path} does not exist; check the path")
     if not path.is_file():
         raise UsageError(f"{path} is not a file")
     try:

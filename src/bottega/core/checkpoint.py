@@ -131,7 +131,9 @@ def read_manifest(path: Path) -> Manifest:
         raw = (path / "MANIFEST.json").read_bytes()
         fields = json.loads(raw)
         if fields["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {path.name}: format {fields['format']!r}, this version reads {FORMAT}")
+            raise CheckpointError(
+                f"checkpoint {path.name} has format {fields['format']!r}, but this version reads {FORMAT}; use the version that wrote it"
+            )
         # Written back it must give the same bytes, so that no change of a step or a hash goes unnoticed.
         if _sealed({key: value for key, value in fields.items() if key != "sha256"}) != raw:
             raise CheckpointError(f"checkpoint {path.name} is damaged: MANIFEST.json does not match its SHA-256")

@@ -158,7 +158,7 @@ def test_bad_json_lines_are_named(tmp_path: Path) -> None:
 def test_a_table_of_other_files_is_an_error(tmp_path: Path) -> None:
     put(tmp_path, "1.png")
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\nb.png,y\n")
-    with pytest.raises(DataError, match=r"none of its 2 rows names a file under .*'a\.png' in line 2"):
+    with pytest.raises(DataError, match=r"none of its 2 rows matches a file under .*'a\.png' in line 2"):
         read(tmp_path)
 
 

@@ -245,7 +245,7 @@ def test_an_empty_part_is_refused_with_its_counts(
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(UsageError, match=r"validation\.split=0\.6 and data\.test\.split=0\.4 leave nothing"):
         assign_splits(named(10), by("fraction"), 0.6, 0.4)
-    with pytest.raises(UsageError, match=r"data\.test\.split is 1\.5; it must lie between 0 and 1"):
+    with pytest.raises(UsageError, match=r"data\.test\.split is 1\.5; it must be between 0 and 1"):
         assign_splits(named(10), by("fraction"), None, 1.5)
     for rule, what in {"file": "files", "stratified": "a class for each row", "group": r"data\.split\.field"}.items():
         with pytest.raises(UsageError, match=f"data.split.by={rule} needs {what}"):

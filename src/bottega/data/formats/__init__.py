@@ -184,7 +184,7 @@ def find_files(source: Source) -> SourceFiles:
         listing = embedded.list_standard_library()
         return SourceFiles(source, "embedded", listing.root, listing.files)
     if source.path is None:
-        raise UsageError(f"data of kind {source.kind} needs a path")
+        raise UsageError(f"data of kind {source.kind} needs a path; set data.train.path")
     path = source.path
     if "://" in path:
         from bottega.data.formats.remote import download

@@ -144,7 +144,7 @@ def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...
     """Read the header: two zero bytes, the type, the number of axes, and the length of each axis in four bytes."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
-        raise DataError(f"{file} is not an IDX file: it begins with {magic.hex() or 'none'}")
+        raise DataError(f"{file} is not an IDX file: it begins with {magic.hex() or 'nothing'}")
     lengths = stream.read(4 * magic[3])
     if len(lengths) < 4 * magic[3]:
         raise DataError(f"{file} is truncated: it ends within its header")

@@ -73,7 +73,7 @@ def download(address: str) -> Path:
     except BottegaError:
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{strip_credentials(address)} does not exist") from error
+        raise DataError(f"{strip_credentials(address)} does not exist; check the address") from error
     except Exception as error:
         _unreachable(address, error)
     return entry if is_folder else entry / next(iter(files))

@@ -122,7 +122,7 @@ def read_all_numbers(fields: Mapping[str, Any], *, excluded: Collection[str | No
         if numbers is not None:
             parts.append(numbers)
     if not parts:
-        raise Unreadable(f"no field contains numbers ({', '.join(fields) or 'none'})")
+        raise Unreadable(f"no field contains numbers ({', '.join(fields) or 'none'}); set data.train.field")
     return np.concatenate(parts)
 
 
@@ -207,5 +207,5 @@ def _read_row(fields: Mapping[str, Any], source: Source, columns: tuple[str, ...
         return read_all_numbers(fields, excluded=(label, rule, source.label))
     numbers = to_float_vector(fields[field], f"field {field!r}")
     if numbers is None:
-        raise Unreadable(f"field {field!r} contains no numbers")
+        raise Unreadable(f"field {field!r} contains no numbers; set data.train.field to one that does")
     return numbers

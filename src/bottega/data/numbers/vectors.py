@@ -81,7 +81,9 @@ class VectorEncoder(Encoder):
         if field is not None:
             numbers = to_float_vector(fields[field], f"field {field!r}")
             if numbers is None:
-                raise Unreadable(f"field {field!r} contains no numbers but {type(fields[field]).__name__}")
+                raise Unreadable(
+                    f"field {field!r} contains no numbers but {type(fields[field]).__name__}; set data.train.field to one that does"
+                )
         elif self.layout is not None:
             numbers = read_inputs(fields, self.layout, excluded=(label, rule))
         else:

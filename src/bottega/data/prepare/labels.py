@@ -66,11 +66,13 @@ class LabelReader:
             )
         classes = [_class_name(item, field) for item in _split_classes(value, field, separator)]
         if any(not name for name, _ in classes):
-            raise Unreadable(f"the label field {field!r} has a class with an empty name")
+            raise Unreadable(f"the label field {field!r} has a class with an empty name; remove it")
         blanks = max((form & BLANKS for _, form in classes), default=0)
         forms = {form & ~BLANKS for _, form in classes}
         if forms >= {WORD, NUMBER}:
-            raise Unreadable(f"the label field {field!r} mixes numbers and words: {[name for name, _ in classes]}")
+            raise Unreadable(
+                f"the label field {field!r} mixes numbers and words: {[name for name, _ in classes]}; use one form for all labels"
+            )
         return json.dumps(sorted({name for name, _ in classes}), ensure_ascii=False), min(
             forms, default=EITHER
         ) | blanks

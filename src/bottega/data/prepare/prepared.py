@@ -215,7 +215,7 @@ def open_prepared(folder: Path, *, task: str) -> PreparedData:
         meta = json.loads((folder / META).read_bytes())
         prepared_task, version, key = meta["task"], meta["format"], meta["key"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{folder} is not prepared data: {META} cannot be read") from error
+        raise DataError(f"{folder} is not prepared data: {META} cannot be read; prepare the data again") from error
     if (prepared_task, version) != (task, FORMAT):
         raise DataError(
             f"{folder} was prepared for {prepared_task} (format {version}), not for {task} (format {FORMAT}); prepare the "

@@ -65,7 +65,7 @@ def require_safetensors(folder: Path, *, key: str | None = None) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
-            f"{_prefix(key)}{folder}: no *.safetensors in it, and pickles are never opened; convert the model with "
+            f"{_prefix(key)}{folder} has no *.safetensors, and pickles are never opened; convert the model with "
             "transformers: model.save_pretrained(folder)"
         )
     for file in files:

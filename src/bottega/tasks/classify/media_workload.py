@@ -273,7 +273,9 @@ def _check_base_model(folder: Path, shape: Shape) -> Path:
         config = json.loads((folder / CONFIG).read_bytes())
         base = SHAPES.validate_python(config["shape"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"model.from: {folder} is not an exported classifier of images, audio or video") from None
+        raise UsageError(
+            f"model.from: {folder} is not an exported classifier of images, audio or video; give one, or remove it"
+        ) from None
     if type(base) is not type(shape):
         kind = "spiking" if isinstance(base, SpikingNetShape) else "convnet"
         raise UsageError(f"model.from: {folder} has a {kind} network; set model.kind={kind}, or give another folder")

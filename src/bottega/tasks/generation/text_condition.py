@@ -166,7 +166,9 @@ def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[
     config = read_text_encoder_metadata(encoder)
     most = config.positions
     if options.max_tokens is not None and most is not None and options.max_tokens > most:
-        raise UsageError(f"model.text.max_tokens: {options.max_tokens} is more than the {most} that {encoder} can read")
+        raise UsageError(
+            f"model.text.max_tokens: {options.max_tokens} is more than the {most} that {encoder} can read; lower it"
+        )
     return TextMetadata(
         max_tokens=options.max_tokens or min(MAX_FROZEN_TOKENS, most or MAX_FROZEN_TOKENS),
         prompts=prompts,
