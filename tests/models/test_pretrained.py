@@ -157,7 +157,7 @@ def test_another_models_weights_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_pickles_and_damage_are_never_opened(tmp_path: Path) -> None:
     model = Transformer(our_shape())
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         load_weights(model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle.*convert"):
