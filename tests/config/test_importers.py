@@ -810,7 +810,7 @@ BAD = [
         "choose the format with --from",
     ),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--from", "nemo"], "invalid choice"),
-    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "x.txt"], "ends in .yaml"),
+    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "x.txt"], "must end in .yaml"),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "no/where.yaml"], "no does not exist"),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "a.yaml"], "exists and is not overwritten"),
 ]

@@ -174,7 +174,7 @@ def test_a_name_that_is_not_there_is_refused(prepared_cache: Path) -> None:
         other = recipe.data.model_copy(update={"train": Source(kind="embedded", path="posters")})
         prepare_media(recipe.model_copy(update={"data": other}), progress=quiet, cache=prepared_cache)
 
-    with pytest.raises(UsageError, match=r"data\.train\.path.*'posters'.*stickers and stickers-all"):
+    with pytest.raises(UsageError, match=r"data\.train\.path.*'posters'.*choose from stickers, stickers-all"):
         asked(recipe("image"))
     with pytest.raises(UsageError, match=r"'posters'.*remove path"):
         asked(media.AudioRecipe(data=media.AudioData(train=STICKERS)))

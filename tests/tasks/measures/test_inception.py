@@ -139,5 +139,5 @@ def test_one_tensor_too_many_or_of_another_shape_is_refused(tmp_path: Path) -> N
     ):
         load_inception(path)
     save_file({**state, "Mixed_7c.branch1x1.bn.bias": torch.zeros(319)}, path)
-    with pytest.raises(CheckpointError, match=r"Mixed_7c.branch1x1.bn.bias has shape \[319\], where \[320\]"):
+    with pytest.raises(CheckpointError, match=r"Mixed_7c.branch1x1.bn.bias has shape \[319\], expected \[320\]"):
         load_inception(path)

@@ -138,7 +138,7 @@ def test_weights_of_a_judge_that_were_cut_are_told_at_once(tmp_path: Path, bases
         (
             {"model.language_model": "/nowhere/at/all"},
             UsageError,
-            "model.language_model: /nowhere/at/all is not a folder",
+            "model.language_model: /nowhere/at/all is not a local folder",
         ),
         ({"data.image_size": 30}, UsageError, "data.image_size: 30 is not a multiple"),
         ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens cannot hold"),
@@ -334,8 +334,8 @@ def test_users_and_wishes_are_drawn_in_turn(saved: SavedRun) -> None:
     ("what", "message"),
     [
         ({"user": "17"}, "user 17: not one of the 32 users of this run, such as v0, v1"),
-        ({"user": "v1", "count": 0}, "count 0: at least one"),
-        ({"user": "v1", "steps": 0}, "steps 0: at least one"),
+        ({"user": "v1", "count": 0}, "count 0: expected 1 or more"),
+        ({"user": "v1", "steps": 0}, "steps 0: expected 1 or more"),
         ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
         ({"user": "v1", "guidance": -1.0}, "guidance -1: expected 0 or more"),
         ({"user": "v1", "prompt": "a star"}, "prompt: this run does not support it; it takes user, wish, history"),

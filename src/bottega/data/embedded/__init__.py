@@ -46,7 +46,7 @@ def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | No
 def check_embedded_name(name: str | None, *known: str) -> None:
     """Raise `UsageError` if `name` is not None and not one of the datasets `known`."""
     if name is not None and name not in known:
-        remedy = f"use {' or '.join(known)}" if known else "remove path"
+        remedy = f"choose from {', '.join(known)}" if known else "remove path"
         raise UsageError(f"data.train.path: this task has no embedded dataset {name!r}; {remedy}")
 
 

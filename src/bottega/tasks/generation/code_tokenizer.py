@@ -128,7 +128,7 @@ def resolve_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe) -> C
     if model.tokenizer is None:
         raise UsageError("model.tokenizer: missing; backbone tokens needs one, such as needs.tokens or an exported run")
     if model.condition not in ("none", "class"):
-        raise UsageError(f"model.condition: backbone tokens does not support {model.condition}; use class or none")
+        raise UsageError(f"model.condition: {model.condition} is not supported with backbone tokens; use class or none")
     if model.vae is not None:
         raise UsageError("model.vae: backbone tokens uses a tokenizer instead; remove it")
     if isinstance(recipe, AudioRecipe) and model.axes == 1:  # type: ignore[attr-defined]

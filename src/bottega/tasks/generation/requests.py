@@ -86,7 +86,7 @@ class RequestEncoder:
             number = names.index(text) if text in names else int(text) if text.isdecimal() else -1
             if not 0 <= number < len(names):
                 shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-                raise UsageError(f"--class {text}: unknown class; the run has {len(names)}: {shown}")
+                raise UsageError(f"--class {text}: unknown class; the run has {len(names)} classes: {shown}")
             labels.append(number)
         return np.array(labels, np.int32)
 
