@@ -85,7 +85,8 @@ def _compare_by_values(
     if len({group.kind for group in groups}) > 1:
         folds = next(group.name for group in groups if group.num_folds)
         raise UsageError(
-            f"{folds} contains folds and another group contains seeds, which vary for different reasons; compare groups of one kind"
+            f"{folds} contains folds and another group contains seeds, which vary for different reasons; compare "
+            "groups of one kind"
         )
     values: dict[str, dict[int, float]] = {}
     for group in groups:

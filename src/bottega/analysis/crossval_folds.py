@@ -121,7 +121,8 @@ def prepare_fold(recipe: Recipe, report_progress: Any) -> PreparedData | None:
     except DataError as error:
         if not find_spec(recipe).rows_are_samples and str(error).startswith("splitting 1 rows "):
             raise DataError(
-                f"{path or 'the data'} is one text, which cannot be split across folds; give several files, or a table with "
+                f"{path or 'the data'} is one text, which cannot be split across folds; give several files, or a "
+                "table with "
                 "a text in each row"
             ) from None
         message = str(error).replace("data.split.folds=", "--folds ").replace("lower folds", "lower it")

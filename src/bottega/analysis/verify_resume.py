@@ -57,7 +57,8 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
     if difference is not None:
         raise CheckpointError(f"the resumed run differs: {difference}")
     log(
-        f"equal bit for bit: weights, optimizer, data order and metrics, after {num_kills} x SIGKILL ({seconds:.0f} s per run)"
+        f"equal bit for bit: weights, optimizer, data order and metrics, after {num_kills} x SIGKILL ({seconds:.0f} s "
+        "per run)"
     )
     return {"equal": True, "kills": num_kills, "steps": steps}
 

@@ -132,7 +132,8 @@ def read_manifest(path: Path) -> Manifest:
         fields = json.loads(raw)
         if fields["format"] != FORMAT:
             raise CheckpointError(
-                f"checkpoint {path.name} has format {fields['format']!r}, but this version reads {FORMAT}; use the version that wrote it"
+                f"checkpoint {path.name} has format {fields['format']!r}, but this version reads {FORMAT}; use the "
+                "version that wrote it"
             )
         # Written back it must give the same bytes, so that no change of a step or a hash goes unnoticed.
         if _sealed({key: value for key, value in fields.items() if key != "sha256"}) != raw:

@@ -75,7 +75,8 @@ def read_text_encoder_metadata(folder: Path) -> TextEncoderMetadata:
     width, vocab_size = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
     if not isinstance(width, int) or not isinstance(vocab_size, int):
         raise UsageError(
-            f"model.text.from: {folder} contains a {config.model_type}, which is not a text encoder; use one such as CLIP or T5"
+            f"model.text.from: {folder} contains a {config.model_type}, which is not a text encoder; use one such as "
+            "CLIP or T5"
         )
     positions = getattr(text, "max_position_embeddings", None)
     return TextEncoderMetadata(

@@ -99,7 +99,8 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
             noted.append(f"{key}: {before} -> {after}; no longer bit for bit the same run")
     if refused:
         raise UsageError(
-            f"{run.path} was started with another recipe ({'; '.join(refused)}); choose another name, or start over with --fresh"
+            f"{run.path} was started with another recipe ({'; '.join(refused)}); choose another name, or start over "
+            "with --fresh"
         )
     return noted
 

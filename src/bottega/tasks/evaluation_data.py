@@ -87,7 +87,8 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
     if isinstance(data, MultitaskData):
         if request.path is None:
             raise UsageError(
-                f"--data_config {request.config}: does not apply to several tasks; use --data PART=PATH for the data of one part"
+                f"--data_config {request.config}: does not apply to several tasks; use --data PART=PATH for the data "
+                "of one part"
             )
         name, path = data.parse_part_path(given.path)
         inner = replace(given, source=given.source.model_copy(update={"path": path}))
@@ -104,13 +105,15 @@ def _use_held_out(workload: Workload, given: ExternalData, shared: str, split: s
     """Return the run's own held-out split in place of its training data."""
     if shared != "all":
         raise UsageError(
-            f"--data {given.path}: {shared} is training data of this run; give other files, or remove --data to evaluate on the held-out split"
+            f"--data {given.path}: {shared} is training data of this run; give other files, or remove --data to "
+            "evaluate on the held-out split"
         )
     if split == "train":
         return EvaluationData("train", None, [f"{given.path} is training data of this run"])
     if workload.data.split(split) is None:
         raise UsageError(
-            f"{given.path} is training data of this run, which has no {split} split; give other data, or use --split train to evaluate on training samples"
+            f"{given.path} is training data of this run, which has no {split} split; give other data, or use --split "
+            "train to evaluate on training samples"
         )
     note = f"{given.path} is training data of this run; its held-out {split} split is evaluated instead"
     return EvaluationData(split, None, [note])

@@ -144,7 +144,7 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
                 )
             }
         )
-    with pytest.raises(UsageError, match=r"'posters'.*stickers and stickers-all"):
+    with pytest.raises(UsageError, match=r"'posters'.*choose from stickers, stickers-all"):
         prepare_language(recipe.data, TokenizerSpec(kind="bpe", vocab_size=300), progress=quiet, cache=tmp_path)
 
 

@@ -62,7 +62,8 @@ def download(address: str) -> Path:
     scheme = address.partition("://")[0].lower()
     if scheme not in SCHEMES:
         raise UsageError(
-            f"{strip_credentials(address)}: unsupported scheme; choose from {', '.join(f'{name}://' for name in SCHEMES)}"
+            f"{strip_credentials(address)}: unsupported scheme; choose from "
+            f"{', '.join(f'{name}://' for name in SCHEMES)}"
         )
     if scheme == "file":
         return Path(unquote(urlsplit(address).path))

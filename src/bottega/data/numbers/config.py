@@ -149,7 +149,8 @@ class RoutingData(Data):
         chance = (self.num_labels - 1) / self.num_labels
         if self.label_noise >= chance:
             raise ValueError(
-                f"label_noise: {self.label_noise:g} makes the correct label no more frequent than any other of {self.num_labels}; "
+                f"label_noise: {self.label_noise:g} makes the correct label no more frequent than any other of "
+                f"{self.num_labels}; "
                 f"use less than {chance:.4g}"
             )
         needed = self.num_rules + count_content_dimensions(self.num_labels, self.difficulty)

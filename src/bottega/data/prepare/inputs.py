@@ -111,7 +111,8 @@ def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
     for input in inputs:
         if input.source_files.kind in INCOMPATIBLE_KINDS[medium]:
             raise DataError(
-                f"{input.source_files.root} contains {input.source_files.kind}, but the task needs {MEDIUM_NAMES.get(medium, medium)}; "
+                f"{input.source_files.root} contains {input.source_files.kind}, but the task needs "
+                f"{MEDIUM_NAMES.get(medium, medium)}; "
                 "give other data, or set data.train.kind if it was detected wrongly"
             )
 

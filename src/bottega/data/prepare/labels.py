@@ -71,7 +71,8 @@ class LabelReader:
         forms = {form & ~BLANKS for _, form in classes}
         if forms >= {WORD, NUMBER}:
             raise Unreadable(
-                f"the label field {field!r} mixes numbers and words: {[name for name, _ in classes]}; use one form for all labels"
+                f"the label field {field!r} mixes numbers and words: {[name for name, _ in classes]}; use one form "
+                "for all labels"
             )
         return json.dumps(sorted({name for name, _ in classes}), ensure_ascii=False), min(
             forms, default=EITHER

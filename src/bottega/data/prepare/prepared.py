@@ -350,7 +350,8 @@ def _check_labels(plan: PreparationPlan, folder: Path) -> None:
         wrong = [label for label in labels if label not in present]
         if wrong:
             raise DataError(
-                f"{input.source_files.root}: no record has the class {wrong[0]!r} of data.train.labels; of these classes it has "
+                f"{input.source_files.root}: no record has the class {wrong[0]!r} of data.train.labels; of these "
+                "classes it has "
                 f"{', '.join(sorted(present))}"
             )
 

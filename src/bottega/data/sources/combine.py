@@ -171,7 +171,8 @@ def combine_sources(
         for i, option in enumerate(options):
             if option.weight is not None:
                 raise UsageError(
-                    f"data.sources[{i}].weight={option.weight:g} requires data.mixture=weighted; set it, or remove weight"
+                    f"data.sources[{i}].weight={option.weight:g} requires data.mixture=weighted; set it, or remove "
+                    "weight"
                 )
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]

@@ -70,7 +70,8 @@ def _check_fractions(validation: float | None, test: float | None) -> None:
             raise UsageError(f"{key} is {fraction:g}; it must be between 0 and 1")
     if (validation or 0) + (test or 0) >= 1:
         raise UsageError(
-            f"data.validation.split={validation:g} and data.test.split={test:g} leave nothing to train on; their sum must be below 1"
+            f"data.validation.split={validation:g} and data.test.split={test:g} leave nothing to train on; their sum "
+            "must be below 1"
         )
 
 

@@ -115,7 +115,8 @@ class LabelledTexts(Source):
         framed = len(self.collator.prefix) + len(self.collator.suffix)
         if self.collator.max_length is not None and self.collator.max_length <= framed:
             raise DataError(
-                f"data.sequence_length={self.collator.max_length} leaves no room for text with {framed} special tokens; raise it"
+                f"data.sequence_length={self.collator.max_length} leaves no room for text with {framed} special "
+                "tokens; raise it"
             )
         self.sequence_length = int(self.lengths().max(initial=1))
 

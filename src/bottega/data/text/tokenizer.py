@@ -260,7 +260,8 @@ def _utf8(text: str, problem: type[BottegaError]) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise problem(
-            f"the text has an unpaired surrogate ({text[error.start]!r}) at character {error.start}; it is not valid Unicode"
+            f"the text has an unpaired surrogate ({text[error.start]!r}) at character {error.start}; it is not valid "
+            "Unicode"
         ) from error
 
 

@@ -16,7 +16,8 @@ def read_config_without_code(file: Path, *, key: str | None = None) -> dict[str,
     config = read_json_object(file)
     if config.get("auto_map"):
         raise UsageError(
-            f"{_prefix(key)}{file} has auto_map, custom code that is never run (trust_remote_code); use a model that transformers has a class for, or remove auto_map if it has one for this model"
+            f"{_prefix(key)}{file} has auto_map, custom code that is never run (trust_remote_code); use a model that "
+            "transformers has a class for, or remove auto_map if it has one for this model"
         )
     return config
 

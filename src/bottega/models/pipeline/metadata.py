@@ -220,7 +220,8 @@ def _check_size_condition(unet: Path, config: dict[str, Any], pooled: int) -> No
     width, expected = config.get("addition_time_embed_dim"), config.get("projection_class_embeddings_input_dim")
     if width is None or expected != pooled + NUM_SIZE_IDS * width:
         raise UsageError(
-            f"{KEY}: {unet} takes {expected} numbers besides the text (projection_class_embeddings_input_dim), but its second "
+            f"{KEY}: {unet} takes {expected} numbers besides the text (projection_class_embeddings_input_dim), but "
+            "its second "
             f"encoder gives {pooled} and the image size {NUM_SIZE_IDS} x {width}; they do not match"
         )
 

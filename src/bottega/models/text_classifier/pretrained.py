@@ -95,7 +95,8 @@ def read_pretrained_shape(
     config = load_transformers_config(folder, key="pretrained", what="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(
-            f"pretrained: {folder} contains a {config.model_type}, which cannot classify texts; use an encoder such as BERT"
+            f"pretrained: {folder} contains a {config.model_type}, which cannot classify texts; use an encoder such "
+            "as BERT"
         )
     for key, value in dropouts.items():
         fields = [field for field in DROPOUTS[key] if hasattr(config, field)]

@@ -93,7 +93,8 @@ def _check_recipe(recipe: Recipe) -> AlignRecipe:
         raise UsageError(f"data.normalise: {data.normalise} has no effect: a CLIP normalises pixels itself; remove it")
     if data.condition_field is not None:
         raise UsageError(
-            "data.condition_field: captions are read from the fields caption, text or txt; set data.train.label to read another field"
+            "data.condition_field: captions are read from the fields caption, text or txt; set data.train.label to "
+            "read another field"
         )
     return recipe
 

@@ -86,7 +86,8 @@ def _check_recipe(recipe: Recipe) -> MediaVaeRecipe:
             raise UsageError("data.buckets: an autoencoder needs images of one shape; remove it")
         if recipe.data.normalise != "symmetric":
             raise UsageError(
-                f"data.normalise: {recipe.data.normalise} is not supported: an autoencoder reads values from -1 to 1; remove it"
+                f"data.normalise: {recipe.data.normalise} is not supported: an autoencoder reads values from -1 to 1; "
+                "remove it"
             )
     return recipe
 

@@ -120,7 +120,8 @@ def open_latent_space(recipe: Any, medium: Literal["image", "audio", "video"]) -
         )
     if medium != "audio" and recipe.data.normalise != "symmetric":
         raise UsageError(
-            f"data.normalise: {recipe.data.normalise} is not supported: an autoencoder reads values from -1 to 1; remove it"
+            f"data.normalise: {recipe.data.normalise} is not supported: an autoencoder reads values from -1 to 1; "
+            "remove it"
         )
     return LatentSpace(folder, shape)
 

@@ -125,5 +125,6 @@ def check_sample_memory(count: int, total: int, values: int) -> None:
     size, memory = 8 * values, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if total * size > memory:
         raise UsageError(
-            f"--count {count}: {total:,} samples take {total * size / 2**30:,.0f} GiB, but this machine has {memory / 2**30:,.0f} GiB; generate fewer at a time, each with another --seed"
+            f"--count {count}: {total:,} samples take {total * size / 2**30:,.0f} GiB, but this machine has "
+            f"{memory / 2**30:,.0f} GiB; generate fewer at a time, each with another --seed"
         )

@@ -103,7 +103,8 @@ class TextCondition:
         check_same_model("text encoder", now=self.metadata.content, before=before.content, name=name, previous=previous)
         if CaptionTokenizer(processor / FOLDER, before.max_tokens).fingerprint != self.tokens.fingerprint:
             raise CheckpointError(
-                f"{processor / FOLDER}: the tokens of the captions differ from those of this run; start over with --fresh"
+                f"{processor / FOLDER}: the tokens of the captions differ from those of this run; start over with "
+                "--fresh"
             )
 
 
@@ -111,7 +112,8 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
     """Return the text condition of a recipe, with the encoder's tokenizer or one trained on the training captions."""
     if recipe.data.condition_field is not None:
         raise UsageError(
-            "data.condition_field: captions are read from the fields caption, text, txt, transcript or sentence; set data.train.label to read another field"
+            "data.condition_field: captions are read from the fields caption, text, txt, transcript or sentence; set "
+            "data.train.label to read another field"
         )
     options = recipe.model.text
     held_out = ["validation"] if "validation" in prepared.tables else []
@@ -129,7 +131,8 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
     tokens = CaptionTokenizer(folder, metadata.max_tokens)
     if metadata.encoder is not None and tokens.tokenizer.vocab_size > metadata.vocab_size:
         raise UsageError(
-            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, but {metadata.encoder} has {metadata.vocab_size} embeddings; they do not match"
+            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, but {metadata.encoder} has "
+            f"{metadata.vocab_size} embeddings; they do not match"
         )
     return TextCondition(tokens, metadata, options, recipe.samples.prompts or captions)
 

@@ -59,7 +59,8 @@ class MultitaskData(TaskData):
         for name, order in own.items():
             if not isinstance(order, Unshuffled):
                 raise UsageError(
-                    f"data.parts.{name}: data.mixture: cannot be combined with a stream (data.online), which has its own order; keep one"
+                    f"data.parts.{name}: data.mixture: cannot be combined with a stream (data.online), which has its "
+                    "own order; keep one"
                 )
         streams = {
             name: build_online_stream(self.recipe, len(source)) for name, source in sources.items() if name not in own
