@@ -235,7 +235,7 @@ def test_a_collection_becomes_records(tmp_path: Path, capfd: pytest.CaptureFixtu
 def test_a_collection_without_captions(tmp_path: Path, capfd: pytest.CaptureFixture[str], collection: str) -> None:
     folder = {"flickr": flickr, "ser": ser}[collection](tmp_path / collection)
     said = prepare(capfd, folder, "data.history_length=3", recipe=f"personalize/{collection}")
-    said.refused(3, "has no caption", "the folder of a captioning model with data.captions")
+    said.refused(3, "has no caption", "set data.captions to a file of captions or to the folder of a captioning model")
 
 
 def test_data_shows_people(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

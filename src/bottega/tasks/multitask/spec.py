@@ -14,7 +14,7 @@ def _asks(recipe: MultitaskRecipe, processor: Path) -> str | None:
 
     able = [n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)]
     part = f"--part {able[0]} " if len(able) > 1 else ""
-    return f'{part}"a text of yours"' if able else None
+    return f'{part}"your text"' if able else None
 
 
 SPEC = TaskSpec(
