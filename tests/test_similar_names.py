@@ -45,7 +45,7 @@ def test_other_words_get_no_suggestion(word: str, names: list[str]) -> None:
 
 def test_gpu_means_cuda_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert load_recipe(["language", {"device": "gpu"}]).recipe.device == "cuda"
-    with pytest.raises(UsageError, match=r"device: 'tpu' is not a device; use one of auto, cpu, cuda, mps"):
+    with pytest.raises(UsageError, match=r"device: 'tpu' is not a device; choose from auto, cpu, cuda, mps"):
         choose_device("tpu")
     assert cli.main(["plan", "language", "device=tpu"]) == 2
     assert "did you mean" not in capsys.readouterr().err

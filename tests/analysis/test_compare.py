@@ -275,7 +275,7 @@ def test_split_reads_results_of_evaluate(make_group: Callable[..., str]) -> None
     assert [run["value"] for run in report["groups"][0]["runs"]] == pytest.approx([0.54, 0.64, 0.74])
     assert not [note for note in report["notes"] if "split" in note]
     assert "is of the split test, not validation" in error_of(*names, split="validation")
-    assert "has no f1; --metric can be accuracy" in error_of(*names, split="test", metric="f1")
+    assert "has no f1; it has accuracy" in error_of(*names, split="test", metric="f1")
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text('{"accuracy": 0.7}')
     assert any("does not name its split" in note for note in compare(names, split="test")["notes"])
     (Path("runs") / "b-s1" / "results" / "metrics.json").write_text("[1")
@@ -485,7 +485,7 @@ def test_duplicate_run_or_seed_is_refused(make_run: Make, make_group: Callable[.
     assert "given twice" in error_of(first, second, "runs/../runs/a-s1")
     assert "given twice" in error_of("runs/a-s0,runs/a-s0", second)
     make_run("a-s0.1", 0.8, seed=0)
-    assert "are both seed 0; leave one out" in error_of("runs/a-s*", second)
+    assert "are both seed 0; keep one" in error_of("runs/a-s*", second)
 
 
 def test_different_best_metrics_are_refused(make_group: Callable[..., str]) -> None:
@@ -499,7 +499,7 @@ def test_different_best_metrics_are_refused(make_group: Callable[..., str]) -> N
 
 def test_missing_metrics_are_refused(make_run: Make, make_group: Callable[..., str]) -> None:
     first, second = make_group("a", GOOD), make_group("b", BETTER)
-    assert "metrics.jsonl has no f1; --metric can be accuracy, loss" in error_of(first, second, metric="f1")
+    assert "metrics.jsonl has no f1; it has accuracy, loss" in error_of(first, second, metric="f1")
     make_run("b-s7", seed=7)
     assert "runs/b-s7 has no evaluation" in error_of(first, second)
     make_run("c-s0", None, seed=0)
@@ -557,8 +557,8 @@ def test_names_without_a_run_are_refused(make_run: Make, make_group: Callable[..
     group = make_group("a", GOOD)
     assert "no run matches" in error_of(group, "runs/zz-*")
     assert "no run at runs/a-s7" in error_of(group, "runs/a-s7")
-    assert "does not name a run" in error_of(group, ",")
-    assert "name at least two groups" in error_of(group)
+    assert "is not a run" in error_of(group, ",")
+    assert "give at least two groups" in error_of(group)
     for alpha in (0.0, 1.0, -1.0, float("nan")):
         assert "--alpha" in error_of(group, "runs/b", alpha=alpha)
 

@@ -283,12 +283,12 @@ def test_second_call_changes_no_fold(report: dict[str, Any], folder: Path) -> No
 def test_checkpoint_last_is_evaluated(report: dict[str, Any], folder: Path) -> None:
     result = bottega.crossval("classify", tiny_settings(folder), folds=FOLDS, checkpoint="last")
     assert [run["step"] for run in result["runs"]] == [4] * FOLDS
-    assert not any("flatters" in note for note in result["notes"])
+    assert not any("optimistic" in note for note in result["notes"])
     bottega.crossval("classify", tiny_settings(folder), folds=FOLDS)  # restore the report for other tests
 
 
 def test_changed_recipe_is_refused_without_fresh(report: dict[str, Any], folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"another recipe .*learning_rate.*use fresh"):
+    with pytest.raises(UsageError, match=r"another recipe .*learning_rate.*start over with fresh"):
         bottega.crossval("classify", tiny_settings(folder, **{"training.learning_rate": 0.5}), folds=FOLDS)
     with pytest.raises(UsageError, match=r"another recipe \(.*data.split.folds: 3 -> 4"):
         bottega.crossval("classify", tiny_settings(folder), folds=4)

@@ -130,7 +130,7 @@ def test_checkpoint_can_be_given_by_its_path(folder: Path, name: str, capsys: py
     for words in (["predict", str(checkpoint), "salt"], ["ledger", str(checkpoint), "--step", "1"]):
         assert cli.main(words) == 0, words
     assert cli.main(["inspect", str(checkpoint)]) == 0
-    assert "leave one of them out" in run_evaluate(capsys, str(checkpoint), "--checkpoint", "7", code=2)
+    assert "keep one" in run_evaluate(capsys, str(checkpoint), "--checkpoint", "7", code=2)
 
 
 def test_run_is_used_from_another_working_directory(
@@ -151,7 +151,7 @@ def test_run_is_used_from_another_working_directory(
     (moved / "texts.jsonl").unlink()
     (here / "texts.jsonl").unlink()
     gone = run_evaluate(capsys, str(moved / "runs" / "run"), code=3)
-    assert "texts.jsonl: the data of this run is not in /nowhere/at/all, where the run was started" in gone
+    assert "texts.jsonl: the data of this run no longer exists in /nowhere/at/all, where the run was started" in gone
     assert "--data" in gone
     assert cli.main(["ledger", str(moved / "runs" / "run"), "--step", "1"]) == 3
     assert "--data" not in capsys.readouterr().err, "ledger has no such option"
@@ -164,7 +164,7 @@ def test_unknown_training_data_is_reported(folder: Path, tmp_path: Path) -> None
     fields = {"data.train.field": "review", "data.train.label": "stars"}
     result = bottega.evaluate(moved / "run", data=other, settings=fields)
     assert "cannot check whether" in result["notes"][0]
-    with pytest.raises(DataError, match="not there any more"):
+    with pytest.raises(DataError, match="the data of this run no longer exists"):
         bottega.evaluate(moved / "run")
     with pytest.raises(BottegaError, match="split dev"):
         bottega.evaluate(moved / "run", split="dev")

@@ -240,7 +240,7 @@ def test_count_is_refused_for_a_classifier(tmp_path: Path) -> None:
     settings = {**small_media.image(tmp_path), "training.max_steps": 1, "model.hidden_size": 8}
     settings = {k: v for k, v in settings.items() if not k.startswith(("samples.", "model.num", "model.patch"))}
     path = bottega.train("classify/image", settings).path
-    with pytest.raises(UsageError, match="count 4: the task classify does not score generated samples; leave it out"):
+    with pytest.raises(UsageError, match="count 4: the task classify does not score generated samples; remove it"):
         bottega.evaluate(path, count=4)
     assert bottega.evaluate(path, count=0)["metrics"]
 

@@ -210,7 +210,7 @@ def test_run_is_swept_from_its_weights_and_not_changed(finished_run: Path, tmp_p
     assert report["start_loss"] < from_scratch["start_loss"] - 0.01, "eight training steps lowered the loss"
     assert recipe.training.max_steps == 8
     assert report["command"].endswith(f"training.max_steps=16 --resume_from {run}")
-    with pytest.raises(UsageError, match="is a run and has its own recipe; leave out seed=1"):
+    with pytest.raises(UsageError, match="is a run and has its own recipe; remove seed=1"):
         run_lr_find(str(run), ["seed=1"], tmp_path / "out")
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
@@ -221,7 +221,7 @@ def test_invalid_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     name, values = classify(tmp_path)
     for words, message in {
         ("--min", "1", "--max", "0.1"): "both must be positive, and --min below --max",
-        ("--steps", "3"): "must be at least 10",
+        ("--steps", "3"): "expected 10 or more",
         ("--max", "1e-6", "--steps", "20"): "set training.learning_rate to a number",
         ("--min", "high"): "invalid float value",
     }.items():
@@ -335,10 +335,10 @@ def test_adapter_is_not_swept_on_another_base_model(tmp_path: Path, capsys: pyte
         run_lr_find(str(run), [], tmp_path / "out")
     for file in exports[1].rglob("*.safetensors"):
         shutil.copy(file, exports[0] / file.relative_to(exports[1]))
-    with pytest.raises(CheckpointError, match=r"model\.from: is another base than this run began with"):
+    with pytest.raises(CheckpointError, match=r"model\.from: is not the base that this run started with"):
         run_lr_find(str(run), [], tmp_path / "out")
     assert cli.main(["train", name, *to_overrides({**values, **AUTO}), "name=auto", "--resume_from", str(run)]) == 4
-    assert "model.from: is another base" in capsys.readouterr().err
+    assert "model.from: is not the base that" in capsys.readouterr().err
     assert not (tmp_path / "auto" / "lr-find.json").exists()
 
 
@@ -350,7 +350,7 @@ def test_run_keeps_its_learning_rate(tmp_path: Path) -> None:
         bottega.train(name, {**values, "training.learning_rate": 1e-3})
     saved = json.loads((run / "lr-find.json").read_text())
     (run / "lr-find.json").unlink()
-    with pytest.raises(CheckpointError, match="is missing or damaged; it holds the learning rate of this run"):
+    with pytest.raises(CheckpointError, match="is missing or damaged; it contains the learning rate of this run"):
         bottega.train(name, values)
     # Before the first checkpoint, the file may belong to another recipe.
     shutil.rmtree(run / "checkpoints")

@@ -732,14 +732,14 @@ def test_invalid_comparisons_are_refused(make_run: Any, tmp_path: Path) -> None:
     assert "given twice" in error_of(run, run)
     assert "given twice" in error_of(run, f"{run}:both")
     twice = error_of(f"{run}:none", f"{run}:none")
-    assert twice == f"the arm none of {run} is given twice; name two, such as {run}:none {run}:both"
-    assert "different people" in error_of(run, others)
-    assert "different people or wishes" in error_of(run, wishes)
+    assert twice == f"the arm none of {run} is given twice; give two, such as {run}:none {run}:both"
+    assert "different users" in error_of(run, others)
+    assert "different users or wishes" in error_of(run, wishes)
     assert "fewer than 5" in error_of(f"{few}:none", f"{few}:both")
     assert "has no arm 'soft'" in error_of(run, f"{run}:soft")
     assert f"bottega evaluate {bare} first" in error_of(run, bare)
     assert "--split test first" in error_of(run, bare, split="test")
-    assert "it can be preference_accuracy" in error_of(run, f"{run}:none", metric="fid")
+    assert "choose from preference_accuracy" in error_of(run, f"{run}:none", metric="fid")
     (tmp_path / "runs/wishes/evaluation/validation/people.jsonl").write_text('{"user": "p"}\n')
     assert "people.jsonl:1" in error_of(run, wishes, kind=DataError)
     words = make_run("words", [*make_rows(ARMS)[:-1], {**make_rows(ARMS)[-1], "preference_accuracy": "x"}])

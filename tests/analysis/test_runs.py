@@ -96,7 +96,7 @@ def test_damaged_runs_are_listed_and_other_folders_ignored(folder: Path, tmp_pat
     assert states == {"broken": "damaged", "empty": "damaged", "bare": "no checkpoint"}
     assert [run["name"] for run in bottega.runs(folder / "whole")] == ["whole"]
     assert {run["name"] for run in bottega.runs(folder.parent)} == {"all/whole", "all/part"}
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="does not exist; give a folder of runs"):
         bottega.runs(tmp_path / "nowhere")
 
 

@@ -98,12 +98,12 @@ def test_all_mistakes_are_reported_at_once(run_cli: Any, tmp_path: Path) -> None
         (["trian", "language"], ["'trian' is not a verb", "did you mean train?"]),
         (["train"], ["no recipe given"]),
         (["train", "langauge"], ["langauge", "did you mean language"]),
-        (["train", "nowhere.yaml"], ["nowhere.yaml", "no such file"]),
+        (["train", "nowhere.yaml"], ["nowhere.yaml", "does not exist"]),
         (["train", "language", "training.max_stepz=3"], ["training.max_stepz", "max_steps"]),
         (["train", "language", "--no-such-flag", "3"], ["no-such-flag"]),
         (["train", "language", "training.learning_rate=fast"], ["training.learning_rate", "fast"]),
         (["train", "language", "--lr", "1e-3", "--learning_rate", "2e-3"], ["learning_rate"]),
-        (["generate"], ["name one run: bottega generate runs/NAME"]),
+        (["generate"], ["give one run: bottega generate runs/NAME"]),
         (["ledger", "runs/a"], ["bottega: ledger: the following arguments are required: --step"]),
         (["generate", "a", "b"], ["unexpected b"]),
         (["evaluate", "a", "--nonsense"], ["--nonsense"]),
@@ -191,7 +191,7 @@ def test_missing_gpu_is_refused(train: Any) -> None:
 
     if torch.cuda.is_available():
         pytest.skip("a GPU is available")
-    train(name="x", device="cuda").assert_refused(5, "cuda is requested", "device=cpu")
+    train(name="x", device="cuda").assert_refused(5, "cuda is not available", "device=cpu")
 
 
 def test_batch_size_must_be_divisible_by_the_processes(train: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +264,10 @@ def test_damaged_checkpoint_named_explicitly_is_refused(train: Any, tmp_path: Pa
     path = run / "checkpoints" / "step-00000008"
     with (path / "optimizer.safetensors").open("r+b") as file:
         file.truncate(100)
-    train(f"--resume_from={path}", name="x").assert_refused(4, "step-00000008 damaged", "optimizer.safetensors 100 of")
-    train(f"--resume_from={run}", name="x").assert_refused(4, "step-00000008 damaged")
+    train(f"--resume_from={path}", name="x").assert_refused(
+        4, "step-00000008 is damaged", "optimizer.safetensors 100 of"
+    )
+    train(f"--resume_from={run}", name="x").assert_refused(4, "step-00000008 is damaged")
     train(f"--resume_from={tmp_path}/nothing", name="x").assert_refused(2, "no checkpoint at")
 
 
@@ -279,7 +281,7 @@ def test_damaged_newest_checkpoint_falls_back_with_a_warning(
     newest.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     result = run_cli(*words(tmp_path / "runs", text_file, name="finished"))
     assert result.code == 0, result.err
-    assert "step-00000008 damaged: model.safetensors does not match its SHA-256; trying an older one" in result.err
+    assert "step-00000008 is damaged: model.safetensors does not match its SHA-256; trying an older one" in result.err
     assert "step-00000004 at step 4 of 8" in result.err
     assert different(before, tensors(run)) == [], "the damaged checkpoint is written again, bitwise equal"
     assert steps_logged(run) == list(range(1, 9))
@@ -303,7 +305,7 @@ def test_other_recipe_under_the_same_name_is_refused(
 ) -> None:
     run = copy_run(finished_run, tmp_path)
     before = tensors(run)
-    train(name="finished", **change).assert_refused(2, *change, "choose another name, or use --fresh")
+    train(name="finished", **change).assert_refused(2, *change, "choose another name, or start over with --fresh")
     assert different(before, tensors(run)) == []
 
 

@@ -86,13 +86,13 @@ def test_json_report_has_no_nan(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "name at least two groups"),
-        (("slow-s*",), "name at least two groups"),
+        ((), "give at least two groups"),
+        (("slow-s*",), "give at least two groups"),
         (("slow-s0", "fast-s0"), "at least 2"),
         (("slow-s*", "fast-s0"), "fast-s0 is a single run"),
         (("*-s*", "fast-s0"), "given twice"),
         (("*-s[01]", "fast-s2,slow-s2"), "differ in more than the seed: training.learning_rate"),
-        (("slow-s*", "fast-s*", "--metric", "accuracy"), "--metric can be loss"),
+        (("slow-s*", "fast-s*", "--metric", "accuracy"), "; it has loss"),
         (("slow-s*", "fast-s*", "--split", "test"), "bottega evaluate slow-s0 --split test --out"),
         (("slow-s*", "fast-s*", "--split", "train"), "--split"),
         (("slow-s*", "fast-s*", "--alpha", "5"), "--alpha 5"),

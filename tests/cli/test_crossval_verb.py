@@ -51,7 +51,7 @@ def error_of(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[
             3,
             "leaves no row for validation (train 96, validation 0); lower --folds 97",
         ),
-        (["--folds", "2", "evaluation.metric=f2"], 2, "evaluation.metric: f2 is not measured; choose one of"),
+        (["--folds", "2", "evaluation.metric=f2"], 2, "evaluation.metric: f2 is not measured; choose from"),
         (["--stratified", "data.multi_label=true"], 2, "use --by fraction"),
         (["distributed.strategy=fsdp"], 2, "distributed.strategy: fsdp is not implemented yet"),
     ],
@@ -67,11 +67,11 @@ def test_invalid_arguments_are_refused_in_one_line(
 def test_data_that_cannot_be_split_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert error_of(capsys, ["crossval"])[1].startswith("bottega: name a recipe")
+    assert error_of(capsys, ["crossval"])[1].startswith("bottega: no recipe given")
     prose = write_text(tmp_path / "prose.txt")
     words = ["crossval", "language", f"data.train.path={prose}", f"output_dir={tmp_path}"]
     code, text = error_of(capsys, words)
-    assert (code, "prose.txt is one text, and a text is not split across folds" in text) == (3, True)
+    assert (code, "prose.txt is one text, which cannot be split across folds" in text) == (3, True)
     image, label = np.zeros((12, 8, 8), np.uint8), np.array(["a"] * 10 + ["b"] * 2)
     np.savez(tmp_path / "few.npz", image=image, label=label)
     own = {"task": "classify", "data.input": "image", "data.train.path": str(tmp_path / "few.npz")}
@@ -83,7 +83,7 @@ def test_data_that_cannot_be_split_is_refused(
     assert cli.main(["prepare", "language", f"data.train.path={prose}", "--out", str(shards)]) == 0
     capsys.readouterr()
     code, text = error_of(capsys, ["crossval", "language", f"data.train.path={shards}", f"output_dir={tmp_path}"])
-    assert (code, "holds shards, which are already split" in text) == (2, True)
+    assert (code, "contains shards, which are already split" in text) == (2, True)
     monkeypatch.setenv("RANK", "0")
     assert "start it without torchrun" in error_of(capsys, arguments_for(tmp_path))[1]
 

@@ -130,7 +130,7 @@ def encode_wav(samples: int, *, claims: int | None = None) -> bytes:
         (b'{"text": "a", "text": "b"}\n', ["line 4", "'text' occurs twice"]),
         (b'{"txet": "a"}\n', ["line 4", "no field 'text'", "did you mean 'txet'"]),
         (b'{"text": 3}\n', ["line 4", "must be text, not int"]),
-        (b'{"text": "\\ud800"}\n', ["line 4", "half a surrogate pair"]),
+        (b'{"text": "\\ud800"}\n', ["line 4", "an unpaired surrogate"]),
         (b"[" * 100_000 + b"\n", ["line 4", "nested too deeply"]),
         (b'{"text": "' + b"a" * (65 << 20) + b'"}\n', ["line 4", "longer than 67,108,864 bytes"]),
     ],
@@ -503,19 +503,19 @@ def test_fewer_samples_than_one_batch_are_refused(run_cli: Any, tmp_path: Path) 
 def test_source_of_the_wrong_kind_is_refused(run_cli: Any, tmp_path: Path) -> None:
     text = write_file(tmp_path / "a.txt", "hello world\n" * 50)
     for task in ("image", "audio", "video", "routing"):
-        run_cli("prepare", task, "--data", text).assert_refused(3, f"{text} holds text", "data.train.kind")
+        run_cli("prepare", task, "--data", text).assert_refused(3, f"{text} contains text", "data.train.kind")
     photos = write_file(tmp_path / "photos" / "a.png", random_png()).parent
     for task in ("language", "classify", "audio"):
-        run_cli("prepare", task, "--data", photos).assert_refused(3, f"{photos} holds images", "data.train.kind")
+        run_cli("prepare", task, "--data", photos).assert_refused(3, f"{photos} contains images", "data.train.kind")
     rows = write_file(tmp_path / "a.jsonl", GOOD)
     run_cli("prepare", "video", "--data", rows).assert_refused(
-        3, f"{rows}, line 1", "no field holds the video", "data.train.field"
+        3, f"{rows}, line 1", "no field contains the video", "data.train.field"
     )
     kinds = {
         "jsonl": "line 1",
         "parquet": "damaged",
         "webdataset": "no tar header",
-        "idx": "holds idx",
+        "idx": "contains idx",
         "shards": "meta.json",
     }
     for kind, part in kinds.items():

@@ -246,7 +246,7 @@ def test_checkpoint_deleted_while_opening_is_resolved_again(run: Path, monkeypat
 def test_damaged_checkpoint_error_lists_the_other_steps(run_cli: Any, run: Path, verb: str, which: Any) -> None:
     (run / "checkpoints" / checkpoint.step_folder_name(4) / "model.safetensors").write_bytes(b"")
     run_cli(verb, run, "--checkpoint", which).assert_refused(
-        4, f"{run}: checkpoint step-00000004", "choose one of the steps 2"
+        4, f"{run}: checkpoint step-00000004", "choose from the steps 2"
     )
     shutil.rmtree(run / "checkpoints" / checkpoint.step_folder_name(2))
     with pytest.raises(CheckpointError, match="there is no other checkpoint"):

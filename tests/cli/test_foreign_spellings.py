@@ -83,7 +83,7 @@ def test_cpu_threads_sets_the_thread_count(tmp_path: Path, monkeypatch: pytest.M
     single, many = (load_recipe(["language", {"num_threads": count}]).recipe for count in (1, 8))
     assert (single.cpu_threads, many.cpu_threads) == (1, 8)
     assert single.run_name() == many.run_name()
-    with pytest.raises(UsageError, match=r"cpu_threads: must be greater than 0"):
+    with pytest.raises(UsageError, match=r"cpu_threads: expected a number above 0"):
         load_recipe(["language", {"cpu_threads": 0}])
 
 

@@ -53,7 +53,7 @@ def test_data_suggests_columns_by_their_content(tmp_path: Path, capsys: pytest.C
         (["train", "clasify"], "did you mean classify?"),
         (["train", "nothing-like-it"], "list them with `bottega recipes`"),
         (["inspect", "runs/nope"], "no run at runs/nope"),
-        (["data", "nope.txt"], "holds nothing with a similar name"),
+        (["data", "nope.txt"], "has no file with a similar name"),
     ],
 )
 def test_only_similar_names_are_suggested(
@@ -77,7 +77,7 @@ def test_generate_with_a_classifier_suggests_predict(classifier: Path, capsys: p
 def test_repr_of_a_loaded_run_is_one_line(classifier: Path) -> None:
     saved = bottega.load(classifier)
     assert repr(saved) == f"<SavedRun {classifier}: classify, step-00000002>"
-    with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* already names a checkpoint"):
+    with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* is a checkpoint already"):
         bottega.load(classifier / "checkpoints" / "last", checkpoint=99)
 
 

@@ -269,7 +269,7 @@ BAD: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "picture empty": ("image", lambda: b"", "empty"),
     "picture bomb": ("image", bomb_png, "more than 67,108,864 pixels"),
     "text named png": ("image", lambda: b"hello " * 40, "not an image of a known format"),
-    "sound cut": ("audio", lambda: truncate(encode_audio()), "cut off: the header states 1,600 bytes"),
+    "sound cut": ("audio", lambda: truncate(encode_audio()), "truncated: the header states 1,600 bytes"),
     "sound empty": ("audio", lambda: b"", "empty"),
     "sound of nothing": ("audio", lambda: encode_audio(random_tone(0)), "no samples"),
     "sound not finite": (
@@ -278,7 +278,7 @@ BAD: dict[str, tuple[str, Callable[[], bytes], str]] = {
         "sample 0 is not finite",
     ),
     "text named wav": ("audio", lambda: b"hello " * 40, "not an audio file"),
-    "clip cut": ("video", lambda: truncate(encode_video()), "cut off"),
+    "clip cut": ("video", lambda: truncate(encode_video()), "truncated"),
     "clip empty": ("video", lambda: b"", "empty"),
     "sound alone": ("video", audio_only_container, "no video stream"),
     "picture named mkv": ("video", encode_image, "not a video of a known format"),
@@ -316,7 +316,7 @@ def test_nan_pixel_is_a_bad_record(train: Any, tmp_path: Path, suffix: str) -> N
 @pytest.mark.parametrize("task", ["image", "audio", "video"])
 def test_data_of_another_medium_is_refused(train: Any, tmp_path: Path, task: str) -> None:
     text = write_file(tmp_path / "a.txt", b"hello world\n" * 50)
-    train(task, text).assert_refused(3, f"{text} holds text", f"the task needs {task}", "data.train.kind")
+    train(task, text).assert_refused(3, f"{text} contains text", f"the task needs {task}", "data.train.kind")
     other = "audio" if task != "audio" else "image"
     data = write_media_folder(tmp_path, other)
     train(task, data).assert_refused(3, data, f"the task needs {task}")
@@ -405,11 +405,11 @@ def test_damaged_processor_is_named_and_rewritten_by_training(
     original = path.read_bytes()
     for content in (b"{", b"", b"[]", b"\x80\x04."):
         path.write_bytes(content)
-        run_cli("generate", run, "--count", 1, "--steps", 1).assert_refused(4, path, "start the same training again")
+        run_cli("generate", run, "--count", 1, "--steps", 1).assert_refused(4, path, "run the training command again")
     assert train(task, data).code == 0
     assert path.read_bytes() == original
     path.unlink()
-    run_cli("generate", run, "--count", 1, "--steps", 1).assert_refused(4, path, "start the same training again")
+    run_cli("generate", run, "--count", 1, "--steps", 1).assert_refused(4, path, "run the training command again")
     assert train(task, data).code == 0
     assert path.read_bytes() == original
     assert run_cli("generate", run, "--count", 1, "--steps", 1).code == 0
@@ -450,7 +450,9 @@ def test_invalid_evaluate_arguments_are_refused(run_cli: Any, train: Any, tmp_pa
     other = write_file(tmp_path / "other" / "c9" / "new.png", encode_image(Image.new("RGB", (8, 8), "red"))).parents[1]
     write_file(other / "c1" / "new.png", encode_image(Image.new("RGB", (8, 8), "blue")))
     run_cli("evaluate", run, "--data", other, "--count", 0).assert_refused(3, "c9/new.png", "not one of the 3 classes")
-    run_cli("evaluate", run, "--data", write_file(tmp_path / "a.txt", b"hello\n" * 50)).assert_refused(3, "holds text")
+    run_cli("evaluate", run, "--data", write_file(tmp_path / "a.txt", b"hello\n" * 50)).assert_refused(
+        3, "contains text"
+    )
     run_cli("generate", run, "--guidance", 3).assert_refused(2, "--guidance 3", "condition_dropout is 0")
     run_cli("generate", run, "--class", 9).assert_refused(2, "--class 9", "3 classes")
 

@@ -158,9 +158,9 @@ def test_image_paths_outside_the_folder_are_refused(
     (tmp_path / "outside.png").write_bytes((folder / "pictures/1.png").read_bytes())
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
     (folder / "linked").symlink_to(tmp_path)
-    prepare(capfd, path).assert_refused(3, f"{path}, line 3", "lies outside", "data.pictures")
+    prepare(capfd, path).assert_refused(3, f"{path}, line 3", "is outside", "data.pictures")
     # A security problem, so it is an error even with data.bad_records=skip.
-    prepare(capfd, path, "data.bad_records=skip", "data.max_bad=0.5").assert_refused(3, "lies outside")
+    prepare(capfd, path, "data.bad_records=skip", "data.max_bad=0.5").assert_refused(3, "is outside")
 
 
 def test_absolute_path_inside_the_folder_is_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -243,7 +243,9 @@ def test_collection_without_captions_is_refused(
 ) -> None:
     folder = {"flickr": flickr, "ser": ser}[collection](tmp_path / collection)
     result = prepare(capfd, folder, "data.history_length=3", recipe=f"personalize/{collection}")
-    result.assert_refused(3, "has no caption", "the folder of a captioning model with data.captions")
+    result.assert_refused(
+        3, "has no caption", "set data.captions to a file of captions or to the folder of a captioning model"
+    )
 
 
 def test_data_describes_user_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
         ["./no/tokenizer.json"],
     ),
     "missing base model": (["model.from=./no/model"], 2, ["model.from: ./no/model"]),
-    "missing GPU": (["device=mps"], 5, ["device: mps is requested"]),
+    "missing GPU": (["device=mps"], 5, ["device: mps is not available"]),
     "fp16 on a CPU": (["fp16=true"], 2, ["fp16 needs a GPU"]),
     "batch larger than the data": (["training.batch_size=100000"], 3, ["samples, fewer than one batch of 100000"]),
     "processes not started": (["distributed.processes=4"], 2, ["distributed.processes is 4, but 1 were started"]),

@@ -87,7 +87,7 @@ def test_unreadable_files_are_refused_in_one_line(
     image_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "gone.png does not exist" in run_predict(capsys, image_run, tmp_path / "gone.png", code=2)
-    assert "name files or folders" in run_predict(capsys, image_run, code=2)
+    assert "give files or folders" in run_predict(capsys, image_run, code=2)
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and nothing more")
     assert "broken.png" in run_predict(capsys, image_run, tmp_path / "broken.png", code=3)
     write_png(tmp_path / "mixed" / "good.png", 30)

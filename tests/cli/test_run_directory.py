@@ -269,7 +269,7 @@ def test_a_read_error_in_the_newest_checkpoint_falls_back_to_an_older_one(
     code, err = run_cli(capsys, *words(tmp_path, text_file, name="run"))
     monkeypatch.undo()
     assert code == 0, err
-    assert "step-00000008 cannot be read: optimizer.safetensors: Input/output error; trying an older one" in err
+    assert "cannot read checkpoint step-00000008: optimizer.safetensors: Input/output error; trying an older one" in err
     assert "at step 4 of 8" in err
     assert different(straight, tensors(run)) == []
 
@@ -282,7 +282,7 @@ def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
     for verb in (words(tmp_path, text_file, name="run"), ["generate", run], ["export", run]):
         code, err = run_cli(capsys, *verb)
         assert (code, err.count("\n")) == (5, 1), err
-        assert f"cannot read {run / 'checkpoints'}, which holds the checkpoints of the run: Permission denied" in err
+        assert f"cannot read {run / 'checkpoints'}, the folder of the run's checkpoints: Permission denied" in err
     monkeypatch.undo()
     after = hash_files(run)
     assert {name for name in after if after[name] != before.get(name)} <= {"LOCK", "log.txt"}
@@ -340,7 +340,7 @@ def test_newest_valid_checkpoint_replaces_a_missing_best(
         assert code == 0, err
         assert err.count("\n") == 1
         assert "step-00000008" in err
-        assert ("step 4, no longer exists" if is_gone else "step-00000004 damaged") in err
+        assert ("step 4, no longer exists" if is_gone else "step-00000004 is damaged") in err
     code, err = run_cli(capsys, "export", run_with_two_checkpoints)
     assert code == 4, "an export never falls back to another checkpoint"
     assert run_cli(capsys, "export", run_with_two_checkpoints, "--checkpoint", 8)[0] == 0

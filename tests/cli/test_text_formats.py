@@ -178,7 +178,7 @@ def test_other_encodings(tmp_path: Path) -> None:
     assert "été" in data.tokenizer.decode(np.asarray(data.table("train").values("tokens"))[:60])
     with pytest.raises(DataError, match="is not ascii from byte 0"):
         bottega.prepare("language", {"data.train.path": str(text), "data.train.encoding": "ascii"})
-    with pytest.raises(UsageError, match="not an encoding that Python knows"):
+    with pytest.raises(UsageError, match="not a Python text encoding"):
         bottega.prepare("language", {"data.train.path": str(text), "data.train.encoding": "latin1337"})
 
 
@@ -199,6 +199,6 @@ def test_labels_that_differ_in_spaces_are_one_class(tmp_path: Path) -> None:
 def test_error_suggests_only_remedies_that_help(tmp_path: Path) -> None:
     path = tmp_path / "unlabelled.jsonl"
     path.write_text("".join(json.dumps({"text": f"word {n}", "kind": n % 2}) + "\n" for n in range(20)))
-    with pytest.raises(DataError, match=r"name the field with data\.label_field") as caught:
+    with pytest.raises(DataError, match=r"set data\.label_field to the right field") as caught:
         prepare(path)
     assert "bad_records" not in str(caught.value)

@@ -37,7 +37,7 @@ def pretrained_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_layers", "num_heads"])
 def test_dimensions_that_differ_from_the_weights_are_refused(key: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=rf"model\.{key}: 96 differs from \d+ of model\.from; leave it out"):
+    with pytest.raises(UsageError, match=rf"model\.{key}: 96 differs from \d+ of model\.from; remove it"):
         bottega.train("classify", pretrained_settings(tmp_path, **{f"model.{key}": 96}))
 
 

@@ -50,7 +50,7 @@ def test_a_later_layer_may_change_the_input() -> None:
         ({"data.input": "image", "data.seconds": 1.0}, "data.seconds: unknown key without data.input=audio; add that"),
         ({"data.input": "image", "model.kind": "cnn"}, "model.kind: expected one of convnet, spiking, got 'cnn'"),
         ({"data.input": "audio", "data.hop_sise": 3}, "data.hop_sise: unknown key; did you mean hop_size?"),
-        ({"data.input": "video", "data.num_frames": 0}, "data.num_frames: must be greater than 0, got 0"),
+        ({"data.input": "video", "data.num_frames": 0}, "data.num_frames: expected a number above 0, got 0"),
         ({"data.input": "image", "model.num_filters": 8}, "model.num_filters: unknown key without data.input=text"),
     ],
 )

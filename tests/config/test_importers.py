@@ -546,7 +546,7 @@ def test_key_is_translated(kind: str, snippet: str, key: str, value: Any) -> Non
     translated = get_value(translation.to_recipe(), key)
     assert translated == pytest.approx(value) if isinstance(value, float) else translated == value
     assert_every_key_is_reported(translation, config)
-    assert not [row for row in translation.unmapped if row.category == "not understood"]
+    assert not [row for row in translation.unmapped if row.category == "invalid value"]
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -604,26 +604,26 @@ REASONS = [
     ("axolotl", "datasets: [{path: lab/x, type: alpaca}]", "datasets.0.type", "no counterpart"),
     ("axolotl", "datasets: [{path: lab/x, type: {field_output: y}}]", "datasets.0.type.field_output", "no counterpart"),
     ("axolotl", "rl: dpo", "rl", "no counterpart"),
-    ("axolotl", "{adapter: lora, peft_use_dora: true}", "peft_use_dora", "not built yet"),
-    ("axolotl", "lora_r: 8", "lora_r", "meaningless here"),
+    ("axolotl", "{adapter: lora, peft_use_dora: true}", "peft_use_dora", "not implemented yet"),
+    ("axolotl", "lora_r: 8", "lora_r", "not applicable"),
     ("axolotl", "load_in_4bit: true", "load_in_4bit", "no counterpart"),
-    ("axolotl", "load_in_4bit: false", "load_in_4bit", "meaningless here"),
+    ("axolotl", "load_in_4bit: false", "load_in_4bit", "not applicable"),
     ("axolotl", "val_set_size: 500", "val_set_size", "no counterpart"),
     ("axolotl", "optimizer: came_pytorch", "optimizer", "no counterpart"),
-    ("axolotl", "resume_from_checkpoint: a/b", "resume_from_checkpoint", "meaningless here"),
-    ("axolotl", "lora_model_dir: ${HOME}/x", "lora_model_dir", "not built yet"),
-    ("axolotl", "output_dir: ${HOME}/x", "output_dir", "not understood"),
-    ("axolotl", "learning_rate: fast", "learning_rate", "not understood"),
-    ("axolotl", "learning_rate: -1", "learning_rate", "not understood"),
+    ("axolotl", "resume_from_checkpoint: a/b", "resume_from_checkpoint", "not applicable"),
+    ("axolotl", "lora_model_dir: ${HOME}/x", "lora_model_dir", "not implemented yet"),
+    ("axolotl", "output_dir: ${HOME}/x", "output_dir", "invalid value"),
+    ("axolotl", "learning_rate: fast", "learning_rate", "invalid value"),
+    ("axolotl", "learning_rate: -1", "learning_rate", "invalid value"),
     ("llamafactory", "template: llama3", "template", "no counterpart"),
     ("llamafactory", "dataset: a,b", "dataset", "no counterpart"),
     ("llamafactory", "stage: dpo", "stage", "no counterpart"),
-    ("llamafactory", "use_dora: true", "use_dora", "not built yet"),
-    ("trainer", "{max_steps: 5, num_train_epochs: 3}", "num_train_epochs", "meaningless here"),
-    ("trainer", "{lr_scheduler_type: constant, warmup_steps: 9}", "warmup_steps", "meaningless here"),
+    ("llamafactory", "use_dora: true", "use_dora", "not implemented yet"),
+    ("trainer", "{max_steps: 5, num_train_epochs: 3}", "num_train_epochs", "not applicable"),
+    ("trainer", "{lr_scheduler_type: constant, warmup_steps: 9}", "warmup_steps", "not applicable"),
     ("trainer", "lr_scheduler_type: greedy", "lr_scheduler_type", "no counterpart"),
     ("trainer", "neftune_noise_alpha: 5", "neftune_noise_alpha", "no counterpart"),
-    ("trainer", "tf32: true", "tf32", "meaningless here"),
+    ("trainer", "tf32: true", "tf32", "not applicable"),
     ("trainer", "something_else: 5", "something_else", "no counterpart"),
     (
         "lightning",
@@ -679,7 +679,7 @@ def collect_handled_keys(kind: str) -> set[str]:
 )
 def test_unavailable_metric_is_not_translated(kind: str, snippet: str, unmapped: list[str]) -> None:
     translation = translate_example(kind, merge_configs(BASES[kind], parse_yaml(snippet, "snippet").value))
-    assert [row.source_key for row in translation.unmapped if row.category == "not understood"] == unmapped
+    assert [row.source_key for row in translation.unmapped if row.category == "invalid value"] == unmapped
     assert "mode" not in translation.to_recipe().get("evaluation", {})
 
 
@@ -804,8 +804,8 @@ BAD = [
     ("a.yaml", "model: {size: nano}\ndata: {limit: 5}\n", [], "this is already a recipe"),
     ("a.yaml", "task: image\n", ["--from", "axolotl"], "this is already a recipe"),
     ("a.yaml", "compute_environment: LOCAL_MACHINE\n", [], "Accelerate"),
-    ("a.yaml", "colour: blue\n", [], "give it with --from"),
-    ("a.yaml", "colour: blue\n", ["--from", "trainer"], "is --from right?"),
+    ("a.yaml", "colour: blue\n", [], "set it with --from"),
+    ("a.yaml", "colour: blue\n", ["--from", "trainer"], "; check --from"),
     (
         "a.yaml",
         "base_model: x\nadapter: lora\nmodel_name_or_path: y\nstage: sft\n",
@@ -813,8 +813,8 @@ BAD = [
         "choose the format with --from",
     ),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--from", "nemo"], "invalid choice"),
-    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "x.txt"], "ends in .yaml"),
-    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "no/where.yaml"], "no such folder"),
+    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "x.txt"], "must end in .yaml"),
+    ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "no/where.yaml"], "no does not exist"),
     ("a.yaml", "base_model: x\nadapter: lora\n", ["--out", "a.yaml"], "exists and is not overwritten"),
 ]
 
@@ -835,7 +835,7 @@ def test_bad_input_is_refused_in_one_line(
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     for name in ("none.yaml", "none.json"):
-        with pytest.raises(UsageError, match="no such file"):
+        with pytest.raises(UsageError, match="does not exist"):
             import_file(tmp_path / name)
 
 

@@ -35,7 +35,7 @@ def test_mode_is_inferred_from_the_metric_name(metric: str, direction: str | Non
         assert block.is_maximised == (direction == "max")
         if direction is not None:
             wrong = {f"{key}.metric": metric, f"{key}.mode": "max" if direction == "min" else "min"}
-            with pytest.raises(UsageError, match=rf"{key}.mode: \w+ {metric} is better, got \w+; leave it out"):
+            with pytest.raises(UsageError, match=rf"{key}.mode: \w+ {metric} is better, got \w+; remove it"):
                 load_recipe(["classify", wrong])
 
 

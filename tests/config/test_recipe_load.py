@@ -189,7 +189,7 @@ def test_unknown_flags_suggest_the_nearest_names() -> None:
 
 
 def test_aliased_flags_must_agree_and_a_repeated_flag_replaces() -> None:
-    with pytest.raises(UsageError, match="command line: learning_rate: disagrees with lr"):
+    with pytest.raises(UsageError, match="command line: learning_rate: conflicts with lr"):
         check_recipe([], [Override("lr", "1"), Override("learning_rate", "2")])
     assert check_recipe([], [Override("lr", "1"), Override("lr", "2")]).recipe.training.learning_rate == 2
 

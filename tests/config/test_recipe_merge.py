@@ -124,7 +124,7 @@ def test_extends_merges_over_the_base_recipe(tmp_path: Path) -> None:
 def test_circular_extends_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("extends: b.yaml\n")
     (tmp_path / "b.yaml").write_text("extends: ./a.yaml\n")
-    with pytest.raises(UsageError, match=r"circle: a.yaml -> b.yaml -> a.yaml"):
+    with pytest.raises(UsageError, match=r"cycle: a.yaml -> b.yaml -> a.yaml"):
         load_recipe([str(tmp_path / "a.yaml")])
 
 

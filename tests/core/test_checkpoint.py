@@ -99,7 +99,7 @@ def test_nothing_is_deleted_while_the_newest_checkpoint_is_damaged(tmp_path: Pat
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step)
     (tmp_path / "step-00000003" / "ema.safetensors").write_bytes(b"x")
-    with pytest.raises(CheckpointError, match="step-00000003 damaged"):
+    with pytest.raises(CheckpointError, match="step-00000003 is damaged"):
         checkpoint.delete_old_checkpoints(tmp_path, keep=1, protect=[])
     assert len(list_names(tmp_path)) == 3
 
@@ -166,7 +166,7 @@ def test_manifest_with_outside_paths_or_missing_files_is_refused(tmp_path: Path)
 
     for name in ("../secret", str(secret), ".hidden", "a/b", ""):
         seal({**fields["files"], name: entry})
-        with pytest.raises(CheckpointError, match=r"MANIFEST\.json names"):
+        with pytest.raises(CheckpointError, match=r"MANIFEST\.json lists"):
             checkpoint.verify(path)
     for needed in ("model.safetensors", "progress.json"):
         seal({name: entry for name, entry in fields["files"].items() if name != needed})
@@ -187,7 +187,7 @@ def test_invalid_manifest_is_refused(tmp_path: Path, content: bytes) -> None:
     warnings: list[str] = []
     assert checkpoint.find_newest_valid(tmp_path, warnings.append) is None
     assert len(warnings) == 1
-    assert "step-00000001 damaged" in warnings[0]
+    assert "step-00000001 is damaged" in warnings[0]
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"\xff", b"{"])

@@ -62,7 +62,7 @@ def damage_checkpoints(folder: Path, rounds: int) -> None:
         assert newest_valid is not None, description
         assert newest_valid[0] == older, description
         assert len(warnings) == 1, "not one warning"
-        assert "step-00000002 damaged" in warnings[0]
+        assert "step-00000002 is damaged" in warnings[0]
         (newer / name).write_bytes(contents[name])
     assert checkpoint.find_newest_valid(folder, pytest.fail) == (newer, checkpoint.verify(newer))
 

@@ -208,7 +208,7 @@ def test_log_line_has_consistent_throughput(tmp_path: Path) -> None:
 
 
 def test_unknown_best_metric_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' was not measured; choose one of loss"):
+    with pytest.raises(DataError, match=r"evaluation\.metric: 'f1' is not measured; choose from loss"):
         make_trainer(tmp_path, CountingEngine(), every=Cadences(evaluate=2), best_metric=BestMetric("f1")).run()
 
 

@@ -267,7 +267,7 @@ def test_unsuitable_captioning_models_are_refused(tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     for change, message in (
         ({"auto_map": {"AutoModel": "x.Y"}}, "never run"),
-        ({"model_type": "llama"}, "holds a llama"),
+        ({"model_type": "llama"}, "contains a llama"),
     ):
         (model / "config.json").write_text(json.dumps({**config, **change}))
         with pytest.raises(UsageError, match=message):

@@ -331,9 +331,9 @@ def encode_npy(descr: str, shape: str, data: bytes = bytes(100)) -> bytes:
 HOSTILE_ARRAYS = [
     (encode_object_array(), "Python objects"),
     (encode_npy("'|O'", "(12,)"), "Python objects"),
-    (encode_npy("'<f8'", f"({2**60},)"), "is damaged: its header says"),
+    (encode_npy("'<f8'", f"({2**60},)"), "is damaged: its header states"),
     (encode_npy("'<f8'", "(-1, -100)"), "shape"),
-    (encode_npy("'|S0'", f"({2**60},)", b""), "is damaged: its header says"),
+    (encode_npy("'|S0'", f"({2**60},)", b""), "is damaged: its header states"),
     (encode_npy("'<f8'", f"({2**60}, 0)", b""), "1 to"),
     (encode_npy("[('a', '|O')]", "(12,)"), "numbers and text"),
     (encode_npy("'M8[s]'", "(12,)"), "numbers and text"),

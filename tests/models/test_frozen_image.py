@@ -350,8 +350,8 @@ def update_config(folder: Path, part: str, **values: Any) -> Path:
 
 
 REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
-    "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder beside it gives 16;"),
-    "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2 beside it gives 40;"),
+    "width": ("sd", "unet/config.json", {"cross_attention_dim": 768}, "width 768 .*text_encoder of the same pipeline gives 16;"),
+    "widths": ("sdxl", "unet/config.json", {"cross_attention_dim": 16}, "width 16 .*text_encoder_2 of the same pipeline gives 40;"),
     "sizes": ("sdxl", "unet/config.json", {"addition_time_embed_dim": 9}, "takes 68 numbers .* gives 20 and the image size 6 x"),
     "joint width": ("flow", "transformer/config.json", {"joint_attention_dim": 64}, "width 64 .* gives 48;"),
     "pooled": ("flow", "transformer/config.json", {"pooled_projection_dim": 20}, "width 20 .* gives 32;"),
@@ -370,14 +370,14 @@ REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "dynamic": ("flow", "scheduler/scheduler_config.json", {"use_dynamic_shifting": True}, "use_dynamic_shifting"),
     "no flow": ("flow", "scheduler/scheduler_config.json", {"_class_name": "DDIMScheduler", "beta_schedule": "linear",
                 "beta_start": 1e-4, "beta_end": 0.02}, "needs a flow-matching scheduler"),
-    "custom pipeline": ("sd", "model_index.json", {"_class_name": ["mine", "Mine"]}, "code of its own"),
+    "custom pipeline": ("sd", "model_index.json", {"_class_name": ["mine", "Mine"]}, "custom code"),
     "custom part": ("sd", "model_index.json", {"unet": ["mine", "Mine"]}, "takes unet from 'mine'"),
     "remote code": ("sd", "text_encoder/config.json", {"auto_map": {"AutoModel": "mine.Mine"}}, "has auto_map"),
     "other unet": ("sd", "model_index.json", {"unet": ["diffusers", "UNetKandi3"]}, "has a UNetKandi3 as unet"),
     "other text": ("sd", "model_index.json", {"text_encoder": ["transformers", "BertModel"]}, "has a BertModel"),
     "refiner": ("sdxl", "model_index.json", {"text_encoder": [None, None]}, "has text_encoder_2 for unet"),
     "no text": ("sd", "model_index.json", {"text_encoder": [None, None]}, "has no text encoder for unet"),
-    "no class": ("sd", "model_index.json", {"unet": "UNet2DConditionModel"}, "names no library and class for unet"),
+    "no class": ("sd", "model_index.json", {"unet": "UNet2DConditionModel"}, "has no library and class for unet"),
     "three entries": ("sd", "model_index.json", {"vae": ["diffusers", "AutoencoderKL", "x"]}, "no library and class for vae"),
     "non-numeric betas": ("sd", "scheduler/scheduler_config.json", {"trained_betas": ["a"]}, "has an invalid value"),
     "no shift": ("flow", "scheduler/scheduler_config.json", {"shift": None}, "has an invalid value"),
@@ -465,7 +465,7 @@ def test_special_token_in_a_text_is_tokenized_as_text(models: dict[str, FrozenIm
 def test_tokenizer_larger_than_the_encoder_vocabulary_is_refused(copy: Callable[[str], Path]) -> None:
     folder = copy("sd")
     metadata = read_pipeline_metadata(folder).model_copy(update={"vocab_sizes": (300,)})
-    with pytest.raises(UsageError, match="knows 300; they do not belong together"):
+    with pytest.raises(UsageError, match="has 300 embeddings; they do not match"):
         tokenize(metadata, TEXTS)
 
 
@@ -572,6 +572,6 @@ def test_gated_or_missing_model_is_a_one_line_error(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
         with pytest.raises(BottegaError, match=f"model.diffusion: someone/something .*{line}"):
             model_index.resolve_pipeline("someone/something")
-    with pytest.raises(UsageError, match="is not a folder here"):
+    with pytest.raises(UsageError, match="is not a local folder"):
         model_index.resolve_pipeline(str(tmp_path / "absent"))
     assert model_index.resolve_pipeline(str(tmp_path)).path == tmp_path

@@ -124,7 +124,7 @@ def test_any_config_value_gives_a_model_or_an_error(case: tuple[Path, Callable[[
         ({"hidden_size": "large"}, "hidden_size must be a number, got 'large'"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-            "quantized, which is not supp",
+            "quantized weights are not supported",
         ),
         ({"quantization_config": {"quant_method": "x"}}, "use the folder of the original weights"),
     ],

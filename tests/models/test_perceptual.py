@@ -129,7 +129,7 @@ def test_invalid_weights_are_refused(weights: Path, tmp_path: Path) -> None:
     state = draw_state()
     for name, changed, message in (
         ("heads", {k: v for k, v in state.items() if not k.startswith("lin")}, "lacks lin0.model.1.weight"),
-        ("more", {**state, "net.slice1.0.weight": torch.zeros(1)}, "holds net.slice1"),
+        ("more", {**state, "net.slice1.0.weight": torch.zeros(1)}, "contains net.slice1"),
         ("wide", {**state, "lin2.model.1.weight": torch.zeros(1, 7, 1, 1)}, "lin2.model.1.weight has shape"),
     ):
         save_file(changed, tmp_path / f"{name}.safetensors")

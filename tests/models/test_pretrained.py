@@ -157,7 +157,7 @@ def test_weights_of_a_different_model_are_refused_by_name(tmp_path: Path) -> Non
 
 def test_pickled_and_damaged_weights_are_refused(tmp_path: Path) -> None:
     model = Transformer(build_shape())
-    with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
         load_weights(model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle.*convert"):
@@ -165,5 +165,5 @@ def test_pickled_and_damaged_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(CheckpointError, match="is damaged"):
         load_weights(model, tmp_path)
-    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+    with pytest.raises(CheckpointError, match=r"cannot read .*config\.json: "):
         read_decoder_shape(tmp_path)

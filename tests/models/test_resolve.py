@@ -97,7 +97,9 @@ def test_dependency_resolves_to_its_run(tmp_path: Path) -> None:
         run / "final", "model", "part"
     )
     moved = write_folder(tmp_path / "elsewhere" / "parts" / run.name, "recipe.yaml", "final/config.json")
-    resolved = dependencies.resolve_model_reference(recipe, "needs.vae", key="model.vae", runs_folder=tmp_path / "elsewhere")
+    resolved = dependencies.resolve_model_reference(
+        recipe, "needs.vae", key="model.vae", runs_folder=tmp_path / "elsewhere"
+    )
     assert resolved.path == moved / "final"
 
 
@@ -105,9 +107,9 @@ def test_dependency_resolves_to_its_run(tmp_path: Path) -> None:
 def test_local_path_is_not_requested_from_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_download", lambda *args, **options: pytest.fail("the network was accessed"))
     assert is_local_path(name)
-    with pytest.raises(UsageError, match=rf"^model\.from: {name} is not a folder here; correct the path"):
+    with pytest.raises(UsageError, match=rf"^model\.from: {name} is not a local folder; correct the path"):
         resolve_model(name, key=KEY)
-    with pytest.raises(UsageError, match=r"^model\.from: owner/model is not a folder here"):
+    with pytest.raises(UsageError, match=r"^model\.from: owner/model is not a local folder"):
         resolve_model("owner/model", key=KEY, local_only=True)
     with pytest.raises(UsageError, match=r"^model\.vae: owner/model is not a folder; give a run$"):
         resolve_model("owner/model", key="model.vae", missing_message="is not a folder; give a run")
@@ -116,7 +118,7 @@ def test_local_path_is_not_requested_from_the_hub(name: str, monkeypatch: pytest
 def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
-    with pytest.raises(UsageError, match=rf"^model\.from: {file} is not a folder here"):
+    with pytest.raises(UsageError, match=rf"^model\.from: {file} is not a local folder"):
         resolve_model(file, key=KEY)
 
 
@@ -142,16 +144,18 @@ def test_unreachable_hub_is_a_one_line_error(monkeypatch: pytest.MonkeyPatch) ->
     import huggingface_hub
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(EnvironmentProblem, match=r"^model\.from: owner/model is not a folder here, and .*; ") as caught:
+    with pytest.raises(
+        EnvironmentProblem, match=r"^model\.from: owner/model is not a local folder, and .*; "
+    ) as caught:
         resolve_model("owner/model", key=KEY)
     assert "\n" not in str(caught.value)
     assert huggingface_hub.constants.HF_HUB_OFFLINE
-    with pytest.raises(UsageError, match=r"'a b' is neither a folder here nor a hub name"):
+    with pytest.raises(UsageError, match=r"'a b' is neither a local folder nor a hub name"):
         resolve_model("a b", key=KEY)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'bottega\[hub\]'"):
         resolve_model("owner/model", key=KEY)
-    with pytest.raises(EnvironmentProblem, match=r"tokenizer 'owner/model' is not a folder here"):
+    with pytest.raises(EnvironmentProblem, match=r"tokenizer 'owner/model' is not a local folder"):
         resolve_tokenizer("owner/model")
 
 

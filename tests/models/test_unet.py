@@ -271,7 +271,7 @@ def write_config(published: Path, target: Path, **changes: Any) -> Path:
         ({"_class_name": "UNet2DConditionModel"}, "none", "it takes text"),
         ({"_class_name": "UNet2DConditionModel", "cross_attention_dim": 768}, "text", "takes 768"),
         ({"block_out_channels": [8] * 5}, "none", "model.from: 5 stages"),
-        ({"_class_name": "AutoencoderKL"}, "none", "holds no diffusers UNet"),
+        ({"_class_name": "AutoencoderKL"}, "none", "has no diffusers UNet"),
     ],
 )
 def test_incompatible_folders_are_refused(
@@ -298,5 +298,5 @@ def test_first_mismatched_tensor_is_named_with_both_shapes(published: Path) -> N
     )
     dit = DiTShape(grid=(8, 12), channels=2, patch=(2, 2), hidden_size=8, num_layers=1, num_heads=1)
     transformer = Generator(GeneratorShape(backbone=dit, condition=ConditionShape(kind="none")))
-    with pytest.raises(UsageError, match=r"lacks backbone.embed.weight \[8, 8\].* holds backbone.unet.conv_in"):
+    with pytest.raises(UsageError, match=r"lacks backbone.embed.weight \[8, 8\].* contains backbone.unet.conv_in"):
         load_generator(transformer, published)

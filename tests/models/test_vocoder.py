@@ -126,7 +126,7 @@ def test_folder_that_is_not_a_vocoder_is_refused(folder: Path, tmp_path: Path) -
     other = Path(shutil.copytree(folder, tmp_path / "other"))
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "architectures": ["UnivNetModel"]}))
-    with pytest.raises(UsageError, match="holds UnivNetModel; only SpeechT5HifiGan is supported"):
+    with pytest.raises(UsageError, match="contains UnivNetModel; only SpeechT5HifiGan is supported"):
         load_vocoder(other)
     (other / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match="is not JSON"):

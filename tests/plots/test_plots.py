@@ -176,7 +176,7 @@ def test_missing_matplotlib_is_reported_once_with_the_extra(tmp_path: Path) -> N
     for name in ("f.png", "g.png", "f.png"):
         assert not try_plot(plot, tmp_path / name, warn=warnings.append)
     assert len(warnings) == 1
-    assert warnings[0].startswith("no f.png: plots need matplotlib: pip install 'bottega[plots]'")
+    assert warnings[0].startswith("no f.png: plots need matplotlib; pip install 'bottega[plots]'")
     assert is_plot_warning(warnings[0])
 
 

@@ -245,7 +245,7 @@ def test_changed_autoencoder_is_refused_on_resume(folder: Path, tmp_path: Path) 
         changed[-1] ^= 1
         file.write_bytes(changed)
     with pytest.raises(
-        CheckpointError, match=r"^model\.vae: is another autoencoder than this run began with"
+        CheckpointError, match=r"^model\.vae: is not the autoencoder that this run started with"
     ) as caught:
         bottega.train(settings(tmp_path / "b", **longer))
     assert (caught.value.code, str(caught.value).count("\n")) == (4, 0)
@@ -268,7 +268,7 @@ def test_changed_text_encoder_is_refused_on_resume(tmp_path: Path) -> None:
     assert bottega.load(path).workload.text.metadata.encoder == str(clip / "final")
     shutil.rmtree(path / "processor")
     tiny_clip.save(clip / "final", seed=1)
-    with pytest.raises(CheckpointError, match=r"model\.text\.from: is another text encoder"):
+    with pytest.raises(CheckpointError, match=r"model\.text\.from: is not the text encoder that"):
         train(tmp_path, **{**options, "training.max_steps": 2})
     with pytest.raises(UsageError, match=r"no run at .*nowhere"):
         train(tmp_path, **{**options, "needs.words": {"run": str(tmp_path / "nowhere")}})

@@ -107,7 +107,7 @@ def test_a_classifier_evaluates_with_its_saved_tokenizer(bases: Path, tmp_path: 
 def test_evaluate_and_resume_without_the_base_raise_the_same_error(home: Path, no_hub: list[str]) -> None:
     run = fine_tune(home)
     shutil.rmtree(home / "runs" / "tb")
-    message = r"^the base of this run is gone: model\.from runs/tb; put it back$"
+    message = r"^the base model of this run, model\.from runs/tb, no longer exists; restore it$"
     with pytest.raises(CheckpointError, match=message):
         bottega.load(run)
     with pytest.raises(CheckpointError, match=message):
@@ -123,7 +123,7 @@ def test_a_base_outside_the_runs_is_found_by_its_absolute_path(
     monkeypatch.chdir(tmp_path)
     assert bottega.load(run, device="cpu").model is not None, "the base model has not moved"
     shutil.rmtree(home / "bases")
-    with pytest.raises(CheckpointError, match=r"gone: model\.from bases/tb; put it back$"):
+    with pytest.raises(CheckpointError, match=r"model\.from bases/tb, no longer exists; restore it$"):
         bottega.load(run)
     assert no_hub == []
 
@@ -131,14 +131,14 @@ def test_a_base_outside_the_runs_is_found_by_its_absolute_path(
 def test_a_path_is_never_looked_up_on_the_hub(home: Path, no_hub: list[str]) -> None:
     (home / "kept").mkdir()
     for name in ("./no", "/no/where", "~/no", "runs/no", "a/b/c", "kept/no", "../no"):
-        with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is not a folder here; ") as caught:
+        with pytest.raises(UsageError, match=rf"^model\.from: {re.escape(name)} is not a local folder; ") as caught:
             resolve_model(name, key="model.from")
         assert "\n" not in str(caught.value)
-    with pytest.raises(UsageError, match=r"^model\.from: mine/no is not a folder here; "):
+    with pytest.raises(UsageError, match=r"^model\.from: mine/no is not a local folder; "):
         fine_tune(home, start="mine/no", output_dir="mine")
     assert no_hub == []
     for name in ("nosuchdir", "owner/model"):
-        message = rf"^model\.from: {name} is not a folder here, and the hub could not be reached; .*$"
+        message = rf"^model\.from: {name} is not a local folder, and the hub could not be reached; .*$"
         with pytest.raises(EnvironmentProblem, match=message):
             resolve_base_folder(name)
     assert no_hub == ["nosuchdir", "owner/model"]
@@ -147,13 +147,13 @@ def test_a_path_is_never_looked_up_on_the_hub(home: Path, no_hub: list[str]) -> 
 def test_an_adapter_is_refused_as_a_base_model(home: Path) -> None:
     narrow = {"name": "adapter", "options": {"size": 2}}
     run = fine_tune(home, technique=narrow)
-    with pytest.raises(UsageError, match="holds only an adapter, not a whole model"):
+    with pytest.raises(UsageError, match="contains only an adapter, not a complete model"):
         resolve_base_folder(str(run))
     final = bottega.load(run, device="cpu").export()
     for name in (run, final, final / "adapter"):
         with pytest.raises(
             UsageError,
-            match=rf"not a whole model; set model.from to its base .* to {final / 'adapter'}",
+            match=rf"not a complete model; set model.from to its base .* to {final / 'adapter'}",
         ):
             resolve_base_folder(str(name))
 

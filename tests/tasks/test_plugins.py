@@ -272,7 +272,7 @@ def test_a_recipe_never_loads_code(project: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "kind", "message"),
     [
-        ("missing.py", None, UsageError, "is not there; name a .py file that defines TASK"),
+        ("missing.py", None, UsageError, "does not exist; give a .py file that defines TASK"),
         ("plugin.txt", "TASK = 1", UsageError, "is not a Python file"),
         ("my-task.py", "TASK = 1", UsageError, "is not a name that Python can import; rename the file"),
         ("json.py", "TASK = 1", UsageError, "there is another module json"),

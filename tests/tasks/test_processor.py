@@ -49,7 +49,7 @@ def test_truncated_files_are_refused_and_written_again(case: str, tmp_path: Path
             file.unlink()
             if content is not None:
                 file.write_bytes(content)
-            with pytest.raises(CheckpointError, match="start the same training again"):
+            with pytest.raises(CheckpointError, match="run the training command again"):
                 registry.reopen_workload(workload.recipe, processor, workload.data.fingerprint)
             assert not workload.processor.is_saved(processor)
             workload.processor.save(processor)
@@ -71,14 +71,14 @@ def test_rounding_of_the_mel_mean_is_accepted(case: str, tmp_path: Path) -> None
     shift_mean(5e-4)
     assert workload.processor.is_saved(processor)
     shift_mean(0.01)
-    with pytest.raises(DataError, match="another form or loudness"):
+    with pytest.raises(DataError, match="the shape or the loudness of the spectrograms differs"):
         workload.processor.is_saved(processor)
 
 
 @pytest.mark.parametrize("case", ["image_vae", "image_tokens", "classify"])
 def test_other_image_sizes_are_refused(case: str, tmp_path: Path) -> None:
     open_workload(case, tmp_path).processor.save(tmp_path / "processor")
-    with pytest.raises(DataError, match="other sizes or classes"):
+    with pytest.raises(DataError, match="the sizes or the classes of the data differ"):
         open_workload(case, tmp_path, **{"data.image_size": 16}).processor.is_saved(tmp_path / "processor")
 
 

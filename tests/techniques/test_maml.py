@@ -413,7 +413,7 @@ def test_invalid_episodes_are_refused_in_one_line(tmp_path: Path) -> None:
     assert "maml.ways is 2" in message_of("language", options={"ways": 2})
     assert "maml.by is label, but samples have no labels" in message_of("language", options={"by": "label"})
     assert "maml.by is source, but there is only one" in message_of("classify", options={"by": "source", "ways": None})
-    assert "no field 'speaker'; use one of" in message_of("classify", options={"by": "speaker", "ways": None})
+    assert "no field 'speaker'; choose from" in message_of("classify", options={"by": "speaker", "ways": None})
     unlabelled = {"data.train.path": str(_write_unlabelled_images(tmp_path)), "model.condition": "none"}
     assert "samples have no labels and only one source; add data.sources" in message_of("image", **unlabelled)
     assert "gradient_checkpointing" in message_of("image", **{"training.gradient_checkpointing": True})

@@ -202,7 +202,7 @@ def test_stream_without_validation_reports_online_metrics(tmp_path: Path) -> Non
 def test_online_data_of_one_task_in_multitask_is_refused(tmp_path: Path) -> None:
     settings = values("multitask", tmp_path)
     settings["data.parts.text"]["settings"]["data.online"] = True
-    with pytest.raises(UsageError, match=r"data\.parts\.text: data\.online does not go with several tasks"):
+    with pytest.raises(UsageError, match=r"data\.parts\.text: data\.online cannot be combined with several tasks"):
         bottega.train("multitask", settings)
 
 

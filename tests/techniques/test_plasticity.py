@@ -573,7 +573,7 @@ def test_run_resumes_bitwise_equal(tmp_path: Path) -> None:
 
 def test_a_model_without_spiking_layers_is_refused() -> None:
     shape = ConvNetShape(grid=(8, 8), channels=1, num_labels=3, hidden_size=8)
-    with pytest.raises(UsageError, match="ConvNet has none; leave it out, or train a spiking model"):
+    with pytest.raises(UsageError, match="ConvNet has none; remove it, or train a spiking model"):
         build_models(build_task(shape), 0)
 
 
@@ -601,7 +601,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "tau": (
         {"techniques": [{"name": "plasticity", "options": {"tau_plus": 0}}]},
-        "tau_plus: must be greater than 0, got 0",
+        "tau_plus: expected a number above 0, got 0",
     ),
 }
 
@@ -609,7 +609,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_multitask_supports_plasticity_without_reward() -> None:
     changes = {"techniques": [{"name": "plasticity", "options": {"reward": "loss"}}]}
     with pytest.raises(
-        UsageError, match=r"plasticity.reward needs a single task, and this recipe has several; set it to none"
+        UsageError, match=r"plasticity.reward needs a single task, but this recipe has several; set it to none"
     ):
         load_recipe(["multitask", changes])
     assert load_recipe(["multitask", {"techniques": ["plasticity"]}]).recipe.techniques[0].name == "plasticity"

@@ -50,7 +50,7 @@ def compare(
         raise UsageError(f"--alpha {alpha:g}: expected a number between 0 and 1, such as 0.05")
     if len(group_names) < 2:
         raise UsageError(
-            'name at least two groups: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"'
+            'give at least two groups: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"'
         )
     report = _compare_groups(group_names, metric=metric, split=split, level=1 - alpha)
     adjusted = statistics.holm_correction([pair["p"] for pair in report["pairs"]])
@@ -85,7 +85,8 @@ def _compare_by_values(
     if len({group.kind for group in groups}) > 1:
         folds = next(group.name for group in groups if group.num_folds)
         raise UsageError(
-            f"{folds} holds folds and another group seeds, which vary for different reasons; compare groups of one kind"
+            f"{folds} contains folds and another group contains seeds, which vary for different reasons; compare "
+            "groups of one kind"
         )
     values: dict[str, dict[int, float]] = {}
     for group in groups:
@@ -326,4 +327,4 @@ def _plot_subtitle(report: dict[str, Any]) -> str:
     if groups[0]["kind"] in ONE_RUN_KINDS:
         return f"mean over {groups[0]['n']:,} {groups[0]['kind']} with its {_interval_title(report)}"
     joined = ", lines join runs of one seed or fold" if len(groups) > 1 else ""
-    return f"each dot is a run{joined}; beside it the mean with its {_interval_title(report)}"
+    return f"each dot is a run{joined}; next to it is the mean with its {_interval_title(report)}"

@@ -86,7 +86,7 @@ def read_groups(names: Sequence[str]) -> list[Group]:
     for group in groups:
         for path in (member.path.resolve() for member in group.members):
             if path in group_names:
-                raise UsageError(f"{path} is given twice, in {group_names[path]} and in {group.name}; leave one out")
+                raise UsageError(f"{path} is given twice, in {group_names[path]} and in {group.name}; keep one")
             group_names[path] = group.name
     for group in groups:
         _check_group(group)
@@ -122,7 +122,7 @@ def _find_group_runs(name: str) -> tuple[list[Path], bool]:
             raise UsageError(f"{piece}: no run matches; a run is a folder with a recipe.yaml")
         paths += matched
     if not paths:
-        raise UsageError(f"{name!r} does not name a run; give a run directory, such as runs/NAME")
+        raise UsageError(f"{name!r} is not a run; give a run directory, such as runs/NAME")
     folders = [path for path in paths if _list_folds(path)]
     if folders and len(paths) > 1:
         raise UsageError(f"{name}: a folder of folds is a group of its own; give {folders[0]} as a separate argument")
@@ -163,7 +163,7 @@ def _check_group(group: Group) -> None:
             )
         key = member.fold if group.num_folds else member.recipe.seed
         if key in paths:
-            raise UsageError(f"{group.name}: {paths[key]} and {member.path} are both {group.kind} {key}; leave one out")
+            raise UsageError(f"{group.name}: {paths[key]} and {member.path} are both {group.kind} {key}; keep one")
         paths[key] = member.path
 
 
@@ -344,9 +344,9 @@ def read_results(run: Path, split: str) -> dict[str, Any]:
 def _get_number(row: dict[str, Any], metric: str, *, where: Path) -> float:
     if metric not in row:
         available = [name for name, value in row.items() if _is_number(value) and name not in ("step", "samples")]
-        raise UsageError(f"{where} has no {metric}; --metric can be {', '.join(available) or 'nothing: it is empty'}")
+        raise UsageError(f"{where} has no {metric}; it has {', '.join(available) or 'no metrics'}")
     if not _is_number(row[metric]):
-        raise UsageError(f"{where}: {metric} is {json.dumps(row[metric])} and not a finite number; leave that run out")
+        raise UsageError(f"{where}: {metric} is {json.dumps(row[metric])} and not a finite number; remove that run")
     return float(row[metric])
 
 

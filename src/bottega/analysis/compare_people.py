@@ -90,7 +90,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
     users = [user for user in values[0] if all(user in others for others in values)]
     if len(users) < MIN_PEOPLE:
         raise UsageError(
-            f"only {len(users)} people have {metric} in all evaluations; fewer than {MIN_PEOPLE} cannot be compared"
+            f"only {len(users)} users have {metric} in all evaluations; fewer than {MIN_PEOPLE} cannot be compared"
         )
     arrays = [np.array([by_user[user] for user in users]) for by_user in values]
     is_binary = are_binary(arrays)
@@ -100,7 +100,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         rows.append(describe_single_run(evaluation.group, array, interval, kind="people"))
     for (evaluation, first), (other, second) in itertools.combinations(zip(evaluations, arrays, strict=True), 2):
         comparison = compare_users(second, first, level=level, is_binary=is_binary)
-        why = f"both generated images for the same {len(users)} people, who are the pairs"
+        why = f"both generated images for the same {len(users)} users, who are the pairs"
         why += f"; for {comparison.n} of them just one is right" if is_binary else ""
         pairs.append(describe_pair(evaluation.group, other.group, comparison, why=why, paired_by="user"))
     notes = ["one run each: this compares the generated images, not two ways of training; for that, give seeds"]
@@ -108,7 +108,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         notes = []
     left_out = max(len(evaluation.targets_by_user) for evaluation in evaluations) - len(users)
     if left_out:
-        notes.append(f"{left_out} people have no {metric} in some evaluation and are left out")
+        notes.append(f"{left_out} users have no {metric} in some evaluation and are left out")
     read_from = f"{EVALUATION}/{split}/{PEOPLE}"
     return {
         "metric": metric,

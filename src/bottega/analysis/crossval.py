@@ -79,7 +79,7 @@ def crossval_command(words: list[str], **options: Any) -> dict[str, Any]:
     """Run `bottega crossval` with the recipe and overrides of the command line."""
     sources, overrides = parse_overrides(words)
     if not sources:
-        raise UsageError("name a recipe: bottega crossval RECIPE, such as bottega crossval classify --folds 5")
+        raise UsageError("no recipe given; run bottega crossval RECIPE, such as bottega crossval classify --folds 5")
     return cross_validate(load_recipe(sources, overrides).recipe, **options)
 
 

@@ -53,10 +53,10 @@ def resolve_splitting(
         raise UsageError("--by group needs the field whose rows stay together; add --field, such as --field user")
     if split_by == "stratified" and is_multi_label:
         raise UsageError(
-            "--by stratified needs one class per text, and data.multi_label has several; use --by fraction"
+            "--by stratified needs one class per text, but data.multi_label allows several; use --by fraction"
         )
     if field is not None and split_by not in ("group", "hash"):
-        raise UsageError(f"--field {field}: applies to --by group or hash, not to {split_by}; leave one out")
+        raise UsageError(f"--field {field}: applies to --by group or hash, not to {split_by}; remove it")
     notes = []
     validation = recipe.data.validation
     if validation is not None and (
@@ -111,7 +111,7 @@ def prepare_fold(recipe: Recipe, report_progress: Any) -> PreparedData | None:
     data = recipe.data
     path = Path(data.train.path).expanduser() if data.train.path is not None else None
     if data.train.kind == "shards" or (path is not None and is_prepared(path)):
-        raise UsageError(f"{path} holds shards, which are already split; give the data they were prepared from")
+        raise UsageError(f"{path} contains shards, which are already split; give the data they were prepared from")
     if str(getattr(recipe.model, "from_", None)).startswith(dependencies.PREFIX):
         return None
     if getattr(data, "latents", False):  # these need the autoencoder; the split does not
@@ -121,7 +121,8 @@ def prepare_fold(recipe: Recipe, report_progress: Any) -> PreparedData | None:
     except DataError as error:
         if not find_spec(recipe).rows_are_samples and str(error).startswith("splitting 1 rows "):
             raise DataError(
-                f"{path or 'the data'} is one text, and a text is not split across folds; give several files, or a table with "
+                f"{path or 'the data'} is one text, which cannot be split across folds; give several files, or a "
+                "table with "
                 "a text in each row"
             ) from None
         message = str(error).replace("data.split.folds=", "--folds ").replace("lower folds", "lower it")

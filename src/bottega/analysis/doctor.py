@@ -55,14 +55,14 @@ def examine_environment() -> dict[str, Any]:
     }
     problems = report["problems"]
     problems += [
-        f"{name} is missing: pip install bottega"
+        f"{name} is missing; pip install bottega"
         for name, extra in PACKAGE_EXTRAS.items()
         if not extra and not versions[name]
     ]
     if report["disk_free_gib"] < 2:
         problems.append(f"only {report['disk_free_gib']} GiB of disk are free here: checkpoints may not fit")
     if any(device.startswith("cuda") for device in report["devices"]) and not versions["nvidia-ml-py"]:
-        report["notes"].append("GPU utilisation is only logged with nvidia-ml-py: pip install 'bottega[gpu]'")
+        report["notes"].append("GPU utilisation is only logged with nvidia-ml-py; pip install 'bottega[gpu]'")
     if problems:
         report["exit_code"] = 5
     return report

@@ -88,9 +88,9 @@ def _evaluate(
     out: Path | None,
 ) -> dict[str, Any]:
     if count is not None and count < 0:
-        raise UsageError(f"--count {count}: expected 0, for the loss only, or more")
+        raise UsageError(f"--count {count}: expected 0 (loss only) or more")
     if out is not None and Path(out).is_file():
-        raise UsageError(f"--out {out}: is a file; name a folder")
+        raise UsageError(f"--out {out} is a file; give a folder")
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     is_personalized = saved.recipe.task == "personalize"
     _check_sampling_options(saved, {"--count": count, "--inception": inception, "--lpips": lpips})
@@ -130,7 +130,7 @@ def _check_sampling_options(saved: SavedRun, options: dict[str, Any]) -> None:
     for flag, value in options.items():
         if value and not accepted[flag]:
             reason = "does not use it" if accepted["--count"] else "does not score generated samples"
-            raise UsageError(f"{flag} {value}: the task {task} {reason}; leave it out")
+            raise UsageError(f"{flag} {value}: the task {task} {reason}; remove it")
 
 
 def _score_generated(

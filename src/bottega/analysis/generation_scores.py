@@ -94,7 +94,7 @@ def score_samples(
     assert isinstance(workload, GenerationWorkload)
     external, split = data.external, str(data.split)
     if external is None and split not in workload.data.prepared.tables:
-        raise UsageError(f"this run has no {split} data; name other data with --data")
+        raise UsageError(f"this run has no {split} data; give other data with --data")
     if count is not None:  # pixels are held as bytes
         check_sample_memory(count, count, max(1, math.prod(workload.metadata.sample) // 8))
     compute_fid = _make_fid(inception, workload, saved.engine.device) if inception is not None else None
@@ -259,7 +259,7 @@ class JudgeModel:
         except CheckpointError as error:
             raise CheckpointError(f"needs.judge: {path}: {error}; delete it to train it again") from error
         if not isinstance(loaded.workload, MediaClassifyWorkload):
-            raise UsageError(f"needs.judge: {path} is not a classifier")
+            raise UsageError(f"needs.judge: {path} is not a classifier; give a run of the task classify")
         return cls(loaded, getattr(loaded.recipe.data, "normalise", None))
 
     def classify(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -320,7 +320,7 @@ def collect_samples(workload: GenerationWorkload, sources: list[Source]) -> Samp
     total = sum(map(len, sources))
     first = next((source for source in sources if len(source)), None)
     if first is None:
-        raise UsageError("there are no samples to compare with: the data is empty; name other data")
+        raise UsageError("there are no samples to compare with: the data is empty; give other data")
     size = _to_samples(workload, first.rows(np.arange(1), np.zeros(1, np.int64))).nbytes
     if workload.mel is not None:  # spectrograms as floats may be larger
         size = max(size, 4 * math.prod(workload.mel.shape))
@@ -375,7 +375,7 @@ def _round_trip(saved: SavedRun, workload: GenerationWorkload, samples: np.ndarr
 def _make_fid(weights: Path, workload: GenerationWorkload, device: Any) -> Callable[[np.ndarray, np.ndarray], float]:
     """Return a function that computes FID between samples and training data; videos are compared frame by frame."""
     if workload.medium.name == "audio":
-        raise UsageError("--inception: FID is defined for images and video, not for audio; leave it out")
+        raise UsageError("--inception: FID is defined for images and video, not for audio; remove it")
     import torch
 
     from bottega.models.metric_networks.inception import load_inception

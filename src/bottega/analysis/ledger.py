@@ -17,7 +17,7 @@ from bottega.tasks.data_paths import resolve_paths
 def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     """Return the samples of one step (from 1, as in the log); with `replay`, also the loss of that batch."""
     if step < 1:
-        raise UsageError(f"--step {step}: steps are counted from 1, as in the log")
+        raise UsageError(f"--step {step}: expected 1 or more; steps are counted as in the log")
     saved = open_run(path, device="cpu")
     plan = build_training_plan(
         resolve_paths(dependencies.resolve_references(saved.recipe), saved.workload.data.started_in), saved.workload

@@ -35,7 +35,7 @@ def lr_find(
         options: dict[str, Any] = {"low": low, "high": high, "steps": steps, "quiet": quiet}
         if isinstance(recipe, str | Path) and is_run_directory(recipe):
             if overrides:
-                raise UsageError(f"{recipe} is a run and has its own recipe; leave out overrides")
+                raise UsageError(f"{recipe} is a run and has its own recipe; remove the overrides")
             report = find_learning_rate(None, run=Path(recipe), **options)
         else:
             report = find_learning_rate(

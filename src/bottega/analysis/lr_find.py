@@ -36,7 +36,7 @@ def lr_find_command(
     check_range(low, high, steps)
     is_run = is_run_directory(run_or_recipe)
     if is_run and words:
-        raise UsageError(f"{run_or_recipe} is a run and has its own recipe; leave out {' '.join(words)}")
+        raise UsageError(f"{run_or_recipe} is a run and has its own recipe; remove {' '.join(words)}")
     sources, overrides = parse_overrides([run_or_recipe, *words])
     recipe = None if is_run else load_recipe(sources, overrides).recipe
     report = find_learning_rate(

@@ -58,7 +58,7 @@ def _draw_page(people: Sequence[PersonRow], path: Path) -> None:
     left = text_left + WORDS
     width = max(left + len(arms) * (SIDE + GAP), MARGIN + _text_width(_describe_arms(arms)))
     page = Canvas(width + MARGIN, TOP + len(people) * (SIDE + 2 * GAP))
-    page.draw_text(MARGIN, 20, "history, wish and generated images of each person", anchor="lm", size=16)
+    page.draw_text(MARGIN, 20, "history, wish and generated images of each user", anchor="lm", size=16)
     page.draw_text(MARGIN, 42, _describe_arms(arms), anchor="lm", size=11, fill=FAINT)
     page.draw_text(MARGIN, 68, "history", anchor="lm", fill=FAINT)
     page.draw_text(text_left, 68, "wish, keywords", anchor="lm", fill=FAINT)
@@ -101,7 +101,7 @@ def plot_arms(
         measures,
         path,
         title="Accuracy by what the generator was given",
-        subtitle="means over people with 95 % intervals",
+        subtitle="means over users with 95 % intervals",
         labels=MEANING,
         colours=COLOURS,
         chance=chance,

@@ -218,7 +218,7 @@ def _iterate_arms(
     swapped_indices = swap_histories(preference_keys(records, people.keywords, fields), seed=seed)
     if swapped_indices is None:
         notes.append(
-            "shuffled is left out: more than half of these people have the same preferences; evaluate more with --count"
+            "shuffled is left out: more than half of these users have the same preferences; evaluate more with --count"
         )
         return
     others = [records[i] for i in swapped_indices]
@@ -232,7 +232,7 @@ def _summarise(
 ) -> dict[str, Any]:
     num_people = len({record.user for record in people.records})
     if num_people < MIN_PEOPLE:
-        notes.append(f"{num_people} people are too few for tests; evaluate at least {MIN_PEOPLE} with --count")
+        notes.append(f"{num_people} users are too few for tests; evaluate at least {MIN_PEOPLE} with --count")
     results: dict[str, Any] = {"arms": summarise_arms(rows), "tests": compare_arms(rows)}
     if fields is not None:
         measures = measure_names(rows)

@@ -57,7 +57,7 @@ def find_personal_rows(source: Any) -> PersonalRows:
         if isinstance(source, PromptedRows):
             source = source.personal_rows
         elif hasattr(source, "source"):
-            raise UsageError("--data: people are evaluated from one source at a time; give one of them")
+            raise UsageError("--data: users are evaluated from one source at a time; give one")
         else:
-            raise AssertionError(f"{type(source).__name__} does not contain a table of people")
+            raise AssertionError(f"{type(source).__name__} does not contain a table of users")
     return source

@@ -66,7 +66,7 @@ def write_random_model(folder: Path, out: Path, *, seed: int) -> Path:
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UsageError(f"{folder}: has no *.safetensors; give the folder of a language model")
+        raise UsageError(f"{folder} has no *.safetensors; give the folder of a language model")
     out.mkdir(parents=True)
     for file in folder.iterdir():
         if file.is_file() and file.suffix in CONFIG_SUFFIXES:

@@ -42,7 +42,7 @@ def _format_keywords(results: Mapping[str, Any], width: int) -> list[str]:
         return []
     lines = [
         "",
-        "people whose keywords name what they like",
+        "users whose keywords name what they like",
         " " * width + "".join(f"{name:>16}" for name in accuracies),
     ]
     lines[-1] += f"{'chance':>16}"

@@ -27,7 +27,7 @@ _NOT_FINITE = re.compile(r"not finite|diverged", re.IGNORECASE)
 def list_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the runs in a folder, or the folder itself if it is a run, the last changed first."""
     if not folder.is_dir():
-        raise UsageError(f"there is no folder {folder} here; name a folder of runs, or start a run with bottega train")
+        raise UsageError(f"{folder} does not exist; give a folder of runs, or start a run with bottega train")
     rows = [describe_run(path, folder) for path in _find(folder)]
     return sorted(rows, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
 

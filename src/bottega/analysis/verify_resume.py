@@ -49,15 +49,16 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
         ]
         log(f"a run of {steps} steps without interruption")
         seconds = _train_whole([*common, "name=whole"])
-        log(f"the same, killed with SIGKILL {kills} times")
+        log(f"the same run, killed {kills} x with SIGKILL")
         num_kills = _train_killed([*common, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, log=log)
-        log("the same command once more, after its end")
+        log("the same command again, after the end of the run")
         _train_whole([*common, "name=killed"])
         difference = find_difference(Path(folder) / "whole", Path(folder) / "killed")
     if difference is not None:
         raise CheckpointError(f"the resumed run differs: {difference}")
     log(
-        f"equal bit for bit: weights, optimizer, data order and metrics, after {num_kills} kills ({seconds:.0f} s a run)"
+        f"equal bit for bit: weights, optimizer, data order and metrics, after {num_kills} x SIGKILL ({seconds:.0f} s "
+        "per run)"
     )
     return {"equal": True, "kills": num_kills, "steps": steps}
 

@@ -61,5 +61,5 @@ class JsonLines(Callback):
             self._waiting, self._size = [], None
         except OSError as error:
             if not self._has_warned:
-                self.warn(f"cannot write {self.path}: {error.strerror}; its lines are kept until that succeeds")
+                self.warn(f"cannot write {self.path}: {error.strerror}; its lines are buffered until writing succeeds")
             self._has_warned = True

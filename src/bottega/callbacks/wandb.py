@@ -46,7 +46,7 @@ class WandB(Callback):
         try:
             import wandb
         except ImportError:
-            raise EnvironmentProblem("logging.wandb needs the wandb package: pip install 'bottega[wandb]'") from None
+            raise EnvironmentProblem("logging.wandb needs wandb; pip install 'bottega[wandb]'") from None
         command_line = sys.argv
         sys.argv = [strip_credentials_in_text(word) for word in command_line]  # wandb records the command line
         try:

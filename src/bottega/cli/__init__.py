@@ -90,9 +90,11 @@ def _dispatch(name: str, words: list[str]) -> int:
     parser = _Parser(prog=f"bottega {name}", description=verb.summary, allow_abbrev=False)
     verb.add_arguments(parser)
     parser.set_defaults(verb=name)
-    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument("--json", action="store_true", help="print one JSON object to standard output")
     # Removed from the words before parsing; added here for --help.
-    parser.add_argument("--plugin", metavar="FILE", help="a file with a task of your own (docs/extend.md); repeatable")
+    parser.add_argument(
+        "--plugin", metavar="FILE", help="a file with a task of your own (docs/extend.md); may be repeated"
+    )
     arguments, rest = parser.parse_known_args(_join_negative_values(parser, words))
     result = verb.run(arguments, rest)
     if arguments.json and World.from_environment().is_main:

@@ -23,7 +23,7 @@ def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega inspect RECIPE-or-RUN [key=value]..."
-    parser.add_argument("run_or_recipe", help="a run directory, or a recipe")
+    parser.add_argument("run_or_recipe", metavar="RECIPE-or-RUN", help="a run directory, or a recipe")
 
 
 def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega lr-find RECIPE-or-RUN [key=value]... [options]"
-    parser.add_argument("run_or_recipe", help="a recipe, or a run directory to start from")
+    parser.add_argument("run_or_recipe", metavar="RECIPE-or-RUN", help="a recipe, or a run directory to start from")
     parser.add_argument(
         "--steps", type=int, default=100, help="steps from the lowest rate to the highest (default: 100)"
     )

@@ -63,7 +63,7 @@ def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def _init_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("task", nargs="?", default="language", help="which task (default: language)")
+    parser.add_argument("task", nargs="?", default="language", help="task of the recipe (default: language)")
 
 
 def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -78,12 +78,12 @@ def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 def _import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="axolotl.yml, llamafactory.yaml, trainer-args.json or lightning.yaml")
-    parser.add_argument("--out", metavar="RECIPE", help="file to write (default: NAME.bottega.yaml beside the file)")
+    parser.add_argument("--out", metavar="RECIPE", help="file to write (default: NAME.bottega.yaml next to the file)")
     parser.add_argument(
         "--from",
         dest="kind",
         choices=("axolotl", "llamafactory", "trainer", "lightning"),
-        help="which trainer the file is for, if its keys do not show it",
+        help="format of the file, if it cannot be detected from its keys",
     )
 
 

@@ -49,18 +49,20 @@ def _print_predict_example(run: Path) -> None:
 
 
 def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", nargs="?", help="a run directory, or a checkpoint in it: RUN/checkpoints/last")
     parser.add_argument(
-        "--model_path", "--model-path", metavar="RUN", help="the same, under the name that other trainers use"
+        "run", nargs="?", metavar="RUN", help="a run directory, or a checkpoint in it: RUN/checkpoints/last"
+    )
+    parser.add_argument(
+        "--model_path", "--model-path", metavar="RUN", help="the same as RUN, the name in other trainers"
     )
     parser.add_argument("--checkpoint", default="best", help="best, last or a step number (default: best)")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
 
 
 def _run_path(arguments: argparse.Namespace) -> Path:
     paths = [p for p in (arguments.run, arguments.model_path) if p]
     if len(paths) != 1:
-        raise UsageError(f"name one run: bottega {arguments.verb} runs/NAME")
+        raise UsageError(f"give one run: bottega {arguments.verb} runs/NAME")
     return Path(paths[0])
 
 
@@ -68,7 +70,7 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     _run_argument(parser)
     parser.usage = "bottega evaluate RUN [--data PATH] [data.train.field=NAME]... [options]"
     parser.add_argument(
-        "--data", help="evaluate on other data; data.train.field=NAME and similar settings say how to read it"
+        "--data", help="evaluate on other data; data.train.field=NAME and similar settings define how to read it"
     )
     parser.add_argument(
         "--data_config", "--data-config", metavar="FILE", help="evaluate on the data of this recipe file"
@@ -81,15 +83,15 @@ def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-dir",
         "--out",
         metavar="DIR",
-        help="write metrics.json there, the predictions and plots of a classifier, and the images generated for people",
+        help="folder for metrics.json, the predictions and plots of a classifier, and the images generated for users",
     )
     parser.add_argument(
         "--count",
         type=int,
-        help="samples of a generator to score (default: the number held out, at least 1,000 images or videos or 250 audio clips; 0: none), or people to generate for (default: all)",
+        help="samples of a generator to score (default: the number held out, at least 1,000 images or videos or 250 audio clips; 0: none), or users to generate for (default: all)",
     )
     parser.add_argument("--inception", metavar="FILE", help="Inception weights (safetensors), to compute FID too")
-    parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights (safetensors), for images generated for people")
+    parser.add_argument("--lpips", metavar="FILE", help="LPIPS weights (safetensors), for images generated for users")
 
 
 def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.model_path and arguments.run and "=" in arguments.run:
         rest, arguments.run = [arguments.run, *rest], None  # the first word is a setting then
     if arguments.data and arguments.data_config:
-        raise UsageError(f"--data {arguments.data}: --data_config names data as well; leave one of them out")
+        raise UsageError(f"--data {arguments.data}: cannot be combined with --data_config; keep one")
     files, settings = parse_overrides(rest)
     if not arguments.data:
         reject_extra_words(files)
@@ -133,28 +135,33 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="samples for each prompt, class or vector; without these, samples in all, of each class in turn (default: 1 text, else 16)",
     )
-    parser.add_argument("--seed", type=int, help="the same seed gives the same samples (default: 0)")
+    parser.add_argument("--seed", type=int, help="random seed; the same seed gives the same samples (default: 0)")
     parser.add_argument("--part", metavar="NAME", help="task of a multitask run, if several can generate")
     parser.add_argument("--out", help="file or folder to write to")
     text = parser.add_argument_group("text")
-    text.add_argument("--max_tokens", "--max-tokens", type=int, help="tokens to add (default: 200)")
+    text.add_argument("--max_tokens", "--max-tokens", type=int, help="maximum number of new tokens (default: 200)")
     text.add_argument(
-        "--repetition_penalty", "--repetition-penalty", type=float, help="values above 1 reduce repetition"
+        "--repetition_penalty",
+        "--repetition-penalty",
+        type=float,
+        help="repetition penalty; values above 1 reduce repetition",
     )
     tokens = parser.add_argument_group("text, and images and audio as tokens")
-    tokens.add_argument("--temperature", type=float, help="0 is greedy (default: 0.8 for text, else the recipe's)")
+    tokens.add_argument(
+        "--temperature", type=float, help="sampling temperature; 0 is greedy (default: 0.8 for text, else the recipe's)"
+    )
     tokens.add_argument("--top_k", "--top-k", type=int, help="sample from the k most likely tokens")
     tokens.add_argument(
         "--top_p", "--top-p", type=float, help="sample from the most likely tokens with this total probability"
     )
     media = parser.add_argument_group("images, audio, video")
     media.add_argument("--steps", type=int, help="number of sampling steps (default: the recipe's)")
-    media.add_argument("--sampler", help="euler, heun or dpm (default: the recipe's)")
+    media.add_argument("--sampler", help="sampler: euler, heun or dpm (default: the recipe's)")
     media.add_argument("--guidance", type=float, help="guidance scale; 1 is without guidance")
     personal = parser.add_argument_group("personalised images")
-    personal.add_argument("--user", action="append", metavar="ID", help="person to generate for; may be repeated")
+    personal.add_argument("--user", action="append", metavar="ID", help="user to generate for; may be repeated")
     personal.add_argument("--wish", action="append", metavar="TEXT", help="what the image should show; may be repeated")
-    personal.add_argument("--history", metavar="FILE", help="what a new person has liked: a record file, or captions")
+    personal.add_argument("--history", metavar="FILE", help="what a new user has liked: a record file, or captions")
     personal.add_argument("--negative_prompt", "--negative-prompt", help="what the image should not show")
 
 
@@ -233,7 +240,7 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.model_path and arguments.run:
         words, arguments.run = [arguments.run, *words], None  # the first word is a text then
     if arguments.data and words:
-        raise UsageError(f"--data {arguments.data}: {words[0]} is given as well; leave one of them out")
+        raise UsageError(f"--data {arguments.data}: {words[0]} is given as well; keep one")
     options = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
     rows = predict(_run_path(arguments), words, data=arguments.data, **options, standard_input=sys.stdin)
     for word in words:

@@ -264,7 +264,7 @@ def _add(layer: Layer, key: str, entry: Entry) -> None:
         _keep_more_frequent(layer, key, previous, entry)
     elif previous.value != entry.value and not entry.is_fallback:
         values = f"{_format_entry(entry, key)} and {_format_entry(previous, key)} for {key}"
-        message = f"disagrees with {previous.typed_key} at {previous.location}: {values}; keep one of them"
+        message = f"conflicts with {previous.typed_key} at {previous.location}: {values}; keep one"
         layer.problems.append(Problem(entry.location, entry.typed_key, message, key))
 
 

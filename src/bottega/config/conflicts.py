@@ -24,9 +24,9 @@ INJECTION_CONFLICTS = (
         KeyConflict("task", "{technique} does not support {value}; train it in full", task)
         for task in AUTOENCODER_TASKS
     ),
-    KeyConflict("model.expert_dropout", "{technique} keeps the routers frozen with all experts; leave it out"),
+    KeyConflict("model.expert_dropout", "{technique} keeps the routers frozen with all experts; remove it"),
     KeyConflict(
-        "model.balance", "{technique} keeps the routers frozen, with their current bias; leave out {value}", "bias"
+        "model.balance", "{technique} keeps the routers frozen, with their current bias; remove {value}", "bias"
     ),
 )
 """Conflicts of every technique that injects modules into a frozen model."""
@@ -39,13 +39,11 @@ def find_technique_conflicts(recipe: Recipe) -> list[Conflict]:
         return []
     unsupported = next((name for name in names if not TECHNIQUES[name].supports_multitask), None)
     if recipe.task == "multitask" and unsupported is not None:
-        return [(TECHNIQUES_KEY, TECHNIQUES_KEY, f"{unsupported} does not support several tasks; leave it out")]
+        return [(TECHNIQUES_KEY, TECHNIQUES_KEY, f"{unsupported} does not support several tasks; remove it")]
     unsupported = next((name for name in names if TECHNIQUES[name].needs_sources), None)
     if recipe.task == GENERATED_DATA_TASK and unsupported is not None:
         reason = "whose data is generated on the fly, without sources or labels"
-        return [
-            (TECHNIQUES_KEY, "task", f"{unsupported} does not support {GENERATED_DATA_TASK}, {reason}; leave it out")
-        ]
+        return [(TECHNIQUES_KEY, "task", f"{unsupported} does not support {GENERATED_DATA_TASK}, {reason}; remove it")]
     conflicts = [
         (TECHNIQUES_KEY, TECHNIQUES_KEY, f"{name} is listed {names.count(name)} times; keep one")
         for name in dict.fromkeys(names)
@@ -143,7 +141,7 @@ def list_missing_teachers(recipe: Recipe) -> list[str]:
         str(technique.options.teacher) for technique in recipe.techniques if hasattr(technique.options, "teacher")
     ]
     return [
-        f"techniques.distill.teacher: no run and no folder at {name}; check the path"
+        f"techniques.distill.teacher: {name} does not exist; give a run, needs.NAME or the folder of a model"
         for name in teachers
         if not name.startswith("needs.")
         and not Path(name).expanduser().is_dir()

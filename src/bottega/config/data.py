@@ -108,7 +108,7 @@ class HeldOut(Source):
             if not 0 < self.split < 1:
                 raise ValueError(f"split: expected a fraction between 0 and 1, got {self.split}")
             if self.path is not None:
-                raise ValueError("split (a fraction of train) and path (separate data) exclude each other; keep one")
+                raise ValueError("split (a fraction of train) and path (separate data) cannot be combined; keep one")
         return self
 
 
@@ -132,7 +132,7 @@ class Splitting(Section):
     @model_validator(mode="after")
     def _check_options(self) -> Splitting:
         if self.by == "group" and self.field is None:
-            raise ValueError("by: group needs field, such as user")
+            raise ValueError("by: group needs field; set it, such as field: user")
         if self.folds is not None and self.fold >= self.folds:
             raise ValueError(
                 f"fold: expected at most {self.folds - 1}, because there are {self.folds} folds counted from 0; got {self.fold}"
@@ -282,7 +282,7 @@ class Data(Section):
         if (self.mixture == "temperature" or self.temperature is not None) and self.sources is None:
             raise ValueError("mixture: temperature samples by size and needs several data.sources")
         if self.temperature is not None and self.mixture not in (None, "temperature"):
-            raise ValueError(f"temperature has no effect with mixture {self.mixture}; leave one of them out")
+            raise ValueError(f"temperature has no effect with mixture {self.mixture}; keep one")
         if self.mixture == "sequence":
             self._check_sequence()
         if self.online is not None:
@@ -298,7 +298,7 @@ class Data(Section):
         }
         for key, is_set in conflicts.items():
             if is_set:
-                remedy = "set online.replay instead" if key == "replay" else "leave one of them out"
+                remedy = "set online.replay instead" if key == "replay" else "keep one"
                 raise ValueError(f"{key}: a stream (online) trains on its sources one after the other; {remedy}")
 
     def _check_sequence(self) -> None:
@@ -306,7 +306,7 @@ class Data(Section):
             raise ValueError("mixture: a sequence needs two or more data.sources")
         for key in ("replay", "curriculum"):
             if getattr(self, key) is not None:
-                remedy = "make the earlier data the first source" if key == "replay" else "leave one of them out"
+                remedy = "make the earlier data the first source" if key == "replay" else "keep one"
                 raise ValueError(f"{key}: cannot be combined with mixture: sequence; {remedy}")
         names = get_source_names(self.sources)
         for name in names:

@@ -31,9 +31,9 @@ _EXPECTED = {
     "model_attributes_type": "a block of keys",
 }
 _LIMITS = {
-    "greater_than": ("gt", "greater than"),
+    "greater_than": ("gt", "a number above"),
     "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "less than"),
+    "less_than": ("lt", "a number below"),
     "less_than_equal": ("le", "at most"),
 }
 _SECRET = re.compile(r"(^|[._])(api_?key|key|token|secret|password)$", re.IGNORECASE)
@@ -120,7 +120,7 @@ def _unknown(key: str, where: Location | None, typed: str, schema: type[Section]
     if _SECRET.search(typed):
         return Problem(where, typed, "unknown key; put secrets into environment variables, never into a recipe", key)
     if key == "model.activation":
-        return Problem(where, typed, "unknown key; the activation of this model is fixed: leave it out", key)
+        return Problem(where, typed, "unknown key; the activation of this model is fixed: remove it", key)
     near = suggest_key(key, schema)
     if near is None:
         return Problem(where, typed, "unknown key", key)
@@ -133,7 +133,7 @@ def describe_error_details(details: list[Any]) -> str:
     for detail in details:
         if detail["type"] in _LIMITS:
             name, words = _LIMITS[detail["type"]]
-            return f"must be {words} {detail['ctx'][name]:g}, got {format_value(detail['input'])}"
+            return f"expected {words} {detail['ctx'][name]:g}, got {format_value(detail['input'])}"
     if len(details) == 1 and details[0]["type"] not in (*_EXPECTED, "literal_error"):
         return _single(details[0])
     choices = [choice for d in details if d["type"] == "literal_error" for choice in _choices(d)]

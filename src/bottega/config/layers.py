@@ -67,7 +67,7 @@ def flatten_layer(value: Mapping[str, Any], *, file: str, lines: Mapping[str, in
         where = Location(file, lines.get(key, 0))
         if key in layer.entries and layer.entries[key].value != leaf:
             first = layer.entries[key]
-            message = f"disagrees with {first.typed_key} at {first.location}: {leaf!r} and {first.value!r}"
+            message = f"conflicts with {first.typed_key} at {first.location}: {leaf!r} and {first.value!r}"
             layer.problems.append(Problem(where, key, message, key))
         layer.entries[key] = Entry(leaf, where, key)
     return layer

@@ -186,7 +186,7 @@ def _read_source(
     resolved = str(path.resolve())
     if resolved in visited:
         raise UsageError(
-            f"{path}: extends: the recipes extend each other in a circle: {' -> '.join(Path(p).name for p in [*visited, resolved])}"
+            f"{path}: extends: the recipes form a cycle: {' -> '.join(Path(p).name for p in [*visited, resolved])}"
         )
     visited.append(resolved)
     document = read_yaml(path)

@@ -31,12 +31,12 @@ def _latents_problems(recipe: Recipe) -> list[tuple[str, str]]:
     if not data.latents:
         return []
     if getattr(recipe.model, "vae", None) is None:
-        return [("data.latents", "needs model.vae to compute latents with; set it, or leave this out")]
+        return [("data.latents", "needs model.vae to compute latents with; set it, or remove this")]
     if data.augmentation is not None and data.augmentation.enabled:
         return [
             (
                 "data.augmentation",
-                "augmentation changes samples in each epoch, and data.latents computes them once; keep one of them",
+                "augmentation changes samples in each epoch, and data.latents computes them once; keep one",
             )
         ]
     return []

@@ -69,7 +69,7 @@ class MonitoredMetric(Section):
         inferred = infer_metric_mode(metric) if metric is not None else None
         if mode is not None and inferred not in (None, mode):
             better = "lower" if inferred == "min" else "higher"
-            raise ValueError(f"{better} {metric} is better, got {mode}; leave it out, or set null")
+            raise ValueError(f"{better} {metric} is better, got {mode}; remove it")
         return mode
 
     @property

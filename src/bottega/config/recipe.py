@@ -173,7 +173,7 @@ class Recipe(Section):
         epochs = self.training.num_epochs
         if self.data.online is None or epochs is None or epochs <= 1:
             return list(find_technique_conflicts(self))
-        message = f"a stream (data.online) is one pass over the data, got {epochs}; leave it out"
+        message = f"a stream (data.online) is one pass over the data, got {epochs}; remove it"
         return [("training.num_epochs", "data.online", message), *find_technique_conflicts(self)]
 
     def run_name(self) -> str:
@@ -192,7 +192,7 @@ def find_length_problems(training: Training, *, is_stream: bool = False) -> list
     if training.max_steps is None and training.num_epochs is None:
         return [("training.max_steps", "missing; set max_steps or num_epochs")]
     if training.max_steps is not None and training.num_epochs is not None:
-        return [("training.num_epochs", f"cannot be combined with max_steps {training.max_steps}; keep one of them")]
+        return [("training.num_epochs", f"cannot be combined with max_steps {training.max_steps}; keep one")]
     return []
 
 

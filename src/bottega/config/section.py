@@ -77,7 +77,7 @@ def _encoding(value: str) -> str:
         return codecs.lookup(value).name
     except LookupError:
         raise ValueError(
-            f"{value!r} is not an encoding that Python knows; use one such as latin-1, cp1252 or utf-16"
+            f"{value!r} is not a Python text encoding; use one such as latin-1, cp1252 or utf-16"
         ) from None
 
 

@@ -66,7 +66,7 @@ def _rename_options(spec: TechniqueSpec, options: dict[str, Any]) -> dict[str, A
     for typed, value in options.items():
         key = spec.option_aliases.get(typed, typed)
         if key in renamed and renamed[key] != value:
-            raise ValueError(f"{typed}: {value!r} disagrees with {key}: {renamed[key]!r}; keep one of them")
+            raise ValueError(f"{typed}: {value!r} conflicts with {key}: {renamed[key]!r}; keep one")
         renamed[key] = value
     return spec.convert_options(renamed)
 
@@ -89,7 +89,7 @@ def _unknown_options(names: list[str], schema: type[Section]) -> str:
     similar = {name: match[0] for name in names if (match := find_similar_names(name, schema.model_fields))}
     if len(similar) == len(names):
         return ", ".join(f"{name}: unknown key; did you mean {similar[name]}?" for name in names)
-    return f"{', '.join(names)}: unknown key{'s' if names[1:] else ''}; use one of {', '.join(schema.model_fields)}"
+    return f"{', '.join(names)}: unknown key{'s' if names[1:] else ''}; choose from {', '.join(schema.model_fields)}"
 
 
 def _option_problem(key: str, detail: Any, schema: type[Section]) -> str:

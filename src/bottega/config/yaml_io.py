@@ -42,17 +42,17 @@ class Document:
 def read_yaml(path: Path) -> Document:
     """Read a recipe file; raises UsageError with the file and line of any problem."""
     if not path.exists():
-        raise UsageError(f"{path}: no such file")
+        raise UsageError(f"{path} does not exist; check the path")
     if not path.is_file():
-        raise UsageError(f"{path}: not a file")
+        raise UsageError(f"{path} is not a file")
     try:
         # Read one byte more than allowed, so that a growing file is caught, too.
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > MAX_BYTES:
-        raise UsageError(f"{path}: larger than {MAX_BYTES >> 20} MiB, which a recipe cannot be; check the path")
+        raise UsageError(f"{path}: larger than {MAX_BYTES >> 20} MiB, the limit for a recipe; check the path")
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -77,7 +77,7 @@ def list_step_folders(folder: Path) -> list[Path]:
         return []
     except OSError as error:
         raise EnvironmentProblem(
-            f"cannot read {folder}, which holds the checkpoints of the run: {error.strerror}; make it readable"
+            f"cannot read {folder}, the folder of the run's checkpoints: {error.strerror}; make it readable"
         ) from None
 
 
@@ -132,14 +132,17 @@ def read_manifest(path: Path) -> Manifest:
         raw = (path / "MANIFEST.json").read_bytes()
         fields = json.loads(raw)
         if fields["format"] != FORMAT:
-            raise CheckpointError(f"checkpoint {path.name}: format {fields['format']!r}, this version reads {FORMAT}")
+            raise CheckpointError(
+                f"checkpoint {path.name} has format {fields['format']!r}, but this version reads {FORMAT}; use the "
+                "version that wrote it"
+            )
         # Written back it must give the same bytes, so that no change of a step or a hash goes unnoticed.
         if _sealed({key: value for key, value in fields.items() if key != "sha256"}) != raw:
-            raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json does not match its SHA-256")
+            raise CheckpointError(f"checkpoint {path.name} is damaged: MANIFEST.json does not match its SHA-256")
         files = {str(name): {"size": int(f["size"]), "sha256": str(f["sha256"])} for name, f in fields["files"].items()}
         return Manifest(int(fields["step"]), int(fields["sequence"]), files, dict(fields["fingerprint"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json: {type(error).__name__}") from None
+        raise CheckpointError(f"checkpoint {path.name} is damaged: MANIFEST.json: {type(error).__name__}") from None
 
 
 def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
@@ -152,25 +155,25 @@ def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
     for name, expected in manifest.files.items():
         # A manifest is untrusted data: it must not point outside its folder.
         if re.fullmatch(r"[A-Za-z0-9_.-]+", name) is None or name.startswith("."):
-            raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json names {name!r}")
+            raise CheckpointError(f"checkpoint {path.name} is damaged: MANIFEST.json lists the invalid name {name!r}")
         if name not in files:
             continue
         try:
             size = (path / name).stat().st_size
         except FileNotFoundError:
-            raise CheckpointError(f"checkpoint {path.name} damaged: {name} is missing") from None
+            raise CheckpointError(f"checkpoint {path.name} is damaged: {name} is missing") from None
         except OSError as error:
             raise _unreadable(path, name, error) from None
         if size != expected["size"]:
-            raise CheckpointError(f"checkpoint {path.name} damaged: {name} {size} of {expected['size']} bytes")
+            raise CheckpointError(f"checkpoint {path.name} is damaged: {name} {size} of {expected['size']} bytes")
     for required in ("model.safetensors", "progress.json"):
         if required not in manifest.files:
-            raise CheckpointError(f"checkpoint {path.name} damaged: MANIFEST.json lacks {required}")
+            raise CheckpointError(f"checkpoint {path.name} is damaged: MANIFEST.json lacks {required}")
     with ThreadPoolExecutor(max_workers=4) as pool:
         digests = dict(zip(files, pool.map(lambda name: _hash_file(path, name), files), strict=True))
     for name, digest in digests.items():
         if digest != manifest.files[name]["sha256"]:
-            raise CheckpointError(f"checkpoint {path.name} damaged: {name} does not match its SHA-256")
+            raise CheckpointError(f"checkpoint {path.name} is damaged: {name} does not match its SHA-256")
     return manifest
 
 
@@ -178,7 +181,7 @@ def find_newest_valid(folder: Path, warn: Callable[[str], None]) -> tuple[Path, 
     """Return the newest checkpoint that passes verification; warn about each one that does not."""
     saved = list_checkpoints(folder)
     for path in sorted(set(list_step_folders(folder)) - {path for path, _ in saved}, reverse=True):
-        warn(f"checkpoint {path.name} damaged: MANIFEST.json cannot be read; ignored")
+        warn(f"checkpoint {path.name} is damaged: MANIFEST.json cannot be read; ignored")
     for path, _ in saved:
         try:
             return path, verify(path)
@@ -192,7 +195,7 @@ def read_progress(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads((path / "progress.json").read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"checkpoint {path.name} damaged: progress.json: {type(error).__name__}") from None
+        raise CheckpointError(f"checkpoint {path.name} is damaged: progress.json: {type(error).__name__}") from None
     return dict(fields) if isinstance(fields, dict) else {}
 
 
@@ -254,4 +257,4 @@ def _hash_file(path: Path, name: str) -> str:
 
 
 def _unreadable(path: Path, name: str, error: OSError) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path.name} cannot be read: {name}: {error.strerror}")
+    return CheckpointError(f"cannot read checkpoint {path.name}: {name}: {error.strerror}")

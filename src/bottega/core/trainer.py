@@ -218,7 +218,7 @@ class Trainer:
             return False
         if self.best_metric.metric not in metrics:
             raise DataError(
-                f"evaluation.metric: {self.best_metric.metric!r} was not measured; choose one of {', '.join(metrics)}"
+                f"evaluation.metric: {self.best_metric.metric!r} is not measured; choose from {', '.join(metrics)}"
             )
         value = metrics[self.best_metric.metric]
         improved = math.isfinite(value) and self.best_metric.is_better(value, p.best)
@@ -292,7 +292,7 @@ def evaluate_with_rows(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[s
         if rows:
             parts.append(rows)
     if not total:
-        raise DataError("the validation data is empty: it gives no batch")
+        raise DataError("the validation data has no samples; add data or remove data.validation")
     flat = engine.fetch({f"{name}/{i}": part for name, pair in total.items() for i, part in enumerate(pair)})
     means = {name: flat[f"{name}/0"] / count if (count := flat[f"{name}/1"]) else math.nan for name in total}
     return means, engine.fetch_rows(parts) if parts else {}

@@ -72,7 +72,7 @@ def check_range(low: float, high: float, steps: int) -> None:
     if not 0 < low < high < math.inf:
         raise UsageError(f"--min {low:g} --max {high:g}: both must be positive, and --min below --max")
     if steps < MIN_STEPS:
-        raise UsageError(f"--steps {steps}: must be at least {MIN_STEPS}")
+        raise UsageError(f"--steps {steps}: expected {MIN_STEPS} or more")
 
 
 def sweep_learning_rates(

@@ -18,16 +18,16 @@ def choose_device(name: str) -> torch.device:
         name = name.replace("gpu", "cuda", 1)
     kind = name.partition(":")[0]
     if kind not in KINDS:
-        raise UsageError(f"device: {name!r} is not a device; use one of auto, {', '.join(KINDS)}")
+        raise UsageError(f"device: {name!r} is not a device; choose from auto, {', '.join(KINDS)}")
     if kind == "cuda" and not torch.cuda.is_available():
-        raise EnvironmentProblem("device: cuda is requested, but torch finds no GPU; use device=cpu or device=auto")
+        raise EnvironmentProblem("device: cuda is not available: torch found no GPU; use device=cpu or device=auto")
     if kind == "mps" and not torch.backends.mps.is_available():
-        raise EnvironmentProblem("device: mps is requested, but not available; use device=cpu or device=auto")
+        raise EnvironmentProblem("device: mps is not available; use device=cpu or device=auto")
     if kind == "cuda":
         index = World.from_environment().local_rank if ":" not in name else int(name.partition(":")[2])
         if index >= torch.cuda.device_count():
             raise EnvironmentProblem(
-                f"device: cuda:{index} is requested, but there are only {torch.cuda.device_count()} GPUs"
+                f"device: cuda:{index} does not exist; there are only {torch.cuda.device_count()} GPUs"
             )
         torch.cuda.set_device(index)
         return torch.device("cuda", index)

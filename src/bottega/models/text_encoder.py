@@ -43,7 +43,7 @@ class TextEncoder(nn.Module):
 
     def __init__(self, shape: ConditionShape) -> None:
         super().__init__()
-        assert shape.vocab_size is not None, "a text encoder of our own has a vocabulary"
+        assert shape.vocab_size is not None, "a trained text encoder has a vocabulary"
         self.token_embedding = nn.Embedding(shape.vocab_size, shape.text_size)
         self.position_embedding = nn.Embedding(shape.max_tokens, shape.text_size)
         self.blocks = nn.ModuleList(TextBlock(shape.text_size) for _ in range(shape.text_layers))
@@ -74,7 +74,10 @@ def read_text_encoder_metadata(folder: Path) -> TextEncoderMetadata:
     text = getattr(config, "text_config", config)
     width, vocab_size = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
     if not isinstance(width, int) or not isinstance(vocab_size, int):
-        raise UsageError(f"model.text.from: {folder} holds a {config.model_type}, which is not a text encoder")
+        raise UsageError(
+            f"model.text.from: {folder} contains a {config.model_type}, which is not a text encoder; use one such as "
+            "CLIP or T5"
+        )
     positions = getattr(text, "max_position_embeddings", None)
     return TextEncoderMetadata(
         width, vocab_size, positions if isinstance(positions, int) else None, config.model_type in CLIP_TYPES

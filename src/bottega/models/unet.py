@@ -126,7 +126,7 @@ def read_unet_config(folder: Path) -> str:
     path = find_unet_folder(folder)
     if path is None:
         raise UsageError(
-            f"model.from: {folder} holds no diffusers UNet; expected config.json of a {PLAIN} or {WITH_TEXT}"
+            f"model.from: {folder} has no diffusers UNet; expected config.json of a {PLAIN} or {WITH_TEXT}"
         )
     return json.dumps(read_config(path), sort_keys=True)
 

@@ -78,7 +78,7 @@ def load_vocoder(folder: Path | str) -> Vocoder:
         raise UsageError(f"model.vocoder: no {CONFIG} in {root} or its {PART}/; give the folder of a {CLASS}")
     architecture = (read_config(path).get("architectures") or ["another architecture"])[0]
     if architecture != CLASS:
-        raise UsageError(f"model.vocoder: {path} holds {architecture}; only {CLASS} is supported")
+        raise UsageError(f"model.vocoder: {path} contains {architecture}; only {CLASS} is supported")
     require_safetensors(path)
     return Vocoder(_load_network(path).eval().requires_grad_(False))
 

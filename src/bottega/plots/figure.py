@@ -22,7 +22,7 @@ BLUE, ORANGE = "#2a5db0", "#d1602f"
 # Distinguishable in greyscale and for colour-blind readers.
 COLOURS = (BLUE, ORANGE, "#2e8b6f", "#8a4fa3", "#a8862a", "#5d6470")
 DPI = 160
-MISSING = "plots need matplotlib: pip install 'bottega[plots]'"
+MISSING = "plots need matplotlib; pip install 'bottega[plots]'"
 STYLE: Any = {
     "font.family": ["DejaVu Sans"],
     "font.size": 9,

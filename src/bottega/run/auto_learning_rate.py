@@ -133,7 +133,8 @@ def _has_rate(directory: RunDirectory, recipe: Recipe, workload: Workload) -> bo
         return is_ours and is_number
     if not is_number:
         raise CheckpointError(
-            f"{file} is missing or damaged; it holds the learning rate of this run; restore it, or start over with --fresh"
+            f"{file} is missing or damaged; it contains the learning rate of this run; restore it, or start over with "
+            "--fresh"
         )
     return True
 

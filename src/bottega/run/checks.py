@@ -101,7 +101,7 @@ def find_unimplemented(recipe: Recipe) -> list[BottegaError]:
         and not find_spec(recipe).supports_label_smoothing,
     }
     return [
-        UsageError(f"{key} is not implemented yet; leave it out")
+        UsageError(f"{key} is not implemented yet; remove it")
         for key, is_requested in requested.items()
         if is_requested
     ]
@@ -234,21 +234,21 @@ def _process_problems(recipe: Recipe, world: int, device: str) -> Iterator[str]:
     distributed, expected = recipe.distributed, recipe.distributed.processes
     if distributed.enabled is False:
         if world > 1:
-            yield f"distributed.enabled is false, but {world} processes were started; start one, or leave the key out"
+            yield f"distributed.enabled is false, but {world} processes were started; start one, or remove the key"
         return
     start = f"start them with torchrun --nproc_per_node {expected or 'N'} -m bottega train …"
     if expected is not None and expected != world:
         yield f"distributed.processes is {expected}, but {world} were started; {start}"
     elif distributed.enabled and world == 1:
-        yield f"distributed.enabled is true, but one process was started; {start}, or leave the key out"
+        yield f"distributed.enabled is true, but one process was started; {start}, or remove the key"
     used = "nccl" if device == "cuda" else "gloo"
     if distributed.backend not in ("auto", used):
         yield (
             f"distributed.backend: {distributed.backend} is not used on device {device}, where processes communicate "
-            f"over {used}; leave it out"
+            f"over {used}; remove it"
         )
     if distributed.offload and device != "cpu":
-        yield "distributed.offload is not implemented yet; leave it out"
+        yield "distributed.offload is not implemented yet; remove it"
 
 
 def _shape_problems(recipe: Recipe) -> list[BottegaError]:

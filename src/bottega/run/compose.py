@@ -96,7 +96,7 @@ def build_plain_loader(recipe: Recipe, source: Source, *, data_size: int, order:
     if curriculum is None:
         return loader
     if order is not None:
-        raise UsageError("data.curriculum defines its own order of samples; leave out data.mixture and data.replay")
+        raise UsageError("data.curriculum defines its own order of samples; remove data.mixture and data.replay")
     stages = plan_stages(
         curriculum,
         size=len(source),
@@ -128,7 +128,7 @@ def _stream_steps(recipe: Recipe, loader: Loader) -> int:
     if max_steps is not None and max_steps > length:
         raise UsageError(
             f"training.max_steps: {max_steps} is more than the stream (data.online) has: {length} steps of "
-            f"{loader.batch_size} samples; lower it, or leave it out"
+            f"{loader.batch_size} samples; lower it, or remove it"
         )
     return max_steps or length
 
@@ -226,7 +226,7 @@ def check_metrics(recipe: Recipe, measured: tuple[str, ...], *, has_validation: 
     for key, metric in required.items():
         if metric not in measured:
             near = find_similar_names(metric, measured)
-            hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(measured)}"
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(measured)}"
             raise UsageError(f"{key}: {metric} is not measured; {hint}")
 
 

@@ -154,7 +154,7 @@ def list_export_notes(folder: Path) -> list[str]:
 def _check_replaceable(folder: Path) -> None:
     """Raise unless the folder is absent, empty or an earlier export."""
     if folder.exists() and not folder.is_dir():
-        raise UsageError(f"{folder} is a file; name a folder to export to")
+        raise UsageError(f"{folder} is a file; give a folder")
     if folder.is_dir() and any(folder.iterdir()):
         card = folder / CARD
         if not card.is_file() or TAG not in card.read_text(encoding="utf-8", errors="replace"):

@@ -60,7 +60,9 @@ def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
     """Load a recipe whose data section is complete; keys that only training needs may be missing."""
     sources, overrides = parse_overrides(words)
     if any(override.key == "output_dir" for override in overrides):
-        raise UsageError(f"output_dir is the folder of runs, and bottega {verb} writes none; name a folder with --out")
+        raise UsageError(
+            f"output_dir is the folder of runs, which bottega {verb} does not write; give a folder with --out"
+        )
     if not sources:
         raise UsageError(f"no recipe given; run bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
     return _load_complete(sources, overrides)
@@ -80,7 +82,7 @@ def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, s
 
     for kind, _ in to:
         if kind not in FORMATS:
-            raise UsageError(f"--to {kind} is not a format; choose one of {', '.join(FORMATS)}")
+            raise UsageError(f"--to {kind}: unknown format; choose from {', '.join(FORMATS)}")
     recipe = read_recipe(words)
     if out is not None:
         _check_out(out)
@@ -160,7 +162,7 @@ def format_rules(result: Mapping[str, Any]) -> list[str]:
 def _check_out(out: Path) -> None:
     """Raise if the output folder cannot be used; checked before and after the work."""
     if out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file; name a folder to write to")
+        raise UsageError(f"--out {out} is a file; give a folder")
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"--out {out} exists and is not empty; choose another folder")
 

@@ -99,7 +99,8 @@ def check_recipe_unchanged(run: RunDirectory, recipe: Recipe) -> list[str]:
             noted.append(f"{key}: {before} -> {after}; no longer bit for bit the same run")
     if refused:
         raise UsageError(
-            f"{run.path} was started with another recipe ({'; '.join(refused)}); choose another name, or use --fresh"
+            f"{run.path} was started with another recipe ({'; '.join(refused)}); choose another name, or start over "
+            "with --fresh"
         )
     return noted
 
@@ -136,7 +137,7 @@ def check_data_unchanged(
             raise DataError(f"{text}; undo the change, start over with --fresh, or use --allow-data-change")
         report(f"{text}; continuing because of --allow-data-change")
     elif "derived" in before and before["derived"] != now.get("derived"):
-        text = "a model derives other keywords from the same data than when this run started"
+        text = "the keywords that a model derives from the data differ from those at the start of this run"
         if not allow:
             raise DataError(
                 f"{text}; resume on the machine it started on, start over with --fresh, or use --allow-data-change"

@@ -175,7 +175,7 @@ def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tu
     """Return the run directory and the checkpoint, either of which `path` may name."""
     run, checkpoint_name = split_checkpoint_path(path)
     if checkpoint_name is not None and str(checkpoint) not in ("best", checkpoint_name):
-        raise UsageError(f"--checkpoint {checkpoint}: {path} already names a checkpoint; leave one of them out")
+        raise UsageError(f"--checkpoint {checkpoint}: {path} is a checkpoint already; keep one")
     return run, checkpoint_name or str(checkpoint)
 
 

@@ -142,8 +142,9 @@ class Session:
         data = f"{workload.data.fingerprint} {workload.data.derived_fingerprint}"
         if not engine.all_ranks_equal(f"{progress.step} {rate} {data} {sorted(plan.frozen.items())}"):
             raise CheckpointError(
-                f"rank {engine.rank} would resume at step {progress.step}, and another rank elsewhere or with other data or "
-                f"dependencies; {directory.path}, the data and the dependencies must be the same files for all ranks"
+                f"rank {engine.rank} would resume at step {progress.step}, but another rank at another step, or with "
+                f"other data or dependencies; {directory.path}, the data and the dependencies must be the same files "
+                "for all ranks"
             )
         for change in changes:
             console.info(change)

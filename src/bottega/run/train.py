@@ -282,4 +282,4 @@ def set_aside(path: Path, *, why: str = "", subject: str = "run is") -> None:
     RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
         other = rename_aside(path)
-    print_notice(f"bottega: {why}the old {subject} kept as {other}")
+    print_notice(f"bottega: {why}the old {subject} renamed to {other}")

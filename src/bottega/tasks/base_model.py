@@ -38,7 +38,7 @@ def resolve_base_folder(name: str, *, is_local: bool = False) -> Path:
 
 def _adapter_only_error(name: str, adapter: Path) -> UsageError:
     return UsageError(
-        f"model.from: {name} holds only an adapter, not a whole model; set model.from to its base model and "
+        f"model.from: {name} contains only an adapter, not a complete model; set model.from to its base model and "
         f"techniques.adapter.start to {adapter}"
     )
 
@@ -101,7 +101,9 @@ def _relocate(recipe: Recipe, name: str, processor: Path) -> tuple[str, Path]:
             if Path(candidate).is_dir() or (candidate == name and not is_local):
                 problems.append(str(error).removeprefix("model.from: "))
     why = "; ".join(dict.fromkeys(problems))
-    raise CheckpointError(f"the base of this run is gone: model.from {name}; put it back{f' ({why})' if why else ''}")
+    raise CheckpointError(
+        f"the base model of this run, model.from {name}, no longer exists; restore it{f' ({why})' if why else ''}"
+    )
 
 
 def _is_of_runs(recipe: Recipe, name: str) -> bool:

@@ -46,9 +46,7 @@ def dependency_recipe(recipe: Recipe, name: str) -> Recipe:
     own_settings = apply_aliases(flatten_layer(need.settings, file="settings", lines={})).entries
     for key in RESERVED_KEYS:
         if key in own_settings:
-            raise UsageError(
-                f"needs.{name}.settings: {key} cannot be set: it is derived from the settings; leave it out"
-            )
+            raise UsageError(f"needs.{name}.settings: {key} cannot be set: it is derived from the settings; remove it")
     settings: dict[str, Any] = {
         "output_dir": str(dependencies_folder(Path(recipe.output_dir))),
         "device": recipe.device,
@@ -143,7 +141,7 @@ def untrained_error(recipe: Recipe, key: str, value: str, run: Path) -> UsageErr
     # For a recipe file, `origin` is its name without the path, which is not enough for a command.
     is_bundled = recipe.origin in bundled_recipes.list_recipe_names()
     same = f"{recipe.origin}, with the same settings" if is_bundled else "with the same recipe and settings"
-    return UsageError(f"{key}: {value} is not trained yet ({run}); bottega train {same} as here does that first")
+    return UsageError(f"{key}: {value} is not trained yet ({run}); bottega train {same} trains it first")
 
 
 def _get_dependency(recipe: Recipe, name: str) -> Dependency:

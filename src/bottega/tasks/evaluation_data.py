@@ -81,14 +81,17 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
     if request.is_own:
         if request.settings:
             raise UsageError(
-                f"{request.settings[0][0]}: applies to other data only; name that data with --data, or leave it out"
+                f"{request.settings[0][0]}: applies to other data only; give that data with --data, or remove it"
             )
         return EvaluationData(request.split or "validation")
     external, split = _open_request(recipe, request)
     data = workload.data
     if isinstance(data, MultitaskData):
         if request.path is None:
-            raise UsageError(f"--data_config {request.config}: name data of one part with --data PART=PATH")
+            raise UsageError(
+                f"--data_config {request.config}: does not apply to several tasks; use --data PART=PATH for the data "
+                "of one part"
+            )
         name, path = data.parse_part_path(external.path)
         inner = replace(external, source=external.source.model_copy(update={"path": path}))
         shared, notes = _shared_files(inner, data.parts[name].data)
@@ -104,14 +107,14 @@ def _use_held_out(workload: Workload, external: ExternalData, shared: str, split
     """Return the run's own held-out split in place of its training data."""
     if shared != "all":
         raise UsageError(
-            f"--data {external.path}: {shared} is training data of this run; name other files, or leave "
-            "--data out to evaluate on the held-out split"
+            f"--data {external.path}: {shared} is training data of this run; give other files, or remove "
+            "--data to evaluate on the held-out split"
         )
     if split == "train":
         return EvaluationData("train", None, [f"{external.path} is training data of this run"])
     if workload.data.split(split) is None:
         raise UsageError(
-            f"{external.path} is training data of this run, which has no {split} split; name other data, "
+            f"{external.path} is training data of this run, which has no {split} split; give other data, "
             "or use --split train to evaluate on training samples"
         )
     note = f"{external.path} is training data of this run; its held-out {split} split is evaluated instead"
@@ -217,7 +220,7 @@ def _shared_files(external: ExternalData, own_data: TaskData) -> tuple[str | Non
     try:
         trained = {content for source in own for content in _hash_contents(source).values()}
     except (DataError, UsageError, OSError):
-        reason = f"{own_data.describe_source()} does not exist any more"
+        reason = f"{own_data.describe_source()} no longer exists"
         return None, [f"cannot check whether {external.path} is training data of this run: {reason}"]
     contents = _hash_contents(merged)
     shared = [name for name, content in contents.items() if content in trained]

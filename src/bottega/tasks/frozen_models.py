@@ -72,7 +72,7 @@ def check_same_model(kind: str, *, now: str | None, before: str | None, name: st
     """Raise CheckpointError if a resumed run would use another frozen model than it started with."""
     if now != before:
         raise CheckpointError(
-            f"{name}: is another {kind} than this run began with ({previous}); put that one back, or start over with --fresh"
+            f"{name}: is not the {kind} that this run started with ({previous}); restore it, or start over with --fresh"
         )
 
 
@@ -109,9 +109,9 @@ def find_frozen_model(
         except BottegaError:
             continue  # incomplete
     if other is not None:
-        raise CheckpointError(f"{other}: is another {kind} than this run was trained with; put that one back")
-    remedy = f"bottega train {owner / 'recipe.yaml'} trains it again" if owner is not None else "put it back"
-    raise FrozenModelMissing(f"the {kind} of this run is gone: {recorded}; {remedy}")
+        raise CheckpointError(f"{other}: is not the {kind} that this run was trained with; restore it")
+    remedy = f"bottega train {owner / 'recipe.yaml'} trains it again" if owner is not None else "restore it"
+    raise FrozenModelMissing(f"the {kind} of this run no longer exists: {recorded}; {remedy}")
 
 
 def _list_previous_runs(folder: Path) -> list[Path]:

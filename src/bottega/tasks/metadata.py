@@ -20,4 +20,4 @@ def read_metadata(path: Path, parse: Callable[[bytes], T]) -> T:
     try:
         return parse(path.read_bytes())
     except (OSError, ValueError, TypeError):
-        raise MetadataMissing(f"{path} cannot be read; start the same training again to have it written") from None
+        raise MetadataMissing(f"cannot read {path}; run the training command again to rewrite it") from None

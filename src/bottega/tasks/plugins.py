@@ -92,8 +92,8 @@ def load_plugin(file: str | Path) -> list[str]:
     """Import a file and add its tasks (`TASK`, or several in `TASKS`) to the registry; return their names."""
     path = Path(file).expanduser().resolve()
     if path.suffix != ".py" or not path.is_file():
-        problem = "is a folder" if path.is_dir() else "is not there" if not path.exists() else "is not a Python file"
-        raise UsageError(f"{FLAG} {file}: {problem}; name a .py file that defines TASK")
+        problem = "is a folder" if path.is_dir() else "does not exist" if not path.exists() else "is not a Python file"
+        raise UsageError(f"{FLAG} {file}: {problem}; give a .py file that defines TASK")
     loaded = [task for task, plugin in _LOADED.items() if plugin.path == str(path)]
     if loaded:
         return loaded

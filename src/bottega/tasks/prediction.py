@@ -57,7 +57,7 @@ def read_texts(path: str, own: Source) -> list[str]:
                 retried = rules.apply(record, usual, by_number=by_number)
                 row = row if isinstance(retried, BadRecord) else retried
             if isinstance(row, BadRecord):
-                raise DataError(f"{row.where}: {row.reason.partition('; name the right one')[0]}")
+                raise DataError(f"{row.where}: {row.reason.partition('; set data.train.field to the right one')[0]}")
             texts.append(row.fields["text"] if isinstance(row, Record) else "")
     return texts
 

@@ -52,7 +52,7 @@ class Sampler(ABC):
     def check_output(self, path: Path) -> None:
         """Raise UsageError if `present` could not write to `path`, before anything is generated for it."""
         if path.is_dir():
-            raise UsageError(f"--out {path}: is a folder; name a file in it")
+            raise UsageError(f"--out {path} is a folder; give a file in it")
 
 
 @final

@@ -84,8 +84,8 @@ class TableData(TaskData):
             if path is None or source.kind == "huggingface" or "://" in path or glob.has_magic(path):
                 continue
             if not Path(path).expanduser().exists() and not RANGE.search(path):
-                where = f"in {self.started_in[0]}, where the run was started," if self.started_in else "there"
-                return DataMissing(f"{path}: the data of this run is not {where} any more; put it back")
+                where = f" in {self.started_in[0]}, where the run was started" if self.started_in else ""
+                return DataMissing(f"{path}: the data of this run no longer exists{where}; restore it")
         return None
 
     def describe_source(self) -> str:

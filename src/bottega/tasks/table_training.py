@@ -109,7 +109,7 @@ class TableTraining(Workload, Sampler):
             json.dumps(statistics, indent=1) + "\n",
             parse=json.loads,
             is_same=lambda previous: bool(previous == statistics),
-            mismatch="the data has other statistics than those this run was trained with; use --fresh",
+            mismatch="the statistics of the data differ from those of this run; start over with --fresh",
         )
         self.sampler = self
         self.predictor = Predictor(self.predicts or "rows", self._predict_new)
@@ -181,9 +181,9 @@ class TableTraining(Workload, Sampler):
 
     def _predict_new(self, models: Models, new: NewSamples, *, device: Any) -> list[dict[str, Any]]:
         if not new.paths:
-            raise UsageError("name a table of rows to predict: bottega predict RUN FILE")
+            raise UsageError("no table given; run bottega predict RUN FILE")
         for path in filter(is_missing, new.paths):
-            raise UsageError(f"{path} does not exist; name a table of rows to predict")
+            raise UsageError(f"{path} does not exist; give a table of rows to predict")
         encoder, rows = self.encoder(self.recipe, is_new=True), list[dict[str, Any]]()
         for record in self._records(new.paths):
             try:

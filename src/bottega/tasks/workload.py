@@ -74,7 +74,7 @@ class Workload(ABC):
     ) -> list[dict[str, Any]]:
         """Return predictions for new samples; `part` selects the task of a multitask run."""
         if part is not None:
-            raise UsageError(f"--part {part}: this run has one task only; leave --part out")
+            raise UsageError(f"--part {part}: this run has one task only; remove --part")
         if self.predictor is None:
             raise refusal_error(self.recipe, "predict")
         return self.predictor.predict(models, new, device=device)

@@ -91,7 +91,7 @@ class InjectedTask(WrappedTask):
             matches = [name for name in names if matches_part(word, name)]
             if matches and not any(map(self.is_trainable, matches)):
                 raise UsageError(
-                    f"{key}: {word!r} matches {matches[0]} of the base model, which {self.key} freezes; leave it out, or "
+                    f"{key}: {word!r} matches {matches[0]} of the base model, which {self.key} freezes; remove it, or "
                     f"train it with {self.key}.train"
                 )
 
@@ -200,11 +200,11 @@ def select_layers(candidates: Iterable[str], targets: Sequence[str], *, key: str
             if not others and word in HEADS:
                 raise UsageError(
                     f"{key}: the model has no separate {word}: it is tied to the embedding, and a change would affect only "
-                    "one of the two uses; leave it out"
+                    "one of the two uses; remove it"
                 )
             if others:
                 raise UsageError(
-                    f"{key}: {word!r} matches {others[0]}, whose weight is read elsewhere or trained in full; leave it out"
+                    f"{key}: {word!r} matches {others[0]}, whose weight is read elsewhere or trained in full; remove it"
                 )
             raise UsageError(f"{key}: {word!r} matches no layer of the model; {_suggest_layers(word, candidates)}")
         selected |= matches

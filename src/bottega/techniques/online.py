@@ -35,7 +35,7 @@ def apply_stream(plan: TrainingPlan, recipe: Recipe, workload: Workload) -> Trai
     elif not isinstance(order, Unshuffled):
         raise UsageError(
             "data.online: a stream reads samples in the order of the data, but these have another order (a mixture, or "
-            "images in buckets); leave one out"
+            "images in buckets); keep one"
         )
     metrics_callback = Prequential(workload.summarise)
 

@@ -144,7 +144,7 @@ def test_settings_are_saved_with_a_run(tmp_path: Path) -> None:
     (tmp_path / "processor" / "mel.json").write_text('{"sample_rate": "fast"}')
     with pytest.raises(DataError, match=r"mel\.json: sample_rate"):
         MelSpectrogram.load(tmp_path / "processor")
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="cannot read"):
         MelSpectrogram.load(tmp_path)
 
 

@@ -272,7 +272,7 @@ def test_rows_without_a_rule_column_have_no_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("64", "column 'rule' is 64; expected the index of the right expert, from 0 to 63"),
+        ("64", "column 'rule' is 64; expected the index of the correct expert, from 0 to 63"),
         ("-1", "'rule' is -1"),
         ("0.5", "rename the column if it is an input"),
         ("left", "'rule' is left"),
@@ -290,17 +290,20 @@ def test_invalid_rule_value_is_refused(tmp_path: Path, value: str, message: str)
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"num_rules": 0}, "data.num_rules: must be greater than 0, got 0"),
-        ({"num_rules": 65}, "data.num_rules: must be at most 64, got 65"),
-        ({"num_labels": 1}, "data.num_labels: must be at least 2, got 1"),
+        ({"num_rules": 0}, "data.num_rules: expected a number above 0, got 0"),
+        ({"num_rules": 65}, "data.num_rules: expected at most 64, got 65"),
+        ({"num_labels": 1}, "data.num_labels: expected at least 2, got 1"),
         ({"num_inputs": 11}, "num_inputs: 11 is too small for 4 rules and 4 labels (plain); use 12 or more"),
         ({"num_inputs": 5, "difficulty": "hard"}, "use 6 or more"),
-        ({"label_noise": 0.75}, "label_noise: 0.75 makes the right label as rare as any other of 4; use less"),
+        (
+            {"label_noise": 0.75},
+            "label_noise: 0.75 makes the correct label no more frequent than any other of 4; use less",
+        ),
         ({"train": {"kind": "synthetic", "path": "x.csv"}}, "synthetic data is generated, not read"),
         ({"train": {"path": "x.csv", "rule": 3}}, "rule: applies to synthetic data only, and this source is a file"),
         ({"replay": {"kind": "synthetic"}}, "replay: must not be synthetic"),
         ({**SEQUENCE, "mixture": "sequence", "validation": {"rules": [3]}}, "validation.rules: with mixture: sequence"),
-        ({"separation": 0}, "data.separation: must be greater than 0, got 0"),
+        ({"separation": 0}, "data.separation: expected a number above 0, got 0"),
     ],
 )
 def test_invalid_rule_options_are_refused(data: dict[str, Any], message: str) -> None:

@@ -146,7 +146,7 @@ def test_unknown_dataset_name_is_refused(tmp_path: Path) -> None:
                 )
             }
         )
-    with pytest.raises(UsageError, match=r"'posters'.*stickers or stickers-all"):
+    with pytest.raises(UsageError, match=r"'posters'.*choose from stickers, stickers-all"):
         prepare_language(recipe.data, TokenizerSpec(kind="bpe", vocab_size=300), progress=quiet, cache=tmp_path)
 
 

@@ -172,9 +172,9 @@ def test_unknown_dataset_name_is_refused(prepared_cache: Path) -> None:
         other = recipe.data.model_copy(update={"train": Source(kind="embedded", path="posters")})
         prepare_media(recipe.model_copy(update={"data": other}), progress=quiet, cache=prepared_cache)
 
-    with pytest.raises(UsageError, match=r"data\.train\.path.*'posters'.*stickers or stickers-all"):
+    with pytest.raises(UsageError, match=r"data\.train\.path.*'posters'.*choose from stickers, stickers-all"):
         prepare_unknown_path(build_recipe("image"))
-    with pytest.raises(UsageError, match=r"'posters'.*leave path out"):
+    with pytest.raises(UsageError, match=r"'posters'.*remove path"):
         prepare_unknown_path(media.AudioRecipe(data=media.AudioData(train=STICKERS)))
 
 

@@ -225,7 +225,7 @@ def test_brace_ranges_expand_to_shards(tmp_path: Path) -> None:
     assert relative_names(Source(path=str(tmp_path / "data-{000008..000011}.*"))) == relative_names(source)
     with pytest.raises(DataError, match=r"no file matches .*data-000013\.tar, expanded from .*\{000012\.\.000014\}"):
         find_files(Source(path=str(tmp_path / "data-{000012..000014}.tar")))
-    with pytest.raises(UsageError, match="stands for 99,999,999 files"):
+    with pytest.raises(UsageError, match="expands to 99,999,999 files"):
         find_files(Source(path=str(tmp_path / "{1..99999999}.tar")))
     assert list(files.expand_ranges("{9..11}-{1..0}")) == ["9-1", "9-0", "10-1", "10-0", "11-1", "11-0"]
 
@@ -238,15 +238,15 @@ def test_brace_ranges_expand_to_shards(tmp_path: Path) -> None:
             "auto",
             r"table\.xyz: unknown suffix \.xyz; set kind to one of text, lines, jsonl",
         ),
-        ("nothing", "auto", r"nothing holds no file of a supported kind"),
-        ("nothing", "text", r"nothing holds no files with text \(.*\.txt"),
-        ("mixed", "parquet", r"mixed holds no files of kind parquet \(\.parquet\)"),
+        ("nothing", "auto", r"nothing has no file of a supported kind"),
+        ("nothing", "text", r"nothing has no files with text \(.*\.txt"),
+        ("mixed", "parquet", r"mixed has no files of kind parquet \(\.parquet\)"),
         ("mixed", "auto", r"a\.txt is text and .*b\.jsonl is jsonl; set kind"),
         ("mixed", "shards", r"mixed is not prepared data: expected a folder with meta\.json"),
         ("pipe", "auto", r"pipe is neither a file nor a folder"),
         ("emty.txt", "auto", r"emty\.txt does not exist; did you mean .*empty\.txt\?"),
         ("mixd/a.txt", "auto", r"mixd does not exist; did you mean .*mixed\?"),
-        ("qqqqqqq", "auto", r"qqqqqqq does not exist; .* holds nothing with a similar name"),
+        ("qqqqqqq", "auto", r"qqqqqqq does not exist; .* has no file with a similar name"),
         ("*.rst", "auto", r"no file matches .*\*\.rst"),
     ],
 )
@@ -297,9 +297,9 @@ def test_permission_error_is_an_environment_problem(tmp_path: Path, monkeypatch:
 
     source_files = find_files(Source(path=str(tmp_path / "a.txt")))
     monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(EnvironmentProblem, match=r"a\.txt cannot be read: permission denied"):
+    with pytest.raises(EnvironmentProblem, match=r"cannot read .*a\.txt: permission denied"):
         list(source_files.read(source_files.list_pieces(1)[0]))
-    with pytest.raises(EnvironmentProblem, match=r"a\.txt cannot be read: permission denied"):
+    with pytest.raises(EnvironmentProblem, match=r"cannot read .*a\.txt: permission denied"):
         _ = source_files.fingerprint
 
 
@@ -378,7 +378,7 @@ def test_hash_is_cached_until_the_file_changes(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(sqlite3, "connect", fail_to_connect)
     assert fingerprint.hash_file(paths[1]) == first[1]
-    with pytest.raises(DataError, match="nowhere cannot be read: No such file"):
+    with pytest.raises(DataError, match="cannot read .*nowhere: No such file"):
         fingerprint.hash_file(tmp_path / "nowhere")
 
 

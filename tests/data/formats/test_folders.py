@@ -158,7 +158,7 @@ def test_bad_json_lines_are_reported_with_their_line(tmp_path: Path) -> None:
 def test_table_that_matches_no_file_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, "1.png")
     (tmp_path / "metadata.csv").write_text("file_name,text\na.png,x\nb.png,y\n")
-    with pytest.raises(DataError, match=r"none of its 2 rows names a file under .*'a\.png' in line 2"):
+    with pytest.raises(DataError, match=r"none of its 2 rows matches a file under .*'a\.png' in line 2"):
         read_records(tmp_path)
 
 

@@ -62,7 +62,7 @@ def test_saved_datasets_are_recognised_and_read(saved: Path) -> None:
     assert read_rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
     with pytest.raises(DataError, match="has no split 'dev'; set split to one of train, test"):
         read_records(saved / "parts", split="dev")
-    with pytest.raises(UsageError, match="a single split without a name; leave split out"):
+    with pytest.raises(UsageError, match="a single split without a name; remove split"):
         read_records(saved / "one", split="train")
 
 

@@ -89,9 +89,9 @@ BAD_LINES = [
         "line 3",
         "not UTF-8: byte 0xed at column 11; set data.train.encoding, such as latin-1 or utf-16, or convert it with iconv",
     ),
-    (b'{"text": "a\\ud800"}', "line 3", r"field 'text' has half a surrogate pair ('\ud800') at character 1"),
-    (b'{"a": {"b": ["\\uDC00"]}}', "line 3", r"field 'a' has half a surrogate pair ('\udc00')"),
-    (b'{"\\ud83d": 1}', "line 3", r"key '\ud83d' has half a surrogate pair"),
+    (b'{"text": "a\\ud800"}', "line 3", r"field 'text' has an unpaired surrogate ('\ud800') at character 1"),
+    (b'{"a": {"b": ["\\uDC00"]}}', "line 3", r"field 'a' has an unpaired surrogate ('\udc00')"),
+    (b'{"\\ud83d": 1}', "line 3", r"key '\ud83d' has an unpaired surrogate"),
     (b'{"text": "a", "b": {"x" : 1, "x": 2}}', "line 3", "key 'x' occurs twice in one object"),
     (b'{"text": "a", "t\\u0065xt": "b"}', "line 3", "key 'text' occurs twice in one object"),
     (b"[" * 200_000, "line 3", "invalid JSON: nested too deeply"),
@@ -167,7 +167,7 @@ LIST = b'[\n {"text": "one"},\n %s,\n {"text": "two"}\n]'
         (b'["x"]', 'a row must be an object such as {"text": "..."}, not list'),
         (b'{"n": NaN}', "invalid JSON: NaN is not a JSON number"),
         (b'{"n": 1, "n": 2}', "key 'n' occurs twice in one object"),
-        (b'{"text": "\\ud800"}', r"field 'text' has half a surrogate pair ('\ud800') at character 0"),
+        (b'{"text": "\\ud800"}', r"field 'text' has an unpaired surrogate ('\ud800') at character 0"),
     ],
 )
 @pytest.mark.parametrize("around", [b"%s", b'{"version": [1, {"data": 2}], "data": %s, "end": null}'])
@@ -257,7 +257,9 @@ def test_duplicate_key_check_is_linear(tmp_path: Path) -> None:
 def test_oversized_json_list_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jsonlist, "MAX_BYTES", 10)
     (tmp_path / "a.json").write_text('[{"a": 1}, {"a": 1}]')
-    with pytest.raises(DataError, match="the most for a JSON list, which is loaded whole; convert it to JSON Lines"):
+    with pytest.raises(
+        DataError, match="the limit for a JSON list, which is loaded into memory; convert it to JSON Lines"
+    ):
         read_records(tmp_path / "a.json")
 
 

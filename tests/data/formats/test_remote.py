@@ -141,7 +141,7 @@ def test_invalid_pattern_is_refused(store: Any) -> None:
 
 def test_unknown_schemes_are_refused(store: Any) -> None:
     for address in ("pipe://cat", "simplecache::s3://b/a.txt", "zip://a.txt::s3://b.zip", "ftp://x/a.txt"):
-        with pytest.raises(UsageError, match="use one of s3://"):
+        with pytest.raises(UsageError, match="choose from s3://"):
             read_keys(address)
 
 
@@ -229,7 +229,7 @@ class EndlessFile:
 
 @pytest.mark.parametrize(
     ("size", "reason"),
-    [(None, "does not announce its size; download it by hand"), (7 << 20, "sends more than the 7,340,032 bytes")],
+    [(None, "does not announce its size; download it yourself"), (7 << 20, "sends more than the 7,340,032 bytes")],
 )
 def test_endless_download_is_stopped(
     store: Any, monkeypatch: pytest.MonkeyPatch, size: int | None, reason: str

@@ -316,11 +316,11 @@ def test_foreign_files_are_never_replaced(tmp_path: Path) -> None:
     write_records(many, out, to="tfrecord", split="test")
     again = write_records(many, out, to="tfrecord", split="train")
     assert {file.name for file in out.iterdir()} == {MANIFEST, "train-000000.tfrecord", "test-000000.tfrecord"}
-    with pytest.raises(UsageError, match="already holds tfrecord"):
+    with pytest.raises(UsageError, match="already contains tfrecord"):
         write_records(many, out, to="parquet")
     (out / "mine.txt").write_text("keep")
     before = {file: file.read_bytes() for file in out.iterdir()}
-    with pytest.raises(UsageError, match=r"holds mine\.txt, which Bottega did not write"):
+    with pytest.raises(UsageError, match=r"contains mine\.txt, which Bottega did not write"):
         write_records(many, out, to="tfrecord")
     assert {file: file.read_bytes() for file in out.iterdir()} == before
     # A shard of the same name that another program wrote is not replaced.
@@ -333,7 +333,7 @@ def test_foreign_files_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "note").mkdir()
     note = {"to": "tfrecord", "splits": {"train": ["../out/mine.txt"]}}
     (tmp_path / "note" / MANIFEST).write_text(json.dumps(note))
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="cannot read"):
         write_records(many, tmp_path / "note", to="tfrecord")
     assert (out / "mine.txt").read_text() == "keep"
 
@@ -382,7 +382,7 @@ def test_unsupported_values_are_refused(tmp_path: Path, to: OutputFormat, fields
 
 
 def test_invalid_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="choose one of webdataset, tfrecord, parquet, jsonl"):
+    with pytest.raises(UsageError, match="choose from webdataset, tfrecord, parquet, jsonl"):
         write_records([], tmp_path, to="pickle")  # type: ignore[arg-type]
     for split in ("", "../x", ".x", "a/b"):
         with pytest.raises(UsageError, match="split"):

@@ -80,7 +80,7 @@ class TestFields:
     @pytest.mark.parametrize(
         ("fields", "reason"),
         [
-            ({"text": "words"}, "no field holds the image"),
+            ({"text": "words"}, "no field contains the image"),
             ({"a": b"1", "b": b"2"}, "several fields"),
             ({"image": "cat.png"}, "is not an image but str"),
             ({"image": {"bytes": None, "path": "/etc/passwd"}}, "is not an image but dict"),

@@ -70,7 +70,11 @@ def test_record_without_valid_numbers_is_refused_with_the_reason() -> None:
             {},
             r"'x': element 2 is 1e\+300, above the largest float32, 3.4e\+38; scale",
         ),
-        ({"a": 1, "rule": 0, "expert": 0}, {}, "'rule' and 'expert' both hold the index of the right expert; keep one"),
+        (
+            {"a": 1, "rule": 0, "expert": 0},
+            {},
+            "'rule' and 'expert' both contain the index of the correct expert; keep one",
+        ),
         ({"a": 1, "Rule": 0, "rule": 0}, {}, "keep one"),
         ({"x": "tit"}, {}, "'x' contains no numbers but str"),
         ({"x": []}, {}, "contains no numbers"),

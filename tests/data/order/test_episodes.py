@@ -161,5 +161,5 @@ def test_tables_are_grouped_by_labels_and_fields(tmp_path: Path) -> None:
     assert rows["support"]["input_ids"].shape[2] == rows["query"]["input_ids"].shape[2]
     assert "numbered" not in dataset.describe(0, 0)
     assert dataset.describe(0, 0).startswith("episode 0, epoch 0: tasks ")
-    with pytest.raises(UsageError, match=r"no field 'speaker'; use one of .*label.*source"):
+    with pytest.raises(UsageError, match=r"no field 'speaker'; choose from .*label.*source"):
         episodes.group_by_field(texts, "speaker")  # type: ignore[arg-type]

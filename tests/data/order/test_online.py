@@ -201,7 +201,7 @@ def test_batch_size_is_the_global_one_of_the_recipe() -> None:
             ["data.online={replay: 0, memory: 5}"],
             "data.online: memory 5 has no effect without replay; set replay, such as 0.2",
         ),
-        (["data.online.replay=1.0"], "data.online.replay: must be less than 1"),
+        (["data.online.replay=1.0"], "data.online.replay: expected a number below 1"),
         (
             ["data.sources=[{rule: 1}, {rule: 2}]", "data.mixture=sequence"],
             "mixture: a stream (online) trains on its sources",

@@ -320,7 +320,7 @@ def test_ranking_is_ascending_and_stable() -> None:
     with pytest.raises(UsageError, match=r"all of one length; use rarity"):
         curriculum.rank_samples(SOURCE, "length")
     with pytest.raises(
-        UsageError, match=r"by=age: the samples have no such field; use one of length, rarity, score, pair"
+        UsageError, match=r"by=age: the samples have no such field; choose from length, rarity, score, pair"
     ):
         curriculum.rank_samples(source, "age")
     with pytest.raises(

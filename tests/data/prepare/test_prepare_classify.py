@@ -227,7 +227,7 @@ def test_sequence_length_beyond_the_pretrained_limit_is_refused(bert: Path, tmp_
     with pytest.raises(UsageError, match=r"data\.sequence_length: 64 exceeds the 12 tokens"):
         prepare_labels(tmp_path, ["a", "b"], spec, sequence_length=64)
     ready = prepare_labels(tmp_path, ["a", "b"], spec)
-    with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room beside 2 special tokens"):
+    with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room for text with 2 special tokens"):
         open_labelled_texts(ready, "train", sequence_length=2)
     with pytest.raises(DataError, match="another tokenizer"):
         prepare_file(prepare_labels(tmp_path, ["a", "b"]).folder, tmp_path, spec)

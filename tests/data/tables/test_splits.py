@@ -256,7 +256,7 @@ def test_empty_split_is_refused_with_its_counts(
 def test_invalid_split_settings_are_refused() -> None:
     with pytest.raises(UsageError, match=r"validation\.split=0\.6 and data\.test\.split=0\.4 leave nothing"):
         assign_splits(make_table(10), make_splitting("fraction"), 0.6, 0.4)
-    with pytest.raises(UsageError, match=r"data\.test\.split is 1\.5; it must lie between 0 and 1"):
+    with pytest.raises(UsageError, match=r"data\.test\.split is 1\.5; it must be between 0 and 1"):
         assign_splits(make_table(10), make_splitting("fraction"), None, 1.5)
     for rule, requirement in {
         "file": "files",

@@ -126,7 +126,7 @@ def test_unknown_label_suggests_the_nearest_class(tmp_path: Path) -> None:
         DataError, match=r"^rows.jsonl:2: label 'baad' is not one of the 3 classes .*; did you mean 'bad'\?$"
     ):
         open_labelled_texts(ready, "train", classes=classes)
-    with pytest.raises(DataError, match=r"label 'good' is not one of the 2 classes .*; use one of 0, 1$"):
+    with pytest.raises(DataError, match=r"label 'good' is not one of the 2 classes .*; choose from 0, 1$"):
         encode_labels(ready.table("train"), Classes(("0", "1")))
     several = prepare(tmp_path, [{"text": "x", "label": ["good", "bda"]}] * 2, multi_label=True)
     with pytest.raises(DataError, match=r"label 'bda' is .* did you mean 'bad'"):

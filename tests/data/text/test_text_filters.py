@@ -79,5 +79,5 @@ def test_undetectable_language_is_refused_by_name() -> None:
     check_filter(Filter())
     with pytest.raises(UsageError, match=r"data\.filter\.languages: 'english'.*did you mean 'en'"):
         check_filter(Filter(languages=("english",)))
-    with pytest.raises(UsageError, match=r"'xx'.*use one of am, ar"):
+    with pytest.raises(UsageError, match=r"'xx'.*choose from am, ar"):
         check_filter(Filter(languages=("xx",)))

@@ -224,7 +224,7 @@ def test_word_tokenizer_loads_in_transformers(tmp_path: Path) -> None:
 def test_word_vocabulary_without_words_is_refused() -> None:
     with pytest.raises(DataError, match=r"no word occurs 2 times .* data\.tokenizer\.min_frequency"):
         train_word_tokenizer(["one two", "three"], vocab_size=None)
-    with pytest.raises(UsageError, match="vocab_size=2 is less than 3"):
+    with pytest.raises(UsageError, match=r"vocab_size: expected at least 3 .* got 2"):
         train_word_tokenizer(["a a"], vocab_size=2)
 
 
@@ -306,11 +306,11 @@ def test_invalid_tokenizer_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no token that ends a text"):
         load_pretrained_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(DataError, match="must hold a JSON object, not a list"):
+    with pytest.raises(DataError, match="expected a JSON object, got a list"):
         load_pretrained_tokenizer(str(tmp_path))
     with pytest.raises(UsageError, match=r"needs a tokenizer\.json"):
         build_tokenizer(TokenizerSpec(kind="pretrained"), [])
-    with pytest.raises(UsageError, match="vocab_size=100 is less than 257"):
+    with pytest.raises(UsageError, match=r"vocab_size: expected at least 257 .* got 100"):
         train_bpe(["a"], vocab_size=100)
 
 

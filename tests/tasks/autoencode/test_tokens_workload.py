@@ -272,14 +272,14 @@ def test_a_changed_tokenizer_is_refused(
     other = train_tokenizer(tmp_path, name="other", seed=1, **{"training.max_steps": 1})
     shutil.rmtree(codes)
     assert cli.main(["generate", str(path), "--count", "1"]) == 4
-    assert "tokenizer of this run is gone" in capsys.readouterr().err
+    assert "tokenizer of this run no longer exists" in capsys.readouterr().err
     bottega.load(other).export(codes)
     assert cli.main(["generate", str(path), "--count", "1"]) == 4
-    assert "another tokenizer than this run was trained with" in capsys.readouterr().err
+    assert "is not the tokenizer that this run was trained with" in capsys.readouterr().err
     command = small_media.words(tmp_path, **{"model.backbone": "tokens", **options, "training.max_steps": 4})
     assert cli.main(command) == 4
     message = capsys.readouterr().err
-    assert "another tokenizer than this run began with" in message
+    assert "is not the tokenizer that this run started with" in message
     assert "--fresh" in message
 
 
@@ -288,7 +288,7 @@ def test_a_changed_tokenizer_is_refused(
     [
         ({"model.tokenizer": None}, "model.tokenizer: missing"),
         ({"model.tokenizer": "needs.other"}, "needs.other"),
-        ({"model.tokenizer": "nowhere"}, "holds no tokenizer"),
+        ({"model.tokenizer": "nowhere"}, "has no tokenizer"),
         ({"model.condition": "text"}, "model.condition: backbone tokens does not support text"),
         ({"model.vae": "somewhere"}, "model.vae"),
         ({"model.num_heads": 3}, "model.hidden_size: 32"),

@@ -166,7 +166,11 @@ def test_video_is_causal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("write_data", "changes", "message"),
     [
-        (small_media.pictures, {"model.dropout": 0.1}, r"model\.dropout: 0\.1, and an autoencoder has none"),
+        (
+            small_media.pictures,
+            {"model.dropout": 0.1},
+            r"model\.dropout: 0\.1 has no effect: an autoencoder has no dropout",
+        ),
         (small_media.pictures, {"data.normalise": "unit"}, r"data\.normalise: unit"),
         (small_media.pictures, {"data.buckets": 2, "data.image_size": 8}, r"data\.buckets"),
         (small_media.pictures, {"data.image_size": 9}, r"height 9 \(a multiple of 2, such as 10\)"),

@@ -186,7 +186,7 @@ def test_a_workload_reopens_from_its_processor(medium: str, tmp_path: Path) -> N
     assert row[workload.batch_key].shape[1:] == (*workload.shape.grid, workload.shape.channels)
     assert row["label"].dtype == np.int32
     wider = open_workload(medium, tmp_path, **{"model.hidden_size": 16})
-    with pytest.raises(DataError, match="other sizes or classes than this run has"):
+    with pytest.raises(DataError, match="the sizes or the classes of the data differ from those of this run"):
         wider.processor.save(tmp_path / "processor")
 
 

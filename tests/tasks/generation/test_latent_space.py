@@ -144,7 +144,7 @@ def test_a_moved_run_finds_its_autoencoder(run: Any, tmp_path: Path) -> None:
     assert loaded.task.latents.folder.startswith(str(moved))
     np.testing.assert_array_equal(loaded.generate(count=1, steps=1), before)
     shutil.rmtree(moved / "parts")
-    with pytest.raises(CheckpointError, match="the autoencoder of this run is gone"):
+    with pytest.raises(CheckpointError, match="the autoencoder of this run no longer exists"):
         bottega.load(moved / "pictures")
 
 
@@ -155,10 +155,10 @@ def test_a_deleted_autoencoder_is_retrained_by_the_suggested_command(run: Any, t
     before = bottega.load(runs / "pictures").generate(count=1, steps=1)
     shutil.rmtree(runs / "parts")
     with pytest.raises(
-        CheckpointError, match=r"is gone: \S+; bottega (train \S+recipe\.yaml) trains it again"
+        CheckpointError, match=r"no longer exists: \S+; bottega (train \S+recipe\.yaml) trains it again"
     ) as caught:
         bottega.load(runs / "pictures")
-    assert str(caught.value).count("gone") == 1
+    assert str(caught.value).count("no longer exists") == 1
     assert cli.main([*str(caught.value).partition("bottega ")[2].split()[:2], "--quiet"]) == 0
     np.testing.assert_array_equal(bottega.load(runs / "pictures").generate(count=1, steps=1), before)
 
@@ -170,9 +170,9 @@ def test_a_changed_autoencoder_is_refused(tmp_path: Path, capsys: pytest.Capture
     write_vae(folder, seed=1)
     assert main(["generate", str(path)]) == 4
     message = capsys.readouterr().err
-    assert "another autoencoder than this run was trained with" in message
+    assert "is not the autoencoder that this run was trained with" in message
     assert message.count("\n") == 1
-    with pytest.raises(CheckpointError, match="another autoencoder than this run began with") as caught:
+    with pytest.raises(CheckpointError, match="is not the autoencoder that this run started with") as caught:
         train(tmp_path, **options, **{"training.max_steps": 2})
     assert caught.value.code == 4
     write_vae(folder)
@@ -275,8 +275,11 @@ def test_precomputed_latents_can_be_enabled_on_resume(run: Any, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"data.normalise": "unit"}, r"data\.normalise: unit, and an autoencoder reads values from -1 to 1"),
-        ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, and the data has 3; set data\.channels=1"),
+        (
+            {"data.normalise": "unit"},
+            r"data\.normalise: unit is not supported: an autoencoder reads values from -1 to 1",
+        ),
+        ({"data.channels": 3}, r"model\.vae: .* reads 1 channels, but the data has 3; set data\.channels=1"),
         ({"data.image_size": 9}, r"height 9 \(a multiple of 2"),
         ({"model.patch_size": 3}, r"model\.patch_size: patches of 3 do not divide a side of 4"),
         ({"model.vae": "nowhere"}, r"model\.vae: nowhere is not a folder"),
@@ -294,14 +297,14 @@ def test_invalid_latent_settings_are_refused(tmp_path: Path, changes: dict[str, 
 
 def test_autoencoders_of_other_media_and_unexported_runs_are_refused(run: Any, tmp_path: Path) -> None:
     video_vae = write_vae(tmp_path / "clips", dims=3)
-    with pytest.raises(UsageError, match="is an autoencoder of video, and the task is image"):
+    with pytest.raises(UsageError, match="is an autoencoder of video, but the task is image"):
         train(tmp_path, **{**IN_LATENTS, "model.vae": str(video_vae)})
     not_exported = tmp_path / "bare"
     not_exported.mkdir()
     (not_exported / "recipe.yaml").touch()
     with pytest.raises(UsageError, match="a run that was not exported; run bottega export"):
         train(tmp_path, **{**IN_LATENTS, "model.vae": str(not_exported)})
-    with pytest.raises(UsageError, match="is an autoencoder of images, and the task is audio"):
+    with pytest.raises(UsageError, match="is an autoencoder of images, but the task is audio"):
         bottega.train({"task": "audio"}, {**small_media.audio(tmp_path), **IN_LATENTS, "model.vae": str(find_vae(run))})
     with pytest.raises(UsageError, match=r"needs\.vae is not trained yet"):
         bottega.prepare({"task": "image"}, {**small_media.image(tmp_path), **WITH_VAE, "data.latents": True})

@@ -120,10 +120,10 @@ def test_repetition_penalty_applies_to_each_row_separately() -> None:
         ([], {}, "no prompts"),
         ([[1], []], {}, "prompt 1 is empty"),
         ([[V]], {}, "outside 0..39"),
-        ([[1]], {"temperature": -1.0}, "temperature -1.0 is negative"),
-        ([[1]], {"top_k": 0}, "top_k must be at least 1, not 0"),
-        ([[1]], {"top_p": 1.5}, "top_p must be above 0 and at most 1, not 1.5"),
-        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty must be positive, not 0.0"),
+        ([[1]], {"temperature": -1.0}, "temperature -1.0: expected 0 or more"),
+        ([[1]], {"top_k": 0}, "top_k 0: expected 1 or more"),
+        ([[1]], {"top_p": 1.5}, "top_p 1.5: expected a number above 0 and at most 1"),
+        ([[1]], {"repetition_penalty": 0.0}, "repetition_penalty 0.0: expected a number above 0"),
     ],
 )
 def test_invalid_settings_are_refused_by_name(model: Transformer, prompts: Any, settings: Any, message: str) -> None:

@@ -107,7 +107,7 @@ def test_other_data_must_name_its_part(run: Path, tmp_path: Path) -> None:
     more = small_texts.texts(tmp_path, "more.jsonl", count=30, seed=9)
     metrics = bottega.load(run).evaluate(f"topics={more}")
     assert {name.partition("/")[0] for name in metrics} == {"loss", "topics"}
-    with pytest.raises(UsageError, match="name the part it belongs to: text=PATH or topics=PATH"):
+    with pytest.raises(UsageError, match="give the part it belongs to: text=PATH or topics=PATH"):
         bottega.load(run).evaluate(more)
 
 
@@ -165,11 +165,11 @@ INVALID: list[tuple[dict[str, Any], str]] = [
     ({"data.parts.weight": {"recipe": "classify"}}, "data.parts: 'weight' cannot name a part"),
     ({"data.train.path": "x.txt"}, "data.train: belongs to a part; set data.parts.NAME.settings.data.train"),
     ({"model.hidden_size": 15}, "model: hidden_size: 15 does not give each of 2 heads"),
-    ({"techniques": ["ewc"]}, "techniques: ewc does not support several tasks; leave it out"),
-    ({"data.parts.topics.settings.techniques": ["lora"]}, "data.parts.topics: techniques does not go with"),
+    ({"techniques": ["ewc"]}, "techniques: ewc does not support several tasks; remove it"),
+    ({"data.parts.topics.settings.techniques": ["lora"]}, "data.parts.topics: techniques cannot be combined with"),
     (
         {"data.parts.turns": {"recipe": "classify/continual", "settings": {"techniques": []}}},
-        "data.parts.turns: data.mixture: sequence does not go with several tasks; leave it out of the part",
+        "data.parts.turns: data.mixture: sequence cannot be combined with several tasks; remove it from the part",
     ),
     (
         {"data.parts.topics.settings.model.word_dropout": 0.5},

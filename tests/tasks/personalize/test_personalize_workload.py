@@ -102,7 +102,7 @@ def test_a_changed_base_model_is_refused(tmp_path: Path, bases: dict[str, Path],
     key = f"model.{file.split('/')[0]}"
     with pytest.raises(CheckpointError, match=f"{key}: is another {component} than this run began with"):
         small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
-    with pytest.raises(CheckpointError, match=r"is another .* than this run was trained with; put that one back"):
+    with pytest.raises(CheckpointError, match=r"is not the .* that this run was trained with; restore it"):
         open_run(first.path)
 
 
@@ -112,15 +112,15 @@ def test_clip_may_be_missing_but_not_changed_and_a_base_model_may_be_restored(
     models = {f"model.{name}": str(folder) for name, folder in bases.items()}
     first = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 4})
     shutil.move(bases["language_model"], tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match=r"the language model of this run is gone: .*; put it back"):
+    with pytest.raises(CheckpointError, match=r"the language model of this run no longer exists: .*; restore it"):
         open_run(first.path)
     (tmp_path / "elsewhere").rename(bases["language_model"])
     metadata: Any = open_run(first.path).workload.metadata  # type: ignore[attr-defined]
     assert metadata.clip is not None
     perturb_last_tensor(bases["clip"] / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"is another CLIP than this run was trained with"):
+    with pytest.raises(CheckpointError, match=r"is not the CLIP that this run was trained with"):
         open_run(first.path)  # another CLIP would select and score differently
-    with pytest.raises(CheckpointError, match=r"model\.clip: is another CLIP than this run began with"):
+    with pytest.raises(CheckpointError, match=r"model\.clip: is not the CLIP that this run started with"):
         small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
     shutil.rmtree(bases["clip"])
     metadata = open_run(first.path).workload.metadata  # type: ignore[attr-defined]
@@ -137,11 +137,11 @@ def test_truncated_clip_weights_are_refused_before_training(tmp_path: Path, base
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is not a folder here"),
+        ({"model.diffusion": "/nowhere/at/all"}, UsageError, "model.diffusion: /nowhere/at/all is not a local folder"),
         (
             {"model.language_model": "/nowhere/at/all"},
             UsageError,
-            "model.language_model: /nowhere/at/all is not a folder",
+            "model.language_model: /nowhere/at/all is not a local folder",
         ),
         ({"data.image_size": 30}, UsageError, "data.image_size: 30 is not a multiple"),
         ({"data.sequence_length": 12}, UsageError, "data.sequence_length: 12 tokens cannot hold"),
@@ -166,7 +166,7 @@ def test_an_unusable_clip_model_is_refused_before_training(tmp_path: Path) -> No
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UsageError, match=r"model\.clip: .* has no tokenizer\.json"):
         small_personal.train(tmp_path, **{"model.clip": str(folder)})
-    with pytest.raises(UsageError, match=r"model\.clip: .* holds a llama; a CLIP or SigLIP"):
+    with pytest.raises(UsageError, match=r"model\.clip: .* contains a llama; a CLIP or SigLIP"):
         small_personal.train(tmp_path, **{"model.clip": str(small_personal.models()["language_model"])})
 
 
@@ -216,7 +216,7 @@ def test_resume_refuses_different_keywords_for_the_same_data(
     run, settings = interrupted_run
     (run / "processor" / "keywords.jsonl").unlink()
     monkeypatch.setattr(KeywordGenerator, "_decode", lambda self, prompts, *args: dict.fromkeys(prompts, ("blue",)))
-    with pytest.raises(DataError, match="derives other keywords from the same data"):
+    with pytest.raises(DataError, match="the keywords that a model derives from the data differ"):
         small_personal.train(run.parent, **settings)
 
 
@@ -344,12 +344,12 @@ def test_images_are_ordered_by_user_then_wish(saved: SavedRun) -> None:
     ("options", "message"),
     [
         ({"user": "17"}, "user 17: not one of the 32 users of this run, such as v0, v1"),
-        ({"user": "v1", "count": 0}, "count 0: must be at least 1"),
-        ({"user": "v1", "steps": 0}, "steps 0: must be at least 1"),
+        ({"user": "v1", "count": 0}, "count 0: expected 1 or more"),
+        ({"user": "v1", "steps": 0}, "steps 0: expected 1 or more"),
         ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
-        ({"user": "v1", "guidance": -1.0}, "guidance -1: expected a number from 0"),
+        ({"user": "v1", "guidance": -1.0}, "guidance -1: expected 0 or more"),
         ({"user": "v1", "prompt": "a star"}, "prompt: this run does not support it; it takes user, wish, history"),
-        ({"history": "nowhere.txt"}, "history nowhere.txt: no such file"),
+        ({"history": "nowhere.txt"}, "history nowhere.txt does not exist"),
     ],
 )
 def test_invalid_requests_are_refused_by_name(saved: SavedRun, options: dict[str, Any], message: str) -> None:
@@ -558,7 +558,7 @@ def test_the_recipe_declares_its_dependencies() -> None:
     [
         ([], "contains no record"),
         ([{"history": [{"id": "a", "caption": "red"}], "target": "a star"}], "target must be an object"),
-        ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "lies outside"),
+        ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "is outside"),
         ([{"history": [{"id": "a", "caption": "red", "image": "gone.png"}], "wish": "a star"}], "does not exist"),
         ([{"history": [{"id": "a", "caption": "red", "image": "bad.png"}], "wish": "a star"}], "cannot be read"),
     ],

@@ -259,7 +259,7 @@ def test_codes_depend_on_the_seed_and_are_not_in_checkpoints(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("recipe", "settings", "message"),
     [
-        ("recall", ["data.distance=0"], r"data\.distance: must be greater than 0, got 0"),
+        ("recall", ["data.distance=0"], r"data\.distance: expected a number above 0, got 0"),
         (
             "recall",
             ["data.segment_length=1"],

@@ -114,12 +114,12 @@ def test_a_cell_that_is_not_a_finite_number_is_refused_by_line_and_column(
 def test_label_columns_with_unusable_values_are_refused(tmp_path: Path) -> None:
     message = (
         "own.csv: 96 rows have 96 different labels, so this column is probably not the label; "
-        "name the right one with data.train.label"
+        "set data.train.label to the right one"
     )
     assert refusal_message(tmp_path, write_table(tmp_path / "own.csv", label=range(96))).endswith(message)
     message_of_one_class = refusal_message(tmp_path, write_table(tmp_path / "own.csv", label=[1] * 96))
     assert "all of the class '1'" in message_of_one_class
-    assert "name another column with data.train.label" in message_of_one_class
+    assert "set data.train.label to another column" in message_of_one_class
     with pytest.raises(DataError, match=r"; raise data.num_samples$"):
         small_routing.train(
             tmp_path,
@@ -203,7 +203,7 @@ def test_formatted_fractions_add_up_to_one() -> None:
         ),
         ({"data.num_rules": 5}, "needs one for each of the 5 rules; set it to 5, or the weight to 0"),
         ({"model.spike_threshold": None}, "set spike_threshold: 1.0, or plasticity: false"),
-        ({"online": True, "data.online": False}, "disagrees with online at settings: false and true for data.online"),
+        ({"online": True, "data.online": False}, "conflicts with online at settings: false and true for data.online"),
     ],
 )
 def test_check_recipe_refuses_what_training_would_refuse(settings: dict[str, Any], message: str) -> None:

@@ -38,15 +38,15 @@ def import_file(tasks: TaskRegistry, path: Path, *, out: Path | None = None, kin
         translation.notes.append("credentials of addresses are left out; give an address with them on the command line")
     out = out or path.with_name(f"{path.stem}.bottega.yaml")
     if out.suffix not in (".yaml", ".yml"):
-        raise UsageError(f"--out: {out}: a recipe file ends in .yaml or .yml")
+        raise UsageError(f"--out {out}: the name of a recipe file must end in .yaml or .yml")
     if not out.parent.is_dir():
-        raise UsageError(f"--out: {out.parent}: no such folder")
+        raise UsageError(f"--out {out}: {out.parent} does not exist")
     text = render_recipe_file(translation, path=path, kind=kind)
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)
     except FileExistsError:
-        raise UsageError(f"{out}: exists and is not overwritten; name another file with --out") from None
+        raise UsageError(f"{out} exists and is not overwritten; give another file with --out") from None
     return build_report(translation, kind=kind, path=path, out=out)
 
 
@@ -55,7 +55,7 @@ def translate_config(tasks: TaskRegistry, path: Path, config: Mapping[str, Any],
     translation = Translation(config)
     FORMATS[kind](translation)
     if not any(not row.is_default for row in translation.mapped):
-        raise UsageError(f"{path}: no key of {kind} in this file; is --from right?")
+        raise UsageError(f"{path} has no key of {kind}; check --from")
     translation.drop_rejected(tasks)
     return translation
 
@@ -75,8 +75,8 @@ def detect_format(path: Path, config: Mapping[str, Any]) -> str:
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise UsageError(f"{path}: has keys of {' and of '.join(candidates)}; choose the format with --from")
-    raise UsageError(f"{path}: the format is not clear from its keys; give it with --from {', '.join(FORMATS)}")
+        raise UsageError(f"{path} has keys of {' and of '.join(candidates)}; choose the format with --from")
+    raise UsageError(f"{path}: the format cannot be detected from its keys; set it with --from {', '.join(FORMATS)}")
 
 
 def _reject_recipe(tasks: TaskRegistry, path: Path, config: Mapping[str, Any], *, is_explicit: bool) -> None:
@@ -91,7 +91,7 @@ def _reject_recipe(tasks: TaskRegistry, path: Path, config: Mapping[str, Any], *
 def _read_config(path: Path) -> dict[str, Any]:
     value = _read_json(path) if path.suffix.lower() == ".json" else read_yaml(path).value
     if value is None or value in ({}, []):
-        raise UsageError(f"{path}: is empty")
+        raise UsageError(f"{path} is empty")
     if not isinstance(value, dict):
         raise UsageError(f"{path}: a configuration is a mapping of keys, not {format_value(value)}")
     return value
@@ -100,11 +100,11 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _read_json(path: Path) -> Any:
     """Read JSON with the limits of our YAML reader: 1 MiB, no duplicate keys, bounded nesting."""
     if not path.is_file():
-        raise UsageError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+        raise UsageError(f"{path} {'is not a file' if path.exists() else 'does not exist'}")
     with path.open("rb") as stream:
         content = stream.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise UsageError(f"{path}: larger than {MAX_BYTES >> 20} MiB, so it is not a configuration")
+        raise UsageError(f"{path}: larger than {MAX_BYTES >> 20} MiB, the limit for a configuration; check the path")
     if not content.strip():
         return None
     try:

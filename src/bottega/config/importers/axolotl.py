@@ -32,7 +32,7 @@ MARKER_KEYS = (
 )
 """An Axolotl file has base_model and at least one of these."""
 
-NOT_PLAIN = "chat and instruction prompts are not built; name one field of plain text in data.train.field"
+NOT_PLAIN = "chat and instruction prompts are not supported; set data.train.field to one field of plain text"
 PLAIN = ("completion", "pretrain")
 """Axolotl's types of data that are plain text."""
 BUILDERS = ("json", "csv", "parquet", "arrow", "text")
@@ -70,7 +70,7 @@ def translate(translation: Translation) -> None:
     else:
         translation.map_key("float32", "training.mixed_precision", "fp32")
         for key in ("bf16", "fp16", "bfloat16", "float16"):
-            translation.skip(key, "meaningless here", "float32 takes precedence")
+            translation.skip(key, "not applicable", "float32 takes precedence")
     _map_cadences(translation)
     transformers_common.map_best_metric(translation, patience="early_stopping_patience")
     translation.map_table(transformers_common.WANDB_KEYS)
@@ -89,7 +89,7 @@ def _map_model(translation: Translation) -> None:
     translation.map_converted("sequence_len", "data.sequence_length", parse_integer)
     if translation.is_pending("tokenizer_config"):
         if translation.get("tokenizer_config") == translation.get("base_model"):
-            translation.skip("tokenizer_config", "meaningless here", "the tokenizer of model.from is used anyway")
+            translation.skip("tokenizer_config", "not applicable", "the tokenizer of model.from is used anyway")
         else:
             translation.map_key("tokenizer_config", "data.tokenizer.path", str(translation.get("tokenizer_config")))
             translation.map_key("tokenizer_config", "data.tokenizer.kind", "pretrained")
@@ -110,7 +110,7 @@ def _map_batch(translation: Translation) -> None:
         transformers_common.add_batch_note(translation, micro, passes)
     else:
         translation.skip(
-            "batch_size", "meaningless here", "micro_batch_size x gradient_accumulation_steps take precedence"
+            "batch_size", "not applicable", "micro_batch_size x gradient_accumulation_steps take precedence"
         )
         transformers_common.map_batch_size(translation, "micro_batch_size", default=1)
     translation.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
@@ -125,10 +125,10 @@ def _map_cadences(translation: Translation) -> None:
         if translation.is_pending(source_key) and not is_disabled(per_epoch):
             translation.map_converted(source_key, recipe_key, lambda v: format_epochs(1 / parse_number(v)))
             for key in (steps, *strategy):
-                translation.skip(key, "meaningless here", f"{source_key} takes precedence")
+                translation.skip(key, "not applicable", f"{source_key} takes precedence")
         elif translation.is_pending(steps) and not is_disabled(translation.get(steps)):
             for key in strategy:
-                translation.skip(key, "meaningless here", f"{steps} takes precedence")
+                translation.skip(key, "not applicable", f"{steps} takes precedence")
             transformers_common.map_cadence(translation, recipe_key, strategies=(), steps=steps)
         else:
             transformers_common.map_cadence(translation, recipe_key, strategies=strategy, steps=steps)
@@ -153,7 +153,7 @@ def _map_data(translation: Translation) -> None:
 def map_validation_split(translation: Translation, key: str) -> None:
     """Map a validation split: fractions only. No split becomes an explicit null, since a recipe without one holds data back."""
     if translation.find_mapped("data.validation.path"):
-        translation.skip(key, "meaningless here", "validation has data of its own")
+        translation.skip(key, "not applicable", "validation has data of its own")
     size = translation.get(key)
     if size is not None and is_disabled(size):
         translation.map_key(key, "data.validation", None, note="no validation split")
@@ -170,7 +170,7 @@ def map_validation_split(translation: Translation, key: str) -> None:
 def _map_packing(translation: Translation) -> None:
     if translation.is_pending("sample_packing"):
         if translation.get("sample_packing"):
-            note = "documents are joined and may be cut at a border"
+            note = "documents are concatenated and may be split across examples"
             translation.map_key("sample_packing", "data.separate_documents", True, note=note)
         else:
             translation.map_key("sample_packing", "data.padding", True)
@@ -197,20 +197,20 @@ def _map_source(translation: Translation, source_key: str, recipe_key: str) -> N
         translation.skip(
             f"{source_key}.data_files",
             "no counterpart",
-            "one path a source; a pattern such as data/*.jsonl names several",
+            "one path per source; use a pattern such as data/*.jsonl for several",
         )
     elif files:
-        translation.skip(f"{source_key}.path", "meaningless here", "data_files takes precedence")
+        translation.skip(f"{source_key}.path", "not applicable", "data_files takes precedence")
         _map_path(translation, f"{source_key}.data_files", recipe_key, translation.get(f"{source_key}.ds_type"))
     _map_path(translation, f"{source_key}.path", recipe_key, translation.get(f"{source_key}.ds_type"))
-    translation.skip(f"{source_key}.ds_type", "meaningless here", "inferred from the file's name")
+    translation.skip(f"{source_key}.ds_type", "not applicable", "inferred from the file's name")
     translation.map_converted(f"{source_key}.name", f"{recipe_key}.subset", parse_text)
     translation.map_converted(f"{source_key}.split", f"{recipe_key}.split", parse_text)
     for key in ("field", "text_column"):
         translation.map_converted(f"{source_key}.{key}", f"{recipe_key}.field", parse_text)
     kind = translation.get(f"{source_key}.type")
     if kind in PLAIN:
-        translation.skip(f"{source_key}.type", "meaningless here", "plain text is what the task trains on")
+        translation.skip(f"{source_key}.type", "not applicable", "the task trains on plain text")
         translation.map_default(f"{source_key}.field", "text", f"{recipe_key}.field", "text")
     translation.skip(f"{source_key}.type", "no counterpart", NOT_PLAIN)
     translation.skip_block(f"{source_key}.type", "no counterpart", NOT_PLAIN)
@@ -253,10 +253,10 @@ def _map_adapter(translation: Translation) -> None:
     if translation.find_mapped("techniques.0.name") is None:
         for key in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_linear"):
             if translation.is_pending(key):
-                translation.skip(key, "meaningless here", "the file sets no adapter")
+                translation.skip(key, "not applicable", "the file sets no adapter")
 
 
-_CHAT = "chat and instruction prompts are not built"
+_CHAT = "chat and instruction prompts are not supported"
 _KERNEL = "attention and kernels are chosen by the engine"
 _QUANTISED = "the base is not quantised here"
 _PREFERENCE = "preference optimisation and RL are not supported; task: language predicts the next token"
@@ -310,11 +310,11 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(
             ("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "use_comet"), "not a supported logger"
         ),
-        **dict.fromkeys(("comet_api_key", "hf_use_auth_token"), "secrets belong in the environment"),
+        **dict.fromkeys(("comet_api_key", "hf_use_auth_token"), "put secrets into environment variables"),
         **dict.fromkeys(("wandb_run_id", "wandb_watch", "wandb_log_model"), "not sent to Weights & Biases"),
         **dict.fromkeys(("sequence_parallel_degree", "context_parallel_size"), "a sequence stays on one device"),
         **dict.fromkeys(("tensor_parallel_size", "dp_shard_size"), "distributed.strategy is ddp or fsdp"),
-        **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "of an optimizer that is not available"),
+        **dict.fromkeys(("adam_beta3", "adam_epsilon2"), "a setting of an optimizer that is not available"),
         **dict.fromkeys(
             ("plugins", "overrides_of_model_config", "model_config", "revision_of_model"),
             "code and settings outside the model's folder are not used",
@@ -330,7 +330,7 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("peft_layers_to_transform", "peft_layers_pattern", "peft_init_lora_weights"), "of LoRA"),
         **dict.fromkeys(("lora_model_dir", "loraplus_lr_ratio", "loraplus_lr_embedding", "peft"), "of LoRA"),
         "lora_target_parameters": "of LoRA",
-        "lora_target_linear": "of LoRA; lora_target_modules is taken",
+        "lora_target_linear": "a setting of LoRA; lora_target_modules is used",
     },
     meaningless={
         **dict.fromkeys(
@@ -357,12 +357,14 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "batch_flattening"), _PACKED),
         **dict.fromkeys(
             ("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory"),
-            "prepared data are cached by a hash of their settings",
+            "prepared data is cached by a hash of their settings",
         ),
         **dict.fromkeys(
-            ("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data are cached by a hash of their settings"
+            ("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data is cached by a hash of their settings"
         ),
-        **dict.fromkeys(("world_size", "ddp", "use_ray", "ray_num_workers"), "processes are counted by the launcher"),
+        **dict.fromkeys(
+            ("world_size", "ddp", "use_ray", "ray_num_workers"), "the launcher sets the number of processes"
+        ),
         "strict": "every key is always checked",
         "auto_resume_from_checkpoints": "the same command resumes by itself",
         "gc_steps": "an internal setting of their training loop",

@@ -21,8 +21,8 @@ TITLES = {
 def render_recipe_file(translation: Translation, *, path: Path, kind: str) -> str:
     """Return the recipe as YAML, with a header comment of its origin, the keys left out, and notes."""
     lines = [f"{path.name}, a configuration of {TITLES[kind]}, imported by bottega import."]
-    lost = [left for left in translation.unmapped if left.category != "meaningless here"]
-    idle = [left.source_key for left in translation.unmapped if left.category == "meaningless here"]
+    lost = [left for left in translation.unmapped if left.category != "not applicable"]
+    idle = [left.source_key for left in translation.unmapped if left.category == "not applicable"]
     if lost:
         lines += [
             "",
@@ -30,7 +30,7 @@ def render_recipe_file(translation: Translation, *, path: Path, kind: str) -> st
             *(f"  {left.source_key}: {format_brief(left.source_value)} ({_format_reason(left)})" for left in lost),
         ]
     if idle:
-        lines += ["", f"Left out as meaningless here, empty or switched off: {', '.join(idle)}"]
+        lines += ["", f"Left out because not applicable, empty or turned off: {', '.join(idle)}"]
     notes = [f"{row.recipe_key}: {row.note}" for row in translation.mapped if row.note]
     if notes or translation.notes:
         lines += ["", "Notes:", *(f"  {line}" for line in [*notes, *translation.notes])]
@@ -90,7 +90,7 @@ def format_report(report: dict[str, Any]) -> str:
         )
     idle = [left["their_key"] for left in report["unmapped"] if left["reason"] in HARMLESS_REASONS]
     if idle:
-        lines += ["", f"empty or switched off in the file, so nothing is lost: {', '.join(idle)}"]
+        lines += ["", f"empty or turned off in the file, so nothing is lost: {', '.join(idle)}"]
     if report["notes"]:
         lines += ["", *report["notes"]]
     return "\n".join(_remove_control_characters(line) for line in lines)

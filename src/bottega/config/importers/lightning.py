@@ -85,7 +85,7 @@ def translate(translation: Translation) -> None:
 def _map_length(translation: Translation) -> None:
     for key, recipe_key in (("max_steps", "training.max_steps"), ("max_epochs", "training.num_epochs")):
         if translation.get(f"trainer.{key}") == -1:
-            translation.skip(f"trainer.{key}", "meaningless here", "switched off in the file")
+            translation.skip(f"trainer.{key}", "not applicable", "turned off in the file")
         if translation.find_mapped("training.max_steps") is None:
             translation.map_converted(f"trainer.{key}", recipe_key, parse_integer)
         translation.skip(
@@ -102,7 +102,7 @@ def _map_batch(translation: Translation) -> None:
     ]
     size = translation.map_converted(sizes[0], "training.batch_size", parse_integer) if sizes else None
     for key in sizes[1:]:
-        translation.skip(key, "meaningless here", f"{sizes[0]} takes precedence")
+        translation.skip(key, "not applicable", f"{sizes[0]} takes precedence")
     for block in ("data", "data.init_args"):
         for key in ("eval_batch_size", "val_batch_size"):
             translation.map_converted(
@@ -113,7 +113,7 @@ def _map_batch(translation: Translation) -> None:
     if passes is None:
         translation.map_default(key, 1, "training.gradient_accumulation_steps", 1)
     if size is None:
-        translation.notes.append("the file names no batch size; set training.batch_size, the batch of one process")
+        translation.notes.append("the file has no batch size; set training.batch_size, the batch of one process")
     else:
         add_batch_note(translation, size, passes or 1)
 
@@ -122,10 +122,10 @@ def _map_clipping(translation: Translation) -> None:
     value, algorithm = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
     if translation.get(algorithm) == "value":
         translation.skip(
-            value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm says value"
+            value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm is value"
         )
         translation.skip(algorithm, "no counterpart", "gradients are clipped by their norm")
-    translation.skip(algorithm, "meaningless here", "this is always done here")
+    translation.skip(algorithm, "not applicable", "this is always done here")
     translation.map_converted(value, "training.max_grad_norm", lambda v: parse_number(v) or None)
     translation.map_default(value, None, "training.max_grad_norm", None)
 
@@ -153,7 +153,7 @@ def _map_evaluation(translation: Translation) -> None:
     elif value is not None and value != 1.0:
         translation.map_converted(interval, "evaluation.every", _parse_epoch_fraction)
     if translation.find_mapped("evaluation.every"):
-        translation.skip(epochs_key, "meaningless here", "val_check_interval takes precedence")
+        translation.skip(epochs_key, "not applicable", "val_check_interval takes precedence")
     translation.map_converted(epochs_key, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
     translation.map_default(epochs_key, 1, "evaluation.every", "1 epoch")
     limit = "trainer.limit_val_batches"
@@ -182,7 +182,7 @@ def _map_processes(translation: Translation) -> None:
     if num_devices and num_devices * machines > 1:
         note = "start them with torchrun" if not isinstance(devices, list) else "select them with CUDA_VISIBLE_DEVICES"
         translation.map_key("trainer.devices", "distributed.processes", num_devices * machines, note=note)
-    translation.skip("trainer.devices", "meaningless here", "one process, or as many as the launcher starts")
+    translation.skip("trainer.devices", "not applicable", "one process, or as many as the launcher starts")
     strategy = str(translation.get("trainer.strategy")).lower()
     strategy_class = str(translation.get("trainer.strategy.class_path")).lower()
     key = "trainer.strategy" if translation.is_pending("trainer.strategy") else "trainer.strategy.class_path"
@@ -211,7 +211,7 @@ def _map_optimizer(translation: Translation) -> None:
         translation.map_converted(f"{model_block}.weight_decay", "training.weight_decay", parse_number)
     if block is None:
         translation.notes.append(
-            "the file names no optimizer, and one created in the model's code is not taken over; set training.optimizer"
+            "the file has no optimizer, and one created in the model's code is not taken over; set training.optimizer"
         )
         return
     name = str(translation.get(f"{block}.class_path")).rpartition(".")[2]
@@ -260,7 +260,7 @@ def _map_schedule(translation: Translation) -> None:
     name = str(translation.get(f"{block}.class_path")).rpartition(".")[2]
     if name not in SCHEDULES:
         translation.skip(f"{block}.class_path", "no counterpart", "cosine is used; docs/recipes.md lists the others")
-        translation.skip_block(block, "no counterpart", "of a schedule that is not available")
+        translation.skip_block(block, "no counterpart", "a setting of a schedule that is not available")
         return
     translation.map_key(f"{block}.class_path", "training.scheduler.name", SCHEDULES[name])
     key, recipe_block = f"{block}.init_args", "training.scheduler"
@@ -279,7 +279,7 @@ def _map_schedule(translation: Translation) -> None:
     translation.map_converted(f"{key}.eta_min", f"{recipe_block}.eta_min", parse_number)
     translation.map_converted(f"{key}.power", f"{recipe_block}.power", parse_number)
     for length in ("T_max", "total_iters", "total_steps"):
-        translation.skip(f"{key}.{length}", "meaningless here", "the schedule is as long as the run")
+        translation.skip(f"{key}.{length}", "not applicable", "the schedule is as long as the run")
     translation.skip_block(block, "no counterpart", "not a setting of training.scheduler")
 
 
@@ -323,31 +323,33 @@ SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
         "model": "an argument of a class that is not loaded",
         "data": "an argument of a class that is not loaded",
-        "model.class_path": "code named in a file is not run; set task and model",
-        "data.class_path": "code named in a file is not run; set data.train.path",
+        "model.class_path": "custom code is not run; set task and model",
+        "data.class_path": "custom code is not run; set data.train.path",
         **dict.fromkeys(("trainer.limit_train_batches", "trainer.overfit_batches"), _ALL),
         "trainer.limit_val_batches": "evaluation.max_batches is a number of batches",
         "trainer.max_time": "the length of a run is given in steps or epochs",
         **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps"), "training.early_stopping has patience only"),
         "trainer.fast_dev_run": "bottega plan FILE --check, or training.max_steps=1",
         "trainer.strategy": "a setting of their strategy",
-        "trainer.plugins": "code named in a file is not run",
+        "trainer.plugins": "custom code is not run",
         "trainer.profiler": "bottega inspect and the log show where time goes",
         "trainer.sync_batchnorm": "batch statistics are computed per process",
-        "trainer.reload_dataloaders_every_n_epochs": "the data do not change during a run",
+        "trainer.reload_dataloaders_every_n_epochs": "the data does not change during a run",
     },
     meaningless={
-        "ckpt_path": "the same command resumes by itself; train --resume_from names a checkpoint",
+        "ckpt_path": "the same command resumes by itself; train --resume_from starts from a checkpoint",
         "seed_everything": "a run always has a seed; set seed",
-        "trainer.val_check_interval": "once an epoch, as check_val_every_n_epoch says",
+        "trainer.val_check_interval": "once an epoch, as set by check_val_every_n_epoch",
         **dict.fromkeys(
             ("trainer.enable_checkpointing", "trainer.enable_progress_bar"),
-            "always there; use train --quiet for less output",
+            "always shown; use train --quiet for less output",
         ),
         "trainer.enable_model_summary": "bottega inspect shows the model",
         **dict.fromkeys(("trainer.num_sanity_val_steps", "trainer.inference_mode", "trainer.benchmark"), _OWN),
         **dict.fromkeys(("trainer.detect_anomaly", "trainer.barebones", "trainer.use_distributed_sampler"), _OWN),
-        **dict.fromkeys(("trainer.limit_test_batches", "trainer.limit_predict_batches"), "of testing, not of training"),
+        **dict.fromkeys(
+            ("trainer.limit_test_batches", "trainer.limit_predict_batches"), "a setting of testing, not of training"
+        ),
         **dict.fromkeys(("trainer.model_registry", "trainer.enable_autolog_hparams"), _OWN),
     },
     harmless_values={

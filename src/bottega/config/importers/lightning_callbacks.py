@@ -47,14 +47,12 @@ def map_callbacks(translation: Translation) -> None:
         elif kind in ("EMA", "EMAWeightAveraging", "WeightAveraging"):
             translation.map_converted(f"{init_args}.decay", "training.ema", parse_number)
         if kind in ("ModelCheckpoint", "EarlyStopping", "EMA", "EMAWeightAveraging", "WeightAveraging"):
-            translation.skip(
-                f"{block}.class_path", "meaningless here", "part of every run; its settings are taken over"
-            )
+            translation.skip(f"{block}.class_path", "not applicable", "part of every run; its settings are taken over")
         elif kind in MONITORING_CALLBACKS:
-            translation.skip(f"{block}.class_path", "meaningless here", "shown and logged anyway")
+            translation.skip(f"{block}.class_path", "not applicable", "shown and logged anyway")
         else:
-            translation.skip(f"{block}.class_path", "no counterpart", "code named in a file is not run")
-        translation.skip_block(block, "no counterpart", f"of {kind}")
+            translation.skip(f"{block}.class_path", "no counterpart", "custom code is not run")
+        translation.skip_block(block, "no counterpart", f"a setting of {kind}")
 
 
 def _blocks(translation: Translation, key: str) -> list[str]:
@@ -66,7 +64,7 @@ def _blocks(translation: Translation, key: str) -> list[str]:
 def _map_checkpoint(translation: Translation, init_args: str) -> None:
     translation.map_converted(f"{init_args}.every_n_train_steps", "checkpoint.every", parse_integer)
     if translation.find_mapped("checkpoint.every"):
-        translation.skip(f"{init_args}.every_n_epochs", "meaningless here", "every_n_train_steps takes precedence")
+        translation.skip(f"{init_args}.every_n_epochs", "not applicable", "every_n_train_steps takes precedence")
     translation.map_converted(
         f"{init_args}.every_n_epochs", "checkpoint.every", lambda v: format_epochs(parse_integer(v))
     )
@@ -82,9 +80,9 @@ def _map_checkpoint(translation: Translation, init_args: str) -> None:
     map_monitored_metric(
         translation, metric=f"{init_args}.monitor", mode=f"{init_args}.mode", recipe_block="evaluation"
     )
-    translation.skip(f"{init_args}.save_last", "meaningless here", "the newest is always kept")
+    translation.skip(f"{init_args}.save_last", "not applicable", "the newest is always kept")
     for key in ("dirpath", "filename", "auto_insert_metric_name", "verbose", "save_on_train_epoch_end"):
-        translation.skip(f"{init_args}.{key}", "meaningless here", "checkpoints are in the run's folder")
+        translation.skip(f"{init_args}.{key}", "not applicable", "checkpoints are in the run's folder")
 
 
 def map_loggers(translation: Translation) -> None:
@@ -102,5 +100,5 @@ def map_loggers(translation: Translation) -> None:
         elif kind == "TensorBoardLogger":
             translation.map_key(f"{block}.class_path", "logging.tensorboard", True)
         elif kind == "CSVLogger":
-            translation.skip(f"{block}.class_path", "meaningless here", "metrics are always written to a file as well")
-        translation.skip_block(block, "no counterpart", f"of {kind}")
+            translation.skip(f"{block}.class_path", "not applicable", "metrics are always written to a file as well")
+        translation.skip_block(block, "no counterpart", f"a setting of {kind}")

@@ -31,10 +31,10 @@ def translate(translation: Translation) -> None:
     if translation.is_pending("disable_gradient_checkpointing"):
         key = "disable_gradient_checkpointing"
         translation.map_converted(key, "training.gradient_checkpointing", lambda v: not parse_boolean(v))
-        translation.skip("gradient_checkpointing", "meaningless here", f"{key} takes precedence")
+        translation.skip("gradient_checkpointing", "not applicable", f"{key} takes precedence")
     if translation.get("use_muon"):
         translation.map_key("use_muon", "training.optimizer.name", "muon")
-        translation.skip("optim", "meaningless here", "use_muon takes precedence")
+        translation.skip("optim", "not applicable", "use_muon takes precedence")
     trainer.map_arguments(translation, patience="early_stopping_steps")
     # LLaMA-Factory uses gradient checkpointing by default.
     translation.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
@@ -66,9 +66,9 @@ def _map_data(translation: Translation) -> None:
     packing = translation.get("packing")
     if translation.get("neat_packing"):
         translation.map_key("neat_packing", "data.separate_documents", True)
-        translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
+        translation.skip("packing", "not applicable", "documents are joined without gaps anyway")
     elif packing or (packing is None and translation.get("stage") == "pt"):
-        translation.skip("packing", "meaningless here", "documents are joined without gaps anyway")
+        translation.skip("packing", "not applicable", "documents are joined without gaps anyway")
     elif packing is not None:
         translation.map_key("packing", "data.padding", True)
     else:
@@ -97,7 +97,7 @@ def _map_method(translation: Translation) -> None:
         return
     if method == "full":
         translation.skip(
-            "finetuning_type", "meaningless here", "all parameters are trained unless a setting freezes them"
+            "finetuning_type", "not applicable", "all parameters are trained unless a setting freezes them"
         )
     else:
         translation.skip(
@@ -105,16 +105,16 @@ def _map_method(translation: Translation) -> None:
         )
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
         if translation.is_pending(key):
-            translation.skip(key, "meaningless here", "finetuning_type is not lora")
+            translation.skip(key, "not applicable", "finetuning_type is not lora")
 
 
-_CHAT = "chat and instruction prompts are not built"
+_CHAT = "chat and instruction prompts are not supported"
 _LORA = "of LoRA"
 _FREEZE = "rows of training.groups select what is trained; scale none freezes"
 _PREFERENCE = "preference optimisation and RL are not supported"
 _QUANTISED = "the base is not quantised here"
 _KERNEL = "attention and kernels are chosen by the engine"
-_MIXING = "data.mixture, once data.sources names the files"
+_MIXING = "set data.mixture with several data.sources"
 _SAMPLES = "samples.* sets how samples are generated"
 _OPTIMIZER = "not an available optimizer"
 _TOKENS = "the tokenizer is used unchanged"
@@ -151,19 +151,20 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(
             ("moe_aux_loss_coef", "upcast_layernorm", "upcast_lmhead_output"), "the model is used unchanged"
         ),
-        "train_from_scratch": "leave model.from out and set model.size",
+        "train_from_scratch": "remove model.from and set model.size",
         **dict.fromkeys(("resize_vocab", "add_tokens", "add_special_tokens", "split_special_tokens"), _TOKENS),
         **dict.fromkeys(("temperature", "top_p", "top_k", "max_new_tokens", "do_sample", "num_beams"), _SAMPLES),
         **dict.fromkeys(("repetition_penalty", "eval_num_beams"), _SAMPLES),
         **dict.fromkeys(
-            ("hf_hub_token", "ms_hub_token", "om_hub_token", "swanlab_api_key"), "secrets belong in the environment"
+            ("hf_hub_token", "ms_hub_token", "om_hub_token", "swanlab_api_key"),
+            "put secrets into environment variables",
         ),
         **dict.fromkeys(
             ("use_swanlab", "swanlab_project", "swanlab_run_name", "swanlab_mode"), "not a supported logger"
         ),
         **dict.fromkeys(("compute_accuracy", "use_dft_loss"), "the loss and its metrics belong to the task"),
         "disable_shuffling": "always shuffled",
-        "model_revision": "name a folder in model.from to pin a version",
+        "model_revision": "set model.from to a folder to pin a version",
         "eval_on_each_dataset": "evaluation uses one source",
         **dict.fromkeys(("export_dir", "export_size", "export_device"), "bottega export writes a folder"),
         "use_muon": "training.optimizer.name: muon",
@@ -176,16 +177,16 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("oft_rank", "oft_block_size", "oft_target"), "lora is the only supported adapter"),
     },
     meaningless={
-        "dataset_dir": "a path in data.train.path starts from where the command runs",
+        "dataset_dir": "data.train.path is relative to the working directory",
         **dict.fromkeys(
             ("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
-            "prepared data are cached by a hash of their settings",
+            "prepared data is cached by a hash of their settings",
         ),
         **dict.fromkeys(
             ("tokenized_path", "cache_dir", "data_shared_file_system"),
-            "prepared data are cached by a hash of their settings",
+            "prepared data is cached by a hash of their settings",
         ),
-        **dict.fromkeys(("streaming", "buffer_size"), "prepared data are read from disk as they are needed"),
+        **dict.fromkeys(("streaming", "buffer_size"), "prepared data is read from disk as needed"),
         **dict.fromkeys(
             ("flash_attn", "use_unsloth", "use_unsloth_gc", "enable_liger_kernel", "use_reentrant_gc"), _KERNEL
         ),
@@ -195,9 +196,9 @@ SKIPPED_KEYS = SkippedKeys(
             ("low_cpu_mem_usage", "use_fast_tokenizer", "use_kv_cache", "print_param_status"),
             "an internal setting of their loader",
         ),
-        **dict.fromkeys(("infer_backend", "infer_dtype", "offload_folder"), "of inference, not of training"),
+        **dict.fromkeys(("infer_backend", "infer_dtype", "offload_folder"), "a setting of inference, not of training"),
         "ignore_pad_token_for_loss": "padding never counts in the loss",
-        "ray_run_name": "processes are counted by the launcher",
+        "ray_run_name": "the launcher sets the number of processes",
     },
     harmless_values={
         "mix_strategy": ("concat",),

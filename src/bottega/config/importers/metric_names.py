@@ -37,15 +37,15 @@ def map_monitored_metric(translation: Translation, *, metric: str, mode: str, re
             note = "the mean over classes; weighted_f1 weights them by size" if name in ("f1", "f1_score") else None
             mapped = translation.map_converted(metric, f"{recipe_block}.metric", lambda _: recipe_name, note=note)
         else:
-            translation.skip(metric, "not understood", f"available metrics are {', '.join(allowed)}; loss is used")
+            translation.skip(metric, "invalid value", f"available metrics are {', '.join(allowed)}; loss is used")
     direction = infer_metric_mode(mapped or "loss")
     if translation.is_pending(mode):
         is_max = str(translation.get(mode)).lower() in ("max", "true", "yes", "on", "1")
         if is_max == (direction == "max"):
-            translation.skip(mode, "meaningless here", "the direction follows from the metric")
+            translation.skip(mode, "not applicable", "the direction follows from the metric")
         else:
             better = "larger" if direction == "max" else "smaller"
-            translation.skip(mode, "not understood", f"the metric is {mapped or 'loss'}, for which {better} is better")
+            translation.skip(mode, "invalid value", f"the metric is {mapped or 'loss'}, for which {better} is better")
     return mapped
 
 

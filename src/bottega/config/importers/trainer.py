@@ -26,7 +26,7 @@ def translate(translation: Translation) -> None:
     map_arguments(translation)
     _map_script_arguments(translation)
     translation.skip_remaining(SKIPPED_KEYS)
-    translation.notes.append("the file names no task: add task, or run bottega train TASK FILE")
+    translation.notes.append("the file has no task: add task, or run bottega train TASK FILE")
 
 
 def map_arguments(translation: Translation, *, patience: str = "early_stopping_patience") -> None:
@@ -34,7 +34,7 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
     transformers_common.map_length(translation, "num_train_epochs", default=3)
     for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
         if translation.is_pending(f"per_device_{new}_batch_size"):
-            translation.skip(old, "meaningless here", f"per_device_{new}_batch_size takes precedence")
+            translation.skip(old, "not applicable", f"per_device_{new}_batch_size takes precedence")
     size = "per_device_train_batch_size"
     transformers_common.map_batch_size(
         translation,
@@ -44,7 +44,7 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
     for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
         translation.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
     if translation.get("auto_find_batch_size"):
-        note = "the batch size stays; only the part of it in one forward pass is halved"
+        note = "the batch size stays the same; only training.micro_batch_size is halved"
         translation.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
     translation.map_table(
         {
@@ -98,9 +98,11 @@ def map_device(translation: Translation) -> None:
             translation.map_key(key, "device", name)
     is_same = translation.get("data_seed") == translation.get("seed") if translation.is_pending("data_seed") else False
     reason = (
-        "one seed for everything here" if is_same else "one seed for everything here; the order of the data follows it"
+        "there is one seed for everything"
+        if is_same
+        else "there is one seed for everything; the order of the data follows it"
     )
-    translation.skip("data_seed", "meaningless here" if is_same else "no counterpart", reason)
+    translation.skip("data_seed", "not applicable" if is_same else "no counterpart", reason)
 
 
 def _map_script_arguments(translation: Translation) -> None:
@@ -110,7 +112,7 @@ def _map_script_arguments(translation: Translation) -> None:
         translation.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
         translation.map_key("tokenizer_name", "data.tokenizer.path", str(translation.get("tokenizer_name")))
     if translation.is_pending("train_file"):
-        translation.skip("dataset_name", "meaningless here", "train_file is given")
+        translation.skip("dataset_name", "not applicable", "train_file is given")
         translation.map_converted("train_file", "data.train.path", parse_text)
     elif translation.is_pending("dataset_name"):
         name = str(translation.get("dataset_name"))
@@ -128,23 +130,23 @@ def _map_script_arguments(translation: Translation) -> None:
         }
     )
     if translation.find_mapped("data.validation.path"):
-        translation.skip("validation_split_percentage", "meaningless here", "validation_file is given")
+        translation.skip("validation_split_percentage", "not applicable", "validation_file is given")
     translation.map_converted("validation_split_percentage", "data.validation.split", lambda v: parse_number(v) / 100)
     for key in ("block_size", "max_seq_length", "max_source_length", "max_length"):
         translation.map_converted(key, "data.sequence_length", parse_integer)
 
 
-_HUB = "nothing is uploaded; bottega export writes a folder that can be"
-_RANKS = "processes are counted by the launcher"
+_HUB = "nothing is uploaded; bottega export writes a folder that can be uploaded"
+_RANKS = "the launcher sets the number of processes"
 _OWN = "an internal setting of their training loop"
-_TRACKIO = "TensorBoard and Weights & Biases are what is written to"
+_TRACKIO = "only TensorBoard and Weights & Biases are supported"
 _KERNEL = "chosen by the engine here"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
         **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"), _HUB),
         **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _HUB),
-        **dict.fromkeys(("hub_token", "push_to_hub_token"), "secrets belong in the environment"),
+        **dict.fromkeys(("hub_token", "push_to_hub_token"), "put secrets into environment variables"),
         **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "set device"),
         "auto_find_batch_size": "training.micro_batch_size: auto finds what fits",
         "lr_scheduler_kwargs": "not a setting of training.scheduler",
@@ -153,23 +155,23 @@ SKIPPED_KEYS = SkippedKeys(
         "neftune_noise_alpha": "no noise is added to embeddings",
         "group_by_length": "batches are shuffled; data.curriculum can order by length",
         "train_sampling_strategy": "batches are shuffled; data.curriculum can order by length",
-        "length_column_name": "lengths are counted here",
+        "length_column_name": "lengths are computed from the data",
         "eval_delay": "the first evaluation comes after evaluation.every",
         "eval_on_start": "the first evaluation comes after evaluation.every",
         "logging_first_step": "the first line comes after logging.every",
         "include_for_metrics": "metrics belong to the task",
-        "label_names": "data.train.label names the field of the class",
+        "label_names": "data.train.label is the field of the class",
         "predict_with_generate": "samples.every generates samples during training",
         "generation_max_length": "samples.max_new_tokens is the length of samples",
-        "max_eval_samples": "evaluation.max_batches bounds it in batches",
+        "max_eval_samples": "evaluation.max_batches is the limit, in batches",
         **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
         "fsdp_config": "a setting of their sharding",
         "deepspeed": "a setting of DeepSpeed",
-        "project": "of Trackio; logging.wandb.project is ours",
+        "project": "a setting of Trackio; use logging.wandb.project",
         "fp16_full_eval": "evaluation follows training.mixed_precision",
         "bf16_full_eval": "evaluation follows training.mixed_precision",
         "fp8": "training.mixed_precision is fp32, bf16 or fp16",
-        "save_only_model": "a checkpoint holds everything needed to resume",
+        "save_only_model": "a checkpoint contains everything needed to resume",
         "parallelism_config": "distributed.strategy is ddp or fsdp",
         "mp_parameters": "distributed.strategy is ddp or fsdp",
         "torch_compile_backend": _KERNEL,
@@ -179,8 +181,10 @@ SKIPPED_KEYS = SkippedKeys(
         "trust_remote_code": "code from a model or data set is not run",
     },
     meaningless={
-        **dict.fromkeys(("do_train", "do_eval", "do_predict"), "a command here: train, evaluate, generate"),
-        "resume_from_checkpoint": "the same command resumes by itself; train --resume_from names a checkpoint",
+        **dict.fromkeys(
+            ("do_train", "do_eval", "do_predict"), "a separate command: bottega train, evaluate or generate"
+        ),
+        "resume_from_checkpoint": "the same command resumes by itself; train --resume_from starts from a checkpoint",
         "overwrite_output_dir": "a run resumes; train --fresh starts over and keeps the old one",
         "ignore_data_skip": "the order is a function of the step, so nothing is skipped",
         "restore_callback_states_from_checkpoint": "a resume always restores everything",
@@ -213,7 +217,7 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("fp16_opt_level", "fp16_backend", "half_precision_backend"), _KERNEL),
         **dict.fromkeys(
             ("cache_dir", "overwrite_cache", "preprocessing_num_workers"),
-            "prepared data are cached by a hash of their settings",
+            "prepared data is cached by a hash of their settings",
         ),
         "framework": "engine: torch is the default",
     },

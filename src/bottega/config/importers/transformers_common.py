@@ -18,7 +18,7 @@ from bottega.config.importers.translation import (
     parse_text,
 )
 
-SHARDING_NOTE = "train refuses it until sharding is built; leave it out for a model that fits one GPU"
+SHARDING_NOTE = "train does not support it until sharding is implemented; remove it if the model fits on one GPU"
 _MEMORY = "the same optimizer, with its state in full precision"
 
 OPTIMIZERS: dict[str, tuple[str, str | None]] = {
@@ -75,11 +75,11 @@ def map_length(translation: Translation, epochs_key: str, *, default: int) -> No
     """Map the length of the run; max_steps takes precedence over epochs, as in transformers."""
     if translation.is_pending("max_steps"):
         if isinstance(translation.get("max_steps"), int) and translation.get("max_steps") <= 0:
-            translation.skip("max_steps", "meaningless here", "switched off in the file")
+            translation.skip("max_steps", "not applicable", "turned off in the file")
         else:
             translation.map_converted("max_steps", "training.max_steps", parse_integer)
     if translation.find_mapped("training.max_steps"):
-        translation.skip(epochs_key, "meaningless here", "max_steps takes precedence")
+        translation.skip(epochs_key, "not applicable", "max_steps takes precedence")
     elif translation.is_pending(epochs_key):
         amount = translation.get(epochs_key)
         is_fractional = isinstance(amount, float) and math.isfinite(amount) and amount != int(amount)
@@ -174,16 +174,16 @@ def _map_warmup(translation: Translation, *, has_none: bool) -> None:
     key, recipe_key = "warmup_steps", "training.scheduler.warmup_steps"
     for source_key in ("warmup_steps", "warmup_ratio"):
         if has_none:
-            translation.skip(source_key, "meaningless here", "their schedule of this name has no warm-up")
+            translation.skip(source_key, "not applicable", "their schedule of this name has no warm-up")
     steps = translation.get(key)
     if isinstance(steps, int | float) and 0 < steps < 1:
         translation.map_converted(key, recipe_key, format_percent)
     elif steps or not translation.get("warmup_ratio"):
         translation.map_converted(key, recipe_key, parse_integer)
     else:
-        translation.skip(key, "meaningless here", "0, so warmup_ratio takes precedence")
+        translation.skip(key, "not applicable", "0, so warmup_ratio takes precedence")
     if translation.find_mapped(recipe_key):
-        translation.skip("warmup_ratio", "meaningless here", "warmup_steps takes precedence")
+        translation.skip("warmup_ratio", "not applicable", "warmup_steps takes precedence")
     translation.map_converted("warmup_ratio", recipe_key, lambda v: format_percent(parse_number(v)))
 
 
@@ -203,7 +203,7 @@ def map_precision(translation: Translation, *, default: str) -> None:
         if chosen is None and translation.is_pending(source_key):
             translation.map_key(source_key, key, "fp32")
         elif chosen is not None:
-            translation.skip(source_key, "meaningless here", f"{chosen.source_key} takes precedence")
+            translation.skip(source_key, "not applicable", f"{chosen.source_key} takes precedence")
     if translation.find_mapped(key) is None:
         translation.map_default("bf16", "auto" if default == "auto" else False, key, default)
 
@@ -220,10 +220,10 @@ def map_cadence(
     if strategy is not None and interval == "epoch":
         translation.map_key(strategy, recipe_key, "1 epoch")
     elif strategy is not None and interval == "best":
-        translation.skip(strategy, "meaningless here", "the best checkpoint is always kept")
+        translation.skip(strategy, "not applicable", "the best checkpoint is always kept")
     elif strategy is not None and interval in ("no", "false", "none"):
         if recipe_key == "logging.every":
-            translation.skip(strategy, "no counterpart", "the log is always written; logging.every says how often")
+            translation.skip(strategy, "no counterpart", "the log is always written; logging.every sets how often")
         else:
             translation.map_key(strategy, recipe_key, None, note="null means at the end only")
     elif interval == "steps":
@@ -234,9 +234,9 @@ def map_cadence(
             translation.map_key(strategy, recipe_key, every)
     if strategy is not None:
         translation.skip(
-            strategy, "not understood", f"expected steps, epoch or no, got {format_value(translation.get(strategy))}"
+            strategy, "invalid value", f"expected steps, epoch or no, got {format_value(translation.get(strategy))}"
         )
-    translation.skip(steps, "meaningless here", f"{strategy} says {interval}")
+    translation.skip(steps, "not applicable", f"{strategy} is {interval}")
 
 
 def _parse_interval(value: Any) -> Any:
@@ -256,9 +256,7 @@ def map_best_metric(translation: Translation, *, patience: str) -> None:
     translation.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
     if num_evaluations is not None and metric is not None:
         translation.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
-    translation.skip(
-        "load_best_model_at_end", "meaningless here", "the best checkpoint is always kept and is what is exported"
-    )
+    translation.skip("load_best_model_at_end", "not applicable", "the best checkpoint is always kept, and exported")
 
 
 def map_reporting(translation: Translation, key: str = "report_to") -> None:
@@ -269,7 +267,7 @@ def map_reporting(translation: Translation, key: str = "report_to") -> None:
     loggers = [str(part).lower() for part in (value if isinstance(value, list) else str(value).split(","))]
     others = sorted({part.strip() for part in loggers} - {"wandb", "tensorboard", "none", "all", ""})
     if loggers == ["all"]:
-        translation.skip(key, "meaningless here", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
+        translation.skip(key, "not applicable", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
         return
     note = f"no counterpart: {', '.join(others)}" if others else None
     translation.map_key(key, "logging.tensorboard", "tensorboard" in loggers, note=note)
@@ -292,10 +290,10 @@ def map_wandb_mode(translation: Translation) -> None:
     if mode == "offline":
         translation.map_key("wandb_mode", "logging.wandb.offline", True)
     elif mode == "disabled":
-        translation.skip("use_wandb", "meaningless here", "wandb_mode says disabled")
+        translation.skip("use_wandb", "not applicable", "wandb_mode is disabled")
         translation.map_key("wandb_mode", "logging.wandb.enabled", False)
     else:
-        translation.skip("wandb_mode", "meaningless here", "this is always done here")
+        translation.skip("wandb_mode", "not applicable", "this is always done here")
 
 
 def map_sharding(translation: Translation) -> None:

@@ -13,9 +13,9 @@ from bottega.config.recipe import Recipe
 from bottega.config.registry import TaskRegistry
 from bottega.core.errors import UsageError
 
-SkipCategory = Literal["no counterpart", "not built yet", "meaningless here", "not understood"]
+SkipCategory = Literal["no counterpart", "not implemented yet", "not applicable", "invalid value"]
 
-DISABLED_REASON = "switched off in the file"
+DISABLED_REASON = "turned off in the file"
 EMPTY_REASON = "empty in the file"
 UNKNOWN_REASON = "unknown key"
 HARMLESS_REASONS = (DISABLED_REASON, EMPTY_REASON)
@@ -103,7 +103,7 @@ class Translation:
         if conflict is not None:
             self.skip(source_key, "no counterpart", f"{conflict.source_key} already sets {conflict.recipe_key}")
         elif any(_VARIABLE.search(str(part)) for part in (value, recipe_value)):
-            self.skip(source_key, "not understood", "${...} is not replaced in a recipe")
+            self.skip(source_key, "invalid value", "${...} is not replaced in a recipe")
         else:
             self._done.add(source_key)
             self.mapped.append(MappedKey(source_key, value, recipe_key, recipe_value, note))
@@ -124,7 +124,7 @@ class Translation:
         try:
             recipe_value = convert(self.get(source_key))
         except ValueError as error:
-            self.skip(source_key, "not understood", str(error))
+            self.skip(source_key, "invalid value", str(error))
             return None
         return recipe_value if self.map_key(source_key, recipe_key, recipe_value, note=note) else None
 
@@ -138,14 +138,14 @@ class Translation:
         if source_key in self.source_values and source_key not in self._done:
             self._done.add(source_key)
             value = self.source_values[source_key]
-            category, reason = ("meaningless here", EMPTY_REASON) if value is None else (category, reason)
+            category, reason = ("not applicable", EMPTY_REASON) if value is None else (category, reason)
             self.unmapped.append(UnmappedKey(source_key, redact_secret(source_key, value), category, reason))
 
     def skip_block(self, prefix: str, category: SkipCategory, reason: str) -> None:
         """Leave out all pending keys of a block."""
         for key, value in self.pending_under(prefix).items():
             if is_disabled(value):
-                self.skip(key, "meaningless here", DISABLED_REASON)
+                self.skip(key, "not applicable", DISABLED_REASON)
             self.skip(key, category, reason)
 
     def find_mapped(self, key: str) -> MappedKey | None:
@@ -193,7 +193,7 @@ class Translation:
                 valid.append(row)
             elif not row.is_default and not any(left.source_key == row.source_key for left in self.unmapped):
                 value = redact_secret(row.source_key, row.source_value)
-                self.unmapped.append(UnmappedKey(row.source_key, value, "not understood", error))
+                self.unmapped.append(UnmappedKey(row.source_key, value, "invalid value", error))
         # A source key that became several recipe keys stays mapped while one of them is valid.
         mapped_keys = {row.source_key for row in valid if not row.is_default}
         self.mapped = valid
@@ -262,26 +262,26 @@ def _find_reason(key: str, value: Any, tables: tuple[SkippedKeys, ...]) -> tuple
     parts = starred.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     if value is None:
-        return "meaningless here", EMPTY_REASON
+        return "not applicable", EMPTY_REASON
     for name in names:
         for table in tables:
             if value in table.harmless_values.get(name, ()):
-                return "meaningless here", DISABLED_REASON if is_disabled(value) else "this is always done here"
+                return "not applicable", DISABLED_REASON if is_disabled(value) else "this is always done here"
             if name in table.meaningless:
-                return "meaningless here", table.meaningless[name]
+                return "not applicable", table.meaningless[name]
             if name in table.not_built_yet:
                 return (
-                    ("meaningless here", DISABLED_REASON)
+                    ("not applicable", DISABLED_REASON)
                     if is_disabled(value)
-                    else ("not built yet", table.not_built_yet[name])
+                    else ("not implemented yet", table.not_built_yet[name])
                 )
             if name in table.no_counterpart:
                 return (
-                    ("meaningless here", DISABLED_REASON)
+                    ("not applicable", DISABLED_REASON)
                     if is_disabled(value)
                     else ("no counterpart", table.no_counterpart[name])
                 )
-    return ("meaningless here", DISABLED_REASON) if is_disabled(value) else ("no counterpart", UNKNOWN_REASON)
+    return ("not applicable", DISABLED_REASON) if is_disabled(value) else ("no counterpart", UNKNOWN_REASON)
 
 
 def parse_number(value: Any) -> float | int:

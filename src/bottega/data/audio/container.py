@@ -113,7 +113,7 @@ def _check_chunks(file: BinaryIO, size: int, layout: ChunkLayout) -> None:
                 return
         if length < 0 or at + head.size + length > size:
             raise Unreadable(
-                f"cut off: the header states {length:,} bytes of {name[:4].decode('ascii', 'replace')!r}, "
+                f"truncated: the header states {length:,} bytes of {name[:4].decode('ascii', 'replace')!r}, "
                 f"the file has {size - at - head.size:,}"
             )
         at += head.size + length
@@ -127,7 +127,7 @@ def _check_au(file: BinaryIO, size: int) -> None:
     file.seek(4)
     start, length = struct.unpack(">II", file.read(8))
     if length != 0xFFFFFFFF and start + length > size:
-        raise Unreadable(f"cut off: the header states {length:,} bytes, the file has {size - start:,}")
+        raise Unreadable(f"truncated: the header states {length:,} bytes, the file has {size - start:,}")
 
 
 def _check_rest(file: BinaryIO, at: int, size: int) -> None:
@@ -149,10 +149,10 @@ def _check_pages(file: BinaryIO, size: int) -> None:
         lacing = file.read(head[26])
         length = 27 + len(lacing) + sum(lacing)
         if len(lacing) < head[26] or at + length > size:
-            raise Unreadable(f"cut off: the page at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
+            raise Unreadable(f"truncated: the page at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
         flags, at = head[5], at + length
     if not flags & 4:
-        raise Unreadable(f"cut off: the last page, before byte {at:,}, is not marked as the end of the stream")
+        raise Unreadable(f"truncated: the last page, before byte {at:,}, is not marked as the end of the stream")
 
 
 def _check_segment(file: BinaryIO, size: int) -> None:
@@ -160,7 +160,7 @@ def _check_segment(file: BinaryIO, size: int) -> None:
     _, length, at = _element(file, 0)
     _, length, at = _element(file, at + length)
     if length >= 0 and at + length > size:
-        raise Unreadable(f"cut off: the header states {length:,} bytes, the file has {size - at:,}")
+        raise Unreadable(f"truncated: the header states {length:,} bytes, the file has {size - at:,}")
 
 
 def _element(file: BinaryIO, at: int) -> tuple[int, int, int]:
@@ -168,7 +168,7 @@ def _element(file: BinaryIO, at: int) -> tuple[int, int, int]:
     file.seek(at)
     raw = file.read(12)
     if len(raw) < 12 or not raw[0] & 0xF0:
-        raise Unreadable(f"cut off or damaged: no EBML element at byte {at:,}")
+        raise Unreadable(f"truncated or damaged: no EBML element at byte {at:,}")
     width = 9 - raw[0].bit_length()
     bits = raw[width].bit_length()
     if not bits:
@@ -190,7 +190,7 @@ def _check_boxes(file: BinaryIO, size: int) -> None:
             return
         if at + length > size:
             box = name.decode("ascii", "replace")
-            raise Unreadable(f"cut off: {box!r} at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
+            raise Unreadable(f"truncated: {box!r} at byte {at:,} is {length:,} bytes long, the file ends at {size:,}")
         at += length
 
 
@@ -200,7 +200,7 @@ def _check_frames(file: BinaryIO, size: int) -> None:
     stated = _xing(file, at)
     if stated is not None:
         if at + stated > size:
-            raise Unreadable(f"cut off: the header states {stated:,} bytes, the file has {size - at:,}")
+            raise Unreadable(f"truncated: the header states {stated:,} bytes, the file has {size - at:,}")
         return
     while at + 4 <= size:
         file.seek(at)
@@ -209,7 +209,7 @@ def _check_frames(file: BinaryIO, size: int) -> None:
             return
         at += length
     if at > size:
-        raise Unreadable(f"cut off: the last frame ends at byte {at:,}, the file at {size:,}")
+        raise Unreadable(f"truncated: the last frame ends at byte {at:,}, the file at {size:,}")
 
 
 def _after_tag(file: BinaryIO) -> int:

@@ -109,7 +109,7 @@ def _import_soundfile() -> Any:
     try:
         import soundfile
     except (ImportError, OSError) as error:
-        raise EnvironmentProblem(f"audio needs soundfile: pip install 'bottega[audio]' ({error})") from error
+        raise EnvironmentProblem(f"audio needs soundfile; pip install 'bottega[audio]' ({error})") from error
     return soundfile
 
 
@@ -197,9 +197,9 @@ def _decode_with_soundfile(sound_file: Any, limit: int, *, has_exact_length: boo
             total += len(block)
             _check_limits(sound_file.samplerate, sound_file.channels, total, limit)
     except soundfile.LibsndfileError as error:
-        raise Unreadable(f"damaged or cut off after {total:,} samples: {_reason(error)}") from error
+        raise Unreadable(f"damaged or truncated after {total:,} samples: {_reason(error)}") from error
     if has_exact_length and total < stated:
-        raise Unreadable(f"cut off: the header states {stated:,} samples, {total:,} could be decoded")
+        raise Unreadable(f"truncated: the header states {stated:,} samples, {total:,} could be decoded")
     return _concatenate(blocks, sound_file.channels), sound_file.samplerate
 
 
@@ -226,7 +226,7 @@ def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise EnvironmentProblem(f"m4a, webm and video need PyAV: pip install 'bottega[video]' ({error})") from error
+        raise EnvironmentProblem(f"m4a, webm and video need PyAV; pip install 'bottega[video]' ({error})") from error
     return av
 
 
@@ -243,7 +243,7 @@ def _open_with_av(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
             yield container, container.streams.audio[0]
     except (av.FFmpegError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise Unreadable(f"damaged, cut off or not an audio file: {reason}") from error
+        raise Unreadable(f"damaged, truncated or not an audio file: {reason}") from error
 
 
 def _stated_seconds(container: Any, stream: Any) -> float | None:
@@ -278,7 +278,7 @@ def _decode_with_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
             return _trim_padding(samples, round(seconds * rate), rate), rate
         # The container states the length of its longest stream, so the packets of all streams count.
         if seconds is not None and end < seconds - 0.25:
-            raise Unreadable(f"cut off: the header states {seconds:.2f} s, the last packet ends at {end:.2f} s")
+            raise Unreadable(f"truncated: the header states {seconds:.2f} s, the last packet ends at {end:.2f} s")
         return samples, rate
 
 
@@ -287,6 +287,6 @@ def _trim_padding(samples: np.ndarray, num_samples: int, rate: int) -> np.ndarra
     # Writers round to their clock and to frames, so up to two frames of 2,048 samples may be missing.
     if len(samples) < num_samples - 4096:
         raise Unreadable(
-            f"cut off: the header states {num_samples:,} samples at {rate} Hz, {len(samples):,} were decoded"
+            f"truncated: the header states {num_samples:,} samples at {rate} Hz, {len(samples):,} were decoded"
         )
     return samples[:num_samples]

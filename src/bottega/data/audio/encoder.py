@@ -110,7 +110,7 @@ def _read_content(record: Record, field: str | None) -> tuple[Any, Any]:
         # The audio column of a Hugging Face dataset. Its path is not followed: it could name any file of this machine.
         fields, value = value, value.get("bytes") if value.get("bytes") is not None else value.get("array")
         if value is None:
-            raise Unreadable(f"the audio field has neither bytes nor array, only {', '.join(fields) or 'nothing'}")
+            raise Unreadable(f"the audio field has neither bytes nor array, only {', '.join(fields) or 'none'}")
     if isinstance(value, bytearray | memoryview):
         value = bytes(value)
     return value, next((fields[name] for name in SAMPLE_RATE_FIELDS if fields.get(name) is not None), None)
@@ -164,7 +164,7 @@ def resample_audio(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
     try:
         import soxr
     except ImportError as error:
-        raise EnvironmentProblem(f"resampling needs soxr: pip install 'bottega[audio]' ({error})") from error
+        raise EnvironmentProblem(f"resampling needs soxr; pip install 'bottega[audio]' ({error})") from error
     length = resampled_length(len(audio), rate=rate, to=to)
     out: np.ndarray = soxr.resample(audio, rate, to, quality="HQ")
     # soxr rounds alike; in case a version does not, cut a sample or add a silent one.

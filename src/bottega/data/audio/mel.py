@@ -16,7 +16,7 @@ from bottega.data.audio.spectrogram import MAGNITUDE_FLOOR, MelSpectrogram
 from bottega.data.sources.source import Source
 
 FILE = "mel.json"
-REMEDY = "start the same training again to write it"
+REMEDY = "run the training command again to rewrite it"
 NUM_MEASURED = 512
 """Clips of three seconds that the scale is measured on; fewer if they are longer."""
 MAX_MEASURED_SAMPLES = NUM_MEASURED << 16
@@ -105,7 +105,7 @@ class MelProcessor(BaseModel):
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error.strerror}; {REMEDY}") from error
+            raise CheckpointError(f"cannot read {path}: {error.strerror}; {REMEDY}") from error
         except (ValidationError, UsageError) as error:
             reason = str(error)
             if isinstance(error, ValidationError):

@@ -102,6 +102,6 @@ def _import_soundfile() -> Any:
         import soundfile
     except (ImportError, OSError) as error:
         raise EnvironmentProblem(
-            f".ogg needs soundfile: pip install 'bottega[audio]' ({error}); or use .wav"
+            f".ogg needs soundfile; pip install 'bottega[audio]' ({error}); or use .wav"
         ) from error
     return soundfile

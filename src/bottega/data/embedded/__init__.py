@@ -46,7 +46,7 @@ def resolve_embedded_sources(data: D, kind: SourceKind, path: Callable[[str | No
 def check_embedded_name(name: str | None, *names: str) -> None:
     """Raise `UsageError` if `name` is not None and not one of the datasets `names`."""
     if name is not None and name not in names:
-        remedy = f"use {' or '.join(names)}" if names else "leave path out"
+        remedy = f"choose from {', '.join(names)}" if names else "remove path"
         raise UsageError(f"data.train.path: this task has no embedded dataset {name!r}; {remedy}")
 
 

@@ -326,7 +326,7 @@ def _of_kind(listing: files.Listing, kind: str) -> list[Path]:
     matching = [file for file in files.drop_documentation_files(listing) if belongs(file)]
     if not matching:
         description = "files with text" if kind == "text" else f"files of kind {kind}"
-        raise DataError(f"{listing.root} holds no {description} ({', '.join(sorted(suffixes))})")
+        raise DataError(f"{listing.root} has no {description} ({', '.join(sorted(suffixes))})")
     return matching
 
 

@@ -135,7 +135,7 @@ def _arrays(file: Path, source: Source) -> list[Array]:
     except Unreadable as error:
         raise DataError(f"{file} {error}") from error
     if not arrays:
-        raise DataError(f"{file} holds no arrays")
+        raise DataError(f"{file} contains no arrays")
     for array in arrays:
         if not array.shape or not 0 < array.row_bytes <= MAX_MEMBER_BYTES:
             description = f"{array.name!r} has shape {array.shape} of {array.dtype}"

@@ -196,9 +196,7 @@ class ParquetShard(OutputShard):
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise EnvironmentProblem(
-                "writing parquet needs the package pyarrow; pip install 'bottega[data]'"
-            ) from error
+            raise EnvironmentProblem("writing parquet needs pyarrow; pip install 'bottega[data]'") from error
         self.path = path
         self._arrow: Any = pyarrow
         self._file = path.open("wb")

@@ -34,9 +34,9 @@ def open_binary(file: Path) -> BufferedReader:
     try:
         return file.open("rb")
     except PermissionError as error:
-        raise EnvironmentProblem(f"{file} cannot be read: permission denied; change its mode or owner") from error
+        raise EnvironmentProblem(f"cannot read {file}: permission denied; change its mode or owner") from error
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from error
+        raise DataError(f"cannot read {file}: {error.strerror}") from error
 
 
 def open_decompressed(file: Path) -> BufferedReader:
@@ -131,10 +131,10 @@ class _Decompressed(io.RawIOBase):
         try:
             chunk = next(self._chunks, None)
         except EOFError as error:
-            raise DataError(f"{self._file} is truncated: its {NAMES[self._compression]} data end too soon") from error
+            raise DataError(f"{self._file} is truncated: its {NAMES[self._compression]} data ends early") from error
         except OSError as error:
             if error.errno is not None:  # the disk, not the content
-                raise DataError(f"{self._file} cannot be read: {error.strerror}") from error
+                raise DataError(f"cannot read {self._file}: {error.strerror}") from error
             raise self._damaged(error) from error
         except _errors(self._compression) as error:
             raise self._damaged(error) from error
@@ -149,7 +149,7 @@ class _Decompressed(io.RawIOBase):
 
     def _damaged(self, error: Exception) -> DataError:
         reason = " ".join(str(error).split()) or type(error).__name__
-        return DataError(f"{self._file} is damaged: {NAMES[self._compression]} says {reason}")
+        return DataError(f"{self._file} is damaged: {NAMES[self._compression]}: {reason}")
 
 
 def _chunks(raw: BinaryIO, decoder: Callable[[], Any], *, step: int) -> Iterator[bytes]:

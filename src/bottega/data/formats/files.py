@@ -239,7 +239,7 @@ def _missing(root: Path, value: str) -> DataError:
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
     near = find_similar_names(path.name, sorted(os.listdir(parent)))
-    remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} holds nothing with a similar name"
+    remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} has no file with a similar name"
     if re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not value.startswith("."):
         remedy += "; for a dataset on the Hugging Face hub set kind: huggingface"
     return DataError(f"{path} does not exist; {remedy}")

@@ -72,14 +72,14 @@ def _hash_uncached(name: str) -> str:
         try:
             return hashlib.file_digest(stream, "sha256").hexdigest()
         except OSError as error:
-            raise DataError(f"{name} cannot be read: {error.strerror}") from error
+            raise DataError(f"cannot read {name}: {error.strerror}") from error
 
 
 def _state(path: Path) -> State:
     try:
         status = path.stat()
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror}") from error
     return State(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
 
 

@@ -87,7 +87,8 @@ def _rows_without_file(metadata: Metadata, base: Path, root: Path, field: str) -
         name, first = next(iter(missing.items()))
         location = first.where.removeprefix(f"{metadata.path}, ")
         raise DataError(
-            f"{metadata.path}: none of its {len(missing)} rows names a file under {base}, such as {name!r} in {location}"
+            f"{metadata.path}: none of its {len(missing)} rows matches a file under {base}, such as {name!r} in "
+            f"{location}"
         )
     for name, row in missing.items():
         yield BadRecord(row.key, row.where, f"names the {field} file {name!r}, which is missing")

@@ -130,7 +130,7 @@ def _load(path: str, subset: str | None, split: str | None) -> Any:
             return _choose_split(library.load_from_disk(folder), folder, split)
         if folder is not None and (folder / "state.json").is_file():
             if split is not None:
-                raise UsageError(f"{folder} holds a single split without a name; leave split out")
+                raise UsageError(f"{folder} has a single split without a name; remove split")
             return library.load_from_disk(folder)
         if folder is not None:
             return library.load_dataset(str(folder), subset, split=split or DEFAULT_SPLIT)

@@ -139,9 +139,9 @@ def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
                 yield row, values_of_row
                 row += 1
             if num_rows < count:
-                raise DataError(f"{file} is truncated: its header says {shape[0]} rows and it ends after {row}")
+                raise DataError(f"{file} is truncated: its header states {shape[0]} rows and it ends after {row}")
         if piece.stop is None and stream.read(1):
-            raise DataError(f"{file} is damaged: its header says {shape[0]} rows and more data follows them")
+            raise DataError(f"{file} is damaged: its header states {shape[0]} rows and more data follows them")
 
 
 def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -157,13 +157,13 @@ def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...
     row = dtype.itemsize * math.prod(shape[1:])
     if not 0 < row <= MAX_MEMBER_BYTES:
         raise DataError(
-            f"{file}: its header says rows of shape {shape[1:]}; a row must have 1 to {MAX_MEMBER_BYTES} bytes"
+            f"{file}: its header states rows of shape {shape[1:]}; a row must have 1 to {MAX_MEMBER_BYTES} bytes"
         )
     if stream.seekable():
         available = os.fstat(stream.fileno()).st_size - stream.tell()
         if available != row * shape[0]:
             raise DataError(
-                f"{file} is damaged: its header says {shape[0]} rows of {row} bytes, but {available} bytes follow"
+                f"{file} is damaged: its header states {shape[0]} rows of {row} bytes, but {available} bytes follow"
             )
     return dtype, shape
 

@@ -136,9 +136,9 @@ def _check_surrogates(fields: dict[str, Any]) -> None:
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         if half := _HALF_PAIR.search(text):
             position = f" at character {half.start()}" if text is value else ""
-            raise InvalidRow(f"field {key!r} has half a surrogate pair ({half.group()!r}){position}")
+            raise InvalidRow(f"field {key!r} has an unpaired surrogate ({half.group()!r}){position}")
         if _HALF_PAIR.search(key):
-            raise InvalidRow(f"key {key!r} has half a surrogate pair")
+            raise InvalidRow(f"key {key!r} has an unpaired surrogate")
 
 
 def _explain(raw: bytes, error: Exception) -> InvalidRow:

@@ -52,7 +52,8 @@ class _Text:
             raw = read_up_to(stream, MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise DataError(
-                f"{self.file} is larger than {MAX_BYTES / 2**20:g} MiB, the most for a JSON list, which is loaded whole; "
+                f"{self.file} is larger than {MAX_BYTES / 2**20:g} MiB, the limit for a JSON list, which is loaded "
+                "into memory; "
                 f"convert it to JSON Lines, a row such as {EXAMPLE_ROW} on each line"
             )
         if raw.startswith(b"\xef\xbb\xbf"):

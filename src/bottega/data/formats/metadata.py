@@ -153,7 +153,7 @@ def _layout(file: Path, source: Source) -> table.Layout:
     if delimiter != "|":
         raise DataError(
             f"{file}, line 1: no column is named {', '.join(FILE_COLUMNS[:-1])} or id; add a header, or "
-            "name the columns with data.train.columns"
+            "set data.train.columns"
         )
     names = [PIPE_COLUMNS[at] if at < len(PIPE_COLUMNS) else f"column_{at + 1}" for at in range(len(cells))]
     return table.Layout(delimiter, names, has_header=False)

@@ -134,7 +134,7 @@ def _list_files(store: Any, path: str, address: str, *, is_http: bool) -> tuple[
         raise DataError(f"{strip_credentials(address)} is empty")
     if len(infos) > MAX_FILES:
         raise DataError(
-            f"{strip_credentials(address)} holds {len(infos):,} files, more than {MAX_FILES:,}; pack them into shards"
+            f"{strip_credentials(address)} contains {len(infos):,} files, more than {MAX_FILES:,}; pack them into shards"
         )
     infos_by_name = {_safe(name[len(root) :].removeprefix("/"), address): info for name, info in sorted(infos.items())}
     return infos_by_name, is_pattern or is_folder
@@ -206,7 +206,7 @@ def _copy(store: Any, files: dict[str, dict[str, Any]], folder: Path, address: s
             reason = (
                 f"sends more than the {size:,} bytes it announced; try again"
                 if size is not None
-                else f"has sent {limit:,} bytes and does not announce its size; download it yourself and give the path"
+                else f"has sent {limit:,} bytes and does not announce its size; download it yourself, and give the path"
             )
             raise DataError(f"{strip_credentials(address)}: {name} {reason}") from None
         except FileNotFoundError as error:

@@ -80,7 +80,7 @@ def parse_header(header: list[str], file: Path) -> list[str]:
     if len(set(names)) < len(names):
         (repeated, _), *_ = Counter(names).most_common(1)
         raise DataError(
-            f"{file}, line 1: two columns are named {repeated!r}; name them with columns, or correct the header"
+            f"{file}, line 1: two columns are named {repeated!r}; set data.train.columns, or correct the header"
         )
     return names
 

@@ -214,7 +214,7 @@ def _members(stream: BinaryIO, piece: Piece, *, bodies: bool) -> Iterator[Member
             length = 0
         after = at + length + -length % BLOCK
         if total is not None and after > total and kind != NO_END:
-            raise Unreadable(f"is truncated: member {name!r} claims {length} bytes, more than remain")
+            raise Unreadable(f"is truncated: member {name!r} states {length} bytes, more than remain")
         key, field = split_member_name(normalize_path(name))
         problem = problem or _problem(raw, name, kind, is_folder)
         is_skipped = problem is None and (is_folder or _is_file_manager_note(key))

@@ -69,7 +69,7 @@ def encode_members(record: Record) -> dict[str, bytes]:
         plain, out["json"] = {}, encode_json(plain["json"], record, "json")
     if plain or not out:
         if "json" in out:
-            raise_field_error(record, "json", "is reserved for the member that holds plain values; rename the field")
+            raise_field_error(record, "json", "is reserved for the member with plain values; rename the field")
         out["json"] = encode_json(plain, record, ", ".join(plain))
     return out
 
@@ -96,7 +96,7 @@ def _member(field: str, value: Any, record: Record) -> tuple[tuple[str, ...], by
         try:
             data = value.encode()
         except UnicodeEncodeError:
-            raise_field_error(record, field, "has half a surrogate pair, which cannot be encoded")
+            raise_field_error(record, field, "has an unpaired surrogate, which cannot be encoded")
         own = ("txt",) if name == "text" else (name,) if last in TEXT_SUFFIXES else ()
         return (*own, f"{name}.txt"), data
     if isinstance(value, int | np.integer) and not isinstance(value, bool) and abs(int(value)) < MAX_INTEGER:

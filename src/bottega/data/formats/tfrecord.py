@@ -302,7 +302,7 @@ def _integers(data: bytes, at: int, end: int) -> np.ndarray:
 def _numbers(packed: bytes) -> np.ndarray:
     """Decode varints to int64: seven bits per byte, lowest first; the last byte of each is below 128."""
     if packed and packed[-1] > 127:
-        raise ValueError("a number that is cut off")
+        raise ValueError("a truncated number")
     if len(packed) <= 64:
         values, at = [], 0
         while at < len(packed):

@@ -82,7 +82,7 @@ def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
     if isinstance(value, np.ndarray):
         if value.dtype.kind not in "biufSU":
             raise_field_error(
-                record, name, f"is an array of {value.dtype}; TFRecord can hold integers, float32 and bytes"
+                record, name, f"is an array of {value.dtype}; TFRecord can store integers, float32 and bytes"
             )
         has_shape = value.ndim != 1 or value.size == 1
         shape = [(f"{name}/shape", _list(np.array(value.shape)))] if has_shape else []

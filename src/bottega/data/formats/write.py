@@ -59,7 +59,7 @@ def write_records(
 ) -> list[Path]:
     """Write records to shards SPLIT-000000.tar and so on, replacing earlier ones of the split; return their paths."""
     if to not in get_args(OutputFormat):
-        raise UsageError(f"unknown output format {to!r}; choose one of {', '.join(get_args(OutputFormat))}")
+        raise UsageError(f"--to {to}: unknown format; choose from {', '.join(get_args(OutputFormat))}")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", split):
         raise UsageError(f"split {split!r} cannot be part of a file name; use letters, digits, _ and -")
     manifest = _read_manifest(folder, to)
@@ -72,7 +72,7 @@ def write_records(
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
-        raise EnvironmentProblem(f"{folder} cannot be written: {error.strerror}") from error
+        raise EnvironmentProblem(f"cannot write {folder}: {error.strerror}") from error
     return [folder / file.relative_to(temporary) for file in files]
 
 
@@ -124,7 +124,7 @@ def _read_manifest(folder: Path, to: OutputFormat) -> dict[str, Any]:
     if not folder.exists():
         return manifest
     if not folder.is_dir():
-        raise UsageError(f"{folder} is a file; give a folder to write to")
+        raise UsageError(f"{folder} is a file; give a folder")
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         ours = [file for files in manifest["splits"].values() for file in files]
@@ -134,14 +134,14 @@ def _read_manifest(folder: Path, to: OutputFormat) -> dict[str, Any]:
     except FileNotFoundError:
         allowed = set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{folder / MANIFEST} cannot be read ({error}); write to an empty folder") from error
+        raise UsageError(f"cannot read {folder / MANIFEST}: {error}; write to an empty folder") from error
     other = sorted(
         name for name in os.listdir(folder) if name not in allowed and not name.startswith(TEMPORARY_PREFIXES)
     )
     if other:
-        raise UsageError(f"{folder} holds {other[0]}, which Bottega did not write; write to an empty folder")
+        raise UsageError(f"{folder} contains {other[0]}, which Bottega did not write; write to an empty folder")
     if manifest["to"] != to and any(manifest["splits"].values()):
-        raise UsageError(f"{folder} already holds {manifest['to']} files; write {to} to another folder")
+        raise UsageError(f"{folder} already contains {manifest['to']} files; write {to} to another folder")
     return {**manifest, "to": to}
 
 
@@ -153,7 +153,7 @@ def _publish(temporary: Path, folder: Path, manifest: dict[str, Any], split: str
     taken = {name for other, files in manifest["splits"].items() if other != split for name in files}
     if taken & set(new):
         raise UsageError(
-            f"{folder} already holds {sorted(taken & set(new))[0]} of another split; write to another folder"
+            f"{folder} already contains {sorted(taken & set(new))[0]} of another split; write to another folder"
         )
     _save_manifest(folder, {**manifest, "splits": {**manifest["splits"], split: sorted({*old, *new})}})
     trash = temporary_name(folder / split, ".trash-")
@@ -200,7 +200,9 @@ def encode_medium(field: str, value: Any, record: Record) -> tuple[str, bytes] |
         return None
     known_suffix = suffix if suffix in MEDIA_SUFFIXES else detect_media_suffix(data)
     if known_suffix is None:
-        raise_field_error(record, field, "holds bytes of an unknown media type; write tfrecord or parquet to keep them")
+        raise_field_error(
+            record, field, "contains bytes of an unknown media type; write tfrecord or parquet to keep them"
+        )
     return known_suffix, data
 
 

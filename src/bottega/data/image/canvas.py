@@ -23,7 +23,7 @@ class Canvas:
         try:
             from PIL import Image, ImageDraw, ImageFont
         except ImportError as error:
-            raise EnvironmentProblem(f"plots need Pillow: pip install 'bottega[data]' ({error})") from error
+            raise EnvironmentProblem(f"plots need Pillow; pip install 'bottega[data]' ({error})") from error
         self._font = ImageFont.load_default
         self.image: Any = Image.new("RGB", (round(width * SCALE), round(height * SCALE)), PAPER)
         self.pen = ImageDraw.Draw(self.image)

@@ -60,7 +60,7 @@ def import_pillow() -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise EnvironmentProblem("images need Pillow, which is not installed: pip install 'bottega[data]'") from error
+        raise EnvironmentProblem("images need Pillow; pip install 'bottega[data]'") from error
     # Pillow also logs some errors; without a handler Python would write them to standard error.
     logger = logging.getLogger("PIL")
     if not logger.handlers:

@@ -104,7 +104,7 @@ def read_media_field(record: Record, field: str | None, *, names: tuple[str, ...
         others = (name for name, value in fields.items() if name not in own and _to_media(value) is not None)
         candidates = usual[:1] or list(others)
         if len(candidates) != 1:
-            problem = f"several fields could hold the {medium}" if candidates else f"no field holds the {medium}"
+            problem = f"several fields could contain the {medium}" if candidates else f"no field contains the {medium}"
             raise Unreadable(f"{problem}; the record has {list_fields(fields)}; set data.train.field")
         field = candidates[0]
     value = _to_media(fields[field])

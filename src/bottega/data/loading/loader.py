@@ -149,7 +149,7 @@ def iter_eval_batches(
     """
     size = len(source) if limit is None else min(limit, len(source))
     if size < 1:
-        raise DataError("the validation data has no samples; add data or leave validation out")
+        raise DataError("the validation data has no samples; add data or remove data.validation")
     order = source.length_order(size)
     for first in range(0, size, batch_size):
         count = min(batch_size, size - first)

@@ -109,7 +109,7 @@ class RoutingData(Data):
         RoutingSource(kind="synthetic"), description="training data: a source, or synthetic samples with known rules"
     )
     sources: tuple[RoutingSource, ...] | None = Field(
-        None, min_length=1, description="several sources in place of train"
+        None, min_length=1, description="several sources instead of train"
     )
     validation: RoutingHeldOut | None = Field(
         RoutingHeldOut(split=0.2), description="validation data: {split: 0.2} or a source"
@@ -149,7 +149,8 @@ class RoutingData(Data):
         chance = (self.num_labels - 1) / self.num_labels
         if self.label_noise >= chance:
             raise ValueError(
-                f"label_noise: {self.label_noise:g} makes the right label as rare as any other of {self.num_labels}; "
+                f"label_noise: {self.label_noise:g} makes the correct label no more frequent than any other of "
+                f"{self.num_labels}; "
                 f"use less than {chance:.4g}"
             )
         needed = self.num_rules + count_content_dimensions(self.num_labels, self.difficulty)

@@ -67,7 +67,7 @@ def assign_field_roles(
     own = original_names(fields)
     rules = [name for name in fields if _is_rule(name) and name not in (field, label) and name not in own]
     if len(rules) > 1:
-        raise Unreadable(f"{' and '.join(map(repr, rules))} both hold the index of the right expert; keep one of them")
+        raise Unreadable(f"{' and '.join(map(repr, rules))} both contain the index of the correct expert; keep one")
     return field, label, rules[0] if rules else None
 
 
@@ -122,7 +122,7 @@ def read_all_numbers(fields: Mapping[str, Any], *, excluded: Collection[str | No
         if numbers is not None:
             parts.append(numbers)
     if not parts:
-        raise Unreadable(f"no field contains numbers ({', '.join(fields) or 'none'})")
+        raise Unreadable(f"no field contains numbers ({', '.join(fields) or 'none'}); set data.train.field")
     return np.concatenate(parts)
 
 
@@ -190,7 +190,7 @@ def read_number_rows(source: Source, columns: tuple[str, ...] | None) -> tuple[l
                     f"{record.where}: has {len(rows[-1])} numbers, but {keys[0]} has {len(rows[0])}; make all rows equally long"
                 )
     if not rows:
-        raise DataError(f"{file.root} is empty; name a file with rows")
+        raise DataError(f"{file.root} is empty; give a file with data in it")
     return keys, np.stack(rows)
 
 
@@ -207,5 +207,5 @@ def _read_row(fields: Mapping[str, Any], source: Source, columns: tuple[str, ...
         return read_all_numbers(fields, excluded=(label, rule, source.label))
     numbers = to_float_vector(fields[field], f"field {field!r}")
     if numbers is None:
-        raise Unreadable(f"field {field!r} contains no numbers")
+        raise Unreadable(f"field {field!r} contains no numbers; set data.train.field to one that does")
     return numbers

@@ -81,7 +81,10 @@ class VectorEncoder(Encoder):
         if field is not None:
             numbers = to_float_vector(fields[field], f"field {field!r}")
             if numbers is None:
-                raise Unreadable(f"field {field!r} contains no numbers but {type(fields[field]).__name__}")
+                raise Unreadable(
+                    f"field {field!r} contains no numbers but {type(fields[field]).__name__}; set data.train.field to "
+                    "one that does"
+                )
         elif self.layout is not None:
             numbers = read_inputs(fields, self.layout, excluded=(label, rule))
         else:
@@ -102,7 +105,8 @@ def _parse_rule(value: Any, name: str) -> int:
     number = float(numbers[0]) if numbers is not None and len(numbers) == 1 else None
     if number is None or not number.is_integer() or not 0 <= number < MAX_RULES:
         raise Unreadable(
-            f"column {name!r} is {value}; expected the index of the right expert, from 0 to {MAX_RULES - 1}; correct it, or "
+            f"column {name!r} is {value}; expected the index of the correct expert, from 0 to {MAX_RULES - 1}; "
+            "correct it, or "
             "rename the column if it is an input"
         )
     return int(number)

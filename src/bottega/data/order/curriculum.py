@@ -71,7 +71,7 @@ def _field(source: Source, name: str) -> np.ndarray:
 def _value(rows: dict[str, Any], name: str) -> np.ndarray:
     if name not in rows:
         raise UsageError(
-            f"data.curriculum.by={name}: the samples have no such field; use one of length, rarity, {', '.join(rows)}"
+            f"data.curriculum.by={name}: the samples have no such field; choose from length, rarity, {', '.join(rows)}"
         )
     return np.asarray(rows[name])
 
@@ -162,7 +162,7 @@ def plan_stages(
                 f"{name} would begin at step {first}, but the run has {total_steps} steps; shorten the stages before it"
             )
         if stage.steps.amount == 0:
-            problems.append(f"{name}.steps is 0; give it a positive number of steps, or leave the stage out")
+            problems.append(f"{name}.steps is 0; give it a positive number of steps, or remove the stage")
         if planned_stage.num_samples < planned_stage.batch_size:
             problems.append(
                 f"{name} has {planned_stage.num_samples} samples (share {stage.share:g} of {size}), fewer than one batch of "
@@ -170,7 +170,7 @@ def plan_stages(
             )
         if planned_stage.replay_fraction and (not planned or planned_stage.num_samples <= planned[-1].num_samples):
             reason = "adds no samples to the stage before it" if planned else "is the first"
-            problems.append(f"{name}.replay={planned_stage.replay_fraction:g}: this stage {reason}; leave replay out")
+            problems.append(f"{name}.replay={planned_stage.replay_fraction:g}: this stage {reason}; remove replay")
         planned.append(planned_stage)
     if problems:
         raise UsageError("; ".join(problems))
@@ -195,7 +195,7 @@ def _levels(
     """Return competence as short stages; each begins when its level is reached, so that none uses samples too early."""
     name = "data.curriculum.competence"
     if steps == 0:
-        raise UsageError(f"{name}.steps is 0, so that all samples are used from the start; leave the curriculum out")
+        raise UsageError(f"{name}.steps is 0, so that all samples are used from the start; remove the curriculum")
     if steps > total:
         raise UsageError(
             f"{name}.steps is {steps}, but the run has {total} steps, so the hardest samples would never be used; lower it"

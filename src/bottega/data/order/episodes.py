@@ -200,7 +200,7 @@ def group_by_field(source: Source, name: str) -> np.ndarray:
     values = read_per_sample(source, read)
     if values is None:
         names = ", ".join(sorted({"label", "source", "region", *text_fields}))
-        raise UsageError(f"techniques: maml.by: the samples have no field {name!r}; use one of {names}")
+        raise UsageError(f"techniques: maml.by: the samples have no field {name!r}; choose from {names}")
     return _drop_repeats(source, np.unique(values, return_inverse=True)[1].reshape(-1))
 
 

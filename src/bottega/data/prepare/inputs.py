@@ -245,7 +245,7 @@ def _cut_text(number: int, input: Input, pieces: list[Piece], fractions: Shares)
     file = input.source_files.paths[0]
     size = file.stat().st_size
     if size == 0:
-        raise DataError(f"{file} is empty; give a file with text in it")
+        raise DataError(f"{file} is empty; give a file with data in it")
     validation = _boundary(file, int(size * (1 - (fractions.validation or 0) - (fractions.test or 0))))
     test = _boundary(file, int(size * (1 - (fractions.test or 0)))) if fractions.test else size
     borders = [(0, validation, input.table), (validation, test, "validation"), (test, size, "test")]

@@ -22,7 +22,7 @@ BLANKS = 8
 """Flag added to the form if white space was removed from the label."""
 
 
-NAME_IT = "name the field with data.label_field"
+NAME_IT = "set data.label_field to the right field"
 SKIP = ", or set data.bad_records=skip"
 """Helps if some rows have no label, but not if all lack one."""
 GIVE = "give it a class, or set data.bad_records=skip"
@@ -66,11 +66,14 @@ class LabelReader:
             )
         classes = [_class_name(item, field) for item in _split_classes(value, field, separator)]
         if any(not name for name, _ in classes):
-            raise Unreadable(f"the label field {field!r} has a class with an empty name")
+            raise Unreadable(f"the label field {field!r} has a class with an empty name; remove it")
         blanks = max((form & BLANKS for _, form in classes), default=0)
         forms = {form & ~BLANKS for _, form in classes}
         if forms >= {WORD, NUMBER}:
-            raise Unreadable(f"the label field {field!r} mixes numbers and words: {[name for name, _ in classes]}")
+            raise Unreadable(
+                f"the label field {field!r} mixes numbers and words: {[name for name, _ in classes]}; use one form "
+                "for all labels"
+            )
         return json.dumps(sorted({name for name, _ in classes}), ensure_ascii=False), min(
             forms, default=EITHER
         ) | blanks

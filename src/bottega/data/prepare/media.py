@@ -168,7 +168,7 @@ def _first_answer(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable
                 problem = problem or f"{record.where}: {error}"
         train = next(input.source_files for input in inputs if input.table.startswith("train"))
         if problem is None:
-            raise DataError(f"{train.root} is empty; give data that is not")
+            raise DataError(f"{train.root} is empty; give a file with data in it")
         raise DataError(f"{train.root}: none of the first records can be read; the first problem is {problem}")
 
     return apply_probe
@@ -259,7 +259,7 @@ def _video_encoder(data: VideoData, fields: dict[str, Any], first: Any) -> tuple
     from bottega.data.video.encoder import VIDEO_FIELDS, VideoEncoder
 
     if data.buckets is not None:
-        raise UsageError("data.buckets is for images only; leave it out")
+        raise UsageError("data.buckets is for images only; remove it")
 
     def probe_video(record: Record) -> tuple[int, int, int]:
         """Return height, width and channels of the first frame."""

@@ -217,7 +217,7 @@ def open_prepared(folder: Path, *, task: str) -> PreparedData:
         meta = json.loads((folder / META).read_bytes())
         prepared_task, version, key = meta["task"], meta["format"], meta["key"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{folder} is not prepared data: {META} cannot be read") from error
+        raise DataError(f"{folder} is not prepared data: {META} cannot be read; prepare the data again") from error
     if (prepared_task, version) != (task, FORMAT):
         raise DataError(
             f"{folder} was prepared for {prepared_task} (format {version}), not for {task} (format {FORMAT}); prepare the "
@@ -248,15 +248,15 @@ def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
     if path is not None and (data.train.kind == "shards" or (data.train.kind == "auto" and is_prepared(path))):
         for key in ("replay", "split", "clean", "filter", "deduplicate"):
             if getattr(data, key, None) is not None:
-                raise UsageError(f"data.{key} cannot be applied to {path}, which holds prepared shards; leave it out")
+                raise UsageError(f"data.{key} cannot be applied to {path}, which contains prepared shards; remove it")
         ready = open_prepared(path, task=task)
         for name, part in (("validation", data.validation), ("test", data.test)):
             if part is not None and part.path is not None:
                 raise UsageError(
-                    f"data.{name}.path: {path} holds prepared shards with splits of their own; leave it out"
+                    f"data.{name}.path: {path} contains prepared shards with splits of their own; remove it"
                 )
             if part is not None and name == "test" and name not in ready.tables:
-                raise UsageError(f"data.{name}: {path} has no such split; prepare it again with one, or leave it out")
+                raise UsageError(f"data.{name}: {path} has no such split; prepare it again with one, or remove it")
         return ready
     return None
 
@@ -352,7 +352,8 @@ def _check_labels(plan: PreparationPlan, folder: Path) -> None:
         wrong = [label for label in labels if label not in present]
         if wrong:
             raise DataError(
-                f"{input.source_files.root}: no record has the class {wrong[0]!r}, which labels names; of the named classes it has "
+                f"{input.source_files.root}: no record has the class {wrong[0]!r} of data.train.labels; of these "
+                "classes it has "
                 f"{', '.join(sorted(present))}"
             )
 

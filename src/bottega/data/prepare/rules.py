@@ -191,7 +191,7 @@ def _find_text(record: Record) -> str | BadRecord:
         return BadRecord(
             record.key,
             record.where,
-            f"{_missing_field('text', fields)}; name the right one with data.train.field (`bottega data FILE` lists all)",
+            f"{_missing_field('text', fields)}; set data.train.field to the right one (`bottega data FILE` lists all)",
         )
     text = fields[name]
     if not isinstance(text, str):
@@ -199,7 +199,7 @@ def _find_text(record: Record) -> str | BadRecord:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"half a surrogate pair ({text[error.start]!r}) at character {error.start}"
+        half = f"an unpaired surrogate ({text[error.start]!r}) at character {error.start}"
         return BadRecord(record.key, record.where, f"field {name!r} has {half}")
     return text
 

@@ -126,7 +126,7 @@ def parse_json(data: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
         return value
     except UnicodeEncodeError as error:
-        raise Unreadable("is not valid JSON: it has half a surrogate pair") from error
+        raise Unreadable("is not valid JSON: it has an unpaired surrogate") from error
     except (ValueError, RecursionError) as error:
         raise Unreadable(f"is not valid JSON: {error}") from error
 
@@ -169,7 +169,7 @@ def read_npy_header(stream: BinaryIO, size: int) -> tuple[np.dtype[Any], tuple[i
     needed, available = dtype.itemsize * math.prod(shape), size - (8 + count + length)
     if dtype.itemsize == 0 or needed != available:
         raise Unreadable(
-            f"is damaged: its header says {dtype} of shape {shape}, {needed} bytes, but it has {available}"
+            f"is damaged: its header states {dtype} of shape {shape}, {needed} bytes, but it has {available}"
         )
     return dtype, shape, fortran
 
@@ -211,7 +211,7 @@ def list_zipped_arrays(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     for info in infos:
         problem = find_name_problem(info.filename)
         if problem is None and not info.filename.endswith(".npy"):
-            problem = "is not an array; an npz file holds .npy members"
+            problem = "is not an array; an npz file contains .npy members"
         if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             problem = "is encrypted or compressed by an unusual method; save it with numpy.savez_compressed"
         if info.file_size > max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * info.compress_size):

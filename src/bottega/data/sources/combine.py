@@ -38,7 +38,7 @@ class Concat(Source):
         assert len(self.sources) == len(self.repeats) == len(self.names) > 0
         for name, source in zip(self.names, self.sources, strict=True):
             if len(source) == 0:
-                raise DataError(f"{name} has no samples; add data or leave it out")
+                raise DataError(f"{name} has no samples; add data or remove it")
 
     @property
     def sizes(self) -> list[int]:
@@ -172,7 +172,8 @@ def combine_sources(
         for i, option in enumerate(options):
             if option.weight is not None:
                 raise UsageError(
-                    f"data.sources[{i}].weight={option.weight:g} requires data.mixture=weighted; set it, or leave weight out"
+                    f"data.sources[{i}].weight={option.weight:g} requires data.mixture=weighted; set it, or remove "
+                    "weight"
                 )
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]

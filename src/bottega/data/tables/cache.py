@@ -57,7 +57,7 @@ def get_or_build(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
                 _build_entry(entry, build)
     except OSError as error:
         if error.filename is not None and not Path(os.fsdecode(error.filename)).is_relative_to(cache):
-            raise DataError(f"{os.fsdecode(error.filename)} cannot be read: {error.strerror}") from error
+            raise DataError(f"cannot read {os.fsdecode(error.filename)}: {error.strerror}") from error
         raise EnvironmentProblem(
             f"cannot write prepared data to {cache}: {error.strerror or error}; free some space, or set "
             "XDG_CACHE_HOME to a writable folder"

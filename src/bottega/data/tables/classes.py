@@ -109,8 +109,9 @@ class Conditions:
         if kind == "class" and self.labels is None:
             key = str(table.row("key", 0))
             raise DataError(
-                f"model.condition=class needs labels, but the samples have none (the first is {key}); name the field with "
-                f"data.train.label, {_pattern_hint(key)}sort the files into a folder for each class, or set "
+                f"model.condition=class needs labels, but the samples have none (the first is {key}); set "
+                f"data.train.label to the field, {_pattern_hint(key)}sort the files into a folder for each class, or "
+                "set "
                 "model.condition=none"
             )
         self.size = {"none": 0, "class": len(classes or ())}.get(kind, 0)
@@ -166,8 +167,8 @@ def _vectors(table: Table) -> np.ndarray:
     """Return the condition vectors (n, d), in memory: they are sent to workers and small beside the samples."""
     if "condition" not in table.columns:
         raise DataError(
-            f"{table.folder}: model.condition=vector needs vectors, but the samples have none; name the field with "
-            "data.condition_field"
+            f"{table.folder}: model.condition=vector needs vectors, but the samples have none; set "
+            "data.condition_field to the field"
         )
     lengths = table.lengths("condition")
     other = np.flatnonzero(lengths != lengths[0]) if len(lengths) else lengths

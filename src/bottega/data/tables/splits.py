@@ -67,10 +67,11 @@ def _check_fractions(validation: float | None, test: float | None) -> None:
     fractions = {"data.validation.split": validation, "data.test.split": test}
     for key, fraction in fractions.items():
         if fraction is not None and not 0 < fraction < 1:
-            raise UsageError(f"{key} is {fraction:g}; it must lie between 0 and 1")
+            raise UsageError(f"{key} is {fraction:g}; it must be between 0 and 1")
     if (validation or 0) + (test or 0) >= 1:
         raise UsageError(
-            f"data.validation.split={validation:g} and data.test.split={test:g} leave nothing to train on; lower them"
+            f"data.validation.split={validation:g} and data.test.split={test:g} leave nothing to train on; their sum "
+            "must be below 1"
         )
 
 

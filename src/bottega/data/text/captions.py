@@ -39,7 +39,7 @@ class CaptionTokenizer:
         marks = self.tokenizer.backend.num_special_tokens_to_add(False)
         if length <= marks:
             raise UsageError(
-                f"model.text.max_tokens: {length} leaves no room for text beside {marks} special tokens; increase it"
+                f"model.text.max_tokens: {length} leaves no room for text with {marks} special tokens; raise it"
             )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,19 +12,19 @@ from bottega.config.section import Positive, Probability, Section
 class TextAugmentation(Section):
     """Augmentation of training texts."""
 
-    enabled: bool = Field(True, description="whether it is applied")
+    enabled: bool = Field(True, description="whether augmentation is on")
     techniques: tuple[Literal["synonym_replacement", "random_insertion", "random_swap", "random_deletion"], ...] = (
-        Field(("random_swap", "random_deletion"), description="which changes are made")
+        Field(("random_swap", "random_deletion"), description="augmentations to apply")
     )
-    probability: Probability = Field(0.1, description="share of words changed")
-    augmentation_factor: Positive = Field(1, description="changed copies made of each training text")
+    probability: Probability = Field(0.1, description="fraction of words changed")
+    augmentation_factor: Positive = Field(1, description="augmented copies of each training text")
 
 
 class Tokenizer(Section):
     """The tokenizer of a language model."""
 
-    kind: Literal["bpe", "bytes", "characters", "pretrained"] = Field("bpe", description="how text becomes numbers")
-    vocab_size: Positive | None = Field(None, description="bpe: how many tokens are learned; null is 4096")
+    kind: Literal["bpe", "bytes", "characters", "pretrained"] = Field("bpe", description="tokenizer of the text")
+    vocab_size: Positive | None = Field(None, description="bpe: size of the vocabulary; null is 4096")
     path: str | None = Field(None, description="pretrained: a tokenizer file, a folder or a hub name")
 
 
@@ -33,5 +33,5 @@ def find_tokenizer_problems(tokenizer: Tokenizer) -> list[tuple[str, str]]:
     if tokenizer.kind == "pretrained" and tokenizer.path is None:
         return [("data.tokenizer.path", "missing; kind pretrained needs a file, a folder or a hub name")]
     if tokenizer.kind != "pretrained" and tokenizer.path is not None:
-        return [("data.tokenizer.path", "only kind pretrained has one; set data.tokenizer.kind")]
+        return [("data.tokenizer.path", "applies to kind pretrained only; set data.tokenizer.kind")]
     return []

@@ -21,7 +21,7 @@ def check_filter(options: Filter) -> None:
     for code in options.languages or ():
         if _code(code) not in LANGUAGES:
             near = difflib.get_close_matches(code.lower()[:2], sorted(LANGUAGES), n=1, cutoff=0.9)
-            remedy = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(sorted(LANGUAGES))}"
+            remedy = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(sorted(LANGUAGES))}"
             raise UsageError(f"data.filter.languages: {code!r} is not a language that can be detected; {remedy}")
 
 

@@ -115,7 +115,8 @@ class LabelledTexts(Source):
         framed = len(self.collator.prefix) + len(self.collator.suffix)
         if self.collator.max_length is not None and self.collator.max_length <= framed:
             raise DataError(
-                f"data.sequence_length={self.collator.max_length} leaves no room beside {framed} special tokens; increase it"
+                f"data.sequence_length={self.collator.max_length} leaves no room for text with {framed} special "
+                "tokens; raise it"
             )
         self.sequence_length = int(self.lengths().max(initial=1))
 
@@ -194,7 +195,7 @@ def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) 
 def _unknown_label_message(name: str, classes: Classes) -> str:
     near = find_similar_names(name, classes.names)
     listed = ", ".join(classes.names[:5]) + (", ..." if len(classes) > 5 else "")
-    hint = f"did you mean {near[0]!r}?" if near else f"use one of {listed}"
+    hint = f"did you mean {near[0]!r}?" if near else f"choose from {listed}"
     return f"label {name!r} is not one of the {len(classes)} classes of the training data; {hint}"
 
 
@@ -202,7 +203,7 @@ def find_training_classes(
     prepared: PreparedData,
     *,
     include_held_out: bool = False,
-    remedy: str = "name another field with data.label_field, or add samples",
+    remedy: str = "set data.label_field to another field, or add samples",
 ) -> Classes:
     """Return the classes of the training data; `include_held_out` adds those that only held-out samples have.
 

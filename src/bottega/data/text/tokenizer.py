@@ -174,7 +174,7 @@ class Tokenizer:
             listed = ", ".join(map(repr, unknown[:8])) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
             raise problem(
                 f"the character vocabulary of {self.vocab_size - 1} characters has no {listed}; "
-                "leave them out, or use a bytes or bpe tokenizer"
+                "remove them, or use a bytes or bpe tokenizer"
             )
         return ids.astype(self.dtype)
 

@@ -87,7 +87,8 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     """Train byte-level BPE, which round-trips any text; a small corpus gives fewer ids than `vocab_size`."""
     if vocab_size < MIN_BPE_VOCAB_SIZE:
         raise UsageError(
-            f"tokenizer vocab_size={vocab_size} is less than {MIN_BPE_VOCAB_SIZE}: all bytes and end of text"
+            f"data.tokenizer.vocab_size: expected at least {MIN_BPE_VOCAB_SIZE} (all bytes and end of text), got "
+            f"{vocab_size}"
         )
     core = tokenizers.Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -107,7 +108,10 @@ def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_fr
     `vocab_size` counts the unknown word and end of text too; None takes all words that occur `min_frequency` times.
     """
     if vocab_size is not None and vocab_size < 3:
-        raise UsageError(f"tokenizer vocab_size={vocab_size} is less than 3: the unknown word, end of text and a word")
+        raise UsageError(
+            "data.tokenizer.vocab_size: expected at least 3 (the unknown word, end of text and a word), got "
+            f"{vocab_size}"
+        )
     core = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN_TOKEN))
     core.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace("\u2019", "'")]

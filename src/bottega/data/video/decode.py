@@ -76,7 +76,7 @@ def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise EnvironmentProblem("video needs PyAV, which is not installed: pip install 'bottega[video]'") from error
+        raise EnvironmentProblem("video needs PyAV; pip install 'bottega[video]'") from error
     return av
 
 
@@ -115,7 +115,7 @@ def _check_complete(data: Encoded) -> None:
     except OSError as error:
         raise Unreadable(f"the file cannot be read: {error.strerror}") from error
     if missing:
-        raise Unreadable(f"is cut off: {missing:,} bytes are missing at its end")
+        raise Unreadable(f"is truncated: {missing:,} bytes are missing at its end")
 
 
 def _stated_seconds(container: Any, stream: Any) -> float | None:
@@ -210,7 +210,7 @@ def _check_end(container: Any, stream: Any, count: int, end: Fraction, native_ra
     if container.format.name == "avi" and stream.frames:
         stated = float(stream.frames / native_rate)  # FFmpeg's duration is that of the data present
     if stated is not None and stated - float(end) > max(TOLERANCE * stated, float(TOLERANCE_FRAMES / native_rate)):
-        raise Unreadable(f"is cut off: its {count} frames end at {float(end):.2f} s of {stated:.2f} s")
+        raise Unreadable(f"is truncated: its {count} frames end at {float(end):.2f} s of {stated:.2f} s")
 
 
 def _to_pixels(frame: Any) -> np.ndarray:

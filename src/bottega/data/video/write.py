@@ -188,5 +188,5 @@ def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise EnvironmentProblem(".mp4 needs PyAV: pip install 'bottega[video]'; or use .gif") from error
+        raise EnvironmentProblem(".mp4 needs PyAV; pip install 'bottega[video]'; or use .gif") from error
     return av

@@ -50,4 +50,4 @@ def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
 def require_attribute(model: torch.nn.Module, attribute: str, key: str) -> None:
     """Raise UsageError, naming the recipe key, if the model lacks the attribute that the key sets."""
     if not hasattr(model, attribute):
-        raise UsageError(f"{key}: {type(model).__name__} does not support it; leave it out")
+        raise UsageError(f"{key}: {type(model).__name__} does not support it; remove it")

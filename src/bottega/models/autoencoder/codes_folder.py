@@ -32,11 +32,11 @@ def read_codes_config(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
     """Return the shape of an exported model and the settings that `write_codes` was given."""
     config = read_config(folder)
     if config.pop("model_type", None) != MODEL_TYPE:
-        raise UsageError(f"{folder}: is not an exported tokenizer of images or audio; train one with task image_tokens")
+        raise UsageError(f"{folder} is not an exported tokenizer of images or audio; train one with task image_tokens")
     try:
         return CodesShape.model_validate(config.pop("shape", None)), config
     except ValidationError as error:
-        raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]})") from error
 
 
 def load_codes(folder: Path | str) -> CodeAutoencoder:

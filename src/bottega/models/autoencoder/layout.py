@@ -131,7 +131,7 @@ def read_autoencoder_tensors(folder: Path | str, expected: Mapping[str, Tensor])
     tensors = read_component(Path(folder))
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
-        name, verb = (missing[0], "lacks") if missing else (unexpected[0], "holds")
+        name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
             f"{folder}: {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
             "the weights do not match config.json"

@@ -173,7 +173,7 @@ def _read_clip_shape(folder: Path, key: str) -> ClipShape:
     config = read_config_without_code(folder / CONFIG, key=key)
     if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
         model_type = config.get("model_type") or "model without a model_type"
-        raise UsageError(f"{key}: {folder} holds a {model_type}; a CLIP or SigLIP with both towers is needed")
+        raise UsageError(f"{key}: {folder} contains a {model_type}; a CLIP or SigLIP with both towers is needed")
     preprocessor = read_json_object(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
     size = preprocessor.get("size", 0)
     if not isinstance(size, dict | int):

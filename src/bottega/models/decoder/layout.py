@@ -206,7 +206,7 @@ def shape_from_config(config: Mapping[str, Any], path: Path) -> TransformerShape
         ) from None
     except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
         first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path}: does not describe a valid model ({first})") from None
+        raise CheckpointError(f"{path} does not describe a valid model ({first})") from None
 
 
 def _attention_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:

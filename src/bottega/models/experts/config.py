@@ -67,7 +67,7 @@ class ExpertsShape(BaseModel):
         if self.capacity is not None and self.capacity_factor is not None:
             raise ValueError(
                 f"capacity {self.capacity} and capacity_factor {self.capacity_factor:g} both set an expert's capacity; "
-                "keep one of them"
+                "keep one"
             )
         if self.shared_size is not None and not self.num_shared:
             raise ValueError(

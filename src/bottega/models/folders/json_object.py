@@ -22,16 +22,16 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; a config.json is also checked for values no model can be built from."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path}: has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read")
+            raise UsageError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read")
         value = json.loads(path.read_bytes())
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); give the folder of a saved model") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror}; give the folder of a saved model") from error
     except RecursionError:
-        raise UsageError(f"{path}: is nested too deeply; give the folder of a saved model") from None
+        raise UsageError(f"{path} is nested too deeply; give the folder of a saved model") from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: is not JSON ({error})") from error
+        raise CheckpointError(f"{path} is not JSON ({error})") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__} where an object was expected")
+        raise CheckpointError(f"{path}: expected a JSON object, got a {type(value).__name__}")
     if path.name == "config.json":
         _check_config(value, path)
     return value
@@ -41,7 +41,7 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
     """Refuse quantized weights and text in place of numbers, in nested configurations too."""
     if config.get("quantization_config") is not None:
         raise UsageError(
-            f"{path}: quantization_config says that the weights are quantized, which is not supported; use the folder of "
+            f"{path} has a quantization_config, and quantized weights are not supported; use the folder of "
             "the original weights"
         )
     for key, value in config.items():

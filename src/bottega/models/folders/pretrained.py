@@ -75,7 +75,7 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
     files = {name: file for name, file in files.items() if not name.endswith("router.absent")}
     missing, unexpected = sorted(state.keys() - files.keys()), sorted(files.keys() - state.keys())
     if missing or unexpected:
-        name, verb = (missing[0], "lacks") if missing else (unexpected[0], "holds")
+        name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
             f"{folder}: {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
             "set the recipe's model to the dimensions in its config.json"

@@ -57,7 +57,7 @@ def resolve_model(
     if missing_message is not None:
         raise UsageError(f"{key}: {path} {missing_message}")
     if local_only or is_local_path(str(name)):
-        raise UsageError(f"{key}: {name} is not a folder here; correct the path, or put the folder there")
+        raise UsageError(f"{key}: {name} is not a local folder; correct the path")
     snapshot = _download(str(name), key=key, patterns=patterns)
     return ModelFolder(snapshot, folder_kind(snapshot), "hub")
 
@@ -129,30 +129,30 @@ def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
         )
     except ImportError as error:
         raise EnvironmentProblem(
-            f"{key}: {name} is not a folder here, and the hub needs a package; pip install 'bottega[hub]'"
+            f"{key}: {name} is not a local folder, and the hub needs huggingface_hub; pip install 'bottega[hub]'"
         ) from error
     try:
         with offline_if_hub_unreachable() as unreachable:
             return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError as error:
-        raise UsageError(f"{key}: {name!r} is neither a folder here nor a hub name such as Qwen/Qwen3-0.6B") from error
+        raise UsageError(f"{key}: {name!r} is neither a local folder nor a hub name such as Qwen/Qwen3-0.6B") from error
     except GatedRepoError as error:  # a subclass of RepositoryNotFoundError
         raise UsageError(
             f"{key}: {name} is a gated model; accept its terms on its page on the hub and log in, or use a local folder"
         ) from error
     except RepositoryNotFoundError as error:
         raise UsageError(
-            f"{key}: {name} is not a folder here, and the hub has no such model; correct it, or log in if it is private"
+            f"{key}: {name} is not a local folder, and the hub has no such model; correct it, or log in if it is private"
         ) from error
     except (LocalEntryNotFoundError, ConnectionError) as error:
         why = unreachable or "the hub could not be reached"
         raise EnvironmentProblem(
-            f"{key}: {name} is not a folder here, and {why}; correct the path, or check the network and try again"
+            f"{key}: {name} is not a local folder, and {why}; correct the path, or check the network and try again"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = first_line(error)
         raise EnvironmentProblem(
-            f"{key}: {name} is not a folder here, and could not be downloaded ({reason}); try again"
+            f"{key}: {name} is not a local folder, and could not be downloaded ({reason}); try again"
         ) from error
 
 
@@ -166,7 +166,7 @@ def resolve_tokenizer(name: str) -> Path:
         from huggingface_hub.errors import EntryNotFoundError
     except ImportError as error:
         raise EnvironmentProblem(
-            f"tokenizer {name!r} is not a folder here, and huggingface_hub is not installed"
+            f"tokenizer {name!r} is not a local folder, and the hub needs huggingface_hub; pip install 'bottega[hub]'"
         ) from error
     with offline_if_hub_unreachable() as unreachable:
         try:
@@ -174,7 +174,7 @@ def resolve_tokenizer(name: str) -> Path:
         except (OSError, ValueError) as error:
             reason = unreachable or str(error).strip().split("\n")[0]
             raise EnvironmentProblem(
-                f"tokenizer {name!r} is neither a folder here nor can it be fetched from the hub: {reason}"
+                f"tokenizer {name!r} is neither a local folder nor on the hub: {reason}"
             ) from error
         try:
             hf_hub_download(name, "tokenizer_config.json")

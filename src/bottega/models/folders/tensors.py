@@ -14,7 +14,7 @@ from bottega.core.errors import CheckpointError
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Return all tensors of a safetensors file, by name."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing")
+        raise CheckpointError(f"{path} does not exist")
     try:
         return load_file(path)
     except Exception as error:

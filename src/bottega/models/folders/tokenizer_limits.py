@@ -46,7 +46,7 @@ def read_tokenizer(path: Path) -> str:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise DataError(f"{path} is not a tokenizer: {reason}") from None
     if not isinstance(fields, dict):
-        raise DataError(f"{path} is not a tokenizer: it holds a {type(fields).__name__} where an object was expected")
+        raise DataError(f"{path} is not a tokenizer: expected a JSON object, got a {type(fields).__name__}")
     _check_ids(fields, path)
     _check_growth(fields, path)
     _check_frame(fields.get("post_processor"), path)

@@ -45,7 +45,7 @@ def load_with_info(
     except ImportError as error:
         raise EnvironmentProblem(f"{folder}: cannot be loaded: {first_line(error)}") from error
     except errors as error:
-        raise CheckpointError(f"{folder}: cannot be loaded as {description}: {first_line(error)}") from error
+        raise CheckpointError(f"{folder} cannot be loaded as {description}: {first_line(error)}") from error
 
 
 @contextmanager

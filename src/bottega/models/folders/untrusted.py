@@ -16,8 +16,8 @@ def read_config_without_code(file: Path, *, key: str | None = None) -> dict[str,
     config = read_json_object(file)
     if config.get("auto_map"):
         raise UsageError(
-            f"{_prefix(key)}{file} has auto_map, code of its own that trust_remote_code would run; it is never run: use a "
-            "model that the library has a class for, or remove auto_map if it has one for this model"
+            f"{_prefix(key)}{file} has auto_map, custom code that is never run (trust_remote_code); use a model that "
+            "transformers has a class for, or remove auto_map if it has one for this model"
         )
     return config
 
@@ -60,13 +60,13 @@ def attribute_errors_to(folder: Path | str, *, key: str | None = None) -> Iterat
 
 
 def require_safetensors(folder: Path, *, key: str | None = None) -> None:
-    """Refuse a folder without safetensors, or with a truncated one: the header says how long a file must be."""
+    """Refuse a folder without safetensors, or with a truncated one: the header states how long a file must be."""
     from safetensors import SafetensorError, safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
-            f"{_prefix(key)}{folder}: no *.safetensors in it, and pickles are never opened; convert the model with "
+            f"{_prefix(key)}{folder} has no *.safetensors, and pickles are never opened; convert the model with "
             "transformers: model.save_pretrained(folder)"
         )
     for file in files:

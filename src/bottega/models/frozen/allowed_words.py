@@ -48,7 +48,8 @@ class AllowedWords:
         for number, word in enumerate(self.words):
             if not word or SEPARATOR in word or "\n" in word:
                 raise UsageError(
-                    f"model.keywords.allowed: {word!r} is not a word; words may not be empty or hold commas or line breaks"
+                    f"model.keywords.allowed: {word!r} is not a word; words may not be empty or contain commas or "
+                    "line breaks"
                 )
             # The first word follows a colon and a space, or the start of a chat turn without a space.
             self._first.add(_encode_after(":", f" {word}", encode), number)

@@ -26,9 +26,7 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
     try:
         import transformers
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"{KEY}: captioning models need transformers, which is not installed: pip install 'bottega[hub]'"
-        ) from error
+        raise EnvironmentProblem(f"{KEY}: captioning models need transformers; pip install 'bottega[hub]'") from error
     device = "cuda" if torch.cuda.is_available() else "cpu"
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     try:
@@ -62,6 +60,6 @@ def load_captioner(folder: Path) -> Callable[[Sequence[np.ndarray]], list[str]]:
 def _check(folder: Path) -> None:
     kind = read_config_without_code(folder / "config.json", key=KEY).get("model_type")
     if kind not in KINDS:
-        raise UsageError(f"{KEY}: {folder} holds a {kind}; supported captioning models are {', '.join(KINDS)}")
+        raise UsageError(f"{KEY}: {folder} contains a {kind}; supported captioning models are {', '.join(KINDS)}")
     require_safetensors(folder, key=KEY)
     check_tokenizer(folder)

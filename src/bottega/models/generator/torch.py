@@ -156,7 +156,7 @@ def load_generator(model: Generator, folder: Path | str, *, require_all: bool = 
         # A layout with one table has the shared embeddings added to it.
         loaded[SHARED_EMBEDDING] = torch.zeros_like(own[SHARED_EMBEDDING])
     if not loaded:
-        raise UsageError(f"model.from: {folder} holds no weights; use a run's export or a diffusers UNet folder")
+        raise UsageError(f"model.from: {folder} has no weights; use a run's export or a diffusers UNet folder")
     is_new = not require_all and not any(name.startswith("condition.") for name in loaded)
     required = {name: t for name, t in own.items() if not (is_new and name.startswith("condition."))}
     for name, tensor in required.items():

@@ -76,5 +76,5 @@ def _import_faiss() -> Any:
     try:
         import faiss
     except ImportError:
-        raise EnvironmentProblem("memory: faiss is not installed; pip install 'bottega[faiss]'") from None
+        raise EnvironmentProblem("memory: by=faiss needs faiss; pip install 'bottega[faiss]'") from None
     return faiss

@@ -273,7 +273,7 @@ class HierarchicalMemory:
         try:
             state = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path}: cannot be read as a memory: {error}") from None
+            raise CheckpointError(f"{path} cannot be read as a memory: {error}") from None
         self.load_state_dict(state, origin=str(path))
 
     def _advance_clock(self, clock: int) -> int:
@@ -306,7 +306,7 @@ class HierarchicalMemory:
             why = str(error).partition("\n")[0]
             raise UsageError(f"memory: {name} cannot be read as a table of numbers: {why}") from None
         if not tensor.isfinite().all():
-            raise UsageError(f"memory: {name} have numbers that are not finite (nan or inf); leave those rows out")
+            raise UsageError(f"memory: {name} have numbers that are not finite (nan or inf); remove those rows")
         return tensor
 
 

@@ -28,7 +28,7 @@ def check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[s
     """Raise `CheckpointError` unless names and shapes are as expected; `fits` names the published weights that fit."""
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unexpected:
-        name, verb = (missing[0], "lacks") if missing else (unexpected[0], "holds")
+        name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
             f"{path}: {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); {fits}"
         )

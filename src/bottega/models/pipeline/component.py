@@ -60,7 +60,7 @@ def read_component(folder: Path) -> dict[str, Tensor]:
                 f"{folder}: {pickles[0]} is a pickle, which can run code and is never opened; "
                 "convert it with diffusers: model.save_pretrained(folder, safe_serialization=True)"
             )
-        raise CheckpointError(f"{folder}: no {WEIGHTS} in it; use the folder of a saved model")
+        raise CheckpointError(f"{folder} has no {WEIGHTS}; give the folder of a saved model")
     return {_current_name(name): tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
@@ -69,7 +69,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     try:
         return load_file(file)
     except SafetensorError as error:
-        raise CheckpointError(f"{file}: is damaged ({error}); write or download it again") from error
+        raise CheckpointError(f"{file} is damaged ({error}); write or download it again") from error
 
 
 _SHARDS = WEIGHTS.replace(".safetensors", "-?????-of-?????.safetensors")

@@ -220,8 +220,9 @@ def _check_size_condition(unet: Path, config: dict[str, Any], pooled: int) -> No
     width, expected = config.get("addition_time_embed_dim"), config.get("projection_class_embeddings_input_dim")
     if width is None or expected != pooled + NUM_SIZE_IDS * width:
         raise UsageError(
-            f"{KEY}: {unet} takes {expected} numbers beside the text (projection_class_embeddings_input_dim), but its second "
-            f"encoder gives {pooled} and the image size {NUM_SIZE_IDS} x {width}; they do not belong together"
+            f"{KEY}: {unet} takes {expected} numbers besides the text (projection_class_embeddings_input_dim), but "
+            "its second "
+            f"encoder gives {pooled} and the image size {NUM_SIZE_IDS} x {width}; they do not match"
         )
 
 
@@ -270,7 +271,7 @@ def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
 
 def _raise_mismatch(expected: str, components: PipelineComponents, width: int) -> None:
     names = " and ".join(path.name for path in components.encoders)
-    raise UsageError(f"{KEY}: {expected}, but {names} beside it gives {width}; they do not belong together")
+    raise UsageError(f"{KEY}: {expected}, but {names} of the same pipeline gives {width}; they do not match")
 
 
 def _listed(numbers: Any) -> str:

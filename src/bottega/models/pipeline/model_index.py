@@ -76,7 +76,7 @@ def read_pipeline_components(folder: Path) -> PipelineComponents:
     classes = {name: _component_class(index, name, file) for name in USED}
     folders = {name: folder / name for name, kind in classes.items() if kind is not None}
     if not isinstance(index.get("_class_name"), str):
-        raise UsageError(f"{KEY}: {file} is a pipeline with code of its own, which is never run; {SUPPORTED}")
+        raise UsageError(f"{KEY}: {file} is a pipeline with custom code, which is never run; {SUPPORTED}")
     for path in folders.values():
         _check_no_code(path)
     encoders = [name for name in ENCODERS if name in folders]
@@ -137,13 +137,11 @@ def _component_class(index: dict[str, Any], name: str, file: Path) -> str | None
         return None
     if not isinstance(entry, list) or len(entry) != 2:
         raise UsageError(
-            f"{KEY}: {file} names no library and class for {name} ({entry!r}); save or download the pipeline again"
+            f"{KEY}: {file} has no library and class for {name} ({entry!r}); save or download the pipeline again"
         )
     library, kind = entry
     if library not in LIBRARIES:
-        raise UsageError(
-            f"{KEY}: {file} takes {name} from {library!r}, code of its own, which is never run; {SUPPORTED}"
-        )
+        raise UsageError(f"{KEY}: {file} takes {name} from {library!r}, custom code, which is never run; {SUPPORTED}")
     return str(kind)
 
 

@@ -67,7 +67,7 @@ def _is_flow(config: Mapping[str, Any]) -> bool:
 def _shift(config: Mapping[str, Any], file: Path) -> float:
     for key in ("use_dynamic_shifting", "invert_sigmas", "shift_terminal"):
         if config.get(key):
-            raise UsageError(f"{file}: {key} {config[key]!r} is not supported; supported is a flow with a fixed shift")
+            raise UsageError(f"{file}: {key} {config[key]!r} is not supported; supported: a flow with a fixed shift")
     steps = config.get("num_train_timesteps", NUM_TRAIN_TIMESTEPS)
     if steps != NUM_TRAIN_TIMESTEPS:
         raise UsageError(f"{file}: num_train_timesteps {steps} is not supported; supported: {NUM_TRAIN_TIMESTEPS}")

@@ -25,7 +25,7 @@ def tokenize(metadata: PipelineMetadata, texts: Sequence[str]) -> list[np.ndarra
         rows = np.array(_encoder(folder, length)(list(texts)), np.int64).reshape(len(texts), length)
         if rows.size and rows.max() >= vocab_size:
             raise UsageError(
-                f"{folder}: gives token {rows.max()}, but its text encoder knows {vocab_size}; they do not belong together"
+                f"{folder} gives token {rows.max()}, but its text encoder has {vocab_size} embeddings; they do not match"
             )
         batches.append(rows)
     return batches
@@ -54,7 +54,7 @@ def _from_tokenizer_json(folder: Path, length: int) -> Encode:
     except DataError:
         raise
     except Exception as error:  # the library raises nothing more specific
-        raise UsageError(f"{file}: is not a tokenizer that can be read ({str(error).splitlines()[0]})") from error
+        raise UsageError(f"{file} is not a tokenizer that can be read ({str(error).splitlines()[0]})") from error
     # A caption that spells a special token, such as the end of text, is plain text.
     core.encode_special_tokens = True
     pad_id, pad_token = _find_padding(core, folder)
@@ -90,4 +90,4 @@ def _find_padding(core: Any, folder: Path) -> tuple[int, str]:
         token_id = core.token_to_id(token) if isinstance(token, str) else None
         if token_id is not None:
             return token_id, str(token)
-    raise UsageError(f"{folder / 'tokenizer_config.json'}: names no pad_token to pad texts with; add one")
+    raise UsageError(f"{folder / 'tokenizer_config.json'} has no pad_token; add one")

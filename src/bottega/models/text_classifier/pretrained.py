@@ -95,7 +95,8 @@ def read_pretrained_shape(
     config = load_transformers_config(folder, key="pretrained", description="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
         raise UsageError(
-            f"pretrained: {folder} holds a {config.model_type}, which cannot classify texts; use an encoder such as BERT"
+            f"pretrained: {folder} contains a {config.model_type}, which cannot classify texts; use an encoder such "
+            "as BERT"
         )
     for key, value in dropouts.items():
         fields = [field for field in DROPOUTS[key] if hasattr(config, field)]
@@ -138,7 +139,7 @@ def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | 
     incomplete = sorted(name for name in new_names if not name.startswith(NEW_PARAMETERS))
     if incomplete:
         raise CheckpointError(
-            f"{folder}: lacks {incomplete[0]} ({len(incomplete)} missing tensors); it is not a complete encoder"
+            f"{folder} lacks {incomplete[0]} ({len(incomplete)} missing tensors); it is not a complete encoder"
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -82,7 +82,7 @@ class AlignRecipe(MediaRecipe):
     model: AlignModel = Field(default_factory=AlignModel, description="the model")
     data: ImageData = Field(default_factory=ImageData, description="the data")
     samples: Samples = Field(
-        default_factory=lambda: Samples(count=16), description="images with the caption that scores highest"
+        default_factory=lambda: Samples(count=16), description="images with the highest-scoring caption"
     )
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:

@@ -60,7 +60,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     tables = [prepared.table(name) for name in prepared.training_tables]
     texts = {text.strip() for table in tables for text in read_captions(table)}
     if not any(texts):
-        raise DataError("data.train: there are no captions; give each image one, such as a.txt beside a.png")
+        raise DataError("data.train: there are no captions; give each image one, such as a.txt next to a.png")
     if len(texts) < 2:
         raise DataError("data.train: all captions are equal, so there are no negatives; give each image its own")
     frame = load_image_encoder(prepared).bucket_shape(0)
@@ -88,13 +88,13 @@ def _check_recipe(recipe: Recipe) -> AlignRecipe:
     assert isinstance(recipe, AlignRecipe)
     data = recipe.data
     if data.buckets is not None:
-        raise UsageError("data.buckets: a CLIP needs images of one shape; leave it out")
+        raise UsageError("data.buckets: a CLIP needs images of one shape; remove it")
     if data.normalise != "symmetric":
-        raise UsageError(f"data.normalise: {data.normalise}, and a CLIP scales pixels by itself; leave it out")
+        raise UsageError(f"data.normalise: {data.normalise} has no effect: a CLIP normalises pixels itself; remove it")
     if data.condition_field is not None:
         raise UsageError(
-            "data.condition_field: captions are found by their usual names (caption, text, txt); name another field with "
-            "data.train.label"
+            "data.condition_field: captions are read from the fields caption, text or txt; set data.train.label to "
+            "read another field"
         )
     return recipe
 
@@ -218,7 +218,7 @@ def _read_saved(folder: Path) -> AlignMetadata:
     """Read the metadata of a saved processor whose tokenizer is there too."""
     metadata = _read_metadata(folder)
     if not (folder / TOKENS / "tokenizer.json").is_file():
-        raise MetadataMissing(f"{folder / TOKENS} has no tokenizer; start the same training again to have it written")
+        raise MetadataMissing(f"{folder / TOKENS} has no tokenizer; run the training command again to rewrite it")
     return metadata
 
 

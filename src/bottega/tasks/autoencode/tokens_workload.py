@@ -58,9 +58,11 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     """Prepare the data of a recipe and choose the model."""
     assert isinstance(recipe, TokensRecipe)
     if isinstance(recipe, ImageTokensRecipe) and recipe.data.buckets is not None:
-        raise UsageError("data.buckets: a tokenizer needs images of one shape; leave it out")
+        raise UsageError("data.buckets: a tokenizer needs images of one shape; remove it")
     if recipe.model.dropout:
-        raise UsageError(f"model.dropout: {recipe.model.dropout:g}, and a tokenizer has none; leave it out")
+        raise UsageError(
+            f"model.dropout: {recipe.model.dropout:g} has no effect: a tokenizer has no dropout; remove it"
+        )
     prepared = prepare_media(recipe, progress=progress)
     if isinstance(recipe, AudioTokensRecipe):
         mel = fit_mel_processor(recipe, prepared, multiple=recipe.model.downsample)
@@ -205,7 +207,7 @@ def _resolve_start(name: str, shape: CodesShape) -> Path:
     if base != shape:
         pairs = zip(_flatten(shape).items(), _flatten(base).items(), strict=True)
         key, needed, actual = next((key, needed, actual) for (key, needed), (_, actual) in pairs if needed != actual)
-        raise UsageError(f"model.from: {name} has {key} {actual}, and {needed} is needed here")
+        raise UsageError(f"model.from: {name} has {key} {actual}, but this run needs {needed}")
     return folder
 
 

@@ -78,13 +78,16 @@ def _check_recipe(recipe: Recipe) -> MediaVaeRecipe:
     assert isinstance(recipe, VaeRecipe)
     assert isinstance(recipe, MediaVaeRecipe)
     if recipe.model.dropout:
-        raise UsageError(f"model.dropout: {recipe.model.dropout:g}, and an autoencoder has none; leave it out")
+        raise UsageError(
+            f"model.dropout: {recipe.model.dropout:g} has no effect: an autoencoder has no dropout; remove it"
+        )
     if not isinstance(recipe, AudioVaeRecipe):
         if recipe.data.buckets is not None:
-            raise UsageError("data.buckets: an autoencoder needs images of one shape; leave it out")
+            raise UsageError("data.buckets: an autoencoder needs images of one shape; remove it")
         if recipe.data.normalise != "symmetric":
             raise UsageError(
-                f"data.normalise: {recipe.data.normalise}, and an autoencoder reads values from -1 to 1; leave it out"
+                f"data.normalise: {recipe.data.normalise} is not supported: an autoencoder reads values from -1 to 1; "
+                "remove it"
             )
     return recipe
 

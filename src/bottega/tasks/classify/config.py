@@ -62,7 +62,7 @@ class ClassifyTokenizer(Tokenizer):
     """The tokenizer of a text classifier, which can also be one of whole words."""
 
     kind: Literal["words", "bpe", "bytes", "characters", "pretrained"] = Field(  # type: ignore[assignment]
-        "words", description="how text becomes numbers"
+        "words", description="tokenizer of the text"
     )
     vocab_size: Positive | None = Field(
         None, description="bpe, words: maximum vocabulary size; null is 4096 (bpe) or all words (words)"
@@ -91,9 +91,7 @@ class LossOptions(Section):
     def _check_gamma(self) -> LossOptions:
         # 2, the default, is written into the saved recipe of every run, whatever its loss.
         if self.name == "cross_entropy" and self.gamma != 2.0:
-            raise ValueError(
-                f"gamma {self.gamma:g} applies to the focal loss only; set name: focal, or leave gamma out"
-            )
+            raise ValueError(f"gamma {self.gamma:g} applies to the focal loss only; set name: focal, or remove gamma")
         return self
 
 
@@ -110,13 +108,15 @@ class ClassifyData(TextData):
         "text", description=_INPUT, json_schema_extra={"enum": ["text"]}
     )
     validation: HeldOut | None = Field(default_factory=lambda: HeldOut(split=0.1), description=_VALIDATION)
-    label_field: str = Field("label", description="field of a row that holds the class")
+    label_field: str = Field("label", description="field of a row with the class")
     class_names: tuple[str, ...] | dict[str, str] | None = Field(
         None, description="names of numbered classes: a list for 0, 1, 2, ..., or {1: world, 2: sports}"
     )
-    multi_label: bool = Field(False, description="a text has any number of classes: a list, or names in one string")
+    multi_label: bool = Field(
+        False, description="a text can have any number of classes: a list, or names in one string"
+    )
     label_separator: str = Field(",", min_length=1, description="multi_label: separator of names in one string")
-    tokenizer: ClassifyTokenizer = Field(default_factory=ClassifyTokenizer, description="how text becomes numbers")
+    tokenizer: ClassifyTokenizer = Field(default_factory=ClassifyTokenizer, description="tokenizer of the text")
     sequence_length: Positive | None = Field(
         None, description="maximum tokens of a text, which is truncated beyond; null is the model's maximum"
     )
@@ -135,7 +135,7 @@ class ClassifyData(TextData):
             raise ValueError(f"input: {self.input} is validated by another schema")
         if self.multi_label and self.split is not None and self.split.by == "stratified":
             raise ValueError(
-                "split.by: stratified needs one class for each text, and multi_label allows several; use fraction"
+                "split.by: stratified needs one class for each text, but multi_label allows several; use fraction"
             )
         return self
 
@@ -152,7 +152,7 @@ class ClassifyRecipe(Recipe):
     data: ClassifyData = Field(default_factory=ClassifyData, description="the data")
     loss: LossOptions | None = Field(None, description=_LOSS)
     samples: Samples = Field(
-        default_factory=lambda: Samples(every=None), description="unused: a classifier generates nothing"
+        default_factory=lambda: Samples(every=None), description="not used: a classifier generates no samples"
     )
 
     @model_validator(mode="before")
@@ -252,9 +252,7 @@ class ImageClassifier(MediaClassifier):
     def find_conflicts(self, normalise: str) -> list[tuple[str, str, str]]:
         """Return (key, other key, message) for each conflict; `normalise` is data.normalise."""
         if self.kind != "spiking":
-            text = (
-                f"applies to spiking networks, but model.kind is {self.kind}; set model.kind: spiking, or leave it out"
-            )
+            text = f"applies to spiking networks, but model.kind is {self.kind}; set model.kind: spiking, or remove it"
             keys = [key for key in SPIKING_KEYS if getattr(self, key) is not None]
             return [(f"model.{key}", "model.kind", text) for key in keys]
         conflicts = []
@@ -302,7 +300,7 @@ class MediaClassifyRecipe(MediaRecipe):
     model: MediaClassifier = Field(default_factory=MediaClassifier, description="the model")
     loss: LossOptions | None = Field(None, description=_LOSS)
     samples: Samples = Field(
-        default_factory=lambda: Samples(every=None), description="spiking: plots of the spikes; else unused"
+        default_factory=lambda: Samples(every=None), description="spiking: plots of the spikes; not used by other kinds"
     )
 
 

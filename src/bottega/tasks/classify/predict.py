@@ -60,9 +60,9 @@ def predict_media(
     """Return the predicted class of each image, audio clip or video in files and folders."""
     medium = workload.recipe.data.input
     if not new.paths:
-        raise UsageError(f"this run classifies {medium}; name files or folders: bottega predict RUN PATH")
+        raise UsageError(f"this run classifies {medium}; give files or folders: bottega predict RUN PATH")
     for path in filter(is_missing, new.paths):
-        raise UsageError(f"{path} does not exist; this run classifies {medium}: name files or folders")
+        raise UsageError(f"{path} does not exist; this run classifies {medium}: give files or folders")
     keys, probabilities = workload.predict(models, ExternalData(_media_source(new.paths, medium)), device=device)
     names = workload.classes.names
     return [{"file": key, **predict_class(names, row)} for key, row in zip(keys, probabilities.tolist(), strict=True)]

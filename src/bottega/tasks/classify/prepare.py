@@ -67,7 +67,7 @@ def prepare_classify(
     inputs, notes = _read_as_lines(inputs)
     if data.multi_label and any(input.source_files.source.labels is not None for input in inputs):
         raise UsageError(
-            "labels: texts with several classes cannot be filtered by class; leave it out, or give separate files"
+            "labels: texts with several classes cannot be filtered by class; remove it, or give separate files"
         )
     changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
     # The copies depend on the thesaurus, so it is part of the cache key.

@@ -251,7 +251,7 @@ class TextClassifyProcessor(FolderProcessor):
             return False
         if previous != (self.shape, self.classes, self.tokenizer.fingerprint):
             raise DataError(
-                "the data now gives another tokenizer or other classes than this run has; start over with --fresh"
+                "the tokenizer or the classes of the data differ from those of this run; start over with --fresh"
             )
         return True
 
@@ -278,12 +278,10 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
         for key in ("hidden_size", "num_layers", "num_heads"):
             value, actual = getattr(model, key), shape.dimension(key)
             if value is not None and actual is not None and value != actual:
-                raise UsageError(f"model.{key}: {value} differs from {actual} of model.from; leave it out")
+                raise UsageError(f"model.{key}: {value} differs from {actual} of model.from; remove it")
         return shape
     if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise UsageError(
-            f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {vocab_size}; leave it out"
-        )
+        raise UsageError(f"model.vocab_size: {model.vocab_size} is less than the tokenizer's {vocab_size}; remove it")
     keys: tuple[str, ...] = ("embed_size", "num_filters", "filter_sizes", "dropout")
     if model.kind == "transformer":
         keys = ("hidden_size", "num_layers", "num_heads", "dropout", "attention_dropout")

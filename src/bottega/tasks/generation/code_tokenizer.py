@@ -58,7 +58,7 @@ class CodeTokenizer:
         if channels != self.shape.autoencoder.channels:
             expected = self.shape.autoencoder.channels
             raise UsageError(
-                f"model.tokenizer: {self.metadata.folder} reads {expected} channels, and the data has {channels}; "
+                f"model.tokenizer: {self.metadata.folder} reads {expected} channels, but the data has {channels}; "
                 f"set data.channels to {expected}"
             )
         if model.hidden_size % (2 * model.num_heads):
@@ -92,7 +92,7 @@ class CodeTokenizer:
     ) -> CodeLanguage:
         """Return the task; `start` is the folder of an exported generator to start from."""
         if start is not None and not (start / TRANSFORMER).is_dir():
-            raise UsageError(f"model.from: {start} is not an exported generator over codes; name one, or leave it out")
+            raise UsageError(f"model.from: {start} is not an exported generator over codes; give one, or remove it")
         return CodeLanguage(
             key=key,
             shape=shape,
@@ -108,7 +108,7 @@ class CodeTokenizer:
             if value != (expected := getattr(trained.mel, name)):
                 owner = "model.vocoder" if name in ("low", "high") else f"data.{name}"
                 raise UsageError(
-                    f"{owner}: {value}, and model.tokenizer ({self.metadata.folder}) was trained with {name} {expected}"
+                    f"{owner}: {value}, but model.tokenizer ({self.metadata.folder}) was trained with {name} {expected}"
                 )
         return own.model_copy(update={"scale": trained.scale})
 
@@ -130,18 +130,18 @@ def resolve_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe) -> C
     if model.tokenizer is None:
         raise UsageError("model.tokenizer: missing; backbone tokens needs one, such as needs.tokens or an exported run")
     if model.condition not in ("none", "class"):
-        raise UsageError(f"model.condition: backbone tokens does not support {model.condition}; use class or none")
+        raise UsageError(f"model.condition: {model.condition} is not supported with backbone tokens; use class or none")
     if model.vae is not None:
-        raise UsageError("model.vae: backbone tokens uses a tokenizer instead; leave it out")
+        raise UsageError("model.vae: backbone tokens uses a tokenizer instead; remove it")
     if isinstance(recipe, AudioRecipe) and model.axes == 1:  # type: ignore[attr-defined]
-        raise UsageError("model.axes: 1 with backbone tokens, whose codes are of time and frequency; set model.axes=2")
+        raise UsageError("model.axes: expected 2 (time and frequency) with backbone tokens, got 1; set model.axes=2")
     folder = resolve_tokenizer_folder(recipe, model.tokenizer)
     shape, config = read_codes_config(folder)
     medium = "audio" if isinstance(recipe, AudioRecipe) else "image"
     for key, value in (("input", medium), ("normalise", recipe.data.normalise)):
         trained = config.get(key)
         if trained != value:
-            remedy = f"set data.{key}={trained}" if key != "input" else f"name one that reads {medium}"
+            remedy = f"set data.{key}={trained}" if key != "input" else f"give one that reads {medium}"
             raise UsageError(f"model.tokenizer: {folder} was trained with {key} {trained}, not {value}; {remedy}")
     return CodeTokenizer(TokenizerMetadata(folder=str(folder), content=hash_model_folder(folder)), shape)
 
@@ -161,15 +161,15 @@ def reopen_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
 
 def resolve_tokenizer_folder(recipe: Any, name: str, *, runs_folder: Path | None = None) -> Path:
     """Return the folder of a tokenizer: the export of a dependency or of a run, or a folder itself."""
-    absent, key = "holds no tokenizer; name a run or an exported folder", "model.tokenizer"
+    absent, key = "has no tokenizer; give a run or an exported folder", "model.tokenizer"
     model = dependencies.resolve_model_reference(
         recipe, name, key=key, runs_folder=runs_folder, required_file=None, missing_message=absent
     )
     if not (model.path / CONFIG).is_file():
-        remedy = "name a run or an exported folder"
+        remedy = "give a run or an exported folder"
         if model.origin in ("part", "run"):
             remedy = f"run bottega export {model.path.parent} first"
-        raise UsageError(f"{key}: {model.path.absolute()} holds no tokenizer; {remedy}")
+        raise UsageError(f"{key}: {model.path.absolute()} has no tokenizer; {remedy}")
     return model.path.absolute()
 
 

@@ -68,11 +68,11 @@ def open_exported_generator(folder: Path) -> tuple[Generation, dict[str, Any]]:
     """Return the task and the models of an exported folder, which is all they need."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
-        raise CheckpointError(f"{folder / CONFIG}: is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
+        raise CheckpointError(f"{folder / CONFIG} is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
     try:
         task = Generation.model_validate(config["task"])
     except (KeyError, ValidationError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]})") from error
     folders = {"latents": folder / "vae", "text": folder / "text_encoder"}
     frozen = {name: getattr(task, name) for name in folders}
     update = {

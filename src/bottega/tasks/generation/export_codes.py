@@ -66,11 +66,11 @@ def open_exported_code_generator(folder: Path) -> tuple[CodeLanguage, dict[str, 
     """Return the task and the models of an exported folder, which is all they need."""
     config = read_config(folder)
     if config.get("format") != FORMAT or config.get("version") != FORMAT_VERSION:
-        raise CheckpointError(f"{folder / CONFIG}: is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
+        raise CheckpointError(f"{folder / CONFIG} is not a {FORMAT} of version {FORMAT_VERSION}; export the run again")
     try:
         task = CodeLanguage.model_validate({**config["task"], "latents": {"folder": str(folder / TOKENIZER)}})
     except (KeyError, TypeError, ValidationError) as error:
-        raise CheckpointError(f"{folder / CONFIG}: is damaged ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]})") from error
     model = Transformer(task.backbone.transformer)
     load_weights(model, folder / TRANSFORMER)
     models = {"model": model, "tokenizer": build_model(task.latents.spec(), 0)}

@@ -1,4 +1,4 @@
-"""The frozen autoencoder of a latent generator: how it is found and checked, and the latents of the data."""
+"""The frozen autoencoder of a latent generator: how it is found and checked, but the latents of the data."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class LatentSpace:
                 else "train one on this data"
             )
             raise UsageError(
-                f"model.vae: {self.folder} reads {self.shape.channels} channels, and the data has {channels}; {hint}"
+                f"model.vae: {self.folder} reads {self.shape.channels} channels, but the data has {channels}; {hint}"
             )
         return self.shape.latent_grid(grid), self.shape.latent_channels
 
@@ -111,16 +111,17 @@ def open_latent_space(recipe: Any, medium: Literal["image", "audio", "video"]) -
     if is_audio != (medium == "audio") or shape.dims not in DIMENSIONS[medium]:
         reads = "audio" if is_audio else {1: "one axis", 2: "images", 3: "video"}[shape.dims]
         raise UsageError(
-            f"model.vae: {folder} is an autoencoder of {reads}, and the task is {medium}; name one of {medium}"
+            f"model.vae: {folder} is an autoencoder of {reads}, but the task is {medium}; give one of {medium}"
         )
     if medium == "audio" and recipe.model.axes != shape.dims:
         raise UsageError(
-            f"model.axes: {recipe.model.axes}, and the latents of {folder} have {shape.dims}; "
+            f"model.axes: {recipe.model.axes}, but the latents of {folder} have {shape.dims}; "
             f"set model.axes={shape.dims}"
         )
     if medium != "audio" and recipe.data.normalise != "symmetric":
         raise UsageError(
-            f"data.normalise: {recipe.data.normalise}, and an autoencoder reads values from -1 to 1; leave it out"
+            f"data.normalise: {recipe.data.normalise} is not supported: an autoencoder reads values from -1 to 1; "
+            "remove it"
         )
     return LatentSpace(folder, shape)
 
@@ -132,11 +133,11 @@ def resolve_vae_folder(recipe: Any) -> Path:
 
 def resolve_autoencoder_folder(recipe: Any, name: str, *, key: str) -> Path:
     """Return the folder with the config.json of the autoencoder that `name` refers to."""
-    absent = "is not a folder; name a run, or a folder with an AutoencoderKL of diffusers"
+    absent = "is not a folder; give a run, or a folder with an AutoencoderKL of diffusers"
     folder = dependencies.resolve_model_reference(recipe, name, key=key, missing_message=absent).path
     component = find_component_folder(folder, "vae")
     if not (component / CONFIG).is_file():
-        raise UsageError(f"{key}: {folder} has no {CONFIG}; name a run, or a folder with an AutoencoderKL of diffusers")
+        raise UsageError(f"{key}: {folder} has no {CONFIG}; give a run, or a folder with an AutoencoderKL of diffusers")
     return component.absolute()
 
 
@@ -151,7 +152,7 @@ def load_mel_processor(
         expected = getattr(processor.mel, key)
         if expected != value:
             owner = "model.vocoder" if key in ("low", "high") else f"data.{key}"
-            raise UsageError(f"{owner}: {value}, and model.vae ({folder}) was trained with {key} {expected}")
+            raise UsageError(f"{owner}: {value}, but model.vae ({folder}) was trained with {key} {expected}")
     rows: list[Any] = [
         open_media_source(recipe, prepared, name, is_training=False) for name in prepared.training_tables
     ]
@@ -159,7 +160,7 @@ def load_mel_processor(
     if longest > processor.num_samples:
         seconds = processor.num_samples / rate
         raise UsageError(
-            f"data.seconds: clips last up to {longest / rate:g} s, and model.vae ({folder}) reads {seconds:g} s; "
+            f"data.seconds: clips last up to {longest / rate:g} s, but model.vae ({folder}) reads {seconds:g} s; "
             f"set data.seconds={seconds:g}"
         )
     return processor

@@ -36,7 +36,7 @@ class RequestEncoder:
     def encode(self, request: dict[str, Any], count: int | None) -> dict[str, np.ndarray]:
         """Return the rows of a batch; "number" is the index of a sample, from which its noise is drawn."""
         if count is not None and count < 1:
-            raise UsageError(f"--count {count}: must be at least 1")
+            raise UsageError(f"--count {count}: expected 1 or more")
         for flag, condition in CONDITION_OF_FLAG.items():
             if request.get(flag) is not None and self.kind != condition:
                 raise UsageError(
@@ -86,7 +86,7 @@ class RequestEncoder:
             number = names.index(text) if text in names else int(text) if text.isdecimal() else -1
             if not 0 <= number < len(names):
                 shown = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-                raise UsageError(f"--class {text}: the run has {len(names)} classes: {shown}")
+                raise UsageError(f"--class {text}: unknown class; the run has {len(names)} classes: {shown}")
             labels.append(number)
         return np.array(labels, np.int32)
 
@@ -125,6 +125,6 @@ def check_sample_memory(count: int, total: int, values: int) -> None:
     size, memory = 8 * values, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if total * size > memory:
         raise UsageError(
-            f"--count {count}: {total:,} samples take {total * size / 2**30:,.0f} GiB, and this machine has "
-            f"{memory / 2**30:,.0f}; generate fewer at a time, each with another --seed"
+            f"--count {count}: {total:,} samples take {total * size / 2**30:,.0f} GiB, but this machine has "
+            f"{memory / 2**30:,.0f} GiB; generate fewer at a time, each with another --seed"
         )

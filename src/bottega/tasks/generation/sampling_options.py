@@ -56,7 +56,7 @@ def require_finite(samples: np.ndarray) -> np.ndarray:
 def check_steps(steps: int, sampler: str, most: int | None, *, prefix: str) -> None:
     """Raise UsageError for a number of steps or a sampler that the objective does not support."""
     if steps < 1:
-        raise UsageError(f"{prefix}steps {steps}: must be at least 1")
+        raise UsageError(f"{prefix}steps {steps}: expected 1 or more")
     if most is not None and steps > most:
         raise UsageError(f"{prefix}steps {steps}: objectives noise and v allow at most {most}; only flow allows more")
     if sampler not in ("euler", "heun", "dpm"):
@@ -65,22 +65,24 @@ def check_steps(steps: int, sampler: str, most: int | None, *, prefix: str) -> N
 
 def _check_codes(temperature: float, top_k: int | None, top_p: float | None, *, prefix: str) -> None:
     if not 0 <= temperature < float("inf"):
-        raise UsageError(f"{prefix}temperature {temperature:g}: expected a number from 0; 0 is greedy, 1 is plain")
+        raise UsageError(
+            f"{prefix}temperature {temperature:g}: expected 0 or more; 0 is greedy, 1 is the model's own distribution"
+        )
     if top_k is not None and top_k < 1:
-        raise UsageError(f"{prefix}top_k {top_k}: must be at least 1; leave it out to use all")
+        raise UsageError(f"{prefix}top_k {top_k}: expected 1 or more; remove it to sample from all tokens")
     if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"{prefix}top_p {top_p:g}: expected a fraction above 0, up to 1")
+        raise UsageError(f"{prefix}top_p {top_p:g}: expected a number above 0 and at most 1")
 
 
 def check_guidance(guidance: float, *, prefix: str) -> None:
     """Raise UsageError for a guidance scale below 0 or out of any useful range."""
     if not 0 <= guidance < 1e4:
-        raise UsageError(f"{prefix}guidance {guidance:g}: expected a number from 0; 1 is plain")
+        raise UsageError(f"{prefix}guidance {guidance:g}: expected 0 or more; 1 is without guidance")
 
 
 def _check_guided(guidance: float, model: Generator, *, prefix: str) -> None:
     if guidance != 1 and model.condition == "none":
-        raise UsageError(f"{prefix}guidance {guidance:g}: this run has no condition; leave it out")
+        raise UsageError(f"{prefix}guidance {guidance:g}: this run has no condition; remove it")
     if guidance != 1 and model.condition_dropout == 0:
         raise UsageError(
             f"{prefix}guidance {guidance:g}: this run was never trained without its condition "

@@ -49,7 +49,7 @@ def build_shape(
     try:
         if model.backbone == "unet":
             if model.dropout:
-                raise UsageError(f"model.dropout: {model.dropout:g}, and a unet has none; leave it out")
+                raise UsageError(f"model.dropout: {model.dropout:g} has no effect: a unet has no dropout; remove it")
             has_vector = model.condition in ("class", "vector")
             unet = resolve_unet_shape(start, **common, stages=model.stages, has_vector=has_vector)
             backbone: DiTShape | UNetShape = unet

@@ -104,7 +104,8 @@ class TextCondition:
         check_same_model("text encoder", now=self.metadata.content, before=before.content, name=name, previous=previous)
         if CaptionTokenizer(processor / FOLDER, before.max_tokens).fingerprint != self.tokens.fingerprint:
             raise CheckpointError(
-                f"{processor / FOLDER}: the captions give other tokens than this run began with; start over with --fresh"
+                f"{processor / FOLDER}: the tokens of the captions differ from those of this run; start over with "
+                "--fresh"
             )
 
 
@@ -112,8 +113,8 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
     """Return the text condition of a recipe, with the encoder's tokenizer or one trained on the training captions."""
     if recipe.data.condition_field is not None:
         raise UsageError(
-            "data.condition_field: captions are found by their usual names (caption, text, txt, transcript, sentence); "
-            "name another field with data.train.label"
+            "data.condition_field: captions are read from the fields caption, text, txt, transcript or sentence; set "
+            "data.train.label to read another field"
         )
     options = recipe.model.text
     held_out = ["validation"] if "validation" in prepared.tables else []
@@ -131,8 +132,8 @@ def open_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, prepare
     tokens = CaptionTokenizer(folder, metadata.max_tokens)
     if metadata.encoder is not None and tokens.tokenizer.vocab_size > metadata.vocab_size:
         raise UsageError(
-            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, and {metadata.encoder} "
-            f"knows {metadata.vocab_size}; they do not belong together"
+            f"model.text.from: {folder} has {tokens.tokenizer.vocab_size} tokens, but {metadata.encoder} has "
+            f"{metadata.vocab_size} embeddings; they do not match"
         )
     return TextCondition(tokens, metadata, options, recipe.samples.prompts or captions)
 
@@ -169,7 +170,9 @@ def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[
     config = read_text_encoder_metadata(encoder)
     most = config.positions
     if options.max_tokens is not None and most is not None and options.max_tokens > most:
-        raise UsageError(f"model.text.max_tokens: {options.max_tokens} is more than the {most} that {encoder} can read")
+        raise UsageError(
+            f"model.text.max_tokens: {options.max_tokens} is more than the {most} that {encoder} can read; lower it"
+        )
     return TextMetadata(
         max_tokens=options.max_tokens or min(MAX_FROZEN_TOKENS, most or MAX_FROZEN_TOKENS),
         prompts=prompts,

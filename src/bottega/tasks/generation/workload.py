@@ -285,7 +285,8 @@ def _media_tables(
     def check_rows(rows: Any, where: str) -> None:
         if condition.kind == "vector" and rows.conditions.size != condition.size:
             raise DataError(
-                f"{where}: has vectors of {rows.conditions.size} numbers, but this run was trained on {condition.size}"
+                f"{where}: has vectors of {rows.conditions.size} numbers, but this run was trained on "
+                f"vectors of {condition.size}"
             )
 
     return MediaTables(

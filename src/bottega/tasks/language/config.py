@@ -79,7 +79,7 @@ class LanguageData(TextData):
     """Texts, their tokenizer, and how they become examples."""
 
     validation: HeldOut | None = Field(HeldOut(split=0.05), description="validation data: {split: 0.05} or a source")
-    tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="how text becomes numbers")
+    tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="tokenizer of the text")
     sequence_length: Positive | None = Field(None, description="tokens in an example; null is the model's context")
     padding: bool | None = Field(
         None, description="one document per example, padded at the end; null packs documents without gaps"

@@ -44,7 +44,7 @@ def generate_tokens(
     rest is dropped; a model without attention has no such limit.
     """
     if max_new_tokens < 1:
-        raise UsageError(f"max_tokens must be at least 1, not {max_new_tokens}")
+        raise UsageError(f"max_tokens {max_new_tokens}: expected 1 or more")
     _check_options(
         prompts, model.shape.vocab_size, temperature=temperature, top_k=top_k, top_p=top_p, penalty=repetition_penalty
     )
@@ -194,10 +194,12 @@ def _check_options(
     if not prompts:
         raise UsageError("no prompts; give at least one")
     if temperature < 0:
-        raise UsageError(f"temperature {temperature} is negative; use 0 for greedy, 1 for the model's own distribution")
+        raise UsageError(
+            f"temperature {temperature}: expected 0 or more; 0 is greedy, 1 is the model's own distribution"
+        )
     if top_k is not None and top_k < 1:
-        raise UsageError(f"top_k must be at least 1, not {top_k}; leave it out to sample from all tokens")
+        raise UsageError(f"top_k {top_k}: expected 1 or more; remove it to sample from all tokens")
     if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"top_p must be above 0 and at most 1, not {top_p}")
+        raise UsageError(f"top_p {top_p}: expected a number above 0 and at most 1")
     if penalty <= 0:
-        raise UsageError(f"repetition_penalty must be positive, not {penalty}; 1 is none, 1.1 is mild")
+        raise UsageError(f"repetition_penalty {penalty}: expected a number above 0; 1 is off, 1.1 is mild")

@@ -64,7 +64,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Langua
         shape = TransformerShape.model_validate_json((processor / SHAPE).read_bytes())
     except (OSError, ValidationError):
         raise CheckpointError(
-            f"{processor / SHAPE} cannot be read; start the same training again to write it"
+            f"cannot read {processor / SHAPE}; run the training command again to rewrite it"
         ) from None
     return LanguageWorkload(
         recipe, Tokenizer.load(processor), None, shape=shape, expected=fingerprint, processor=processor
@@ -172,7 +172,7 @@ class LanguageProcessor(FolderProcessor):
         if not (folder / SHAPE).is_file():
             return False
         if Tokenizer.load(folder).fingerprint != self.tokenizer.fingerprint:
-            raise DataError("the data now gives another tokenizer than this run has; start over with --fresh")
+            raise DataError("the tokenizer of the data differs from that of this run; start over with --fresh")
         return True
 
     def write(self, folder: Path) -> None:
@@ -282,7 +282,7 @@ def resolve_decoder_shape(recipe: LanguageRecipe, vocab_size: int) -> Transforme
     model, length, explicit = recipe.model, recipe.data.sequence_length, recipe.model.explicit_dimensions()
     if explicit.get("vocab_size", vocab_size) < vocab_size:
         raise UsageError(
-            f"model.vocab_size: {explicit['vocab_size']} is less than the tokenizer's {vocab_size} tokens; leave it out"
+            f"model.vocab_size: {explicit['vocab_size']} is less than the tokenizer's {vocab_size} tokens; remove it"
         )
     try:
         if model.from_ is not None:
@@ -314,7 +314,7 @@ def _resolve_base_dimensions(recipe: LanguageRecipe, explicit: dict[str, Any], v
         # A bias takes part in the choice of experts, so weights that were trained with one keep it.
         is_free = key in TRAINING_KEYS and key in base and not (key == "balance" and base[key] == "bias")
         if not is_free and key not in loss_weights and value != base.get(key):
-            raise UsageError(f"model.{key}: {value} differs from {base.get(key, 'none')} of model.from; leave it out")
+            raise UsageError(f"model.{key}: {value} differs from {base.get(key, 'none')} of model.from; remove it")
     if shape.experts is not None and "balance_weight" in explicit:
         problem = describe_balance_problem(explicit.get("balance", base["balance"]), explicit["balance_weight"])
         if problem is not None:
@@ -322,6 +322,6 @@ def _resolve_base_dimensions(recipe: LanguageRecipe, explicit: dict[str, Any], v
     if shape.vocab_size < vocab_size:
         raise UsageError(
             f"model.from: its vocabulary of {shape.vocab_size} is less than the tokenizer's {vocab_size} tokens; "
-            "leave data.tokenizer out to use its own"
+            "remove data.tokenizer to use its own"
         )
     return apply_training_keys(shape, explicit)

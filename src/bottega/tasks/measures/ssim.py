@@ -29,7 +29,9 @@ def ssim(a: np.ndarray, b: np.ndarray, *, data_range: float | None = None) -> np
     assert a.ndim == 4, "images are (n, h, w, c)"
     extent = _extent(a, b, data_range)
     if min(a.shape[1:3]) < WINDOW:
-        raise UsageError(f"SSIM needs at least {WINDOW} x {WINDOW} pixels, and images have {a.shape[2]} x {a.shape[1]}")
+        raise UsageError(
+            f"SSIM needs at least {WINDOW} x {WINDOW} pixels, but the images have {a.shape[2]} x {a.shape[1]}"
+        )
     return np.array([_similarity(first, second, extent) for first, second in _pairs(a, b)])
 
 
@@ -38,7 +40,7 @@ def _extent(a: np.ndarray, b: np.ndarray, data_range: float | None) -> float:
         raise UsageError(f"SSIM of {a.dtype} and {b.dtype}: the dtypes differ; convert both to one")
     if a.dtype == np.uint8:
         if data_range not in (None, 255):
-            raise UsageError(f"SSIM of bytes has the range 255, not {data_range:g}; leave data_range out")
+            raise UsageError(f"SSIM of bytes has the range 255, not {data_range:g}; remove data_range")
         return 255.0
     if not np.issubdtype(a.dtype, np.floating):
         raise UsageError(f"SSIM of {a.dtype}: give bytes, or floats and their data_range")
@@ -47,7 +49,7 @@ def _extent(a: np.ndarray, b: np.ndarray, data_range: float | None) -> float:
     if a.size:
         spread = float(np.maximum(a.max(), b.max()) - np.minimum(a.min(), b.min()))
         if not 0 < data_range < np.inf or not spread <= data_range * (1 + ROUNDING):
-            raise UsageError(f"SSIM: data_range {data_range:g}, and the values are {spread:g} apart; 2 is for -1..1")
+            raise UsageError(f"SSIM: data_range {data_range:g}, but the values are {spread:g} apart; 2 is for -1..1")
     return float(data_range)
 
 

@@ -59,7 +59,8 @@ class MultitaskData(TaskData):
         for name, order in own.items():
             if not isinstance(order, Unshuffled):
                 raise UsageError(
-                    f"data.parts.{name}: data.mixture: does not go with a stream (data.online), which has its own order; leave one out"
+                    f"data.parts.{name}: data.mixture: cannot be combined with a stream (data.online), which has its "
+                    "own order; keep one"
                 )
         streams = {
             name: build_online_stream(self.recipe, len(source)) for name, source in sources.items() if name not in own
@@ -89,7 +90,7 @@ class MultitaskData(TaskData):
         name, is_named, path = text.partition("=")
         if not is_named or name not in self.parts:
             choices = " or ".join(f"{name}=PATH" for name in self.parts)
-            raise UsageError(f"--data {text}: name the part it belongs to: {choices}")
+            raise UsageError(f"--data {text}: give the part it belongs to: {choices}")
         return name, path
 
 

@@ -83,7 +83,7 @@ def _check_supported(name: str, part: Recipe) -> None:
         f"needs ({', '.join(needed)})": bool(needed),
     }.items():
         if is_set:
-            raise UsageError(f"data.parts.{name}: {key} does not go with several tasks; leave it out of the part")
+            raise UsageError(f"data.parts.{name}: {key} cannot be combined with several tasks; remove it from the part")
 
 
 def reads_text(part: Recipe) -> bool:

@@ -61,9 +61,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Multit
     for name in recipe.data.parts:
         own = read_saved_recipe(processor, name)
         if own is None:
-            raise MetadataMissing(
-                f"{processor / name}.yaml cannot be read; start the same training again to have it written"
-            )
+            raise MetadataMissing(f"cannot read {processor / name}.yaml; run the training command again to rewrite it")
         if name in metadata["given_tokenizer"]:
             own = use_tokenizer(own, str(processor / name))  # the cache that it came from may be gone
         recipes[name] = own
@@ -110,13 +108,13 @@ class MultitaskWorkload(Workload):
         if len(set(tokenizers.values())) > 1:
             raise UsageError(
                 f"data.parts: {', '.join(tokenizers)} read text with different tokenizers, so a token of one means nothing "
-                "to the others; start them from the same weights, or leave model.from out"
+                "to the others; start them from the same weights, or remove model.from"
             )
         for name, part in self.recipe.data.parts.items():
             metrics = self.parts[name].metrics
             if part.metric not in metrics:
                 similar = find_similar_names(part.metric, metrics)
-                hint = f"did you mean {similar[0]}?" if similar else f"choose one of {', '.join(metrics)}"
+                hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(metrics)}"
                 raise UsageError(f"data.parts.{name}.metric: {part.metric} is not measured; {hint}")
         assert self.sharing_summary is not None, "a part that shares nothing raises an error"
 

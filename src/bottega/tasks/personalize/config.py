@@ -154,18 +154,16 @@ class PersonalizeSamples(GeneratorSamples):
 class PersonalizeScheduler(Scheduler):
     """Linear warm-up and linear decay, as published."""
 
-    name: SchedulerName = Field("linear", description="shape of the learning rate over the run")
+    name: SchedulerName = Field("linear", description="learning rate schedule")
     warmup_steps: Duration = Field(
-        Interval(5, "percent"), description='linear rise from 0 to the peak: steps, "1 epoch" or "5%"'
+        Interval(5, "percent"), description='length of the linear warm-up from 0: steps, "1 epoch" or "5%"'
     )
 
 
 class PersonalizeTraining(Training):
     """Training with the published schedule of the learning rate."""
 
-    scheduler: PersonalizeScheduler = Field(
-        default_factory=PersonalizeScheduler, description="the learning rate over the run"
-    )
+    scheduler: PersonalizeScheduler = Field(default_factory=PersonalizeScheduler, description="learning rate schedule")
 
 
 class PersonalizeRecipe(Recipe):
@@ -174,7 +172,9 @@ class PersonalizeRecipe(Recipe):
     task: Literal["personalize"] = Field("personalize", description="generate images adapted to a user's taste")
     model: PersonalizeModel = Field(default_factory=PersonalizeModel, description="the model")
     data: PersonalizeData = Field(default_factory=PersonalizeData, description="the data")
-    training: PersonalizeTraining = Field(default_factory=PersonalizeTraining, description="how it is learned")
+    training: PersonalizeTraining = Field(
+        default_factory=PersonalizeTraining, description="training length, batches, optimizer, schedule"
+    )
     samples: PersonalizeSamples = Field(
         default_factory=PersonalizeSamples, description="images generated during training"
     )

@@ -148,7 +148,7 @@ def _candidate_folders(
 def _recorded_folder(model: FrozenModel) -> Path:
     folder = Path(model.folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: the folder does not exist any more")
+        raise CheckpointError(f"{folder} no longer exists")
     return folder
 
 

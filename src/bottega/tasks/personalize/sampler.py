@@ -67,7 +67,7 @@ class PersonalizeSampler(Sampler):
     ) -> PersonalImages:
         """Generate `count` images for each user and wish; an image depends on its number and the seed alone."""
         if count is not None and count < 1:
-            raise UsageError(f"--count {count}: must be at least 1")
+            raise UsageError(f"--count {count}: expected 1 or more")
         _check_wishes(_to_list(wish))
         requests = self._find_requests(_to_list(user), _to_list(wish), history)
         is_plain = user is None and wish is None and history is None

@@ -66,7 +66,7 @@ def read_history(path: Path, *, wishes: Sequence[str] | None) -> list[UserReques
     A record without a wish needs one in `wishes`.
     """
     if not path.is_file():
-        raise UsageError(f"--history {path}: no such file; give records, or a text with one liked caption per line")
+        raise UsageError(f"--history {path} does not exist; give records, or a text with one liked caption per line")
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -109,11 +109,11 @@ def _parse_request(path: Path, number: int, row: Any, *, has_wish: bool) -> User
         raise DataError(f"{where}: expected an object with user and history")
     if not isinstance(row.get("target") or {}, dict):
         raise DataError(
-            f"{where}: target must be an object with id, caption and image; leave it out, and give the wish as wish"
+            f"{where}: target must be an object with id, caption and image; remove it, and give the wish as wish"
         )
     wish = row.get("wish") or (row.get("target") or {}).get("caption")
     if isinstance(wish, str) and wish.isspace():
-        raise DataError(f"{where}: the wish is blank; leave it out, or describe the image")
+        raise DataError(f"{where}: the wish is blank; remove it, or describe the image")
     if not wish and not has_wish:
         raise UsageError(f'{where}: has no wish; describe the image with --wish, such as --wish "a star"')
     target = row.get("target") or {"id": "wish", "caption": wish or ""}

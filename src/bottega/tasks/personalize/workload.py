@@ -82,7 +82,7 @@ def build_task(
     path = NoisePath(objective=image.objective, schedule=image.schedule, shift=image.shift, min_snr=model.min_snr)
     if model.min_snr is not None and not path.uses_schedule:
         raise UsageError(
-            f"model.min_snr: {image.folder} is a {image.objective} model, which has no noise schedule; leave it out"
+            f"model.min_snr: {image.folder} is a {image.objective} model, which has no noise schedule; remove it"
         )
     image.check_side(recipe.data.image_size)
     side = recipe.data.image_size // image.downsample
@@ -205,7 +205,7 @@ class PersonalizeProcessor(Processor):
             self.metadata.model_dump_json(indent=1) + "\n",
             parse=PersonalizeMetadata.model_validate_json,
             is_same=self.metadata.check_same_models,
-            mismatch="the frozen models have other sizes than this run began with; start over with --fresh",
+            mismatch="the sizes of the frozen models differ from those of this run; start over with --fresh",
         ).save(folder)
         with replacing_file(folder / ANSWERS_FILE) as temporary:
             append_answers(temporary, self.generator.answers)

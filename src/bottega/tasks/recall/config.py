@@ -59,15 +59,13 @@ class RecallModel(Model):
                 f"hidden_size: {self.hidden_size} does not give each of {self.num_heads} heads an even number of channels"
             )
         if self.attention_every is not None and self.kind != "hybrid":
-            raise ValueError(
-                f"attention_every applies to kind hybrid only, not {self.kind}; leave it out, or set hybrid"
-            )
+            raise ValueError(f"attention_every applies to kind hybrid only, not {self.kind}; remove it, or set hybrid")
         if self.attention_every is not None and (
             problem := describe_attention_every_problem(self.attention_every, self.num_layers)
         ):
             raise ValueError(f"attention_every: {problem}")
         if self.state_size is not None and self.kind == "transformer":
-            raise ValueError("state_size: a transformer has no state space; leave it out, or set kind: ssm")
+            raise ValueError("state_size: a transformer has no state space; remove it, or set kind: ssm")
         return self
 
     def build_trunk_shape(self, *, vocab_size: int, context: int) -> TransformerShape:
@@ -107,11 +105,11 @@ class RecallData(Data):
     def _check_synthetic(self) -> RecallData:
         for key in _FILE_KEYS:
             if getattr(self, key) is not None:
-                raise ValueError(f"{key}: the data of recall is generated; leave it out")
+                raise ValueError(f"{key}: the data of recall is generated; remove it")
         for key in ("train", "validation", "test"):
             source = getattr(self, key)
             if source is not None and (source.path is not None or source.kind not in ("auto", "synthetic")):
-                raise ValueError(f"{key}: the data of recall is generated; leave out path and kind")
+                raise ValueError(f"{key}: the data of recall is generated; remove path and kind")
         return self
 
 
@@ -149,7 +147,7 @@ class FactsData(RecallData):
     )
     num_samples: Positive = Field(4096, description="segments in an epoch; the stream has no end")
     segment_length: Positive = Field(16, description="tokens in a segment, the model's context")
-    num_pairs: Positive = Field(1, description="changing facts that a segment states, beside one lasting fact")
+    num_pairs: Positive = Field(1, description="changing facts that a segment states, in addition to one lasting fact")
     num_questions: Positive = Field(1, description="queries, each for the value of a key, in a segment")
     num_keys: Positive = Field(384, description="keys whose values change")
     num_lasting: Positive = Field(32, description="keys whose values never change; only validation queries them")
@@ -160,7 +158,7 @@ class FactsData(RecallData):
     def _check_sizes(self) -> FactsData:
         _check_segment(self, self.num_pairs + 1)
         if self.test is not None:
-            raise ValueError("test: data.input facts has validation only; leave it out")
+            raise ValueError("test: data.input facts has validation only; remove it")
         needed = 2 * self.distance * self.num_pairs
         if needed > self.num_keys:
             raise ValueError(

@@ -74,7 +74,7 @@ class RecallWorkload(Workload):
             json.dumps(self._token_metadata(), indent=1) + "\n",
             parse=json.loads,
             is_same=lambda previous: bool(previous == self._token_metadata()),
-            mismatch="the recipe gives other tokens than this run has; start over with --fresh",
+            mismatch="the tokens of the recipe differ from those of this run; start over with --fresh",
         )
         self.sampler = RecallSampler(recipe, self.task, self.tokens, self.data)
         self.metrics = ("loss", ACCURACY, *((ACCURACY_WITHOUT_MEMORY,) if self.task.has_memory else ()), *distances)
@@ -207,7 +207,7 @@ class RecallData(TaskData):
 
     def read_external(self, external: ExternalData) -> NoReturn:
         raise UsageError(
-            f"--data {external.path}: the data of recall is generated; leave --data out, and change data.* in the recipe"
+            f"--data {external.path}: the data of recall is generated; remove --data, and change data.* in the recipe"
         )
 
 

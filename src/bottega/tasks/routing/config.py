@@ -35,12 +35,14 @@ class RoutingModel(Model):
     expand: Positive | None = Field(None, description="state_space: channels, in multiples of hidden_size; null is 2")
     conv_size: Positive | None = Field(None, description="state_space: kernel size of its convolution; null is 4")
     gate: Literal["softmax", "sigmoid"] = Field("softmax", description="function from router logits to expert weights")
-    shared_experts: Whole = Field(0, ge=0, description="experts that process every sample, beside the routed ones")
+    shared_experts: Whole = Field(
+        0, ge=0, description="experts that process every sample, in addition to the routed ones"
+    )
     capacity_factor: Number | None = Field(
         None, gt=0, description="training capacity of an expert, relative to an even split; null is unlimited"
     )
     expert_capacity: Positive | None = Field(
-        None, description="capacity of an expert in samples, in place of the factor"
+        None, description="capacity of an expert in samples, instead of capacity_factor"
     )
     balance: Literal["loss", "bias", "none"] = Field(
         "loss", description="load balancing of the experts: by a loss, by a bias on the router, or none"
@@ -79,7 +81,7 @@ class RoutingModel(Model):
             raise ValueError("capacity_factor and expert_capacity both set the capacity of an expert; keep one")
         if self.activation is not None and (self.spike_threshold is not None or self.trunk != "perceptron"):
             raise ValueError(
-                f"activation {self.activation} applies to a perceptron trunk without spiking units only; leave it out"
+                f"activation {self.activation} applies to a perceptron trunk without spiking units only; remove it"
             )
         if self.plasticity and self.spike_threshold is None:
             raise ValueError("plasticity needs spiking units; set spike_threshold: 1.0, or plasticity: false")
@@ -90,9 +92,7 @@ class RoutingModel(Model):
         if self.trunk == "state_space" and self.num_layers == 0:
             raise ValueError("trunk: state_space needs at least one layer, but num_layers is 0; raise it")
         if self.spike_threshold is not None and self.trunk == "state_space":
-            raise ValueError(
-                "trunk: state_space has no spiking units; leave out spike_threshold, or use router: spiking"
-            )
+            raise ValueError("trunk: state_space has no spiking units; remove spike_threshold, or use router: spiking")
         if self.routing_loss_weight and self.num_experts == 1:
             raise ValueError("routing_loss_weight needs several experts; set num_experts to the number of rules")
         return self

@@ -80,7 +80,7 @@ def apply_start_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMetadat
         del config["model_type"]
         start = RoutingMetadata.model_validate(config)
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"model.from: {folder} is not an exported routing model; name one, or leave it out") from None
+        raise UsageError(f"model.from: {folder} is not an exported routing model; give one, or remove it") from None
     differences = _find_differences(start.shape, metadata.shape)
     if differences:
         listed = ", ".join(

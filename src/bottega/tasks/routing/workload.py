@@ -59,14 +59,14 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     prepared = prepare_vectors(recipe.data, progress=progress)
     if not len(prepared.classes):
         raise DataError(
-            f"{_data_name(recipe)}: has rows without a label, and routing is trained on labelled rows; "
-            "name the column of the labels with data.train.label"
+            f"{_data_name(recipe)}: has rows without a label, but routing is trained on labelled rows; "
+            "set data.train.label to the column of the labels"
         )
     _check_labels(recipe, prepared)
     remedy = (
         "raise data.num_samples"
         if recipe.data.is_synthetic
-        else "name another column with data.train.label, or add samples"
+        else "set data.train.label to another column, or add samples"
     )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(recipe), remedy=remedy)
     rows = [_open_rows(recipe, prepared, name, classes, is_training=False) for name in prepared.training_tables]
@@ -142,7 +142,7 @@ class RoutingWorkload(Workload):
             metadata.model_dump_json(indent=1) + "\n",
             parse=RoutingMetadata.model_validate_json,
             is_same=metadata.matches,
-            mismatch="the data now gives other inputs, labels or rules than this run has; start over with --fresh",
+            mismatch="the inputs, labels or rules of the data differ from those of this run; start over with --fresh",
         )
         self.sampler = RoutingSampler(recipe, self.task, metadata, self.data)
         self.predictor = Predictor("rows", partial(predict_rows, self))
@@ -188,7 +188,7 @@ class RoutingWorkload(Workload):
         key = rows.table.row("key", first) if rows.table is not None else f"row {first}"
         raise DataError(
             f"{key}: has rule {rows.rules[first]}, but this run has {experts} experts, for the rules 0 to {experts - 1}; "
-            "leave out such rows, or the column rule"
+            "remove such rows, or the column rule"
         )
 
     @torch.no_grad()
@@ -341,7 +341,7 @@ def _check_labels(recipe: RoutingRecipe, prepared: PreparedData) -> None:
     if not recipe.data.is_synthetic and labels > MAX_UNCHECKED_LABELS and 2 * labels > rows:
         raise DataError(
             f"{_data_name(recipe)}: {rows:,} rows have {labels:,} different labels, so this column is probably not the "
-            "label; name the right one with data.train.label"
+            "label; set data.train.label to the right one"
         )
 
 

@@ -19,7 +19,7 @@ class AdapterOptions(Section):
         None, description="suffixes of module names, or patterns over them; null is the output of attention and MLP"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="modules trained in full beside it; null is those randomly initialised, such as a head"
+        None, description="modules trained in full in addition; null is those randomly initialised, such as a head"
     )
     start: str | None = Field(None, description="the folder of an exported adapter to start from")
 

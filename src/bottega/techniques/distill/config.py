@@ -25,7 +25,7 @@ SPEC = TechniqueSpec(
     key_conflicts=(
         KeyConflict(
             "training.compile",
-            "techniques.distill.hidden records activations inside the model, which is then not compiled; leave one of them out",
+            "techniques.distill.hidden records activations inside the model, which is then not compiled; keep one",
             value=True,
             option="hidden",
         ),

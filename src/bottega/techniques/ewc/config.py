@@ -23,7 +23,7 @@ SPEC = TechniqueSpec(
     key_conflicts=(
         KeyConflict(
             "data.online",
-            "ewc anchors the weights at the end of each source, and the sources of a stream have no end; leave one of them out",
+            "ewc anchors the weights at the end of each source, and the sources of a stream have no end; keep one",
         ),
     ),
     is_sequential=True,

@@ -21,9 +21,9 @@ class LoraOptions(Section):
         None, description="suffixes of module names, or patterns over them; null is every matrix inside the blocks"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="modules trained in full beside it; null is those randomly initialised, such as a head"
+        None, description="modules trained in full in addition; null is those randomly initialised, such as a head"
     )
-    start: str | None = Field(None, description="a folder of an adapter to start from, ours or peft's")
+    start: str | None = Field(None, description="a folder of an adapter to start from, exported by Bottega or peft")
 
 
 SPELLINGS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}

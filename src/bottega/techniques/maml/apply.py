@@ -159,7 +159,7 @@ def _check(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -> None:
     """Raise UsageError for conflicts that only the data, the task or the device shows; maml/config.py declares the others."""
     if plan.order is not None:
         key = "replay" if recipe.data.replay else "mixture"
-        raise UsageError(f"data.{key}: maml draws its tasks uniformly, in its own order; leave it out")
+        raise UsageError(f"data.{key}: maml draws its tasks uniformly, in its own order; remove it")
     if plan.task.gradient_surgery:
         raise UsageError(
             "techniques: maml differentiates the sum of the loss terms, so it does not support pcgrad; use another balance"

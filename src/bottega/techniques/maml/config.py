@@ -37,13 +37,9 @@ SPEC = TechniqueSpec(
     },
     must_follow={name: f"maml adapts the modules of {name}; list it after {name}" for name in ("lora", "adapter")},
     key_conflicts=(
-        KeyConflict(
-            "data.online", "maml draws episodes, and a stream trains on samples as they arrive; leave one of them out"
-        ),
-        KeyConflict("data.curriculum", "maml samples its tasks uniformly, in its own order; leave it out"),
-        KeyConflict(
-            "training.gradient_checkpointing", "maml would recompute blocks with different weights; leave it out"
-        ),
+        KeyConflict("data.online", "maml draws episodes, and a stream trains on samples as they arrive; keep one"),
+        KeyConflict("data.curriculum", "maml samples its tasks uniformly, in its own order; remove it"),
+        KeyConflict("training.gradient_checkpointing", "maml would recompute blocks with different weights; remove it"),
         KeyConflict(
             "training.mixed_precision", "the inner steps of maml have no loss scaling; use bf16 or fp32", "fp16"
         ),

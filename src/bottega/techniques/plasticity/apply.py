@@ -69,5 +69,5 @@ def _check_trainable(engine: Engine, loader: Loader, *, resumed: bool, task: Pla
     if not any(parameters[name].is_trainable for name in weights):
         raise UsageError(
             f"{KEY}: {weights[0]} and every other spiking layer is frozen; unfreeze one in training.freeze or training.groups "
-            "(scale: 0 turns off only its gradient), or leave plasticity out"
+            "(scale: 0 turns off only its gradient), or remove plasticity"
         )

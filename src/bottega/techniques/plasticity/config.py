@@ -51,22 +51,19 @@ SPEC = TechniqueSpec(
     options=PlasticityOptions,
     apply="bottega.techniques.plasticity.apply:apply",
     conflicts={
-        **{
-            name: f"{name} freezes the weights that plasticity changes; keep one of them"
-            for name in ("lora", "adapter")
-        },
-        "maml": "maml has several sets of weights in a step, and plasticity changes only one; keep one of them",
+        **{name: f"{name} freezes the weights that plasticity changes; keep one" for name in ("lora", "adapter")},
+        "maml": "maml has several sets of weights in a step, and plasticity changes only one; keep one",
     },
     must_follow={"distill": "plasticity records the student's spikes for its teacher too; list it after distill"},
     key_conflicts=(
         KeyConflict(
             "training.compile",
-            "plasticity records spikes inside the model, which is then not compiled; leave one of them out",
+            "plasticity records spikes inside the model, which is then not compiled; keep one",
             value=True,
         ),
         KeyConflict(
             "task",
-            "plasticity.reward needs a single task, and this recipe has several; set it to none",
+            "plasticity.reward needs a single task, but this recipe has several; set it to none",
             "multitask",
             "reward",
         ),

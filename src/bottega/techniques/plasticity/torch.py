@@ -174,7 +174,7 @@ def select_spiking_layers(model: nn.Module, targets: Sequence[str] | None) -> di
     layers = {module: name for name, module in model.named_modules() if isinstance(module, SpikingLayer)}
     if not layers:
         raise UsageError(
-            f"techniques: plasticity needs spiking layers, but {type(model).__name__} has none; leave it out, or train a "
+            f"techniques: plasticity needs spiking layers, but {type(model).__name__} has none; remove it, or train a "
             "spiking model such as classify/spiking"
         )
     if targets is None:

@@ -12,7 +12,7 @@ class ReplayOptions(Section):
     """A fraction of each batch comes from earlier sources."""
 
     share: Probability = Field(0.2, gt=0, lt=1, description="fraction of each batch after the first source")
-    memory: Positive | None = Field(None, description="examples stored of each earlier source; null is all")
+    memory: Positive | None = Field(None, description="examples of each earlier source to store; null is all")
 
 
 SPEC = TechniqueSpec(

@@ -91,10 +91,10 @@ def locate_image(root: Path, name: str) -> Path | BadRecord:
         if path.is_file():
             return path
     except (OSError, ValueError, RuntimeError) as error:  # a name that is too long or contains NUL, or a link cycle
-        return BadRecord(name, name, f"the picture {name!r} cannot be looked for: {error}")
+        return BadRecord(name, name, f"the image file {name!r} cannot be accessed: {error}")
     problem = "is a folder" if path.is_dir() else "does not exist"
     return BadRecord(
-        name, name, f"the picture {root / name} {problem}; name their folder with data.pictures if it is another"
+        name, name, f"the image file {root / name} {problem}; set data.pictures if the images are elsewhere"
     )
 
 

@@ -50,7 +50,7 @@ class FileCaptions:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise DataError(
-                f"data.captions: {path} does not exist; name a caption file or the folder of a captioning model"
+                f"data.captions: {path} does not exist; give a caption file or the folder of a captioning model"
             )
         self.path = path
         self.plain = _object_of_texts(path)

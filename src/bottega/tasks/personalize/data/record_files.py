@@ -287,7 +287,7 @@ def _find_problem(record: Record, where: str, first_seen: dict[bytes, str]) -> s
     if record.target.id in {item.id for item in record.history}:
         return f"the target {record.target.id!r} is in the history too, where its caption would be read; {SKIP_HINT}"
     if record.wish is not None and not record.wish.strip():
-        return f"the wish is blank; leave it out, or describe the image; {SKIP_HINT}"
+        return f"the wish is blank; remove it, or describe the image; {SKIP_HINT}"
     digest = hashlib.blake2b(record.model_dump_json().encode("utf-8", "surrogatepass"), digest_size=16).digest()
     if digest in first_seen:
         return f"is the same record as {first_seen[digest]}; {SKIP_HINT}"

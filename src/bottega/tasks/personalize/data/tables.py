@@ -47,7 +47,21 @@ FIRST_WORDINGS = (
     ("is not a valid record: ", "is no record: "),
     ("is not a known key; the keys are ", "is no key of it; there is "),
     ("is not a number", "is no number"),
-    ("leave it out, or describe the image", "leave it out, or say what is wished"),
+    ("the image file ", "the picture "),
+    (" is outside ", " lies outside "),
+    (
+        "; set data.pictures to its folder, or move the file",
+        "; name that folder with data.pictures, or move the picture into it",
+    ),
+    (" cannot be accessed: ", " cannot be looked for: "),
+    ("; set data.pictures if the images are elsewhere", "; name their folder with data.pictures if it is another"),
+    ("the wish is blank; remove it, or describe the image;", "the wish is blank; leave it out, or say what is wished;"),
+    (" has none for it;", " says nothing about it;"),
+    (
+        "or set data.captions to a file of captions or to the folder of a captioning model",
+        "or name a file of captions or the folder of a captioning model with data.captions",
+    ),
+    ("an unpaired surrogate", "half a surrogate pair"),
 )
 """Reasons of bad records -> their first wording, which cache keys contain."""
 
@@ -161,9 +175,9 @@ def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, prog
         for name, records in plan.records.tables.items():
             plan.records.tables[name] = [_add_caption(located, of, captioned) for located in records]
     remedy = (
-        f"data.captions={captions} says nothing about it"
+        f"data.captions={captions} has none for it"
         if captions is not None
-        else "add one, or name a file of captions or the folder of a captioning model with data.captions"
+        else "add one, or set data.captions to a file of captions or to the folder of a captioning model"
     )
 
     def problem(located: LocatedRecord) -> BadRecord | None:
@@ -196,7 +210,7 @@ def _by_model(
     }
     if captioner is None:
         raise UsageError(
-            f"data.captions: {folder} is a folder, but captioning models are not available here; name a caption file"
+            f"data.captions: {folder} is a folder, but captioning models are not available here; give a caption file"
         )
     captions = caption_images(paths, folder, captioner, progress=progress) if paths else {}
     return lambda located, item: item.caption.strip() or captions.get(plan.images.hash(located, item) or "", "")

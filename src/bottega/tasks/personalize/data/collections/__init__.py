@@ -34,7 +34,7 @@ def read_collection(folder: Path, data: PersonalizeData, *, limit: int | None = 
     collection = read(folder, data, limit)
     if not collection.records:
         reasons = "; ".join(f"{count:,} {reason}" for reason, count in collection.left_out.items())
-        raise DataError(f"{folder}: has no records for data.collection={data.collection}: {reasons or 'it is empty'}")
+        raise DataError(f"{folder} has no records for data.collection={data.collection}: {reasons or 'it is empty'}")
     return collection
 
 
