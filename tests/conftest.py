@@ -142,11 +142,11 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> Path
 
 
 def _run_two_ranks(out: Path, text_file: Path) -> None:
-    from small_media import pictures
+    from small_media import write_images
     from small_run import environment
 
     out.mkdir()
-    pictures(out)  # written here, so that the two processes do not write them concurrently
+    write_images(out)  # written here, so that the two processes do not write them concurrently
     launch = [sys.executable, "-W", "error", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = Path(__file__).parent / "two_ranks.py"
     process = subprocess.run(

@@ -12,11 +12,11 @@ from bottega.models.decoder.torch import Transformer
 from bottega.tasks.language.sampling import generate_tokens
 
 
-def texts(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:
+def generate_rows(model: Transformer, prompts: list[list[int]], **settings: Any) -> list[list[int | None]]:
     return [list(row) for row in zip(*generate_tokens(model, prompts, **settings), strict=True)]
 
 
-def greedy_by_reading_again(model: Transformer, prompt: list[int], count: int) -> list[int]:
+def generate_without_cache(model: Transformer, prompt: list[int], count: int) -> list[int]:
     """Generate greedily without a cache. With attention, a full context is truncated to its last half."""
     model.eval()
     window, new, context = list(prompt), [], model.shape.context

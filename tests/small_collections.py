@@ -11,7 +11,7 @@ import numpy as np
 SIDE = 12
 
 
-def picture(path: Path, number: int) -> Path:
+def write_image(path: Path, number: int) -> Path:
     """Write a random image that is different for each number."""
     from PIL import Image
 
@@ -39,18 +39,20 @@ def records(users: int = 10, each: int = 2, liked: int = 4, items: int = 24) -> 
     return rows
 
 
-def people(folder: Path, rows: list[dict[str, Any]] | None = None, name: str = "people.jsonl") -> Path:
+def write_records(folder: Path, rows: list[dict[str, Any]] | None = None, name: str = "people.jsonl") -> Path:
     """Write a record file and its images."""
     rows = records() if rows is None else rows
     for number in range(24):
         if not (folder / f"pictures/{number}.png").exists():
-            picture(folder / f"pictures/{number}.png", number)
+            write_image(folder / f"pictures/{number}.png", number)
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / name).write_text(lines if name.endswith(".jsonl") else json.dumps(rows))
     return folder / name
 
 
-def flickr(folder: Path, *, seed: int = 0, workers: int = 6, pictures: int = 20, order: int | None = None) -> Path:
+def write_flickr(
+    folder: Path, *, seed: int = 0, workers: int = 6, pictures: int = 20, order: int | None = None
+) -> Path:
     """Write FLICKR-AES: a header with spaces, and a score of 1 to 5 from each worker for most images."""
     draw = np.random.default_rng(seed)
     rows = [
@@ -63,7 +65,7 @@ def flickr(folder: Path, *, seed: int = 0, workers: int = 6, pictures: int = 20,
         rows = np.random.default_rng(order).permutation(rows).tolist()
     for number in range(pictures):
         if not (folder / f"40K/farm{number}.jpg").exists():
-            picture(folder / f"40K/farm{number}.jpg", number)
+            write_image(folder / f"40K/farm{number}.jpg", number)
     header = "worker, imagePair, score"
     (folder / "FLICKR-AES_image_labeled_by_each_worker.csv").write_text("\n".join((header, *rows)) + "\n")
     (folder / "FLICKR-AES_image_score.txt").write_text("farm0.jpg 0.5\n")
@@ -72,7 +74,7 @@ def flickr(folder: Path, *, seed: int = 0, workers: int = 6, pictures: int = 20,
     return folder
 
 
-def pog(folder: Path, *, seed: int = 0, users: int = 12) -> Path:
+def write_pog(folder: Path, *, seed: int = 0, users: int = 12) -> Path:
     """Write POG: three text files, and images of some items."""
     draw = np.random.default_rng(seed)
     folder.mkdir(parents=True, exist_ok=True)
@@ -88,16 +90,16 @@ def pog(folder: Path, *, seed: int = 0, users: int = 12) -> Path:
     items = [f"t{item},c{item % 3},//img.example/{item}.jpg,a coat, number {item}" for item in range(30)]
     (folder / "item_data.txt").write_text("\n".join(items) + "\n")
     for number in range(0, 30, 2):
-        picture(folder / f"images/t{number}.jpg", number)
+        write_image(folder / f"images/t{number}.jpg", number)
     return folder
 
 
-def ser(folder: Path, *, topics: int = 6) -> Path:
+def write_ser(folder: Path, *, topics: int = 6) -> Path:
     """Write SER30K: numbered packs of stickers, some with an emotion."""
     rows = []
     for topic in range(topics):
         for number in range(2 + topic):
-            picture(folder / f"Images/0{topic}-panda/sticker_{number}.png", 100 * topic + number)
+            write_image(folder / f"Images/0{topic}-panda/sticker_{number}.png", 100 * topic + number)
             rows.append(
                 {"topic": f"0{topic}-panda", "file_name": f"sticker_{number}.png", "anno": number % 2, "text": ""}
             )
@@ -110,7 +112,7 @@ def ser(folder: Path, *, topics: int = 6) -> Path:
     return folder
 
 
-def captioning_model(folder: Path, *, seed: int = 0) -> Path:
+def write_captioning_model(folder: Path, *, seed: int = 0) -> Path:
     """Write a BLIP model of transformers with random weights and a small vocabulary."""
     import torch
     from transformers import BertTokenizerFast, BlipConfig, BlipForConditionalGeneration

@@ -30,14 +30,14 @@ COMMON: dict[str, Any] = {
 NAMES = ("dark", "grey", "bright")
 
 
-def pictures(folder: Path) -> Path:
+def write_images(folder: Path) -> Path:
     """Write 36 images of 8 x 8 pixels, with one mean brightness for each class."""
     draw, label = np.random.default_rng(0), np.arange(36) % 3
     image = draw.normal(30 + 100 * label[:, None, None], 10, (36, 8, 8)).clip(0, 255).astype(np.uint8)
     return _save_arrays(folder / "pictures.npz", image=image, label=np.array(NAMES)[label])
 
 
-def sounds(folder: Path) -> Path:
+def write_audio(folder: Path) -> Path:
     """Write 36 audio clips of 0.1 s, with one pitch for each class."""
     draw, label = np.random.default_rng(0), np.arange(36) % 3
     turns = (200 * 2.0**label)[:, None] * np.arange(800) / 8000 + draw.random((36, 1))
@@ -47,7 +47,7 @@ def sounds(folder: Path) -> Path:
     )
 
 
-def clips(folder: Path) -> Path:
+def write_videos(folder: Path) -> Path:
     """Write 36 videos of 4 frames of 8 x 8 pixels; the class is the change of brightness over time."""
     draw, label = np.random.default_rng(0), np.arange(36) % 3
     level = 128 + (label - 1)[:, None] * 75 * np.arange(-1.5, 2)
@@ -56,19 +56,19 @@ def clips(folder: Path) -> Path:
 
 
 def image(folder: Path) -> dict[str, Any]:
-    return {**COMMON, "output_dir": str(folder), **_data_settings(pictures(folder))}
+    return {**COMMON, "output_dir": str(folder), **_data_settings(write_images(folder))}
 
 
 def audio(folder: Path) -> dict[str, Any]:
     spectrum = {"data.num_mels": 8, "data.fft_size": 256, "data.hop_size": 64}
-    return {**COMMON, "output_dir": str(folder), **_data_settings(sounds(folder)), **spectrum}
+    return {**COMMON, "output_dir": str(folder), **_data_settings(write_audio(folder)), **spectrum}
 
 
 def video(folder: Path) -> dict[str, Any]:
     return {
         **COMMON,
         "output_dir": str(folder),
-        **_data_settings(clips(folder)),
+        **_data_settings(write_videos(folder)),
         "data.num_frames": 4,
         "model.temporal_patch_size": 1,
     }
@@ -81,7 +81,7 @@ def train(output: Path, **changes: Any) -> Any:
     return bottega.train("image", {**image(output), **changes})
 
 
-def words(output: Path, *more: str, **changes: Any) -> list[str]:
+def train_arguments(output: Path, *more: str, **changes: Any) -> list[str]:
     """Return the command line of the same run."""
     values = {**image(output), **changes}.items()
     return ["train", "image", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values), *more]

@@ -26,13 +26,13 @@ def models() -> dict[str, Path]:
     folder = Path(tempfile.mkdtemp(prefix="bottega-personal-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return {
-        "language_model": tiny_pipelines.llama(folder / "llama"),
-        "diffusion": tiny_pipelines.stable_diffusion(folder / "diffusion"),
-        "clip": tiny_pipelines.clip(folder / "clip"),
+        "language_model": tiny_pipelines.write_llama(folder / "llama"),
+        "diffusion": tiny_pipelines.write_stable_diffusion(folder / "diffusion"),
+        "clip": tiny_pipelines.write_clip(folder / "clip"),
     }
 
 
-def people(folder: Path) -> Path:
+def write_records(folder: Path) -> Path:
     """Write train.jsonl with 24 users and validation.jsonl with 8: each prefers one colour and wishes for one shape."""
     target = folder / "people"
     if target.exists():
@@ -82,7 +82,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "model.keywords.allowed": [*COLOURS, *SHAPES],
         "model.keywords.max_tokens": 6,
         "data.train.kind": "auto",
-        "data.train.path": str(people(folder)),
+        "data.train.path": str(write_records(folder)),
         "data.image_size": SIDE,
         "data.sequence_length": 128,
         "data.workers": 0,
@@ -117,7 +117,7 @@ def train(output: Path, **changes: Any) -> Any:
     return bottega.train("personalize", settings(output, **changes))
 
 
-def words(output: Path, *more: str, **changes: Any) -> list[str]:
+def train_arguments(output: Path, *more: str, **changes: Any) -> list[str]:
     """Return the command line of the same run."""
     values = settings(output, **changes).items()
     return ["train", "personalize", *(f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in values), *more]

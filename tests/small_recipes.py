@@ -150,15 +150,15 @@ def write_data(folder: Path) -> dict[str, Path]:
     photos, recordings = folder / "photos", folder / "recordings"
     return {
         "language": text,
-        "classify": small_texts.texts(folder),
+        "classify": small_texts.write_texts(folder),
         "image": photos,
         "image_vae": photos,
         "audio": recordings,
         "video": folder / "films.npz",
-        "personalize": small_personal.people(folder),
-        "personalize/flickr": small_collections.flickr(folder / "flickr"),
-        "personalize/pog": small_collections.pog(folder / "pog"),
-        "personalize/ser": small_collections.ser(folder / "ser"),
+        "personalize": small_personal.write_records(folder),
+        "personalize/flickr": small_collections.write_flickr(folder / "flickr"),
+        "personalize/pog": small_collections.write_pog(folder / "pog"),
+        "personalize/ser": small_collections.write_ser(folder / "ser"),
     }
 
 
@@ -169,7 +169,7 @@ def settings(name: str, data: dict[str, Path], output: Path) -> dict[str, Any]:
     if name in TEXT_CLASSIFIERS:
         values = {**small_texts.SMALL, **TRAINING, **OWN.get(name, {}), "output_dir": str(output)}
     if name == "classify/pretrained":
-        values["model.from"] = str(small_texts.encoder(output / "encoder"))
+        values["model.from"] = str(small_texts.write_encoder(output / "encoder"))
     if name in OTHERS_DATA:
         values["data.train.path"] = str(data.get(name, data[task]))
     if task == "personalize":

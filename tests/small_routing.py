@@ -40,7 +40,7 @@ SPIKING: dict[str, Any] = {
 }
 
 
-def rows(count: int = 96, *, seed: int = 0) -> dict[str, np.ndarray]:
+def make_rows(count: int = 96, *, seed: int = 0) -> dict[str, np.ndarray]:
     """Return rows whose first three inputs encode the rule r; the label is whether input 3 + r is positive."""
     draw = np.random.default_rng(seed)
     rule = np.arange(count) % RULES
@@ -50,15 +50,15 @@ def rows(count: int = 96, *, seed: int = 0) -> dict[str, np.ndarray]:
     return {"x": x.astype(np.float32), "label": label.astype(np.int32), "rule": rule.astype(np.int32)}
 
 
-def written(folder: Path, name: str = "rows.npz", *, without: tuple[str, ...] = (), **options: Any) -> Path:
+def write_rows(folder: Path, name: str = "rows.npz", *, without: tuple[str, ...] = (), **options: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    np.savez(path, **{key: value for key, value in rows(**options).items() if key not in without})
+    np.savez(path, **{key: value for key, value in make_rows(**options).items() if key not in without})
     return path
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    return {**SMALL, "output_dir": str(folder), "data.train.path": str(written(folder)), **changes}
+    return {**SMALL, "output_dir": str(folder), "data.train.path": str(write_rows(folder)), **changes}
 
 
 def spiking(folder: Path) -> dict[str, Any]:

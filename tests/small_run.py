@@ -54,12 +54,11 @@ def settings(output: Path, text: Path, **changes: Any) -> dict[str, Any]:
 
 def train(output: Path, text: Path, **changes: Any) -> Any:
     """Run `bottega.train` in this process. Pass keys with dots as `**{"training.max_steps": 4}`."""
-    import bottega
 
-    return bottega.train("language/shakespeare", settings(output, text, **changes))
+    return run_bottega.train("language/shakespeare", settings(output, text, **changes))
 
 
-def words(output: Path, text: Path, *more: str, **changes: Any) -> list[str]:
+def train_arguments(output: Path, text: Path, *more: str, **changes: Any) -> list[str]:
     """Return the command line of the same run."""
     keys = [
         f"{k}={'null' if v is None else json.dumps(v) if isinstance(v, bool) else v}"
@@ -77,7 +76,7 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths), **more}
 
 
-def bottega(
+def run_bottega(
     arguments: Sequence[str], *, env: Mapping[str, str] | None = None, cold: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """Run the command in a subprocess: a fork of a warm process, or with `cold` a new Python."""
@@ -95,7 +94,7 @@ def bottega(
     return subprocess.CompletedProcess(list(arguments), process.returncode, out, err)
 
 
-def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
+def read_tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
     """Verify a checkpoint and return its tensors as `file/name` -> array."""
     folder = checkpoint.read_link(run / "checkpoints", which)
     assert folder is not None, f"{run} has no {which} checkpoint"
@@ -104,7 +103,7 @@ def tensors(run: Path, which: str = "last") -> dict[str, np.ndarray]:
     return {f"{file}/{name}": array for file in files for name, array in load_file(folder / file).items()}
 
 
-def different(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> list[str]:
+def differing_tensors(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> list[str]:
     """Return the names that only one of them has or whose bytes differ."""
     unmatched = sorted(set(a) ^ set(b))
     return unmatched + [
@@ -112,7 +111,7 @@ def different(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> list[
     ]
 
 
-def steps_logged(run: Path, kind: str = "train") -> list[int]:
+def read_logged_steps(run: Path, kind: str = "train") -> list[int]:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row["step"] for row in rows if row["kind"] == kind]
 

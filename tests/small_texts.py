@@ -33,7 +33,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-def rows(count: int = 96, *, seed: int = 0) -> list[dict[str, Any]]:
+def make_rows(count: int = 96, *, seed: int = 0) -> list[dict[str, Any]]:
     """Return texts of 4 to 12 words, half of them specific to the class."""
     draw = np.random.default_rng(seed)
     result = []
@@ -45,19 +45,19 @@ def rows(count: int = 96, *, seed: int = 0) -> list[dict[str, Any]]:
     return result
 
 
-def texts(folder: Path, name: str = "texts.jsonl", **options: Any) -> Path:
+def write_texts(folder: Path, name: str = "texts.jsonl", **options: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / name
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows(**options)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in make_rows(**options)))
     return path
 
 
 def settings(folder: Path, kind: str = "transformer", **changes: Any) -> dict[str, Any]:
-    own = {"output_dir": str(folder), "model.kind": kind, "data.train.path": str(texts(folder))}
+    own = {"output_dir": str(folder), "model.kind": kind, "data.train.path": str(write_texts(folder))}
     return {**SMALL, **SIZES[kind], **own, **changes}
 
 
-def encoder(folder: Path) -> Path:
+def write_encoder(folder: Path) -> Path:
     """Write an untrained BERT with two layers, as transformers saves it, and a tokenizer with these words."""
     import tokenizers
     import torch

@@ -44,7 +44,7 @@ def test_listing_the_api_imports_no_framework() -> None:
 def test_plan_and_lr_find_match_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = small_run.write_text(tmp_path / "t.txt")
     settings = small_run.settings(tmp_path, text)
-    words = small_run.words(tmp_path, text)[1:]
+    words = small_run.train_arguments(tmp_path, text)[1:]
     assert main(["plan", *words, "--json"]) == 0
     assert bottega.plan("language/shakespeare", settings) == json.loads(capsys.readouterr().out)
     with pytest.raises(UsageError, match=r"training\.max_steps"):

@@ -27,7 +27,7 @@ def tokenizer() -> Any:
     return CLIPTokenizer(vocab={name: i for i, name in enumerate(names)}, merges=list(dict.fromkeys(merges)))
 
 
-def save(folder: Path, *, seed: int = 0) -> Path:
+def save_clip(folder: Path, *, seed: int = 0) -> Path:
     """Write encoder and tokenizer to one folder; the seed determines the weights."""
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel

@@ -19,7 +19,7 @@ T5_LENGTH = 24
 WORDS = ("star", "moon", "red", "blue", "striped", "plain", "a", "an", "of", "person", "likes", "keywords")
 
 
-def llama(folder: Path, *, seed: int = 0, words: tuple[str, ...] = WORDS, **sizes: Any) -> Path:
+def write_llama(folder: Path, *, seed: int = 0, words: tuple[str, ...] = WORDS, **sizes: Any) -> Path:
     """Write a LlamaForCausalLM with 4 query and 2 key heads, and a tokenizer that prepends <s> like LLaMA-2."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -68,7 +68,7 @@ def llama_tokenizer(words: tuple[str, ...] = WORDS) -> Any:
     )
 
 
-def clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: Any) -> Path:
+def write_clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: Any) -> Path:
     """Write a CLIPModel for small images, with its tokenizer and image processor configuration."""
     from transformers import CLIPConfig, CLIPModel
 
@@ -95,7 +95,7 @@ def clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: Any) -> 
     return folder
 
 
-def stable_diffusion(folder: Path, *, seed: int = 0, second: bool = False, **scheduler: Any) -> Path:
+def write_stable_diffusion(folder: Path, *, seed: int = 0, second: bool = False, **scheduler: Any) -> Path:
     """Write a StableDiffusionPipeline like version 1.5, or with `second` version 2: v-prediction, heads of one size.
 
     `scheduler` changes its configuration. Images are 32 x 32, latents 4 x 4.
@@ -119,7 +119,7 @@ def stable_diffusion(folder: Path, *, seed: int = 0, second: bool = False, **sch
     return _save_pipeline(pipe, folder)
 
 
-def stable_diffusion_xl(folder: Path, *, seed: int = 0, **scheduler: Any) -> Path:
+def write_stable_diffusion_xl(folder: Path, *, seed: int = 0, **scheduler: Any) -> Path:
     """Write a StableDiffusionXLPipeline: two text encoders of different widths, and image sizes as conditions."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
     from transformers import CLIPTextModel, CLIPTextModelWithProjection
@@ -153,7 +153,7 @@ def stable_diffusion_xl(folder: Path, *, seed: int = 0, **scheduler: Any) -> Pat
     return _save_pipeline(pipe, folder)
 
 
-def flow(folder: Path, *, seed: int = 0, with_t5: bool = True, **scheduler: Any) -> Path:
+def write_stable_diffusion_3(folder: Path, *, seed: int = 0, with_t5: bool = True, **scheduler: Any) -> Path:
     """Write a StableDiffusion3Pipeline: a transformer that predicts velocity, two CLIP encoders and a T5."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection, T5Config, T5EncoderModel

@@ -108,7 +108,7 @@ def loader(data: ArraySource | None = None, *, of: TorchEngine, batch_size: int 
     return Loader(data or source(), batch_size, seed=0, data_rank=of.data_rank, data_size=of.data_size, workers=workers)
 
 
-def advance(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dict[str, float]]:
+def train_steps(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dict[str, float]]:
     """Train from step `start` up to `stop`; return the report of each step."""
     stream = batches(start)
     reports = [of.fetch(of.train_step(step, next(stream))) for step in range(start, stop)]
@@ -116,12 +116,12 @@ def advance(of: TorchEngine, batches: Loader, start: int, stop: int) -> list[dic
     return reports
 
 
-def state(of: TorchEngine) -> dict[str, np.ndarray]:
+def copy_state(of: TorchEngine) -> dict[str, np.ndarray]:
     """Return a copy of everything in a checkpoint, as `file/name` -> array."""
     return {f"{file}/{name}": t.detach().numpy().copy() for file, ts in of.state().items() for name, t in ts.items()}
 
 
-def save(of: TorchEngine, folder: Path, step: int, progress: Mapping[str, Any] | None = None) -> Path:
+def save_checkpoint(of: TorchEngine, folder: Path, step: int, progress: Mapping[str, Any] | None = None) -> Path:
     return checkpoint.write(
         folder, step=step, files=of.snapshot().files(), progress=progress or {"step": step}, fingerprint={}
     )

@@ -28,9 +28,9 @@ from bottega.core.trainer import Cadences, Trainer, evaluate, evaluate_with_rows
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import NonfiniteRecovery
 from bottega.world import World
-from small_run import words
+from small_run import train_arguments
 from toy_state import Remembering
-from toy_task import Toy, advance, engine, loader, source, state, training
+from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
 
 RANK = int(os.environ.get("RANK", 0))
 BAD = 11
@@ -46,8 +46,8 @@ def splits(folder: Path) -> None:
     for micro in (None, 1, 3):
         toy_engine = engine(training(optimizer={"name": "sgd"}), micro=micro)
         assert (toy_engine.rank, toy_engine.world) == (RANK, 2)
-        reports = advance(toy_engine, loader(of=toy_engine), 0, 3)
-        save_tensors(folder, f"split-{micro}", state(toy_engine))
+        reports = train_steps(toy_engine, loader(of=toy_engine), 0, 3)
+        save_tensors(folder, f"split-{micro}", copy_state(toy_engine))
         if RANK == 0:
             (folder / f"split-{micro}.json").write_text(json.dumps([r["loss"] for r in reports]))
 
@@ -59,8 +59,8 @@ def tensor(folder: Path) -> None:
             training(optimizer={"name": "sgd"}), task=task, micro=3, world=World.from_environment({"tensor": 2})
         )
         assert (toy_engine.rank, toy_engine.world, toy_engine.data_rank, toy_engine.data_size) == (RANK, 2, 0, 1)
-        reports = advance(toy_engine, loader(of=toy_engine), 0, 3)
-        save_tensors(folder, name, state(toy_engine))
+        reports = train_steps(toy_engine, loader(of=toy_engine), 0, 3)
+        save_tensors(folder, name, copy_state(toy_engine))
         (folder / f"{name}.{RANK}.json").write_text(json.dumps([r["loss"] for r in reports]))
     assert toy_engine.any_rank(RANK == 1), "a request of one rank reaches all ranks"
     batches = iter_eval_batches(source(samples=37), 8, data_rank=toy_engine.data_rank, data_size=toy_engine.data_size)
@@ -83,15 +83,15 @@ def thawing(folder: Path) -> None:
     """Some parameters become trainable at the third step, and their gradients are then reduced too."""
     toy_engine = engine(training(optimizer={"name": "sgd"}, groups=THAWING))
     toy_engine.set_schedule(toy_engine.rate, total=8, steps_per_epoch=5)
-    advance(toy_engine, loader(of=toy_engine), 0, 4)
-    save_tensors(folder, "thawing", state(toy_engine))
+    train_steps(toy_engine, loader(of=toy_engine), 0, 4)
+    save_tensors(folder, "thawing", copy_state(toy_engine))
 
 
 def remembering(folder: Path) -> None:
     """State that is computed from the samples of both ranks."""
     toy_engine = engine(training(optimizer={"name": "sgd"}), task=Remembering(), micro=3)
-    advance(toy_engine, loader(of=toy_engine), 0, 3)
-    save_tensors(folder, "remembering", state(toy_engine))
+    train_steps(toy_engine, loader(of=toy_engine), 0, 3)
+    save_tensors(folder, "remembering", copy_state(toy_engine))
 
 
 class Named(Toy):
@@ -133,9 +133,9 @@ def memory(folder: Path) -> None:
     """Both ranks use the micro-batch that fits both, and no rank waits for gradients of one that ran out of memory."""
     for name, task in CRAMPED.items():
         toy_engine = engine(training(micro_batch_size="auto", optimizer={"name": "sgd"}), task=task())
-        advance(toy_engine, loader(of=toy_engine), 0, 3)
+        train_steps(toy_engine, loader(of=toy_engine), 0, 3)
         assert toy_engine.micro_batch_size == 2
-        save_tensors(folder, name, state(toy_engine))
+        save_tensors(folder, name, copy_state(toy_engine))
 
 
 def evaluation(folder: Path) -> None:
@@ -189,8 +189,8 @@ class Shouting(Toy):
 
 def disagreement(folder: Path) -> None:
     toy_engine = engine(training(optimizer={"name": "sgd"}, on_nonfinite="skip"), task=Shouting())
-    advance(toy_engine, loader(of=toy_engine), 0, 2)
-    save_tensors(folder, "disagreement", state(toy_engine))
+    train_steps(toy_engine, loader(of=toy_engine), 0, 2)
+    save_tensors(folder, "disagreement", copy_state(toy_engine))
 
 
 def rollback(folder: Path) -> None:
@@ -219,7 +219,7 @@ def rollback(folder: Path) -> None:
         recover=recover,
         callbacks=rows,
     ).run()
-    save_tensors(folder, "rollback", state(toy_engine))
+    save_tensors(folder, "rollback", copy_state(toy_engine))
     (folder / f"rollback.{RANK}.json").write_text(json.dumps(progress.to_json()))
 
 
@@ -227,13 +227,15 @@ def language(folder: Path, text: Path) -> None:
     """The command: a run, and the same run in two halves, the second with more steps."""
     halves = {"name": "halves", "training.scheduler.name": "constant"}
     for changes in ({"name": "whole"}, {**halves, "training.max_steps": 3}, {**halves, "training.max_steps": 6}):
-        code = cli.main(words(folder, text, "--quiet", **{"training.max_steps": 6, "checkpoint.every": 2, **changes}))
+        code = cli.main(
+            train_arguments(folder, text, "--quiet", **{"training.max_steps": 6, "checkpoint.every": 2, **changes})
+        )
         assert code == 0, code
 
 
 def image(folder: Path) -> None:
     """27 training samples and 9 held out, whose second batch has a single sample."""
-    assert cli.main(small_media.words(folder, "--quiet", name="image", **IMAGE)) == 0
+    assert cli.main(small_media.train_arguments(folder, "--quiet", name="image", **IMAGE)) == 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from bottega.core.rundir import Lock, RunDirectory
 from bottega.run.dependencies import DependencyFailed
 from bottega.run.prepare import prepare_recipe
 from bottega.tasks.recipes import load_recipe
-from small_texts import rows as texts
+from small_texts import make_rows as texts
 from small_texts import settings
 
 FOLDS = 3

@@ -38,7 +38,7 @@ def run_evaluate(capsys: pytest.CaptureFixture[str], *arguments: str, code: int 
 
 def write_renamed_texts(path: Path, count: int = 30) -> Path:
     """Write texts that are not in the training data, with other field names."""
-    rows = [{"review": row["text"], "stars": row["label"]} for row in small_texts.rows(count, seed=9)]
+    rows = [{"review": row["text"], "stars": row["label"]} for row in small_texts.make_rows(count, seed=9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -67,7 +67,7 @@ def test_training_file_is_evaluated_on_its_held_out_split(
 
 
 def test_training_data_without_a_held_out_split_is_refused(tmp_path: Path) -> None:
-    texts = small_texts.texts(tmp_path)
+    texts = small_texts.write_texts(tmp_path)
     settings = {**small_texts.settings(tmp_path), "data.validation": None, "data.split": None, "name": "whole"}
     run = bottega.train("classify", settings).path
     with pytest.raises(UsageError, match=r"which has no validation split.*split train"):
@@ -76,7 +76,7 @@ def test_training_data_without_a_held_out_split_is_refused(tmp_path: Path) -> No
     more = tmp_path / "more"
     more.mkdir()
     shutil.copy(texts, more / "a.jsonl")
-    small_texts.texts(more, "b.jsonl", seed=3)
+    small_texts.write_texts(more, "b.jsonl", seed=3)
     with pytest.raises(UsageError, match=r"a\.jsonl is training data of this run"):
         bottega.evaluate(run, data=more)
     assert bottega.evaluate(run, data=more / "b.jsonl")["samples"] == 96

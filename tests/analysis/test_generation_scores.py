@@ -187,7 +187,7 @@ def test_judge_of_few_samples_uses_smaller_batches(tmp_path: Path, capsys: pytes
 
 
 def write_one_class(folder: Path) -> Path:
-    with np.load(small_media.pictures(folder)) as fields:
+    with np.load(small_media.write_images(folder)) as fields:
         path = folder / "one.npz"
         np.savez(path, image=fields["image"], label=np.full(36, "dark"))
     return path
@@ -209,7 +209,7 @@ def test_other_data_can_be_evaluated_after_the_own_data_changed(tmp_path: Path, 
     path = small_media.train(tmp_path, **SMALL, needs=FEW).path
     if is_judged:
         bottega.evaluate(path, count=4)
-    own = small_media.pictures(tmp_path)
+    own = small_media.write_images(tmp_path)
     other = own.rename(tmp_path / "other.npz")
     if not is_gone:
         with np.load(other) as fields:

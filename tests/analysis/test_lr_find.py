@@ -41,8 +41,8 @@ from bottega.engines.lr_range_test import (
 from bottega.run import auto_learning_rate, compose
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
-from small_run import bottega as command
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
+from small_run import run_bottega as command
 from toy_task import engine, loader, training
 
 
@@ -263,13 +263,13 @@ def test_auto_equals_a_run_with_the_suggested_rate(
     assert f"auto is {saved['suggestion']:g}, found by a range test" in (auto.path / "log.txt").read_text()
     assert max(row["learning_rate"] for row in auto.history() if row["kind"] == "train") == saved["suggestion"]
     explicit = bottega.train(name, {**values, "training.learning_rate": saved["suggestion"], "name": "said"})
-    assert not different(tensors(auto.path), tensors(explicit.path))
+    assert not differing_tensors(read_tensors(auto.path), read_tensors(explicit.path))
     shutil.copytree(auto.path, tmp_path / "again", symlinks=True)
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "step-00000008")
     monkeypatch.setattr(auto_learning_rate, "run_range_test", None)
     again = bottega.train(name, {**values, **AUTO, "name": "again"})
     assert again.step == 8
-    assert not different(tensors(auto.path), tensors(again.path))
+    assert not differing_tensors(read_tensors(auto.path), read_tensors(again.path))
     log = (again.path / "log.txt").read_text()
     assert f"auto is {saved['suggestion']:g}, from the earlier range test" in log
     assert re.search(r"resumed \S+ at step \d of 8", log)

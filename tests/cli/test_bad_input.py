@@ -12,7 +12,7 @@ import pytest
 
 from bottega import cli
 from bottega.core.rundir import Lock, RunDirectory
-from small_run import bottega, different, steps_logged, tensors, words, write_text
+from small_run import differing_tensors, read_logged_steps, read_tensors, run_bottega, train_arguments, write_text
 
 
 class CommandResult:
@@ -46,7 +46,7 @@ def train(run_cli: Any, tmp_path: Path, text_file: Path) -> Any:
     def run_train(
         *flags: str, text: Path = text_file, output: Path = tmp_path / "runs", **changes: Any
     ) -> CommandResult:
-        return run_cli(*words(output, text, "--quiet", *flags, **changes))
+        return run_cli(*train_arguments(output, text, "--quiet", *flags, **changes))
 
     return run_train
 
@@ -167,13 +167,13 @@ def test_changed_data_needs_consent_to_resume(train: Any, tmp_path: Path) -> Non
     corpus = write_text(tmp_path / "corpus.txt")
     assert train(text=corpus, name="run", **{"training.max_steps": 4}).code == 0
     run = tmp_path / "runs" / "run"
-    before = tensors(run)
+    before = read_tensors(run)
     corpus.write_text(corpus.read_text().replace("alpha", "gamma", 20))
     longer = {"name": "run", "training.max_steps": 6}
     train(text=corpus, **longer).assert_refused(3, "the data has changed", "--allow-data-change", "--fresh")
-    assert different(before, tensors(run)) == []
+    assert differing_tensors(before, read_tensors(run)) == []
     assert train("--allow-data-change", text=corpus, **longer).code == 0
-    assert steps_logged(run) == [1, 2, 3, 4, 5, 6]
+    assert read_logged_steps(run) == [1, 2, 3, 4, 5, 6]
     assert train(text=corpus, **longer).code == 0, "the change is recorded, so consent is needed once"
 
 
@@ -275,16 +275,16 @@ def test_damaged_newest_checkpoint_falls_back_with_a_warning(
     run_cli: Any, tmp_path: Path, text_file: Path, finished_run: Path
 ) -> None:
     run = copy_run(finished_run, tmp_path)
-    before = tensors(run)
+    before = read_tensors(run)
     newest = run / "checkpoints" / "step-00000008" / "model.safetensors"
     raw = newest.read_bytes()
     newest.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
-    result = run_cli(*words(tmp_path / "runs", text_file, name="finished"))
+    result = run_cli(*train_arguments(tmp_path / "runs", text_file, name="finished"))
     assert result.code == 0, result.err
     assert "step-00000008 is damaged: model.safetensors does not match its SHA-256; trying an older one" in result.err
     assert "step-00000004 at step 4 of 8" in result.err
-    assert different(before, tensors(run)) == [], "the damaged checkpoint is written again, bitwise equal"
-    assert steps_logged(run) == list(range(1, 9))
+    assert differing_tensors(before, read_tensors(run)) == [], "the damaged checkpoint is written again, bitwise equal"
+    assert read_logged_steps(run) == list(range(1, 9))
 
 
 def test_run_without_a_valid_checkpoint_does_not_start_over_silently(
@@ -304,22 +304,22 @@ def test_other_recipe_under_the_same_name_is_refused(
     train: Any, tmp_path: Path, finished_run: Path, change: dict[str, Any]
 ) -> None:
     run = copy_run(finished_run, tmp_path)
-    before = tensors(run)
+    before = read_tensors(run)
     train(name="finished", **change).assert_refused(2, *change, "choose another name, or start over with --fresh")
-    assert different(before, tensors(run)) == []
+    assert differing_tensors(before, read_tensors(run)) == []
 
 
 def test_resumable_changes_are_accepted(train: Any, tmp_path: Path, finished_run: Path) -> None:
     run = copy_run(finished_run, tmp_path)
     assert train(name="finished", **{"training.max_steps": 10, "checkpoint.keep": 1, "data.workers": 1}).code == 0
-    assert steps_logged(run) == list(range(1, 11))
+    assert read_logged_steps(run) == list(range(1, 11))
 
 
 def test_resume_with_other_batch_size_continues_by_samples(train: Any, tmp_path: Path, finished_run: Path) -> None:
     run = copy_run(finished_run, tmp_path)
     result = train(name="finished", **{"training.batch_size": 8, "training.max_steps": 12})
     assert result.code == 0, result.err
-    assert steps_logged(run) == [*range(1, 9), *range(5, 13)], "8 steps of 4 are 4 of 8"
+    assert read_logged_steps(run) == [*range(1, 9), *range(5, 13)], "8 steps of 4 are 4 of 8"
     assert "continuing by samples" in (run / "log.txt").read_text()
 
 
@@ -327,20 +327,20 @@ def test_resume_with_other_batch_size_continues_by_samples(train: Any, tmp_path:
 
 
 def test_subprocess_prints_the_same_error(tmp_path: Path, text_file: Path) -> None:
-    process = bottega(words(tmp_path, text_file, "training.max_stepz=3"))
+    process = run_bottega(train_arguments(tmp_path, text_file, "training.max_stepz=3"))
     assert process.returncode == 2
     assert process.stderr.startswith("bottega: ")
     assert len(process.stderr.strip().splitlines()) == 1
     assert process.stdout == ""
-    debug = bottega(["train", "nowhere.yaml", "--debug"])
+    debug = run_bottega(["train", "nowhere.yaml", "--debug"])
     assert "Traceback" in debug.stderr, "--debug shows the traceback"
 
 
 def test_environment_secrets_are_not_written(tmp_path: Path, text_file: Path) -> None:
     canary = "canary-4f1b2c9d"
     names = ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "MY_PASSWORD")
-    process = bottega(
-        words(tmp_path, text_file, name="quiet", **{"logging.tensorboard": True, "samples.every": 4}),
+    process = run_bottega(
+        train_arguments(tmp_path, text_file, name="quiet", **{"logging.tensorboard": True, "samples.every": 4}),
         env=dict.fromkeys(names, canary),
     )
     assert process.returncode == 0, process.stderr

@@ -9,7 +9,7 @@ import pytest
 
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import load_recipe
-from small_run import SMALL, steps_logged, train, write_text
+from small_run import SMALL, read_logged_steps, train, write_text
 
 KEYS = ("samples.every", "evaluation.every", "checkpoint.every", "logging.every")
 
@@ -34,7 +34,7 @@ def test_other_spellings_of_zero() -> None:
 def test_run_without_cadences_is_evaluated_and_saved_at_its_end(tmp_path: Path) -> None:
     run = train(tmp_path, write_text(tmp_path / "t.txt"), name="off", **{**SMALL, **dict.fromkeys(KEYS, 0)})
     assert run.step == 8
-    assert steps_logged(run.path) == [8]
-    assert steps_logged(run.path, "eval") == [8]
+    assert read_logged_steps(run.path) == [8]
+    assert read_logged_steps(run.path, "eval") == [8]
     assert [path.name for path in sorted((run.path / "checkpoints").glob("step-*"))] == ["step-00000008"]
     assert not (run.path / "samples").exists()

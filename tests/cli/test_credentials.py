@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from small_run import bottega, environment, settings, words, write_text
+from small_run import environment, run_bottega, settings, train_arguments, write_text
 
 pytest.importorskip("fsspec")
 FOLDER, SECRETS = "BOTTEGA_TEST_REMOTE", "BOTTEGA_TEST_SECRETS"  # as remote_store.py reads them
@@ -35,7 +35,7 @@ class RemoteStoreCommands:
         env = {"HOME": str(self.folder / "home"), "XDG_CACHE_HOME": str(self.folder / "cache")}
         env |= {FOLDER: str(self.folder / "store"), SECRETS: f"{CANARY} {RENEWED}"}
         env["PYTHONPATH"] = os.pathsep.join([str(self.folder / "site"), environment()["PYTHONPATH"]])
-        process = bottega(arguments, env=env, cwd=self.folder, first=first)
+        process = run_bottega(arguments, env=env, cwd=self.folder, first=first)
         assert process.returncode == code, process.stderr
         self.output += process.stdout.encode() + process.stderr.encode()
         return process
@@ -61,7 +61,7 @@ def remote(tmp_path: Path) -> RemoteStoreCommands:
 
 
 def remote_train_arguments(remote: RemoteStoreCommands, address: str, **changes: Any) -> list[str]:
-    return words(remote.folder / "runs", Path("x"), **{"name": "r", "data.train.path": address, **changes})
+    return train_arguments(remote.folder / "runs", Path("x"), **{"name": "r", "data.train.path": address, **changes})
 
 
 @pytest.mark.parametrize("address", [SIGNED, pytest.param(BY_PASSWORD, marks=pytest.mark.slow)])

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from bottega import cli
-from small_run import bottega, environment, steps_logged, write_text
-from small_texts import settings, texts
+from small_run import environment, read_logged_steps, run_bottega, write_text
+from small_texts import settings, write_texts
 
 
 def arguments_for(folder: Path, **changes: Any) -> list[str]:
@@ -128,13 +128,13 @@ def test_killed_command_resumes(tmp_path: Path) -> None:
     process.kill()
     process.communicate()
     before = read_files(root / "fold-0")
-    done = bottega([*words, "--json"])
+    done = run_bottega([*words, "--json"])
     assert done.returncode == 0, done.stderr
     assert read_files(root / "fold-0") == before
-    uninterrupted = bottega([*words[:-1], "2", "--json", "--out", str(tmp_path / "whole")])
+    uninterrupted = run_bottega([*words[:-1], "2", "--json", "--out", str(tmp_path / "whole")])
     resumed, expected = (json.loads(process.stdout) for process in (done, uninterrupted))
     assert [run["metrics"] for run in resumed["runs"]] == [run["metrics"] for run in expected["runs"]]
-    assert steps_logged(root / "fold-1") == [1, 2, 3, 4]
+    assert read_logged_steps(root / "fold-1") == [1, 2, 3, 4]
 
 
 @pytest.mark.slow
@@ -156,18 +156,18 @@ def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_broken_fold_does_not_stop_the_others(tmp_path: Path) -> None:
-    texts(tmp_path)
+    write_texts(tmp_path)
     words = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "2"]
     broken = tmp_path / "t-crossval" / "fold-0" / "checkpoints" / "step-00000002"
     broken.mkdir(parents=True)
-    done = bottega(words)
+    done = run_bottega(words)
     assert done.returncode == 4, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "t-crossval/fold-0: every checkpoint in" in last
     assert last.endswith("; the other folds are saved")
     assert (tmp_path / "t-crossval" / "fold-1" / "checkpoints" / "last").exists()
     shutil.rmtree(broken)
-    done = bottega(words)
+    done = run_bottega(words)
     assert done.returncode == 0, done.stderr
     assert "2 folds, 1 already trained" in done.stderr
     assert "fold-1: training" not in done.stderr

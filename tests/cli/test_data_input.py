@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 from bottega import cli
-from small_run import SMALL, bottega, command, different, environment, steps_logged, tensors
+from small_run import SMALL, command, differing_tensors, environment, read_logged_steps, read_tensors, run_bottega
 
 REAL = os.environ.get("BOTTEGA_DATA")
 BYTES = "data.tokenizer.kind=bytes"
@@ -335,7 +335,7 @@ def test_arrow_file_with_offsets_out_of_bounds(tmp_path: Path) -> None:
     bad_offsets = offsets.copy()
     bad_offsets[4] = 1 << 30
     path.write_bytes(raw.replace(offsets.tobytes(), bad_offsets.tobytes()))
-    process = bottega(["prepare", "language", "--data", str(path), BYTES])
+    process = run_bottega(["prepare", "language", "--data", str(path), BYTES])
     assert_one_line(process.returncode, process.stderr, 3, path, "damaged")
 
 
@@ -638,21 +638,21 @@ def test_resume_within_an_epoch_is_bitwise_equal(run_cli: Any, tmp_path: Path, d
     arguments = small_run_arguments(tmp_path, name="whole")
     result = run_cli("train", path, *arguments)
     assert result.code == 0, result.err
-    expected = tensors(runs / "whole")
+    expected = read_tensors(runs / "whole")
     if "curriculum" not in data:  # its last stage begins at step 6, after the end of a run of 4 steps
         for steps in (4, 8):
             result = run_cli(
                 "train", path, *small_run_arguments(tmp_path, name="halves", **{"training.max_steps": steps})
             )
             assert result.code == 0, result.err
-        assert steps_logged(runs / "halves") == list(range(1, 9))
-        assert different(expected, tensors(runs / "halves")) == []
+        assert read_logged_steps(runs / "halves") == list(range(1, 9))
+        assert differing_tensors(expected, read_tensors(runs / "halves")) == []
     # Equivalent to a kill after step 4.
     write_file(runs / "whole" / "checkpoints" / "step-00000008" / "model.safetensors", b"")
     result = run_cli("train", path, *arguments)
     assert result.code == 0, result.err
     assert "step-00000004 at step 4 of 8" in (runs / "whole" / "log.txt").read_text()
-    assert different(expected, tensors(runs / "whole")) == []
+    assert differing_tensors(expected, read_tensors(runs / "whole")) == []
 
 
 def test_resume_after_a_data_change_needs_consent(run_cli: Any, tmp_path: Path) -> None:
@@ -664,20 +664,20 @@ def test_resume_after_a_data_change_needs_consent(run_cli: Any, tmp_path: Path) 
         small_run_arguments(tmp_path, name="x"),
     )
     assert run_cli("train", path, *short).code == 0
-    before = tensors(runs / "x")
+    before = read_tensors(runs / "x")
     write_file(rows, text.replace("alpha", "gamma", 1))
     line = run_cli("train", path, *longer).assert_refused(
         3, "the data has changed", "->", "--allow-data-change", "--fresh"
     )
     old, new = line.partition("(")[2].partition(")")[0].split(" -> ")
     assert old != new
-    assert different(before, tensors(runs / "x")) == []
+    assert differing_tensors(before, read_tensors(runs / "x")) == []
     tokens = ["data.tokenizer={kind: bpe, vocab_size: 300}"]
     for flags in ([], ["--allow-data-change"]):
         run_cli("train", path, *longer, *tokens, *flags).assert_refused(2, "data.tokenizer.kind: bytes -> bpe")
-    assert different(before, tensors(runs / "x")) == []
+    assert differing_tensors(before, read_tensors(runs / "x")) == []
     assert run_cli("train", path, *longer, "--allow-data-change").code == 0
-    assert steps_logged(runs / "x") == list(range(1, 9))
+    assert read_logged_steps(runs / "x") == list(range(1, 9))
     assert old in (runs / "x" / "log.txt").read_text(), "the change is recorded"
 
 
@@ -738,7 +738,7 @@ def test_interrupted_and_killed_preparation_resumes(
         line = "bottega: stopped by SIGINT; run the same command again to resume from what is saved\n"
         assert (process.returncode, err) == (code, line if number == signal.SIGINT else "")
         wait_until(lambda children=children: not any(map(is_running, children)))
-    done = bottega(arguments[3:], env={"XDG_CACHE_HOME": str(cache)})
+    done = run_bottega(arguments[3:], env={"XDG_CACHE_HOME": str(cache)})
     assert (done.returncode, done.stderr) == (0, "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert run_cli(*arguments[3:]).code == 0
@@ -755,7 +755,7 @@ def is_running(child: str) -> bool:
 def test_full_disk_during_preparation(run_cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, cache = write_file(tmp_path / "rows.jsonl", GOOD * 2000), tmp_path / "cache"
     arguments = ["prepare", "language", "--data", str(path), BYTES]
-    process = bottega(
+    process = run_bottega(
         arguments,
         env={"XDG_CACHE_HOME": str(cache)},
         first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))",
@@ -772,7 +772,7 @@ def test_full_disk_under_out(run_cli: Any, tmp_path: Path) -> None:
     path, out = write_file(tmp_path / "rows.jsonl", GOOD * 2000), tmp_path / "kept"
     arguments = ["prepare", "language", "--data", str(path), BYTES]
     assert run_cli(*arguments).code == 0  # the prepared data is in the cache
-    process = bottega(
+    process = run_bottega(
         [*arguments, "--out", str(out)],
         first="import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))",
     )

@@ -15,7 +15,15 @@ from typing import Any
 import pytest
 
 from bottega.core import checkpoint
-from small_run import bottega, different, environment, steps_logged, tensors, train, words
+from small_run import (
+    differing_tensors,
+    environment,
+    read_logged_steps,
+    read_tensors,
+    run_bottega,
+    train,
+    train_arguments,
+)
 from warm_process import WarmCommand
 
 ALL_OPTIONS: dict[str, Any] = {
@@ -59,7 +67,7 @@ def kill_at(moment: str, arguments: list[str], hooks: Path, rng: random.Random) 
     paths = os.pathsep.join([str(hooks), environment()["PYTHONPATH"]])
     # A warm process has imported everything already.
     hooked = {"PYTHONPATH": paths, "KILL_AT": f"{event}|{part}|{count}"}
-    done = bottega(arguments, env=hooked, cold=moment == "start")
+    done = run_bottega(arguments, env=hooked, cold=moment == "start")
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.returncode != 0
 
@@ -79,19 +87,19 @@ def check_kills(output: Path, text: Path, *, kills: int, steps: int) -> None:
     options = {**ALL_OPTIONS, "name": "killed", "training.max_steps": steps}
     expected = train(output / "straight", text, **{**options, "data.workers": 0}).path
     run, rng, killed = output / "killed", random.Random(kills), 0
-    arguments = words(output, text, "--quiet", **options)
+    arguments = train_arguments(output, text, "--quiet", **options)
     names = list(MOMENTS) if kills >= len(MOMENTS) else ["step", "save", "rotate"]
     for number in range(kills):
         killed += kill_at(names[number % len(names)], arguments, output / "hooks", rng)
         check_saved_checkpoints(run)
     assert killed == kills, "the run ended before all kills; give it more steps"
-    done = bottega(arguments)
+    done = run_bottega(arguments)
     assert done.returncode == 0, done.stderr
-    assert different(tensors(expected), tensors(run)) == []
-    assert different(tensors(expected, "best"), tensors(run, "best")) == []
+    assert differing_tensors(read_tensors(expected), read_tensors(run)) == []
+    assert differing_tensors(read_tensors(expected, "best"), read_tensors(run, "best")) == []
     for kind in ("train", "eval"):
-        assert steps_logged(run, kind) == steps_logged(expected, kind)
-    assert steps_logged(run) == list(range(1, steps + 1))
+        assert read_logged_steps(run, kind) == read_logged_steps(expected, kind)
+    assert read_logged_steps(run) == list(range(1, steps + 1))
     assert not [name for name in os.listdir(run / "checkpoints") if name.startswith(".")], "temporary files are removed"
 
 
@@ -118,21 +126,21 @@ def test_file_size_limit_exits_with_5_and_keeps_the_older_checkpoint(
 ) -> None:
     options = {**LARGER, "name": "full", "training.scheduler.name": "constant", "logging.tensorboard": tensorboard}
     run = train(tmp_path, text_file, **options, **{"training.max_steps": 4}).path
-    before = tensors(run)
+    before = read_tensors(run)
     size = max(path.stat().st_size for path in run.glob("checkpoints/step-*/*"))
-    arguments = words(tmp_path, text_file, "--quiet", **options, **{"training.max_steps": 40})
-    done = bottega(arguments, first=limit_files(size - 1000))
+    arguments = train_arguments(tmp_path, text_file, "--quiet", **options, **{"training.max_steps": 40})
+    done = run_bottega(arguments, first=limit_files(size - 1000))
     assert done.returncode == 5, done.stderr
     line = done.stderr.strip().splitlines()[-1]
     assert line.startswith(f"bottega: cannot write {run / 'checkpoints'}: the file would exceed the size limit")
     assert re.search(r"needs [\d,]+ bytes, [\d,]+ bytes free", line)
     assert "Traceback" not in done.stderr
-    assert different(before, tensors(run)) == [], "the last valid checkpoint is still the last"
+    assert differing_tensors(before, read_tensors(run)) == [], "the last valid checkpoint is still the last"
     assert not list((run / "checkpoints").glob(".tmp-*"))
     assert "older checkpoints are kept" in (run / "log.txt").read_text(), "it retried first"
     # With free space, the same command resumes.
-    assert bottega(arguments).returncode == 0
-    assert steps_logged(run) == list(range(1, 41))
+    assert run_bottega(arguments).returncode == 0
+    assert read_logged_steps(run) == list(range(1, 41))
 
 
 @pytest.fixture
@@ -163,10 +171,10 @@ def test_full_disk_exits_with_5_and_keeps_the_older_checkpoint(small_disk: Path,
     rare = {"checkpoint.every": 50, "checkpoint.keep": 1, "evaluation.every": None}
     options = {**LARGER, **rare, "name": "full", "training.scheduler.name": "constant"}
     run = train(small_disk, text_file, **options, **{"training.max_steps": 2}).path
-    before = tensors(run)
-    arguments = words(small_disk, text_file, "--quiet", **options, **{"training.max_steps": 150})
+    before = read_tensors(run)
+    arguments = train_arguments(small_disk, text_file, "--quiet", **options, **{"training.max_steps": 150})
     process = WarmCommand(arguments, env=environment())
-    while process.poll() is None and steps_logged(run)[-1] < 4:
+    while process.poll() is None and read_logged_steps(run)[-1] < 4:
         time.sleep(0.01)
     fill_disk(small_disk / "somebody else's")
     _, err = process.communicate(timeout=200)
@@ -174,13 +182,13 @@ def test_full_disk_exits_with_5_and_keeps_the_older_checkpoint(small_disk: Path,
     assert f"bottega: cannot write {run / 'checkpoints'}: the disk is full: needs 5" in err
     assert re.search(r"needs [\d,]+ bytes, [\d,]+ bytes free", err)
     assert "Traceback" not in err
-    assert different(before, tensors(run)) == []
-    refused = bottega(arguments)
+    assert differing_tensors(before, read_tensors(run)) == []
+    refused = run_bottega(arguments)
     assert refused.returncode == 5, "the next start fails before its first step"
     (small_disk / "somebody else's").unlink()
-    done = bottega(arguments)
+    done = run_bottega(arguments)
     assert done.returncode == 0, done.stderr
-    assert steps_logged(run) == list(range(1, 151))
+    assert read_logged_steps(run) == list(range(1, 151))
 
 
 WORKER_KILLER = """
@@ -208,7 +216,7 @@ def test_run_is_bitwise_equal_after_a_killed_worker(tmp_path: Path, text_file: P
     expected = train(tmp_path / "straight", text_file, **{**options, "data.workers": 0}).path
     (tmp_path / "sitecustomize.py").write_text(WORKER_KILLER)
     paths = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    done = bottega(words(tmp_path, text_file, "--quiet", **options), env={"PYTHONPATH": paths})
+    done = run_bottega(train_arguments(tmp_path, text_file, "--quiet", **options), env={"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("killed a worker") == 2
-    assert different(tensors(expected), tensors(tmp_path / "w")) == []
+    assert differing_tensors(read_tensors(expected), read_tensors(tmp_path / "w")) == []

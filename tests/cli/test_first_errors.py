@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import bottega
-import small_parts
+import small_multitask
 import small_texts
 from bottega import cli
 from bottega.analysis.ledger import list_step_samples
@@ -219,7 +219,7 @@ def test_train_prints_the_next_commands(tmp_path: Path, text_file: Path, capsys:
     assert cli.main(["train", "classify", *_to_overrides(texts), "--quiet"]) == 0
     assert capsys.readouterr().err == ""
 
-    parts = {**small_parts.settings(tmp_path / "parts"), "name": "parts", "training.max_steps": 1}
+    parts = {**small_multitask.settings(tmp_path / "parts"), "name": "parts", "training.max_steps": 1}
     assert cli.main(["train", "multitask", *_to_overrides(parts)]) == 0
     run = tmp_path / "parts" / "parts"
     commands = _next_commands(capsys.readouterr().err)

@@ -18,7 +18,7 @@ from bottega.run.checks import list_unused
 from bottega.run.resume import resolve_checkpoint_path
 from bottega.tasks.recipes import check_recipe, load_recipe
 from config.guide_blocks import PERSONALIZE
-from small_run import train, words, write_text
+from small_run import train, train_arguments, write_text
 
 CONFIGURATION = {
     "max_epochs": 20,
@@ -120,7 +120,7 @@ def test_checkpoint_names_of_the_guide_are_resolved(tmp_path: Path, capsys: pyte
     text = write_text(tmp_path / "t.txt")
     run = train(tmp_path, text, name="x").path
     assert resolve_checkpoint_path(run / "checkpoint-4") == run / "checkpoints" / "step-00000004"
-    command = words(tmp_path, text, "--resume_from", str(run / "checkpoint-4"), name="y")
+    command = train_arguments(tmp_path, text, "--resume_from", str(run / "checkpoint-4"), name="y")
     assert cli.main(command) == 0
     assert "step-00000004 at step 4 of 8" in capsys.readouterr().err
     with pytest.raises(UsageError, match=r"such as runs/NAME/checkpoints/step-00005000"):

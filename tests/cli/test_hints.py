@@ -29,17 +29,17 @@ def test_data_suggests_classify_for_labelled_lines(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str
 ) -> None:
     path = tmp_path / "my texts.txt"
-    path.write_text("".join(line.format(row["label"], row["text"]) + "\n" for row in small_texts.rows()))
+    path.write_text("".join(line.format(row["label"], row["text"]) + "\n" for row in small_texts.make_rows()))
     code, out, err = run_cli(capsys, "data", path, "--examples", 0)
     assert code == 0, err
     assert f"bottega data classify --data '{path}'" in out
-    path.write_text("".join(row["text"] + "\n" for row in small_texts.rows()))
+    path.write_text("".join(row["text"] + "\n" for row in small_texts.make_rows()))
     assert "data classify" not in run_cli(capsys, "data", path, "--examples", 0)[1], "plain texts have no labels"
 
 
 def test_data_suggests_columns_by_their_content(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
-    path.write_text("".join(f"{row['label']},{n},{row['text']}\n" for n, row in enumerate(small_texts.rows())))
+    path.write_text("".join(f"{row['label']},{n},{row['text']}\n" for n, row in enumerate(small_texts.make_rows())))
     out = run_cli(capsys, "data", path)[1]
     assert "data.train.field=column_2 data.train.label=column_0" in out
     code, _, err = run_cli(capsys, "train", "classify", "--data", path, f"output_dir={tmp_path}")

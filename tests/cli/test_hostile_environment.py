@@ -9,7 +9,7 @@ import pytest
 import bottega
 from bottega.cli import main
 from bottega.core.errors import UsageError
-from small_run import words, write_text
+from small_run import train_arguments, write_text
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_invalid_launcher_variables_are_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert main(words(tmp_path / "runs", write_text(tmp_path / "t.txt"))) == 2
+    assert main(train_arguments(tmp_path / "runs", write_text(tmp_path / "t.txt"))) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
     assert "torchrun" in line

@@ -11,7 +11,7 @@ import pytest
 import small_personal
 from bottega import cli
 from config.guide_blocks import PERSONALIZE
-from small_collections import flickr, picture, records
+from small_collections import records, write_flickr, write_image
 
 ADDED = "  save_steps: 2\n  validation_steps: 2\n  output_dir: ./my_custom_output\n"
 SMALLER = ("image_size=32", "samples.steps=2", "samples.count=2", "evaluation.max_batches=1", "checkpoint.keep=1")
@@ -44,7 +44,7 @@ def test_configuration_of_the_guide_trains_unchanged(
     folder = tmp_path / "datasets/FLICKR"
     (folder / "processed_dataset").mkdir(parents=True)
     for number in range(24):
-        picture(folder / f"40K/{number}.jpg", number)
+        write_image(folder / f"40K/{number}.jpg", number)
     rows = [convert_record(folder, row) for row in records(users=40)]
     for name, part in (("train", rows[:64]), ("val", rows[64:])):
         (folder / f"processed_dataset/{name}.json").write_text(json.dumps(part))
@@ -76,7 +76,7 @@ def test_configuration_of_the_guide_trains_unchanged(
 
 @pytest.mark.slow
 def test_published_layout_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    folder = flickr(tmp_path / "flickr", workers=12)
+    folder = write_flickr(tmp_path / "flickr", workers=12)
     command = ["train", "personalize/flickr", "--data", str(folder), f"data.captions={folder / 'captions.json'}"]
     small = ("data.history_length=3", "training.batch_size=2", "max_steps=2", "num_epochs=null", "--device", "cpu")
     assert cli.main([*command, *frozen_models(), *SMALLER, *small, f"output_dir={tmp_path}", "name=x"]) == 0, (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bottega import cli
-from small_collections import flickr, people, record, records, ser
+from small_collections import record, records, write_flickr, write_records, write_ser
 
 
 class CommandResult:
@@ -101,7 +101,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("what", BAD)
 def test_a_bad_record_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], what: str) -> None:
     change, parts = BAD[what]
-    path = people(tmp_path, replace_third_row(change))
+    path = write_records(tmp_path, replace_third_row(change))
     prepare(capfd, path).assert_refused(3, f"{path}, line 3", *parts)
     prepare(capfd, path, "data.bad_records=skip").assert_refused(
         3, f"{path}, line 3", "1 of 20 records are bad", "data.max_bad"
@@ -115,7 +115,7 @@ def test_a_bad_record_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("damage", ["text", "cut", "empty", "bomb", "folder"])
 def test_damaged_images_are_bad_records(tmp_path: Path, capfd: pytest.CaptureFixture[str], damage: str) -> None:
-    path = people(tmp_path, [record(1, [1, 2], 3), *(record(user, [5, 6], 7) for user in range(2, 20))])
+    path = write_records(tmp_path, [record(1, [1, 2], 3), *(record(user, [5, 6], 7) for user in range(2, 20))])
     path_of_image = tmp_path / "pictures/2.png"
     content = {
         "text": b"this is no picture",
@@ -152,7 +152,7 @@ def test_image_paths_outside_the_folder_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
     folder = tmp_path / "data"
-    path = people(
+    path = write_records(
         folder, replace_third_row(set_value("target", "image", value=name.format(absolute=tmp_path / "outside.png")))
     )
     (tmp_path / "outside.png").write_bytes((folder / "pictures/1.png").read_bytes())
@@ -165,14 +165,17 @@ def test_image_paths_outside_the_folder_are_refused(
 
 def test_absolute_path_inside_the_folder_is_accepted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     inside = str((tmp_path / "pictures/20.png").absolute())
-    path = people(
+    path = write_records(
         tmp_path, [record(1, [1], 3), {**record(2, [1], 4), "target": {"id": "x", "caption": "x", "image": inside}}]
     )
     assert prepare(capfd, path).code == 0
 
 
 def test_user_in_two_splits_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train, held_out = people(tmp_path, records()[:12], "a.jsonl"), people(tmp_path, records()[11:], "b.jsonl")
+    train, held_out = (
+        write_records(tmp_path, records()[:12], "a.jsonl"),
+        write_records(tmp_path, records()[11:], "b.jsonl"),
+    )
     result = prepare(capfd, train, f"data.validation.path={held_out}")
     result.assert_refused(3, f"{held_out}, line 1", "user 'u5' of validation is also in train", f"{train}, line 11")
 
@@ -192,11 +195,11 @@ def test_user_in_two_splits_is_refused(tmp_path: Path, capfd: pytest.CaptureFixt
 def test_invalid_settings_are_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], settings: list[str], expected: tuple[int, str]
 ) -> None:
-    prepare(capfd, people(tmp_path), *settings).assert_refused(*expected)
+    prepare(capfd, write_records(tmp_path), *settings).assert_refused(*expected)
 
 
 def test_paths_without_records_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    people(tmp_path / "a")
+    write_records(tmp_path / "a")
     prepare(capfd, tmp_path / "a").assert_refused(3, "has no train.jsonl", "data.collection=flickr, pog or ser")
     prepare(capfd, tmp_path / "no").assert_refused(3, "no does not exist")
     (tmp_path / "empty.jsonl").write_text("")
@@ -210,13 +213,13 @@ def test_paths_without_records_are_refused(tmp_path: Path, capfd: pytest.Capture
 
 
 def test_too_few_users_to_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = people(tmp_path, records(users=1))
+    path = write_records(tmp_path, records(users=1))
     prepare(capfd, path, "data.validation=0.1").assert_refused(3, "leaves no row for", "a row is a user here")
 
 
 def test_collection_is_exported_as_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The export is read back as the same tables, with the same users in each split."""
-    folder, out = flickr(tmp_path / "flickr", workers=20), tmp_path / "records"
+    folder, out = write_flickr(tmp_path / "flickr", workers=20), tmp_path / "records"
     captions = f"data.captions={folder / 'captions.json'}"
     options = (captions, "data.history_length=3")
     first = prepare(capfd, folder, *options, "--to", "jsonl", str(out), "--json", recipe="personalize/flickr")
@@ -241,7 +244,7 @@ def test_collection_is_exported_as_records(tmp_path: Path, capfd: pytest.Capture
 def test_collection_without_captions_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], collection: str
 ) -> None:
-    folder = {"flickr": flickr, "ser": ser}[collection](tmp_path / collection)
+    folder = {"flickr": write_flickr, "ser": write_ser}[collection](tmp_path / collection)
     result = prepare(capfd, folder, "data.history_length=3", recipe=f"personalize/{collection}")
     result.assert_refused(
         3, "has no caption", "set data.captions to a file of captions or to the folder of a captioning model"
@@ -249,7 +252,7 @@ def test_collection_without_captions_is_refused(
 
 
 def test_data_describes_user_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     result = CommandResult(capfd, "data", path, "image_size=8", "--examples", "2", "--out", tmp_path / "report")
     assert result.code == 0, result.err
     assert "20 rows, 10 users" in result.out
@@ -262,7 +265,7 @@ def test_prepare_imports_no_framework(tmp_path: Path) -> None:
     import subprocess
     import sys
 
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     code = (
         "import sys, bottega.cli\n"
         f"assert bottega.cli.main(['prepare', 'personalize', '--data', {str(path)!r}, 'image_size=8']) == 0\n"

@@ -62,7 +62,7 @@ def test_texts_may_follow_an_option(run: Path, capsys: pytest.CaptureFixture[str
 def test_texts_of_a_file_of_a_table_and_of_standard_input(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = small_texts.rows(12, seed=4)
+    rows = small_texts.make_rows(12, seed=4)
     lines = "".join(row["text"] + "\n" for row in rows)
     (tmp_path / "new.txt").write_text(lines)
     (tmp_path / "new.csv").write_text("id,text\n" + "".join(f"{n},{row['text']}\n" for n, row in enumerate(rows)))
@@ -80,7 +80,7 @@ def test_texts_of_a_file_of_a_table_and_of_standard_input(
 
 
 def test_multi_label_prediction_lists_all_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [{**row, "label": [row["label"], "dot"]} for row in small_texts.rows(96)]
+    rows = [{**row, "label": [row["label"], "dot"]} for row in small_texts.make_rows(96)]
     path = tmp_path / "several.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = small_texts.settings(tmp_path, **LEARNS)

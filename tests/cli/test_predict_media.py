@@ -105,7 +105,7 @@ def test_predict_audio_and_video(tmp_path: Path) -> None:
     rows = bottega.predict(audio, [str(path) for path in sorted(tmp_path.glob("*.wav"))])
     assert [row["predicted"] for row in rows] == list(small_media.NAMES)
     video = train(tmp_path / "v", "video")
-    with np.load(small_media.clips(tmp_path / "v")) as fields:
+    with np.load(small_media.write_videos(tmp_path / "v")) as fields:
         expected = fields["label"].tolist()
         np.savez(tmp_path / "unlabelled.npz", video=fields["video"], fps=fields["fps"])
     rows = bottega.predict(video, data=tmp_path / "unlabelled.npz")

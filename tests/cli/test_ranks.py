@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from bottega.core import checkpoint
-from small_run import Running, bottega, environment, steps_logged, words
+from small_run import Running, environment, read_logged_steps, run_bottega, train_arguments
 
 SHORT_LIMITS = str(Path(__file__).parents[1] / "paused_ranks.py")
 """The command with a heartbeat timeout of one second."""
@@ -23,10 +23,10 @@ ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": 5, "evaluation.e
 
 def start_ranks(output: Path, text: Path, *script: str) -> tuple[Running, dict[int, psutil.Process]]:
     """Start a run under torchrun; return the launcher and its ranks."""
-    run = Running(output / "x", words(output, text, "--quiet", **ENDLESS), launcher=(*LAUNCH, *script))
+    run = Running(output / "x", train_arguments(output, text, "--quiet", **ENDLESS), launcher=(*LAUNCH, *script))
     run.until(7)
     while not (output / "x" / "checkpoints" / "last").exists():  # of step 5, written in the background
-        run.until(len(steps_logged(output / "x")) + 1)
+        run.until(len(read_logged_steps(output / "x")) + 1)
     children = psutil.Process(run.process.pid).children()
     return run, {int(child.environ()["RANK"]): child for child in children if "RANK" in child.environ()}
 
@@ -40,7 +40,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, text_fi
     assert last is not None
     step = checkpoint.verify(last).step
     assert f"bottega: rank {rank}: stopped by SIGTERM at step {step}; the state is saved" in err
-    assert steps_logged(tmp_path / "x") == list(range(1, step + 1))
+    assert read_logged_steps(tmp_path / "x") == list(range(1, step + 1))
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in ranks.values())
 
 
@@ -86,7 +86,7 @@ def test_missing_rank_times_out(tmp_path: Path, text_file: Path) -> None:
         port = free.getsockname()[1]
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     short = "from bottega.engines.torch import heartbeat; heartbeat.JOIN_HERE = 2.0"
-    done = bottega(words(tmp_path, text_file, "--quiet", name="x"), env=alone, first=short)
+    done = run_bottega(train_arguments(tmp_path, text_file, "--quiet", name="x"), env=alone, first=short)
     assert done.returncode == 8
     assert "bottega: rank 0: rank 1 did not join within 2 s" in done.stderr
 
@@ -98,7 +98,7 @@ def test_ranks_end_with_their_launcher(tmp_path: Path, text_file: Path) -> None:
     psutil.wait_procs(ranks.values(), timeout=30)
     assert list_alive(ranks) == []
     assert f"the launcher (process {run.process.pid}) has ended" in run.end()[1]
-    again = bottega(words(tmp_path, text_file, "--quiet", **{**ENDLESS, "training.max_steps": 8}))
+    again = run_bottega(train_arguments(tmp_path, text_file, "--quiet", **{**ENDLESS, "training.max_steps": 8}))
     assert again.returncode != 9, "the lock of the run is released"
 
 
@@ -122,11 +122,11 @@ def test_paused_rank_is_not_declared_lost(tmp_path: Path, text_file: Path) -> No
     pauses = 50
     changes = {"training.max_steps": pauses + 2, "evaluation.every": None, "checkpoint.every": None, "name": "x"}
     done = subprocess.run(
-        [sys.executable, *LAUNCH, SHORT_LIMITS, *words(tmp_path, text_file, "--quiet", **changes)],
+        [sys.executable, *LAUNCH, SHORT_LIMITS, *train_arguments(tmp_path, text_file, "--quiet", **changes)],
         env=environment(PAUSES=str(pauses)),
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert steps_logged(tmp_path / "x") == list(range(1, pauses + 3))
+    assert read_logged_steps(tmp_path / "x") == list(range(1, pauses + 3))

@@ -21,8 +21,8 @@ from bottega.core.errors import BottegaError, CheckpointError, DirectoryInUse, E
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.storage import durable
 from fault_process import hash_files
-from small_run import bottega as run_command
-from small_run import different, tensors, train, words
+from small_run import differing_tensors, read_tensors, train, train_arguments
+from small_run import run_bottega as run_command
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_a_folder_that_is_not_a_run_is_refused(
     (folder / "recipe.yaml").write_text("bread: flour\n")
     (folder / "processor" / "notes.txt").write_text("mine\n")
     before = list_files(folder)
-    code, err = run_cli(capsys, *words(tmp_path, text_file, *(["--fresh"] if is_fresh else []), name="mine"))
+    code, err = run_cli(capsys, *train_arguments(tmp_path, text_file, *(["--fresh"] if is_fresh else []), name="mine"))
     assert (code, err.count("\n")) == (2, 1), err
     assert f"{folder} exists and is not a run directory" in err
     assert "name=" in err
@@ -83,7 +83,7 @@ def test_a_link_in_a_run_is_refused_and_not_written_through(
     inside.symlink_to(elsewhere)
     files = [elsewhere] if elsewhere.is_file() else [path for path in elsewhere.rglob("*") if path.is_file()]
     before = {path: path.read_bytes() for path in files}
-    arguments = words(tmp_path, text_file, name="run", **{"training.max_steps": 12})
+    arguments = train_arguments(tmp_path, text_file, name="run", **{"training.max_steps": 12})
     code, err = run_cli(capsys, *arguments)
     assert (code, err.count("\n")) == (2, 1), err
     assert f"{inside} is a link to {elsewhere}" in err
@@ -124,7 +124,7 @@ def test_a_link_that_appears_later_is_not_written_through(tmp_path: Path) -> Non
 def test_a_refused_start_leaves_nothing_behind(
     tmp_path: Path, text_file: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any]
 ) -> None:
-    code, _ = run_cli(capsys, *words(tmp_path / "new" / "runs", text_file, name="x", **change))
+    code, _ = run_cli(capsys, *train_arguments(tmp_path / "new" / "runs", text_file, name="x", **change))
     assert code in (2, 3)
     assert os.listdir(tmp_path) == []
 
@@ -143,7 +143,7 @@ def test_refused_start_leaves_an_older_run_unchanged(
     tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {name: digest for name, digest in hash_files(run).items() if name not in ("LOCK", "log.txt")}
-    code, err = run_cli(capsys, *words(tmp_path, text_file, name="run", **{"model.hidden_size": 32}))
+    code, err = run_cli(capsys, *train_arguments(tmp_path, text_file, name="run", **{"model.hidden_size": 32}))
     assert code == 2
     assert {name: digest for name, digest in hash_files(run).items() if name not in ("LOCK", "log.txt")} == before
     line = (run / "log.txt").read_text().splitlines()[-1]
@@ -160,7 +160,7 @@ def test_the_log_has_levels_and_the_error_that_ended_the_run(
         raise RuntimeError("the coffee\nis cold")
 
     monkeypatch.setattr(TorchEngine, "eval_step", fail)
-    code, err = run_cli(capsys, *words(tmp_path, text_file, "--quiet", name="x"))
+    code, err = run_cli(capsys, *train_arguments(tmp_path, text_file, "--quiet", name="x"))
     assert code == 1
     lines = (tmp_path / "x" / "log.txt").read_text().splitlines()
     levels = [line.split()[2] for line in lines]
@@ -226,8 +226,8 @@ def test_broken_recipe_error_names_the_remedy(
     tmp_path: Path, text_file: Path, run: Path, capsys: pytest.CaptureFixture[str], content: str
 ) -> None:
     (run / "recipe.yaml").write_text(content)
-    straight = tensors(run)
-    arguments = words(tmp_path, text_file, "--quiet", name="run")
+    straight = read_tensors(run)
+    arguments = train_arguments(tmp_path, text_file, "--quiet", name="run")
     for verb in (arguments, ["generate", run], ["export", run]):
         code, err = run_cli(capsys, *verb)
         assert (code, err.count("\n")) == (2, 1), err
@@ -235,7 +235,7 @@ def test_broken_recipe_error_names_the_remedy(
         assert "delete it" in err
     (run / "recipe.yaml").unlink()  # as the message says
     assert run_cli(capsys, *arguments)[0] == 0
-    assert different(straight, tensors(run)) == []
+    assert differing_tensors(straight, read_tensors(run)) == []
     assert run_cli(capsys, "export", run)[0] == 0
 
 
@@ -264,14 +264,14 @@ def make_unreadable(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
 def test_a_read_error_in_the_newest_checkpoint_falls_back_to_an_older_one(
     tmp_path: Path, text_file: Path, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    straight = tensors(run)
+    straight = read_tensors(run)
     make_unreadable(monkeypatch, run / "checkpoints" / "step-00000008" / "optimizer.safetensors")
-    code, err = run_cli(capsys, *words(tmp_path, text_file, name="run"))
+    code, err = run_cli(capsys, *train_arguments(tmp_path, text_file, name="run"))
     monkeypatch.undo()
     assert code == 0, err
     assert "cannot read checkpoint step-00000008: optimizer.safetensors: Input/output error; trying an older one" in err
     assert "at step 4 of 8" in err
-    assert different(straight, tensors(run)) == []
+    assert differing_tensors(straight, read_tensors(run)) == []
 
 
 def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
@@ -279,7 +279,7 @@ def test_a_checkpoints_folder_that_cannot_be_listed_is_not_an_empty_one(
 ) -> None:
     before = hash_files(run)
     make_unreadable(monkeypatch, run / "checkpoints")
-    for verb in (words(tmp_path, text_file, name="run"), ["generate", run], ["export", run]):
+    for verb in (train_arguments(tmp_path, text_file, name="run"), ["generate", run], ["export", run]):
         code, err = run_cli(capsys, *verb)
         assert (code, err.count("\n")) == (5, 1), err
         assert f"cannot read {run / 'checkpoints'}, the folder of the run's checkpoints: Permission denied" in err

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from bottega.core import checkpoint
-from small_run import Running, bottega, environment, steps_logged, words, write_text
+from small_run import Running, environment, read_logged_steps, run_bottega, train_arguments, write_text
 
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None, "training.ema": 0.9}
 # A step of a thousand short forward passes: two signals arrive within one step, and Python handles each at once.
@@ -40,7 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory, text_file: Path) -> dict[s
     def signal_run(name: str) -> tuple[int, str, Path]:
         slow = len(SENT[name]) > 1
         text, changes = (long_text, {**ENDLESS, **SLOW}) if slow else (text_file, ENDLESS)
-        run = Running(output / name, words(output, text, "--quiet", name=name, **changes))
+        run = Running(output / name, train_arguments(output, text, "--quiet", name=name, **changes))
         run.until(1)
         for number in SENT[name]:
             run.process.send_signal(number)
@@ -59,7 +59,7 @@ def test_first_signal_saves_and_exits(stopped: dict[str, tuple[int, str, Path]],
     assert last is not None
     step = checkpoint.verify(last).step
     assert err == f"bottega: stopped by {name} at step {step}; the state is saved, run the same command to continue\n"
-    assert steps_logged(run) == list(range(1, step + 1))
+    assert read_logged_steps(run) == list(range(1, step + 1))
 
 
 def test_same_command_resumes_after_a_signal(stopped: dict[str, tuple[int, str, Path]], text_file: Path) -> None:
@@ -67,12 +67,12 @@ def test_same_command_resumes_after_a_signal(stopped: dict[str, tuple[int, str, 
     run = stopped["SIGTERM"][2]
     step = checkpoint.verify(run / "checkpoints" / "last").step
     more = {**ENDLESS, "training.max_steps": 1_000_001}
-    again = Running(run, words(run.parent, text_file, "--quiet", name=run.name, **more))
+    again = Running(run, train_arguments(run.parent, text_file, "--quiet", name=run.name, **more))
     again.until(step + 2)
     again.process.send_signal(signal.SIGTERM)
     code, err = again.end()
     assert code == 85, err
-    steps = steps_logged(run)
+    steps = read_logged_steps(run)
     assert steps == list(range(1, len(steps) + 1))
     assert len(steps) >= step + 2
 
@@ -118,22 +118,22 @@ def test_signal_before_the_training_loop(tmp_path: Path, text_file: Path, module
     """During imports, data preparation and the construction of the model."""
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
-    arguments = words(tmp_path, text_file, name="x")
-    done = bottega(arguments, env={**hooked, "SIGNAL_AT": module, "SIGNALS": str(int(number))}, cold=True)
+    arguments = train_arguments(tmp_path, text_file, name="x")
+    done = run_bottega(arguments, env={**hooked, "SIGNAL_AT": module, "SIGNALS": str(int(number))}, cold=True)
     assert done.returncode == code, done.stderr
     assert f"bottega: stopped by {signal.Signals(number).name}; run the same command again" in done.stderr
     assert "Traceback" not in done.stderr
-    again = bottega([*arguments, "--quiet", "--json"])
+    again = run_bottega([*arguments, "--quiet", "--json"])
     assert again.returncode == 0, again.stderr
-    assert steps_logged(tmp_path / "x") == list(range(1, 9))
+    assert read_logged_steps(tmp_path / "x") == list(range(1, 9))
 
 
 def test_two_signals_before_the_training_loop_exit_at_once(tmp_path: Path, text_file: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(AT_IMPORT)
     hooked = {"PYTHONPATH": os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])}
     both = f"{int(signal.SIGUSR1)} {int(signal.SIGTERM)}"
-    done = bottega(
-        words(tmp_path, text_file, name="x"), env={**hooked, "SIGNAL_AT": "torch", "SIGNALS": both}, cold=True
+    done = run_bottega(
+        train_arguments(tmp_path, text_file, name="x"), env={**hooked, "SIGNAL_AT": "torch", "SIGNALS": both}, cold=True
     )
     assert done.returncode == 143, done.stderr
     assert "second signal" in done.stderr
@@ -159,29 +159,33 @@ def test_signal_during_a_long_c_call(tmp_path: Path) -> None:
 def test_nohup_is_respected(tmp_path: Path, text_file: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS), cold=True)
+        run = Running(tmp_path / "x", train_arguments(tmp_path, text_file, "--quiet", name="x", **ENDLESS), cold=True)
     finally:
         signal.signal(signal.SIGHUP, before)
     run.until(2)
     run.process.send_signal(signal.SIGHUP)
-    run.until(len(steps_logged(tmp_path / "x")) + 5)
+    run.until(len(read_logged_steps(tmp_path / "x")) + 5)
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 85
 
 
 def test_a_stopped_worker_does_not_stop_the_run(tmp_path: Path, text_file: Path) -> None:
-    run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS, **{"data.workers": 1}))
+    run = Running(
+        tmp_path / "x", train_arguments(tmp_path, text_file, "--quiet", name="x", **ENDLESS, **{"data.workers": 1})
+    )
     run.until(2)
     worker = psutil.Process(run.process.pid).children()[0]
     worker.suspend()
-    run.until(len(steps_logged(tmp_path / "x")) + 20)
+    run.until(len(read_logged_steps(tmp_path / "x")) + 20)
     run.process.send_signal(signal.SIGTERM)
     assert run.end()[0] == 85
     assert f"loader worker {worker.pid} was stopped by a signal (SIGSTOP)" in (tmp_path / "x" / "log.txt").read_text()
 
 
 def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], tmp_path: Path, text_file: Path) -> None:
-    run = Running(tmp_path / "w", words(tmp_path, text_file, "--quiet", name="w", **ENDLESS, **{"data.workers": 2}))
+    run = Running(
+        tmp_path / "w", train_arguments(tmp_path, text_file, "--quiet", name="w", **ENDLESS, **{"data.workers": 2})
+    )
     run.until(2)
     children = psutil.Process(run.process.pid).children(recursive=True)
     assert len(children) == 2
@@ -192,9 +196,9 @@ def test_no_worker_outlives_the_run(stopped: dict[str, tuple[int, str, Path]], t
 
 
 def test_run_in_use_is_refused_with_its_process(tmp_path: Path, text_file: Path) -> None:
-    run = Running(tmp_path / "x", words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
+    run = Running(tmp_path / "x", train_arguments(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
     run.until(1)
-    second = bottega(words(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
+    second = run_bottega(train_arguments(tmp_path, text_file, "--quiet", name="x", **ENDLESS))
     run.process.kill()
     assert second.returncode == 9
     assert f"in use by process {run.process.pid}" in second.stderr

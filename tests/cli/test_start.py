@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from bottega import cli
-from small_run import bottega, command, environment
+from small_run import command, environment, run_bottega
 
 HEAVY = ("torch", "jax", "transformers", "tensorboard", "wandb", "numpy", "rich")
 
@@ -68,7 +68,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_json_is_one_object_on_standard_output() -> None:
-    done = bottega(["recipes", "--json"])
+    done = run_bottega(["recipes", "--json"])
     assert done.returncode == 0
     assert {"language", "image"} <= {recipe["name"] for recipe in json.loads(done.stdout)["recipes"]}
     assert done.stderr == ""

@@ -29,7 +29,7 @@ class HostileFiles:
         line = f"alpha beta {HOSTILE} gamma delta\n"
         self.text.write_text(line * 120, encoding="utf-8")
         self.language = small_run.train(self.folder, self.text, name="language").path
-        rows = [{**row, "label": row["label"] + TITLE, "text": row["text"] + TITLE} for row in small_texts.rows()]
+        rows = [{**row, "label": row["label"] + TITLE, "text": row["text"] + TITLE} for row in small_texts.make_rows()]
         self.table = self.folder / f"table{TITLE}.jsonl"
         self.table.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.classify = self._classify("one")
@@ -57,7 +57,7 @@ class HostileFiles:
         return str(path)
 
     def train(self) -> list[str]:
-        return small_run.words(self.folder, self.text, name="again", **{"samples.every": 8})
+        return small_run.train_arguments(self.folder, self.text, name="again", **{"samples.every": 8})
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ CASES: dict[str, Any] = {
     "prepare": (lambda p: ["prepare", "language", f"data.train.path={p.text}"], ["train", "shards"]),
     "data": (lambda p: ["data", p.table, "--out", p.folder / "report"], ["rows", "cook"]),
     "plan": (
-        lambda p: ["plan", *small_run.words(p.folder, p.text)[1:], "--check"],
+        lambda p: ["plan", *small_run.train_arguments(p.folder, p.text)[1:], "--check"],
         ["valid; language"],
     ),
     "recipes": (lambda p: ["recipes"], ["language/shakespeare"]),
@@ -89,14 +89,21 @@ CASES: dict[str, Any] = {
     "inspect": (lambda p: ["inspect", p.language], ["parameters"]),
     "ledger": (lambda p: ["ledger", p.language, "--step", "1"], ["step 1: samples"]),
     "verify-resume": (
-        lambda p: ["verify-resume", *small_run.words(p.folder, p.text)[1:], "--steps", "4", "--kills", "1"],
+        lambda p: ["verify-resume", *small_run.train_arguments(p.folder, p.text)[1:], "--steps", "4", "--kills", "1"],
         ["equal bit for bit"],
     ),
     "runs": (lambda p: ["runs", p.folder], ["language", "finished", "8/8"]),
     "crossval": (lambda p: p.crossval(), ["fold-0", "accuracy"]),
     "compare": (lambda p: ["compare", p.classify, p.other], ["A", "B"]),
     "lr-find": (
-        lambda p: ["lr-find", *small_run.words(p.folder, p.text)[1:], "--steps", "10", "--out", p.folder / "found"],
+        lambda p: [
+            "lr-find",
+            *small_run.train_arguments(p.folder, p.text)[1:],
+            "--steps",
+            "10",
+            "--out",
+            p.folder / "found",
+        ],
         ["lr-find.png"],
     ),
 }

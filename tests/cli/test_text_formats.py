@@ -80,7 +80,7 @@ def test_missing_path_among_several_is_named(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_columns_without_a_header_are_numbered(tmp_path: Path) -> None:
-    rows = small_texts.rows(48)
+    rows = small_texts.make_rows(48)
     with (tmp_path / "news.csv").open("w", newline="") as out:
         cells = [(NAMES.index(row["label"]) + 1, *row["text"].split(" ", 1)) for row in rows]
         csv.writer(out, quoting=csv.QUOTE_ALL).writerows(cells)
@@ -117,7 +117,7 @@ def test_several_fields_are_joined_by_name(tmp_path: Path) -> None:
 
 
 def test_class_names_are_assigned_by_number(tmp_path: Path) -> None:
-    rows = small_texts.rows(48)
+    rows = small_texts.make_rows(48)
     path = tmp_path / "numbered.jsonl"
     path.write_text("".join(json.dumps({**row, "label": NAMES.index(row["label"])}) + "\n" for row in rows))
     assert read_pairs(prepare(path, **{"data.class_names": NAMES})) == expected_pairs(rows)
@@ -125,7 +125,7 @@ def test_class_names_are_assigned_by_number(tmp_path: Path) -> None:
 
 
 def test_recipe_of_one_data_set_reads_other_tables(tmp_path: Path) -> None:
-    rows = small_texts.rows(48)
+    rows = small_texts.make_rows(48)
     with (tmp_path / "mine.csv").open("w", newline="") as out:
         csv.writer(out).writerows(
             [("id", "review", "label"), *((n, r["text"], r["label"]) for n, r in enumerate(rows))]
@@ -145,7 +145,7 @@ def test_recipe_of_one_data_set_reads_other_tables(tmp_path: Path) -> None:
     "form", ["{label}\t{text}", "{text}\t{label}", "__label__{label} {text}", "{label} {text}", "{label}: {text}"]
 )
 def test_labelled_lines_are_recognised(tmp_path: Path, form: str) -> None:
-    rows = small_texts.rows(48)
+    rows = small_texts.make_rows(48)
     path = tmp_path / "lines.txt"
     path.write_text("\n".join(form.format(**row) for row in rows) + "\n\n")
     data = prepare(path)
@@ -164,7 +164,7 @@ def test_prose_is_refused_by_a_classifier(tmp_path: Path) -> None:
 
 
 def test_other_encodings(tmp_path: Path) -> None:
-    rows = [{**row, "text": f"café {row['text']}"} for row in small_texts.rows(48)]
+    rows = [{**row, "text": f"café {row['text']}"} for row in small_texts.make_rows(48)]
     table = "text,label\n" + "".join(f'"{row["text"]}",{row["label"]}\n' for row in rows)
     for encoding in ("latin-1", "utf-16", "cp1252"):
         path = tmp_path / f"{encoding}.csv"
@@ -186,7 +186,7 @@ def test_other_encodings(tmp_path: Path) -> None:
 
 
 def test_labels_that_differ_in_spaces_are_one_class(tmp_path: Path) -> None:
-    rows = small_texts.rows(48)
+    rows = small_texts.make_rows(48)
     path = tmp_path / "blanks.jsonl"
     stray = [{**row, "label": f" {row['label']}" if n % 5 == 0 else row["label"]} for n, row in enumerate(rows)]
     path.write_text("".join(json.dumps(row) + "\n" for row in stray))

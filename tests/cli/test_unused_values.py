@@ -32,7 +32,12 @@ def test_prepare_writes_to_out(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def pretrained_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     values = {k: v for k, v in small_texts.settings(folder, "transformer").items() if not k.startswith("model.")}
-    return {**values, "model.from": str(small_texts.encoder(folder / "encoder")), "training.max_steps": 2, **changes}
+    return {
+        **values,
+        "model.from": str(small_texts.write_encoder(folder / "encoder")),
+        "training.max_steps": 2,
+        **changes,
+    }
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_layers", "num_heads"])

@@ -17,7 +17,7 @@ from bottega import terminal
 from bottega.callbacks.console import Console
 from bottega.core import checkpoint
 from bottega.core.callback import Progress
-from small_run import command, environment, steps_logged, words
+from small_run import command, environment, read_logged_steps, train_arguments
 from warm_process import WarmCommand
 
 ENDLESS = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None}
@@ -49,11 +49,11 @@ def start_command(arguments: list[str], sink: Any) -> subprocess.Popen[str] | Wa
 @pytest.mark.parametrize("kind", SINKS)
 def test_training_continues(tmp_path: Path, text_file: Path, kind: str) -> None:
     with open_unwritable(kind) as sink:
-        process = start_command(words(tmp_path, text_file, "--json", name="x"), sink)
+        process = start_command(train_arguments(tmp_path, text_file, "--json", name="x"), sink)
         out, _ = process.communicate(timeout=100)
     assert process.returncode == 0
     assert '"step": 8' in out, "standard output is unaffected"
-    assert steps_logged(tmp_path / "x") == list(range(1, 9))
+    assert read_logged_steps(tmp_path / "x") == list(range(1, 9))
     log = (tmp_path / "x" / "log.txt").read_text()
     assert "8 steps in" in log
     assert log.count("cannot write to standard error") == (kind != "closed")
@@ -64,7 +64,7 @@ def test_a_signal_still_saves(tmp_path: Path, text_file: Path, kind: str, number
     """As Ctrl-C on `train ... 2>&1 | tee log`, which also ends tee."""
     metrics = tmp_path / "x" / "metrics.jsonl"
     with open_unwritable(kind) as sink:
-        process = start_command(words(tmp_path, text_file, name="x", **ENDLESS), sink)
+        process = start_command(train_arguments(tmp_path, text_file, name="x", **ENDLESS), sink)
     deadline = time.monotonic() + 100
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         assert process.poll() is None, process.returncode
@@ -75,13 +75,13 @@ def test_a_signal_still_saves(tmp_path: Path, text_file: Path, kind: str, number
     assert process.returncode == code
     last = checkpoint.read_link(tmp_path / "x" / "checkpoints", "last")
     assert last is not None
-    assert checkpoint.verify(last).step == len(steps_logged(tmp_path / "x"))
+    assert checkpoint.verify(last).step == len(read_logged_steps(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("kind", SINKS)
 def test_an_error_has_its_exit_code(tmp_path: Path, text_file: Path, kind: str) -> None:
     with open_unwritable(kind) as sink:
-        process = start_command(words(tmp_path, text_file.parent / "absent.txt", name="x"), sink)
+        process = start_command(train_arguments(tmp_path, text_file.parent / "absent.txt", name="x"), sink)
         process.communicate(timeout=100)
     assert process.returncode == 3
 

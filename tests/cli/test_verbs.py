@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 import bottega
 from bottega import cli
 from bottega.core import checkpoint
-from small_run import different, tensors, train, words, write_text
+from small_run import differing_tensors, read_tensors, train, train_arguments, write_text
 
 
 @pytest.fixture
@@ -26,12 +26,12 @@ def run_json(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def test_finished_run_is_not_trained_again(run_json: Any, tmp_path: Path, text_file: Path) -> None:
-    first = run_json(*words(tmp_path, text_file, "--quiet"))
+    first = run_json(*train_arguments(tmp_path, text_file, "--quiet"))
     assert first["step"] == 8
     assert set(first["metrics"]) == {"loss", "bits_per_byte", "perplexity"}
     run = Path(first["run"])
     stamps = {path: path.stat().st_mtime_ns for path in run.glob("checkpoints/step-*/*")}
-    again = run_json(*words(tmp_path, text_file, "--quiet"))
+    again = run_json(*train_arguments(tmp_path, text_file, "--quiet"))
     assert again == {**first, "metrics": pytest.approx(first["metrics"])}
     assert {path: path.stat().st_mtime_ns for path in run.glob("checkpoints/step-*/*")} == stamps
 
@@ -118,10 +118,15 @@ def test_fp16_run_opens_on_a_cpu(tmp_path: Path, text_file: Path) -> None:
 
 def test_resume_from_another_run_continues_its_state(tmp_path: Path, text_file: Path, finished_run: Path) -> None:
     longer = {"training.max_steps": 12, "training.scheduler.name": "constant"}
-    assert cli.main(words(tmp_path, text_file, "--quiet", f"--resume_from={finished_run}", name="next", **longer)) == 0
+    assert (
+        cli.main(
+            train_arguments(tmp_path, text_file, "--quiet", f"--resume_from={finished_run}", name="next", **longer)
+        )
+        == 0
+    )
     steps = [json.loads(line)["step"] for line in (tmp_path / "next" / "metrics.jsonl").read_text().splitlines()]
     assert min(steps) == 9
-    assert different(tensors(finished_run), tensors(tmp_path / "next")) != []
+    assert differing_tensors(read_tensors(finished_run), read_tensors(tmp_path / "next")) != []
 
 
 def test_python_api(tmp_path: Path, text_file: Path) -> None:

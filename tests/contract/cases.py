@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-import small_mind
-import small_parts
+import small_multitask
 import small_personal
 import small_recall
 import small_routing
+import small_routing_mind
 import small_texts
 from bottega.core import checkpoint
 from bottega.data.loading.loader import Loader
@@ -145,8 +145,8 @@ CASES = [
     Case("torch", "routing", "routing", small_routing.spiking, kind="spiking"),
     Case("torch", "recall", "recall", small_recall.settings),
     Case("torch", "recall", "recall/lasting", small_recall.lasting),
-    Case("torch", "multitask", "multitask", small_parts.settings),
-    Case("torch", "multitask", "routing/mind", small_mind.settings),
+    Case("torch", "multitask", "multitask", small_multitask.settings),
+    Case("torch", "multitask", "routing/mind", small_routing_mind.settings),
 ]
 
 

@@ -19,7 +19,7 @@ from bottega.core.rundir import read_metrics
 from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import flatten_batch
-from small_run import different, steps_logged, tensors, train
+from small_run import differing_tensors, read_logged_steps, read_tensors, train
 
 ALL_FEATURES: dict[str, Any] = {
     "model.dropout": 0.1,
@@ -62,7 +62,7 @@ def test_resume_is_bit_exact(case: Case, tmp_path: Path, optimizer: str) -> None
         resumed = build(case, tmp_path, **options, **{"data.workers": 1 if cut == 4 and optimizer == "adamw" else 0})
         resumed.engine.load(checkpoints[cut])
         assert resumed.advance(cut, 6) == reports[cut:]
-        assert different(end, resumed.state()) == [], f"cut at step {cut}"
+        assert differing_tensors(end, resumed.state()) == [], f"cut at step {cut}"
 
 
 def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path) -> None:
@@ -109,14 +109,14 @@ def test_snapshots_and_evaluations_do_not_change_a_run(case: Case, tmp_path: Pat
     watched.save(tmp_path / "middle", 2)
     evaluate(watched.engine, iter_eval_batches(source, 4))
     assert first + watched.advance(2, 4) == reports
-    assert different(straight.state(), watched.state()) == []
+    assert differing_tensors(straight.state(), watched.state()) == []
 
 
 def test_recomputed_activations_give_the_same_weights(case: Case, tmp_path: Path) -> None:
     plain = build(case, tmp_path, **ALL_FEATURES)
     checkpointed = build(case, tmp_path, **ALL_FEATURES, **{"training.gradient_checkpointing": True})
     assert plain.advance(0, 3) == checkpointed.advance(0, 3)
-    assert different(plain.state(), checkpointed.state()) == []
+    assert differing_tensors(plain.state(), checkpointed.state()) == []
 
 
 def test_training_reduces_the_loss(case: Case, tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_evaluation_uses_the_averaged_weights(case: Case, tmp_path: Path) -> Non
 
 def test_initial_weights_depend_on_the_seed(case: Case, tmp_path: Path) -> None:
     a, b, c = (build(case, tmp_path, seed=seed).state() for seed in (0, 0, 1))
-    assert different(a, b) == []
-    assert different(a, c) != []
+    assert differing_tensors(a, b) == []
+    assert differing_tensors(a, c) != []
 
 
 def test_two_ranks_match_the_checkpoints_of_one_process(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
@@ -167,8 +167,8 @@ def test_two_ranks_match_the_checkpoints_of_one_process(two_ranks: Path, tmp_pat
     alone = train(tmp_path, text_file, name="whole", **{"training.max_steps": 6, "checkpoint.every": 2}).path
     distributed = two_ranks / "whole"
     for link in ("last", "best"):
-        assert_close(tensors(alone, link), tensors(distributed, link), atol=2e-6)
-    assert steps_logged(distributed) == steps_logged(alone) == [1, 2, 3, 4, 5, 6]
+        assert_close(read_tensors(alone, link), read_tensors(distributed, link), atol=2e-6)
+    assert read_logged_steps(distributed) == read_logged_steps(alone) == [1, 2, 3, 4, 5, 6]
     rows = [
         [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (alone, distributed)
     ]
@@ -181,7 +181,7 @@ def test_two_ranks_draw_the_noise_of_one_process(two_ranks: Path, tmp_path: Path
     """Noise depends on the position in the global batch, and in an evaluation on the sample."""
     alone = small_media.train(tmp_path, name="image", **script.IMAGE).path
     distributed = two_ranks / "image"
-    assert_close(tensors(alone), tensors(distributed), atol=2e-6)
+    assert_close(read_tensors(alone), read_tensors(distributed), atol=2e-6)
     a, b = (read_metrics(run / "metrics.jsonl") for run in (alone, distributed))
     assert [r["kind"] for r in a] == [r["kind"] for r in b]
     assert [r["loss"] for r in b] == pytest.approx([r["loss"] for r in a], rel=1e-5)
@@ -193,8 +193,8 @@ def test_two_ranks_draw_the_noise_of_one_process(two_ranks: Path, tmp_path: Path
 def test_two_ranks_resume_together(two_ranks: Path, tmp_path: Path, text_file: Path) -> None:
     options = {"training.max_steps": 6, "checkpoint.every": 2, "training.scheduler.name": "constant"}
     alone = train(tmp_path, text_file, name="halves", **options).path
-    assert_close(tensors(alone), tensors(two_ranks / "halves"), atol=2e-6)
-    assert steps_logged(two_ranks / "halves") == [1, 2, 3, 4, 5, 6]
+    assert_close(read_tensors(alone), read_tensors(two_ranks / "halves"), atol=2e-6)
+    assert read_logged_steps(two_ranks / "halves") == [1, 2, 3, 4, 5, 6]
     assert "resumed" in (two_ranks / "halves" / "log.txt").read_text()
 
 
@@ -205,5 +205,5 @@ def test_one_process_resumes_a_run_of_two(two_ranks: Path, tmp_path: Path, text_
     shutil.copytree(two_ranks / "halves", tmp_path / "halves", symlinks=True)
     resumed = train(tmp_path, text_file, name="halves", **options).path
     alone = train(tmp_path / "alone", text_file, name="halves", **options).path
-    assert_close(tensors(alone), tensors(resumed), atol=2e-6)
+    assert_close(read_tensors(alone), read_tensors(resumed), atol=2e-6)
     assert "world: 2 -> 1" in (resumed / "log.txt").read_text(), "the changed world size is not logged"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import CASES, Case, build
 
-from small_run import different
+from small_run import differing_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -55,7 +55,7 @@ def test_deterministic_resume_is_bit_exact(case: Case, variant: str, tmp_path: P
     second = build(case, tmp_path, **options)
     second.engine.load(first.save(tmp_path / "cut", 2))
     assert second.advance(2, 4) == reports[2:]
-    assert different(end, second.state()) == []
+    assert differing_tensors(end, second.state()) == []
 
 
 def test_the_mean_is_exact_under_a_split(case: Case, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from bottega.tasks.personalize.data.collections import read_collection
 from bottega.tasks.personalize.data.item_captions import caption_images
 from bottega.tasks.personalize.data.records import PersonalRows, Record
 from bottega.tasks.personalize.data.tables import prepare_personal
-from small_collections import captioning_model, flickr, picture, pog, ser
+from small_collections import write_captioning_model, write_flickr, write_image, write_pog, write_ser
 
 TABLE = "FLICKR-AES_image_labeled_by_each_worker.csv"
 
@@ -37,12 +37,12 @@ def prepare_collection(folder: Path, collection: str, **options: Any) -> Prepare
 
 @pytest.fixture
 def flickr_folder(tmp_path: Path) -> Path:
-    return flickr(tmp_path / "flickr")
+    return write_flickr(tmp_path / "flickr")
 
 
 @pytest.fixture(params=["flickr", "pog", "ser"])
 def collection_case(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str, dict[str, Any]]:
-    folder = {"flickr": flickr, "pog": pog, "ser": ser}[request.param](tmp_path / request.param)
+    folder = {"flickr": write_flickr, "pog": write_pog, "ser": write_ser}[request.param](tmp_path / request.param)
     captions = {} if request.param == "pog" else {"captions": str(folder / "captions.json")}
     return folder, request.param, captions
 
@@ -93,14 +93,14 @@ def test_records_hold_the_images_a_worker_liked(flickr_folder: Path) -> None:
 
 
 def test_records_do_not_depend_on_the_order_of_ratings(tmp_path: Path) -> None:
-    first = read_records(flickr(tmp_path / "a"), "flickr")
+    first = read_records(write_flickr(tmp_path / "a"), "flickr")
     for order in range(3):
-        assert read_records(flickr(tmp_path / "a", order=order), "flickr") == first
+        assert read_records(write_flickr(tmp_path / "a", order=order), "flickr") == first
 
 
 @pytest.mark.parametrize("form", ["semicolons", "tabs", "quotes", "bom"])
 def test_ratings_are_read_with_any_delimiter_and_quoting(tmp_path: Path, form: str) -> None:
-    folder = flickr(tmp_path / "a")
+    folder = write_flickr(tmp_path / "a")
     first = read_records(folder, "flickr")
     table = folder / TABLE
     lines = [[cell.strip() for cell in line.split(",")] for line in table.read_text().splitlines()]
@@ -159,7 +159,7 @@ def test_images_in_another_folder_are_read_with_the_setting(flickr_folder: Path,
 
 
 def test_pog_records_hold_the_last_clicked_items(tmp_path: Path) -> None:
-    folder = pog(tmp_path / "pog")
+    folder = write_pog(tmp_path / "pog")
     outfits = {
         line.partition(",")[0]: set(line.partition(",")[2].split(";"))
         for line in (folder / "outfit_data.txt").read_text().splitlines()
@@ -183,7 +183,7 @@ def test_pog_records_hold_the_last_clicked_items(tmp_path: Path) -> None:
 
 
 def test_missing_files_of_pog_are_reported_by_name(tmp_path: Path) -> None:
-    folder = pog(tmp_path / "pog")
+    folder = write_pog(tmp_path / "pog")
     users = folder / "user_data.txt"
     users.write_text(users.read_text() + "p1,t1;t2\n")
     with pytest.raises(DataError, match=r"user_data.txt, line 26: expected user,item;item;...,outfit"):
@@ -198,7 +198,7 @@ def test_missing_files_of_pog_are_reported_by_name(tmp_path: Path) -> None:
 
 
 def test_ser_record_holds_stickers_of_one_pack(tmp_path: Path) -> None:
-    folder = ser(tmp_path / "ser")
+    folder = write_ser(tmp_path / "ser")
     records = read_records(folder, "ser")
     for record in records:
         assert {item.id.partition("/")[0] for item in record.items} == {record.user}
@@ -212,7 +212,7 @@ def test_ser_record_holds_stickers_of_one_pack(tmp_path: Path) -> None:
 
 
 def test_stickers_without_annotations(tmp_path: Path) -> None:
-    folder = ser(tmp_path / "ser")
+    folder = write_ser(tmp_path / "ser")
     for path in sorted((folder / "Annotations").rglob("*.json")):
         path.unlink()
     assert all(record.style is None for record in read_records(folder, "ser"))
@@ -224,7 +224,7 @@ def test_stickers_without_annotations(tmp_path: Path) -> None:
 @pytest.mark.parametrize("collection", ["flickr", "pog", "ser"])
 def test_folder_of_another_layout_is_refused(tmp_path: Path, collection: str) -> None:
     (tmp_path / "notes").mkdir()
-    picture(tmp_path / "a.png", 0)
+    write_image(tmp_path / "a.png", 0)
     with pytest.raises(DataError, match=r"has no"):
         prepare_collection(tmp_path, collection)
 
@@ -233,7 +233,7 @@ def test_captions_are_generated_by_a_model_and_cached(tmp_path: Path, monkeypatc
     from bottega.models.frozen import captioner
     from bottega.tasks.personalize.data.prepare import prepare_people
 
-    folder, model = ser(tmp_path / "ser"), captioning_model(tmp_path / "blip")
+    folder, model = write_ser(tmp_path / "ser"), write_captioning_model(tmp_path / "blip")
     loads: list[Path] = []
     load_captioner = captioner.load_captioner
     monkeypatch.setattr(captioner, "load_captioner", lambda folder: loads.append(folder) or load_captioner(folder))
@@ -252,7 +252,7 @@ def test_captions_are_generated_by_a_model_and_cached(tmp_path: Path, monkeypatc
     again = PersonalRows(prepare_people(build_data(folder, "ser", captions=str(model), image_size=16)), "train")
     assert loads == [model], "captions are cached"
     assert {item.id: item.caption for n in range(len(again)) for item in again.record(n).items} == captions
-    captioning_model(model, seed=5)
+    write_captioning_model(model, seed=5)
     other = PersonalRows(prepare_people(data), "train")
     assert len(loads) == 2
     assert {item.id: item.caption for n in range(len(other)) for item in other.record(n).items} != captions
@@ -262,8 +262,8 @@ def test_unsuitable_captioning_models_are_refused(tmp_path: Path) -> None:
     from bottega.models.frozen.captioner import load_captioner
     from bottega.tasks.personalize.data.prepare import prepare_people
 
-    folder = ser(tmp_path / "ser")
-    model = captioning_model(tmp_path / "blip")
+    folder = write_ser(tmp_path / "ser")
+    model = write_captioning_model(tmp_path / "blip")
     config = json.loads((model / "config.json").read_text())
     for change, message in (
         ({"auto_map": {"AutoModel": "x.Y"}}, "never run"),
@@ -284,7 +284,7 @@ def test_empty_caption_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    path = picture(tmp_path / "a.png", 1)
+    path = write_image(tmp_path / "a.png", 1)
     with pytest.raises(DataError, match=r"gives an empty caption for .*a.png"):
         caption_images(
             {"x": path}, tmp_path, lambda folder: lambda images: [" " for _ in images], progress=lambda *of: None

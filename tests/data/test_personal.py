@@ -19,7 +19,7 @@ from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data import image_files as image_files_module
 from bottega.tasks.personalize.data.records import Item, PersonalRows, Record
 from bottega.tasks.personalize.data.tables import prepare_personal
-from small_collections import item, people, picture, record, records
+from small_collections import item, record, records, write_image, write_records
 
 SIZE = 8
 
@@ -36,7 +36,7 @@ def dump_records(rows: PersonalRows) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", ["people.jsonl", "people.json"])
 def test_records_round_trip(tmp_path: Path, name: str) -> None:
     expected = records()
-    prepared = prepare_records(people(tmp_path, expected, name))
+    prepared = prepare_records(write_records(tmp_path, expected, name))
     rows = PersonalRows(prepared, "train")
     assert prepared.tables == {"train": {"rows": 20, "users": 10}}
     assert dump_records(rows) == [Record.model_validate(row).model_dump(exclude_defaults=True) for row in expected]
@@ -47,7 +47,7 @@ def test_records_round_trip(tmp_path: Path, name: str) -> None:
 
 
 def test_samples_show_the_target(tmp_path: Path) -> None:
-    rows = PersonalRows(prepare_records(people(tmp_path)), "train")
+    rows = PersonalRows(prepare_records(write_records(tmp_path)), "train")
     index = np.array([3, 0, 19])
     batch = rows.rows(index, np.zeros(3, np.int64))
     assert batch["image"].shape == (3, SIZE, SIZE, 3)
@@ -64,7 +64,7 @@ def test_samples_show_the_target(tmp_path: Path) -> None:
 
 
 def test_large_collections_stay_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     decoded = PersonalRows(prepare_records(path), "train")
     monkeypatch.setattr("bottega.tasks.personalize.data.tables.DECODED_LIMIT", 1)
     monkeypatch.setattr("bottega.tasks.personalize.data.tables.VERSION", "encoded")
@@ -76,7 +76,7 @@ def test_large_collections_stay_encoded(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_every_image_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     (tmp_path / "pictures/5.png").write_bytes((tmp_path / "pictures/4.png").read_bytes())
     decoded_keys: list[str] = []
     encode_rows = image_files_module.ImageEncoder.rows
@@ -94,7 +94,7 @@ def test_every_image_is_decoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_several_processes_write_the_same_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     single = PersonalRows(prepare_records(path), "train")
     monkeypatch.setattr("bottega.tasks.personalize.data.tables.VERSION", "several")
     monkeypatch.setattr("bottega.tasks.personalize.data.image_files.JOB_BYTES", 2000)
@@ -109,29 +109,29 @@ def test_several_processes_write_the_same_as_one(tmp_path: Path, monkeypatch: py
 
 
 def test_fingerprint_depends_on_content_only(tmp_path: Path) -> None:
-    a, b = people(tmp_path / "a"), people(tmp_path / "b")
+    a, b = write_records(tmp_path / "a"), write_records(tmp_path / "b")
     first = prepare_records(a)
     assert prepare_records(b).fingerprint == first.fingerprint, "the folder does not matter"
     assert prepare_records(a, image_size=SIZE * 2).fingerprint != first.fingerprint
     assert prepare_records(a, history_length=2).fingerprint != first.fingerprint
     bad = [*records(), record(99, [], 3)]
-    skipped = [people(tmp_path / name, bad, "bad.jsonl") for name in ("a", "b")]
+    skipped = [write_records(tmp_path / name, bad, "bad.jsonl") for name in ("a", "b")]
     left, right = (prepare_records(path, bad_records="skip", max_bad=0.1) for path in skipped)
     assert left.metadata["bad"] == 1
     assert left.fingerprint == right.fingerprint, "nor does the folder of skipped records"
-    picture(tmp_path / "b/pictures/3.png", 99)
+    write_image(tmp_path / "b/pictures/3.png", 99)
     assert prepare_records(b).fingerprint != first.fingerprint, "a changed image under the same name is other data"
 
 
 def test_history_length_keeps_the_last_items(tmp_path: Path) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     long, short = (PersonalRows(prepare_records(path, **options), "train") for options in ({}, {"history_length": 2}))
     for number in range(len(long)):
         assert short.record(number).history == long.record(number).history[-2:]
 
 
 def test_split_by_user(tmp_path: Path) -> None:
-    path = people(tmp_path, records(users=40))
+    path = write_records(tmp_path, records(users=40))
     options: dict[str, Any] = {"validation": {"split": 0.2}, "test": {"split": 0.1}}
     prepared = prepare_records(path, **options)
     users = {name: set(PersonalRows(prepared, name).users) for name in prepared.tables}
@@ -140,7 +140,7 @@ def test_split_by_user(tmp_path: Path) -> None:
     assert not users["test"] & (users["train"] | users["validation"])
     assert sum(counts["rows"] for counts in prepared.tables.values()) == 80
     # The split does not depend on the order of the records.
-    reversed_path = people(tmp_path, records(users=40)[::-1], "turned.jsonl")
+    reversed_path = write_records(tmp_path, records(users=40)[::-1], "turned.jsonl")
     again = prepare_records(reversed_path, **options)
     assert {name: set(PersonalRows(again, name).users) for name in again.tables} == users
     other = prepare_records(path, **options, split={"seed": 1})
@@ -148,7 +148,7 @@ def test_split_by_user(tmp_path: Path) -> None:
 
 
 def test_folds_hold_every_user_out_once(tmp_path: Path) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     held_out = [
         PersonalRows(prepare_records(path, split={"folds": 4, "fold": fold}), "validation").users for fold in range(4)
     ]
@@ -157,9 +157,9 @@ def test_folds_hold_every_user_out_once(tmp_path: Path) -> None:
 
 def test_split_files_of_a_folder_are_used(tmp_path: Path) -> None:
     rows = records()
-    people(tmp_path, rows[:12], "train.jsonl")
-    people(tmp_path, rows[12:16], "val.json")
-    people(tmp_path, rows[16:], "test-000000.jsonl")
+    write_records(tmp_path, rows[:12], "train.jsonl")
+    write_records(tmp_path, rows[12:16], "val.json")
+    write_records(tmp_path, rows[16:], "test-000000.jsonl")
     expected = {"train": 12, "validation": 4, "test": 4}
     for options in (
         {},
@@ -173,8 +173,8 @@ def test_split_files_of_a_folder_are_used(tmp_path: Path) -> None:
 
 def test_held_out_file_may_reuse_image_names(tmp_path: Path) -> None:
     """Two folders may hold different images of the same name."""
-    train, held_out = people(tmp_path / "a", records()[:12]), people(tmp_path / "b", records()[12:])
-    picture(tmp_path / "b/pictures/7.png", 70)
+    train, held_out = write_records(tmp_path / "a", records()[:12]), write_records(tmp_path / "b", records()[12:])
+    write_image(tmp_path / "b/pictures/7.png", 70)
     prepared = prepare_records(train, validation={"path": str(held_out)})
     rows = PersonalRows(prepared, "validation")
     for number in range(len(rows)):
@@ -187,13 +187,13 @@ def test_held_out_file_may_reuse_image_names(tmp_path: Path) -> None:
 
 
 def test_gzipped_records_are_read(tmp_path: Path) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     (tmp_path / "people.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
     assert prepare_records(tmp_path / "people.jsonl.gz").tables["train"]["rows"] == 20
 
 
 def test_limit_takes_the_first(tmp_path: Path) -> None:
-    path = people(tmp_path)
+    path = write_records(tmp_path)
     rows = PersonalRows(prepare_records(path, train={"path": str(path), "limit": 5}), "train")
     assert dump_records(rows) == [Record.model_validate(row).model_dump(exclude_defaults=True) for row in records()[:5]]
 
@@ -210,7 +210,7 @@ def test_published_record_layout_is_read(tmp_path: Path) -> None:
             "num_interactions": 1,
         }
     ]
-    personal_record = PersonalRows(prepare_records(people(tmp_path, published, "train.json")), "train").record(0)
+    personal_record = PersonalRows(prepare_records(write_records(tmp_path, published, "train.json")), "train").record(0)
     assert (
         personal_record.user,
         personal_record.history[0].id,
@@ -222,14 +222,14 @@ def test_published_record_layout_is_read(tmp_path: Path) -> None:
 def test_a_history_item_may_have_no_image(tmp_path: Path) -> None:
     row = record(1, [1, 2], 3)
     row["history"][0]["image"] = None
-    rows = PersonalRows(prepare_records(people(tmp_path, [row])), "train")
+    rows = PersonalRows(prepare_records(write_records(tmp_path, [row])), "train")
     assert rows.table.row("history", 0).tolist()[0] == -1
     with pytest.raises(DataError, match="has no prepared image"):
         rows.image(rows.record(0).history[0])
 
 
 def test_images_in_another_folder_need_the_setting(tmp_path: Path) -> None:
-    path = people(tmp_path / "data")
+    path = write_records(tmp_path / "data")
     (tmp_path / "records").mkdir()
     moved_path = path.rename(tmp_path / "records/people.jsonl")
     with pytest.raises(DataError, match=r"data\.pictures"):
@@ -238,7 +238,7 @@ def test_images_in_another_folder_need_the_setting(tmp_path: Path) -> None:
 
 
 def test_prepared_shards_are_reused(tmp_path: Path) -> None:
-    prepared = prepare_records(people(tmp_path))
+    prepared = prepare_records(write_records(tmp_path))
     data = PersonalizeData.model_validate({"train": {"path": str(prepared.folder)}, "image_size": SIZE})
     assert prepare_personal(data).fingerprint == prepared.fingerprint
     with pytest.raises(UsageError, match="was prepared at 8"):
@@ -250,7 +250,7 @@ def test_captions_from_a_file(tmp_path: Path) -> None:
     for row in blank:
         for record_item in [*row["history"], row["target"]]:
             record_item["caption"] = ""
-    path = people(tmp_path, blank)
+    path = write_records(tmp_path, blank)
     numbers = range(24)
     (tmp_path / "by-id.csv").write_text("id,caption\n" + "".join(f"i{n},a thing no. {n}\n" for n in numbers))
     lines = [json.dumps({"file_name": f"{n}.png", "text": f"a thing no. {n}"}) for n in numbers]

@@ -23,8 +23,8 @@ from bottega.data.loading.loader import iter_eval_batches
 from bottega.engines.nonfinite import MAX_SKIPS, NonfiniteRecovery
 from bottega.engines.torch import optimizers
 from bottega.techniques.ewc.torch import Ewc
-from small_run import different
-from toy_task import Toy, advance, engine, loader, source, state, training
+from small_run import differing_tensors
+from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
 BAD = 11
@@ -79,12 +79,12 @@ def test_halt_keeps_the_weights_from_before_the_bad_step(tmp_path: Path, name: s
     step = bad_step()
     assert step > 0
     before = Trial(tmp_path / "before", "halt", optimizer={"name": name})
-    advance(before.engine, before.loader, 0, step)
+    train_steps(before.engine, before.loader, 0, step)
     trial = Trial(tmp_path, "halt", log=log, save=0, optimizer={"name": name})
     with pytest.raises(Diverged, match=f"not finite at step {step + 1} ") as caught:
         trial.run()
     assert caught.value.code == 6
-    assert different(state(before.engine), state(trial.engine)) == []
+    assert differing_tensors(copy_state(before.engine), copy_state(trial.engine)) == []
     assert checkpoint.list_checkpoints(tmp_path / "checkpoints") == [], "a checkpoint was written after the bad step"
 
 
@@ -132,9 +132,9 @@ def test_skip_omits_the_bad_update_and_applies_all_others(tmp_path: Path, name: 
     assert len(bad_steps) == 2, "ten steps are two epochs"
     expected = Trial(tmp_path / "expected", "skip", optimizer={"name": name})
     expected.engine.skip_steps = frozenset(bad_steps)
-    advance(expected.engine, expected.loader, 0, 10)
-    assert different(state(expected.engine), state(trial.engine)) == []
-    assert all(np.isfinite(array).all() for array in state(trial.engine).values())
+    train_steps(expected.engine, expected.loader, 0, 10)
+    assert differing_tensors(copy_state(expected.engine), copy_state(trial.engine)) == []
+    assert all(np.isfinite(array).all() for array in copy_state(trial.engine).values())
     assert sum(text.startswith("skipped ") for text in trial.warned) == 2
     assert trial.progress.step == 10
 
@@ -146,10 +146,10 @@ def test_nonfinite_first_step_leaves_no_trace(tmp_path: Path, name: str) -> None
     batch = dict(loader(of=skipped).batch(0))
     batch["x"] = np.full_like(batch["x"], np.nan)
     skipped.train_step(0, batch)
-    assert all(np.isfinite(array).all() for array in state(skipped).values())
+    assert all(np.isfinite(array).all() for array in copy_state(skipped).values())
     for torch_engine in (skipped, expected):
-        advance(torch_engine, loader(of=torch_engine), 1, 3)
-    assert different(state(skipped), state(expected)) == []
+        train_steps(torch_engine, loader(of=torch_engine), 1, 3)
+    assert differing_tensors(copy_state(skipped), copy_state(expected)) == []
 
 
 def test_divergence_message_names_technique_strengths(tmp_path: Path) -> None:
@@ -178,9 +178,11 @@ def test_rollback_skips_the_bad_batch(tmp_path: Path, log: int) -> None:
     assert trial.progress.skip_steps == bad_steps
     expected = Trial(tmp_path / "expected", "rollback")
     expected.engine.skip_steps = frozenset(bad_steps)
-    advance(expected.engine, expected.loader, 0, 10)
-    assert different(state(expected.engine), state(trial.engine)) == [], "the skipped batch had an effect"
-    assert all(np.isfinite(array).all() for array in state(trial.engine).values())
+    train_steps(expected.engine, expected.loader, 0, 10)
+    assert differing_tensors(copy_state(expected.engine), copy_state(trial.engine)) == [], (
+        "the skipped batch had an effect"
+    )
+    assert all(np.isfinite(array).all() for array in copy_state(trial.engine).values())
     assert sum("rolled back" in text for text in trial.warned) == len(bad_steps)
     logged = [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")]
     assert logged == list(range(log, 11, log)), "each step once, although some ran twice"
@@ -237,15 +239,15 @@ def test_rollback_gives_up_after_repeated_failures(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_skip_update_flag_leaves_the_state_unchanged(name: str) -> None:
     torch_engine = engine(training(optimizer={"name": name}))
-    advance(torch_engine, loader(of=torch_engine), 0, 2)
-    before = state(torch_engine)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 2)
+    before = copy_state(torch_engine)
     for p in torch_engine._params:
         p.grad = torch.ones_like(p)
     optimizers.step_optimizers(torch_engine.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(1.0))
-    assert different(before, state(torch_engine)) == []
+    assert differing_tensors(before, copy_state(torch_engine)) == []
     for p in torch_engine._params:
         p.grad = torch.ones_like(p)
     optimizers.step_optimizers(torch_engine.optimizers, divisor=torch.tensor(2.0), skip_update=torch.tensor(0.0))
-    assert {name for name in different(before, state(torch_engine)) if name.startswith("model")} == {
+    assert {name for name in differing_tensors(before, copy_state(torch_engine)) if name.startswith("model")} == {
         f"model.safetensors/{name}" for name, _ in torch_engine.model.named_parameters()
     }

@@ -20,8 +20,8 @@ from bottega.run.compose import build_engine
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
 from small_media import image
-from small_run import settings, words, write_text
-from toy_task import Toy, advance, engine, loader, training
+from small_run import settings, train_arguments, write_text
+from toy_task import Toy, engine, loader, train_steps, training
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "lion", "muon", "adafactor")
 SMALL: dict[str, Any] = {
@@ -59,7 +59,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_built(
     """A hundred billion parameters: allocating them would invoke the kernel's OOM killer."""
     sizes = {"model.hidden_size": 16384, "model.num_layers": 40, "model.intermediate_size": 49152}
     monkeypatch.setattr("bottega.run.session.build_engine", lambda *_: pytest.fail("it was built"))
-    command = words(tmp_path / "runs", write_text(tmp_path / "t.txt"), device="cpu", **sizes)
+    command = train_arguments(tmp_path / "runs", write_text(tmp_path / "t.txt"), device="cpu", **sizes)
     assert cli.main([verb, *command[1:]]) == 7
     message = capsys.readouterr().err
     assert "out of memory before the first step: the model has 9" in message
@@ -129,7 +129,7 @@ def test_auto_halves_the_micro_batch_when_host_allocation_fails() -> None:
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
     full, halved = engine(options), engine(options, task=HostOutOfMemory(fits=3))
     for torch_engine in (full, halved):
-        advance(torch_engine, loader(of=torch_engine), 0, 3)
+        train_steps(torch_engine, loader(of=torch_engine), 0, 3)
     assert (full.micro_batch_size, halved.micro_batch_size) == (8, 2)
     assert_equal_weights(full, halved)
     fixed = engine(training(micro_batch_size=8), task=HostOutOfMemory(fits=3), micro=8)
@@ -149,13 +149,13 @@ def test_auto_measures_one_example_to_size_the_micro_batch(monkeypatch: pytest.M
     meters: list[Any] = []
     monkeypatch.setattr(micro_batches, "SavedTensorMeter", RecordedMeter)
     full = engine(options)
-    advance(full, loader(of=full), 0, 3)
+    train_steps(full, loader(of=full), 0, 3)
     assert len(meters) == 1, "only before the first step"
     peak = meters[0].peak
     assert peak > 0
     monkeypatch.setattr(micro_batches, "available_memory", lambda: int(peak * 2.9 * micro_batches.OVERHEAD))
     halved = engine(options)
-    advance(halved, loader(of=halved), 0, 3)
+    train_steps(halved, loader(of=halved), 0, 3)
     assert (full.micro_batch_size, halved.micro_batch_size) == (8, 2)
     assert_equal_weights(full, halved)
 

@@ -16,15 +16,15 @@ from bottega.core.noise import Noise
 from bottega.core.types import Array, Batch, Loss, Models
 from bottega.engines.torch.state_updates import BatchStats
 from toy_state import Remembering
-from toy_task import Toy, advance, engine, loader, save, source, state, training
+from toy_task import Toy, copy_state, engine, loader, save_checkpoint, source, train_steps, training
 
 CHANGED = ("model.safetensors/shift", "state.safetensors/trace", "state.safetensors/last")
 
 
 def state_after(steps: int, **options: object) -> dict[str, np.ndarray]:
     torch_engine = engine(training(optimizer={"name": "sgd"}), task=Remembering(), **options)  # type: ignore[arg-type]
-    advance(torch_engine, loader(of=torch_engine), 0, steps)
-    return state(torch_engine)
+    train_steps(torch_engine, loader(of=torch_engine), 0, steps)
+    return copy_state(torch_engine)
 
 
 @pytest.mark.parametrize("micro", [1, 3])
@@ -38,18 +38,18 @@ def test_state_does_not_depend_on_the_micro_batch_split(micro: int) -> None:
 def test_state_update_receives_examples_in_batch_order() -> None:
     torch_engine = engine(task=Remembering(), micro=3)
     batches = loader(of=torch_engine)
-    advance(torch_engine, batches, 0, 2)
+    train_steps(torch_engine, batches, 0, 2)
     expected = batches.batch(1)["x"].mean(1)[-6:]
-    np.testing.assert_allclose(state(torch_engine)["state.safetensors/last"], expected, rtol=1e-6)
+    np.testing.assert_allclose(copy_state(torch_engine)["state.safetensors/last"], expected, rtol=1e-6)
 
 
 def test_resumed_state_is_bit_exact(tmp_path: Path) -> None:
     straight, first, second = (engine(task=Remembering(), micro=3) for _ in range(3))
-    advance(straight, loader(of=straight), 0, 6)
-    advance(first, loader(of=first), 0, 2)
-    second.load(save(first, tmp_path, 2))
-    advance(second, loader(of=second), 2, 6)
-    a, b = state(straight), state(second)
+    train_steps(straight, loader(of=straight), 0, 6)
+    train_steps(first, loader(of=first), 0, 2)
+    second.load(save_checkpoint(first, tmp_path, 2))
+    train_steps(second, loader(of=second), 2, 6)
+    a, b = copy_state(straight), copy_state(second)
     assert [name for name in a if not np.array_equal(a[name], b[name])] == []
 
 
@@ -57,17 +57,17 @@ def test_skipped_step_changes_no_state() -> None:
     torch_engine = engine(task=Remembering())
     batches = loader(source(bad=11), of=torch_engine)
     bad = next(step for step in range(5) if not np.isfinite(batches.batch(step)["x"]).all())
-    advance(torch_engine, batches, 0, bad)
-    before = state(torch_engine)
-    advance(torch_engine, batches, bad, bad + 1)
-    after = state(torch_engine)
+    train_steps(torch_engine, batches, 0, bad)
+    before = copy_state(torch_engine)
+    train_steps(torch_engine, batches, bad, bad + 1)
+    after = copy_state(torch_engine)
     assert [name for name in CHANGED if not np.array_equal(before[name], after[name])] == []
 
 
 def test_state_update_of_a_weight_runs_after_the_optimizer() -> None:
     plain = engine(training(optimizer={"name": "sgd"}), task=Toy())
-    advance(plain, loader(of=plain), 0, 1)
-    expected = 0.99 * state(plain)["model.safetensors/head.bias"]
+    train_steps(plain, loader(of=plain), 0, 1)
+    expected = 0.99 * copy_state(plain)["model.safetensors/head.bias"]
     np.testing.assert_allclose(state_after(1)["model.safetensors/head.bias"], expected, rtol=1e-6)
 
 
@@ -104,7 +104,7 @@ def count_updates(**options: Any) -> list[float]:
     torch_engine = engine(training(**options), task=StepCounts(), seed=3)
     torch_engine.set_schedule(torch_engine.rate, total=8, steps_per_epoch=5)
     bias = torch_engine.model.first.bias.detach().clone()
-    advance(torch_engine, loader(of=torch_engine), 0, 4)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 4)
     assert torch_engine.model.drawn.tolist() == [3, 3], "not the seed and the last step"
     bias_change = float((torch_engine.model.first.bias.detach() - bias).mean().round())
     return [float(torch_engine.model.first.steps), float(torch_engine.model.first.inside.steps), bias_change]

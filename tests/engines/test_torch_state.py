@@ -14,8 +14,8 @@ from bottega.config.optimizers import OPTIMIZER_SPECS
 from bottega.core import checkpoint
 from bottega.core.errors import CheckpointError
 from bottega.engines.torch.engine import TorchEngine
-from small_run import different
-from toy_task import Toy, advance, engine, loader, save, state, training
+from small_run import differing_tensors
+from toy_task import Toy, copy_state, engine, loader, save_checkpoint, train_steps, training
 
 OPTIMIZERS = list(OPTIMIZER_SPECS)
 
@@ -30,40 +30,40 @@ def build_engine(**changes: Any) -> TorchEngine:
 def test_resuming_is_bit_exact(tmp_path: Path, name: str) -> None:
     options = {"optimizer": {"name": name}}
     straight = build_engine(**options)
-    reports = advance(straight, loader(of=straight), 0, 7)
+    reports = train_steps(straight, loader(of=straight), 0, 7)
     first = build_engine(**options)
-    advance(first, loader(of=first), 0, 3)
-    path = save(first, tmp_path, 3)
+    train_steps(first, loader(of=first), 0, 3)
+    path = save_checkpoint(first, tmp_path, 3)
     resumed = build_engine(**options)
     # Earlier work of the process must not matter.
     torch.rand(7)
-    advance(resumed, loader(of=resumed), 0, 1)
+    train_steps(resumed, loader(of=resumed), 0, 1)
     resumed.load(path)
-    assert different(state(first), state(resumed)) == []
-    assert advance(resumed, loader(of=resumed), 3, 7) == reports[3:]
-    assert different(state(straight), state(resumed)) == []
+    assert differing_tensors(copy_state(first), copy_state(resumed)) == []
+    assert train_steps(resumed, loader(of=resumed), 3, 7) == reports[3:]
+    assert differing_tensors(copy_state(straight), copy_state(resumed)) == []
 
 
 def test_resuming_with_loader_workers_is_bit_exact(tmp_path: Path) -> None:
     straight = build_engine()
-    advance(straight, loader(of=straight), 0, 5)
+    train_steps(straight, loader(of=straight), 0, 5)
     first = build_engine()
-    advance(first, loader(of=first, workers=1), 0, 2)
+    train_steps(first, loader(of=first, workers=1), 0, 2)
     resumed = build_engine()
-    resumed.load(save(first, tmp_path, 2))
-    advance(resumed, loader(of=resumed, workers=2), 2, 5)
-    assert different(state(straight), state(resumed)) == []
+    resumed.load(save_checkpoint(first, tmp_path, 2))
+    train_steps(resumed, loader(of=resumed, workers=2), 2, 5)
+    assert differing_tensors(copy_state(straight), copy_state(resumed)) == []
 
 
 def test_snapshot_is_unchanged_by_later_steps(tmp_path: Path) -> None:
     torch_engine = build_engine()
-    advance(torch_engine, loader(of=torch_engine), 0, 2)
-    before, snapshot = state(torch_engine), torch_engine.snapshot()
-    advance(torch_engine, loader(of=torch_engine), 2, 4)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 2)
+    before, snapshot = copy_state(torch_engine), torch_engine.snapshot()
+    train_steps(torch_engine, loader(of=torch_engine), 2, 4)
     files = snapshot.files()
     arrays_by_name = {f"{file}/{name}": array for file, arrays in files.items() for name, array in arrays.items()}
-    assert different(before, arrays_by_name) == []
-    assert different(before, state(torch_engine)) != []
+    assert differing_tensors(before, arrays_by_name) == []
+    assert differing_tensors(before, copy_state(torch_engine)) != []
 
 
 def test_optimizer_state_is_created_at_zero_and_absent_before_the_first_step() -> None:
@@ -82,8 +82,8 @@ def test_creating_optimizer_state_in_advance_changes_no_number(name: str) -> Non
     eager, lazy = (engine(training(optimizer={"name": name})) for _ in range(2))
     lazy._has_state = True  # so that no state is created in advance
     for torch_engine in (eager, lazy):
-        advance(torch_engine, loader(of=torch_engine), 0, 3)
-    assert different(state(eager), state(lazy)) == []
+        train_steps(torch_engine, loader(of=torch_engine), 0, 3)
+    assert differing_tensors(copy_state(eager), copy_state(lazy)) == []
 
 
 def alter_checkpoint(path: Path, change: Any) -> Path:
@@ -155,8 +155,8 @@ def add_moment(files: Any) -> None:
 )
 def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: Any, message: str) -> None:
     torch_engine = build_engine()
-    advance(torch_engine, loader(of=torch_engine), 0, 1)
-    path = alter_checkpoint(save(torch_engine, tmp_path, 1), change)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 1)
+    path = alter_checkpoint(save_checkpoint(torch_engine, tmp_path, 1), change)
     checkpoint.verify(path)  # the checksums are right
     with pytest.raises(CheckpointError, match=message) as caught:
         build_engine().load(path)
@@ -166,21 +166,21 @@ def test_a_state_that_does_not_fit_is_refused_by_name(tmp_path: Path, change: An
 
 def test_the_first_ten_differences_are_listed(tmp_path: Path) -> None:
     torch_engine = engine()
-    advance(torch_engine, loader(of=torch_engine), 0, 1)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 1)
 
     def rename(files: Any) -> None:
         files["model.safetensors"] = {f"module.{name}": a for name, a in files["model.safetensors"].items()}
 
     with pytest.raises(CheckpointError, match="and 6 more") as caught:
-        engine().load(alter_checkpoint(save(torch_engine, tmp_path, 1), rename))
+        engine().load(alter_checkpoint(save_checkpoint(torch_engine, tmp_path, 1), rename))
     assert str(caught.value).count(";") == 9
 
 
 @pytest.mark.parametrize("other", [name for name in OPTIMIZERS if name != "adamw"])
 def test_state_of_a_different_optimizer_is_refused(tmp_path: Path, other: str) -> None:
     torch_engine = build_engine()
-    advance(torch_engine, loader(of=torch_engine), 0, 1)
-    path = save(torch_engine, tmp_path, 1)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 1)
+    path = save_checkpoint(torch_engine, tmp_path, 1)
     if other == "adam":  # same state as AdamW
         build_engine(optimizer={"name": other}).load(path)
         return
@@ -194,8 +194,8 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
             return (Path.touch, (tmp_path / "boom",))
 
     torch_engine = engine()
-    advance(torch_engine, loader(of=torch_engine), 0, 1)
-    path = save(torch_engine, tmp_path, 1)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 1)
+    path = save_checkpoint(torch_engine, tmp_path, 1)
     torch.save({"first.weight": Bomb()}, path / "model.safetensors")
     with pytest.raises(CheckpointError):
         checkpoint.verify(path)
@@ -207,14 +207,14 @@ def test_a_pickle_is_never_read(tmp_path: Path) -> None:
 def test_run_can_change_to_half_precision_and_back(tmp_path: Path) -> None:
     """The loss scale of fp16 is in its checkpoints only; here the test enables it, because fp16 needs a GPU."""
     plain = engine()
-    advance(plain, loader(of=plain), 0, 1)
+    train_steps(plain, loader(of=plain), 0, 1)
     scaled = engine()
     scaled._guard.scale, scaled._guard.growth = torch.tensor(2.0**16), torch.zeros((), dtype=torch.int32)
-    scaled.load(save(plain, tmp_path / "a", 1))
+    scaled.load(save_checkpoint(plain, tmp_path / "a", 1))
     assert scaled._guard.scale.item() == 2.0**16
-    advance(scaled, loader(of=scaled), 1, 2)
+    train_steps(scaled, loader(of=scaled), 1, 2)
     scaled._guard.scale.fill_(512.0)
-    path = save(scaled, tmp_path / "b", 2)
+    path = save_checkpoint(scaled, tmp_path / "b", 2)
     back = engine()
     back._guard.scale, back._guard.growth = torch.tensor(1.0), torch.zeros((), dtype=torch.int32)
     back.load(path)
@@ -226,6 +226,6 @@ def test_checkpoint_with_nonfinite_weights_is_refused(tmp_path: Path) -> None:
     torch_engine = engine()
     with torch.no_grad():
         torch_engine.model.second.weight[0, 0] = torch.nan
-    folder = save(torch_engine, tmp_path, 0)
+    folder = save_checkpoint(torch_engine, tmp_path, 0)
     with pytest.raises(CheckpointError, match=r"second\.weight contains values that are not finite"):
         engine().load(folder)

@@ -20,7 +20,7 @@ from bottega.engines.torch import ranks
 from bottega.engines.torch.devices import move_batch
 from bottega.engines.torch.sums import sum_terms
 from bottega.models.build import build_models
-from toy_task import F, Toy, advance, engine, loader, save, source, state, training
+from toy_task import F, Toy, copy_state, engine, loader, save_checkpoint, source, train_steps, training
 
 OPTIMIZERS = ["adamw", "adam", "sgd", "muon", "lion", "adafactor"]
 
@@ -32,7 +32,7 @@ def assert_close(a: dict[str, np.ndarray], b: dict[str, np.ndarray], *, atol: fl
 
 
 def weights(of: Any) -> dict[str, np.ndarray]:
-    return {name.partition("/")[2]: array for name, array in state(of).items() if name.startswith("model")}
+    return {name.partition("/")[2]: array for name, array in copy_state(of).items() if name.startswith("model")}
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 8])
@@ -89,7 +89,7 @@ def test_weights_after_steps_do_not_depend_on_the_split(name: str, micro: int) -
     options = training(optimizer={"name": name})
     unsplit, split = engine(options), engine(options, micro=micro)
     for torch_engine in (unsplit, split):
-        advance(torch_engine, loader(of=torch_engine), 0, 3)
+        train_steps(torch_engine, loader(of=torch_engine), 0, 3)
     assert_close(weights(unsplit), weights(split), atol=2e-6)
 
 
@@ -123,7 +123,7 @@ def test_no_clipping_equals_clipping_at_a_huge_norm() -> None:
         engine(training(optimizer={"name": "sgd"}, max_grad_norm=1e9)),
     )
     for torch_engine in (unclipped, clipped):
-        advance(torch_engine, loader(of=torch_engine), 0, 2)
+        train_steps(torch_engine, loader(of=torch_engine), 0, 2)
     assert_close(weights(unclipped), weights(clipped))
 
 
@@ -132,7 +132,7 @@ def test_weight_average_follows_its_formula() -> None:
     average = {name: p.detach().clone() for name, p in torch_engine.model.named_parameters()}
     batches = loader(of=torch_engine)
     for step, decay in enumerate((1 / 10, 2 / 11, 3 / 12, 0.25, 0.25)):
-        advance(torch_engine, batches, step, step + 1)
+        train_steps(torch_engine, batches, step, step + 1)
         average = {n: decay * average[n] + (1 - decay) * p.detach() for n, p in torch_engine.model.named_parameters()}
     for name, tensor in torch_engine.state()["ema.safetensors"].items():
         torch.testing.assert_close(tensor, average[name], rtol=1e-5, atol=1e-7)
@@ -142,8 +142,8 @@ def test_weight_average_follows_its_formula() -> None:
 def test_evaluation_and_sampling_use_averaged_weights_and_restore_the_others() -> None:
     torch_engine = engine(training(ema=0.9))
     batches = loader(of=torch_engine)
-    advance(torch_engine, batches, 0, 4)
-    before = state(torch_engine)
+    train_steps(torch_engine, batches, 0, 4)
+    before = copy_state(torch_engine)
     with torch_engine.sampling() as models:
         assert not models["model"].training
         for name, p in models["model"].named_parameters():
@@ -155,11 +155,11 @@ def test_evaluation_and_sampling_use_averaged_weights_and_restore_the_others() -
     for sums in (torch_engine.eval_step(batches.batch(0)).sums, sums_inside):
         assert sums["error"][1] == torch_engine.task.counts(batches.batch(0))["error"]
         assert torch.equal(sums["error"][0], plain.eval_step(batches.batch(0)).sums["error"][0])
-    after = state(torch_engine)
+    after = copy_state(torch_engine)
     assert all(np.array_equal(before[name], after[name]) for name in before)
     with pytest.raises(RuntimeError), torch_engine.sampling():
         raise RuntimeError
-    assert all(np.array_equal(before[name], array) for name, array in state(torch_engine).items()), (
+    assert all(np.array_equal(before[name], array) for name, array in copy_state(torch_engine).items()), (
         "not restored after an error"
     )
 
@@ -184,12 +184,12 @@ def test_frozen_and_zero_scaled_groups_do_not_move(name: str) -> None:
     groups = [{"pattern": "first.*", "scale": "none"}, {"pattern": "head.*", "scale": 0.0}, {"pattern": ".*"}]
     torch_engine = engine(training(groups=groups, optimizer={"name": name}, ema=0.9))
     before = weights(torch_engine)
-    advance(torch_engine, loader(of=torch_engine), 0, 3)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 3)
     after = weights(torch_engine)
     unchanged = {key for key in before if np.array_equal(before[key], after[key])}
     assert unchanged == {key for key in before if key.startswith(("first", "head"))}
     assert not any(
-        key.startswith(("optimizer.safetensors/first", "ema.safetensors/first")) for key in state(torch_engine)
+        key.startswith(("optimizer.safetensors/first", "ema.safetensors/first")) for key in copy_state(torch_engine)
     )
 
 
@@ -206,9 +206,9 @@ def test_group_with_a_later_start_is_frozen_until_then_and_resumes_bit_exact(nam
 
     torch_engine = build()
     initial_weights = weights(torch_engine)
-    advance(torch_engine, loader(of=torch_engine), 0, 3)
-    path = save(torch_engine, tmp_path, 3)
-    for key, array in state(torch_engine).items():
+    train_steps(torch_engine, loader(of=torch_engine), 0, 3)
+    path = save_checkpoint(torch_engine, tmp_path, 3)
+    for key, array in copy_state(torch_engine).items():
         parameter = key.partition("/")[2]
         if parameter.startswith(("first", "norm")):
             if key.startswith("model"):
@@ -217,20 +217,20 @@ def test_group_with_a_later_start_is_frozen_until_then_and_resumes_bit_exact(nam
                 assert not array.any(), key
         elif key.startswith("model"):
             assert not np.array_equal(array, initial_weights[parameter]), key
-    advance(torch_engine, loader(of=torch_engine), 3, 6)
+    train_steps(torch_engine, loader(of=torch_engine), 3, 6)
     assert not np.array_equal(weights(torch_engine)["first.weight"], initial_weights["first.weight"])
     resumed = build()
     resumed.load(path)
-    advance(resumed, loader(of=resumed), 3, 6)
-    for key, array in state(torch_engine).items():
-        np.testing.assert_array_equal(state(resumed)[key], array, err_msg=key)
+    train_steps(resumed, loader(of=resumed), 3, 6)
+    for key, array in copy_state(torch_engine).items():
+        np.testing.assert_array_equal(copy_state(resumed)[key], array, err_msg=key)
 
 
 def test_group_scale_multiplies_the_learning_rate() -> None:
     scaled = engine(training(groups=[{"pattern": ".*", "scale": 0.5}], optimizer={"name": "sgd"}))
     expected = engine(training(optimizer={"name": "sgd"}, learning_rate=5e-3))
     for torch_engine in (scaled, expected):
-        advance(torch_engine, loader(of=torch_engine), 0, 2)
+        train_steps(torch_engine, loader(of=torch_engine), 0, 2)
     assert_close(weights(scaled), weights(expected), atol=1e-7)
 
 
@@ -240,13 +240,13 @@ def test_every_optimizer_reduces_the_loss(name: str) -> None:
     torch_engine = engine(
         training(optimizer={"name": name}, learning_rate=rate), task=Toy(noise=0.0), rate=lambda step: rate
     )
-    losses = [report["loss"] for report in advance(torch_engine, loader(of=torch_engine), 0, 60)]
+    losses = [report["loss"] for report in train_steps(torch_engine, loader(of=torch_engine), 0, 60)]
     assert np.mean(losses[-5:]) < 0.7 * np.mean(losses[:5])
 
 
 def test_bfloat16_trains_on_a_cpu_and_keeps_float32_weights() -> None:
     exact, low = (engine(training(mixed_precision=kind)) for kind in ("fp32", "bf16"))
-    a, b = (advance(torch_engine, loader(of=torch_engine), 0, 30) for torch_engine in (exact, low))
+    a, b = (train_steps(torch_engine, loader(of=torch_engine), 0, 30) for torch_engine in (exact, low))
     assert all(p.dtype is torch.float32 for p in low.model.parameters())
     assert b[-1]["loss"] != a[-1]["loss"], "computed in the same precision"
     assert b[-1]["loss"] == pytest.approx(a[-1]["loss"], rel=0.1)
@@ -259,7 +259,7 @@ def test_dropout_is_a_function_of_seed_step_and_micro_batch() -> None:
         torch_engine = engine(task=Toy(dropout=0.5), seed=seed, micro=4)
         if disturb:
             torch.rand(100)
-        return [report["loss"] for report in advance(torch_engine, loader(of=torch_engine), 0, 3)]
+        return [report["loss"] for report in train_steps(torch_engine, loader(of=torch_engine), 0, 3)]
 
     assert run() == run(disturb=True)
     assert run() != run(seed=1)
@@ -300,7 +300,7 @@ class MemoryHungry(Toy):
 def test_auto_halves_the_micro_batch_and_changes_nothing_else() -> None:
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
     full, halved = engine(options, task=MemoryHungry(fits=8)), engine(options, task=MemoryHungry(fits=3))
-    reports = [advance(torch_engine, loader(of=torch_engine), 0, 3) for torch_engine in (full, halved)]
+    reports = [train_steps(torch_engine, loader(of=torch_engine), 0, 3) for torch_engine in (full, halved)]
     assert (full.micro_batch_size, halved.micro_batch_size) == (8, 2)
     assert_close(weights(full), weights(halved))
     assert [r["absolute"] for r in reports[1]] == pytest.approx([r["absolute"] for r in reports[0]], rel=1e-5)
@@ -319,7 +319,7 @@ def test_step_that_runs_out_of_memory_half_way_starts_over() -> None:
     options = training(micro_batch_size="auto", optimizer={"name": "sgd"})
     expected, restarted = engine(options), engine(options, task=LateOutOfMemory(), micro=4)
     for torch_engine in (expected, restarted):
-        advance(torch_engine, loader(of=torch_engine), 0, 2)
+        train_steps(torch_engine, loader(of=torch_engine), 0, 2)
     assert restarted.micro_batch_size == 2
     assert_close(weights(expected), weights(restarted))
 
@@ -378,10 +378,10 @@ def test_hooks_are_called_in_their_order_before_each_step_until_they_are_removed
     batches, calls = loader(of=torch_engine), list[str]()
     torch_engine.add_hook(lambda step, batch: calls.append(f"first {step}"))
     torch_engine.add_hook(lambda step, batch: calls.append(f"second {step} of {len(batch['x'])}"))
-    advance(torch_engine, batches, 3, 5)
+    train_steps(torch_engine, batches, 3, 5)
     assert calls == ["first 3", "second 3 of 8", "first 4", "second 4 of 8"]
     torch_engine.remove_hooks()
-    advance(torch_engine, batches, 5, 6)
+    train_steps(torch_engine, batches, 5, 6)
     assert len(calls) == 4
 
 
@@ -422,9 +422,9 @@ def test_parameters_report_shape_size_and_trainability() -> None:
 
 def test_sample_order_depends_on_the_step_number_alone() -> None:
     torch_engine = engine()
-    straight = advance(torch_engine, loader(source(), of=torch_engine), 0, 4)
+    straight = train_steps(torch_engine, loader(source(), of=torch_engine), 0, 4)
     other = engine()
-    separate = [advance(other, loader(source(), of=other), step, step + 1)[0] for step in range(4)]
+    separate = [train_steps(other, loader(source(), of=other), step, step + 1)[0] for step in range(4)]
     assert separate == straight
 
 
@@ -438,7 +438,7 @@ def test_compiled_model_trains_parameters_unfrozen_later(monkeypatch: pytest.Mon
     for compiled in (True, False):
         torch_engine = engine(training(groups=groups, compile=compiled, optimizer={"name": "sgd"}))
         torch_engine.set_schedule(torch_engine.rate, total=8, steps_per_epoch=5)
-        advance(torch_engine, loader(of=torch_engine), 0, 4)
+        train_steps(torch_engine, loader(of=torch_engine), 0, 4)
         final_weights.append(weights(torch_engine))
     torch.compiler.reset()
     assert_close(*final_weights)

@@ -13,7 +13,7 @@ import two_ranks as script
 from bottega.core.rundir import read_metrics
 from bottega.core.trainer import evaluate
 from bottega.data.loading.loader import iter_eval_batches
-from toy_task import Toy, advance, engine, loader, source, state, training
+from toy_task import Toy, copy_state, engine, loader, source, train_steps, training
 
 
 def load_result(folder: Path, name: str, rank: int = 0) -> dict[str, np.ndarray]:
@@ -29,9 +29,9 @@ def _rank() -> None:
 @pytest.mark.parametrize("micro", [None, 1, 3])
 def test_weights_and_losses_match_one_process(two_ranks: Path, micro: int | None) -> None:
     torch_engine = engine(training(optimizer={"name": "sgd"}))
-    losses = [report["loss"] for report in advance(torch_engine, loader(of=torch_engine), 0, 3)]
+    losses = [report["loss"] for report in train_steps(torch_engine, loader(of=torch_engine), 0, 3)]
     distributed = load_result(two_ranks, f"split-{micro}")
-    for name, array in state(torch_engine).items():
+    for name, array in copy_state(torch_engine).items():
         np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
     assert json.loads((two_ranks / f"split-{micro}.json").read_text()) == pytest.approx(losses, rel=1e-6)
 
@@ -39,9 +39,9 @@ def test_weights_and_losses_match_one_process(two_ranks: Path, micro: int | None
 def test_groups_with_a_later_start_match_one_process(two_ranks: Path) -> None:
     torch_engine = engine(training(optimizer={"name": "sgd"}, groups=script.THAWING))
     torch_engine.set_schedule(torch_engine.rate, total=8, steps_per_epoch=5)
-    advance(torch_engine, loader(of=torch_engine), 0, 4)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 4)
     distributed = load_result(two_ranks, "thawing")
-    for name, array in state(torch_engine).items():
+    for name, array in copy_state(torch_engine).items():
         np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
@@ -59,10 +59,10 @@ def test_gathered_rows_have_each_sample_once_in_order(two_ranks: Path) -> None:
 def test_ranks_that_share_their_data_match_one_process(two_ranks: Path, name: str, task: Toy) -> None:
     """Samples, noise, dropout, counts, gradients and metrics are not counted twice."""
     torch_engine = engine(training(optimizer={"name": "sgd"}), task=task, micro=3)
-    losses = [report["loss"] for report in advance(torch_engine, loader(of=torch_engine), 0, 3)]
+    losses = [report["loss"] for report in train_steps(torch_engine, loader(of=torch_engine), 0, 3)]
     for rank in (0, 1):
         distributed = load_result(two_ranks, name, rank)
-        for key, array in state(torch_engine).items():
+        for key, array in copy_state(torch_engine).items():
             np.testing.assert_array_equal(distributed[key], array, err_msg=key)
         assert json.loads((two_ranks / f"{name}.{rank}.json").read_text()) == losses
         np.testing.assert_array_equal(
@@ -73,9 +73,9 @@ def test_ranks_that_share_their_data_match_one_process(two_ranks: Path, name: st
 @pytest.mark.parametrize("kind", script.CRAMPED)
 def test_ranks_find_the_micro_batch_that_fits_all_of_them(two_ranks: Path, kind: str) -> None:
     torch_engine = engine(training(optimizer={"name": "sgd"}), task=script.CRAMPED[kind]())
-    advance(torch_engine, loader(of=torch_engine), 0, 3)
+    train_steps(torch_engine, loader(of=torch_engine), 0, 3)
     distributed = load_result(two_ranks, kind)
-    for name, array in state(torch_engine).items():
+    for name, array in copy_state(torch_engine).items():
         np.testing.assert_allclose(distributed[name], array, rtol=1e-6, atol=1e-6, err_msg=name)
 
 

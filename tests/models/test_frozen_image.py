@@ -33,11 +33,11 @@ from bottega.tasks.generation.export import scheduler_config
 from bottega.tasks.generation.objectives import noise
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {
-    "sd": tiny_pipelines.stable_diffusion,
-    "sd2": lambda folder: tiny_pipelines.stable_diffusion(folder, second=True),
-    "sdxl": tiny_pipelines.stable_diffusion_xl,
-    "flow": tiny_pipelines.flow,
-    "flow_without_t5": lambda folder: tiny_pipelines.flow(folder, with_t5=False),
+    "sd": tiny_pipelines.write_stable_diffusion,
+    "sd2": lambda folder: tiny_pipelines.write_stable_diffusion(folder, second=True),
+    "sdxl": tiny_pipelines.write_stable_diffusion_xl,
+    "flow": tiny_pipelines.write_stable_diffusion_3,
+    "flow_without_t5": lambda folder: tiny_pipelines.write_stable_diffusion_3(folder, with_t5=False),
 }
 TEXTS = ["a bright star", "dark red moon of a square person, and much more than can be read", ""]
 # diffusers' EulerDiscreteScheduler passes numpy a tensor where it expects an array.

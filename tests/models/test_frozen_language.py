@@ -21,7 +21,7 @@ from bottega.models.frozen.allowed_words import AllowedWords
 from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.language import FrozenLanguageModel, load_language_model, read_language_model_metadata
 from bottega.models.frozen.soft_prompts import SoftPrompts, build_soft_prompts
-from tiny_pipelines import llama, llama_tokenizer, t5_tokenizer
+from tiny_pipelines import llama_tokenizer, t5_tokenizer, write_llama
 
 VOCAB_SIZE = 60
 LENGTHS = (11, 4, 7)
@@ -562,7 +562,7 @@ def _bias_logits(lm: FrozenLanguageModel, follows: dict[int, int]) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_model_generates_allowed_words_only(tmp_path: Path, seed: int) -> None:
-    lm = _load(llama(tmp_path / "llama", seed=seed))
+    lm = _load(write_llama(tmp_path / "llama", seed=seed))
     tokens = llama_tokenizer()
     allowed = AllowedWords(ALLOWED, _encode(tokens), count=3)
     batch = [torch.tensor([tokens(text)["input_ids"]]) for text in ("a star:", "of blue, red:", "likes", "moon: moon:")]
@@ -591,7 +591,7 @@ def test_random_model_generates_allowed_words_only(tmp_path: Path, seed: int) ->
 
 
 def test_likeliest_allowed_words_are_generated(tmp_path: Path) -> None:
-    lm, tokens = _load(llama(tmp_path / "llama")), llama_tokenizer()
+    lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
     encode = _encode(tokens)
     allowed = AllowedWords(("red", "blue", "moon", "star"), encode, count=3)
     prompt = torch.tensor([encode("likes:")])
@@ -603,7 +603,7 @@ def test_likeliest_allowed_words_are_generated(tmp_path: Path) -> None:
 
 
 def test_answers_of_different_lengths_decode_in_one_batch(tmp_path: Path) -> None:
-    lm, tokens = _load(llama(tmp_path / "llama")), llama_tokenizer()
+    lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
     encode, end = _encode(tokens), tokens.eos_token_id
     allowed = AllowedWords(("red", "blue", "moon", "star"), encode, count=3)
     first, second = encode("likes:"), encode(" moon of")
@@ -617,7 +617,7 @@ def test_answers_of_different_lengths_decode_in_one_batch(tmp_path: Path) -> Non
 
 
 def test_disallowed_words_are_never_generated_even_if_likeliest(tmp_path: Path) -> None:
-    lm, tokens = _load(llama(tmp_path / "llama")), llama_tokenizer()
+    lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
     encode = _encode(tokens)
     allowed = AllowedWords(("red", "blue"), encode, count=5)
     prompt = torch.tensor([encode("likes:")])

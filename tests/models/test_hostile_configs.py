@@ -72,10 +72,10 @@ CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any]]] = {
     "classifier": (save_bert, read_classifier),
     "text encoder": (save_bert, read_text_encoder),
     "language model": (
-        tiny_pipelines.llama,
+        tiny_pipelines.write_llama,
         lambda folder: load_language_model(folder, precision="fp32", checkpointing=False),
     ),
-    "clip": (tiny_pipelines.clip, load_clip),
+    "clip": (tiny_pipelines.write_clip, load_clip),
     "autoencoder": (save_autoencoder, load_autoencoder),
 }
 

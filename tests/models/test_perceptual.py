@@ -140,7 +140,7 @@ def test_invalid_weights_are_refused(weights: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Clip:
-    return load_clip(tiny_pipelines.clip(tmp_path_factory.mktemp("clip")))
+    return load_clip(tiny_pipelines.write_clip(tmp_path_factory.mktemp("clip")))
 
 
 def test_clip_distance_is_the_mean_over_positions_and_layers(clip: Clip) -> None:

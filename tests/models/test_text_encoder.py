@@ -59,7 +59,7 @@ def test_the_encoding_has_unit_variance_from_the_first_step(encoder: TextEncoder
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    return tiny_clip.save(tmp_path_factory.mktemp("clip"))
+    return tiny_clip.save_clip(tmp_path_factory.mktemp("clip"))
 
 
 def test_loaded_folder_matches_transformers_and_is_frozen(clip: Path) -> None:

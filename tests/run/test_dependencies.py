@@ -259,7 +259,7 @@ def test_changed_autoencoder_is_refused_on_resume(folder: Path, tmp_path: Path) 
 def test_changed_text_encoder_is_refused_on_resume(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     clip = tmp_path / "encoder"
-    tiny_clip.save(clip / "final")
+    tiny_clip.save_clip(clip / "final")
     (clip / "recipe.yaml").write_text("task: language\n")
     options = {**CONSTANT_RATE, "model.vae": None, "model.patch_size": 2, "model.condition": "text"}
     options |= {"model.text.from": "needs.words", "needs.words": {"run": str(clip)}, "training.max_steps": 1}
@@ -267,7 +267,7 @@ def test_changed_text_encoder_is_refused_on_resume(tmp_path: Path) -> None:
     path = train(tmp_path, **options).path
     assert bottega.load(path).workload.text.metadata.encoder == str(clip / "final")
     shutil.rmtree(path / "processor")
-    tiny_clip.save(clip / "final", seed=1)
+    tiny_clip.save_clip(clip / "final", seed=1)
     with pytest.raises(CheckpointError, match=r"model\.text\.from: is not the text encoder that"):
         train(tmp_path, **{**options, "training.max_steps": 2})
     with pytest.raises(UsageError, match=r"no run at .*nowhere"):

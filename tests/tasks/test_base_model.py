@@ -16,7 +16,7 @@ import small_run
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.folders.resolve import resolve_model
 from bottega.tasks.base_model import resolve_base_folder
-from small_adapted import EMPTY, LANGUAGE, STEADY, classify, train, write_bases
+from small_fine_tuning import EMPTY, LANGUAGE, STEADY, classify, train, write_bases
 
 LORA = {"name": "lora", "options": {"rank": 2}}
 

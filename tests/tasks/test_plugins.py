@@ -20,7 +20,7 @@ from bottega.core.errors import BottegaError, EnvironmentProblem, UsageError
 from bottega.tasks import plugins
 from bottega.tasks.recipes import check_recipe
 from bottega.tasks.registry import TASKS
-from small_run import bottega, environment
+from small_run import environment, run_bottega
 
 PAGE = Path(__file__).parents[2] / "docs" / "extend.md"
 FLAG = ("--plugin", "regression.py")
@@ -66,7 +66,7 @@ def weights(run: Path) -> dict[str, np.ndarray]:
 
 
 def train(project: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    return bottega(["train", "houses.yaml", *SMALL, *FLAG, *arguments], cwd=project, **options)  # type: ignore[arg-type]
+    return run_bottega(["train", "houses.yaml", *SMALL, *FLAG, *arguments], cwd=project, **options)  # type: ignore[arg-type]
 
 
 def test_the_example_plugin_stays_short(project: Path) -> None:
@@ -77,17 +77,17 @@ def test_a_plugin_trains_evaluates_predicts_and_exports(project: Path) -> None:
     process = train(project, "name=a", "training.max_steps=150")
     assert process.returncode == 0, process.stderr
     run = project / "runs" / "a"
-    evaluated = bottega(["evaluate", "runs/a", "--json", *FLAG], cwd=project)
+    evaluated = run_bottega(["evaluate", "runs/a", "--json", *FLAG], cwd=project)
     metrics = json.loads(evaluated.stdout)["metrics"]
     assert metrics["r2"] > 0.9
     assert metrics["mae"] < 4
     (project / "new.csv").write_text("area,rooms,age\n5,1,2\n1,8,3\n")
-    predicted = json.loads(bottega(["predict", "runs/a", "new.csv", "--json", *FLAG], cwd=project).stdout)[
+    predicted = json.loads(run_bottega(["predict", "runs/a", "new.csv", "--json", *FLAG], cwd=project).stdout)[
         "predictions"
     ]
     assert [row["row"] for row in predicted] == ["new.csv:2", "new.csv:3"]
     assert np.allclose([row["predicted"] for row in predicted], [14, -5], atol=3)
-    assert bottega(["export", "runs/a", *FLAG], cwd=project).returncode == 0
+    assert run_bottega(["export", "runs/a", *FLAG], cwd=project).returncode == 0
     exported = load_file(run / "final" / "model.safetensors")
     assert json.loads((run / "final" / "config.json").read_text())["model"]["hidden_size"] == 64
     assert exported["layers.0.weight"].shape == (64, 3)
@@ -99,7 +99,7 @@ def test_a_run_records_its_plugin_and_requires_it(project: Path) -> None:
     digest = hashlib.sha256((project / "regression.py").read_bytes()).hexdigest()
     assert recorded == {"name": "regression", "path": str(project / "regression.py"), "sha256": digest}
     for verb in ("evaluate", "predict", "export", "inspect"):
-        process = bottega([verb, "runs/a"], cwd=project)
+        process = run_bottega([verb, "runs/a"], cwd=project)
         assert process.returncode == 2, verb
         assert "came from the plugin regression.py; give it again: --plugin" in process.stderr
     again = train(project, "name=a")
@@ -110,7 +110,7 @@ def test_a_run_records_its_plugin_and_requires_it(project: Path) -> None:
         more = train(project, "name=a", f"training.max_steps={steps}")
         assert more.returncode == 0
         assert "the plugin regression has changed since this run began" in more.stderr + more.stdout
-    evaluated = bottega(["evaluate", "runs/a", *FLAG], cwd=project)
+    evaluated = run_bottega(["evaluate", "runs/a", *FLAG], cwd=project)
     assert evaluated.returncode == 0
     assert "has changed since this run began" in evaluated.stderr
 
@@ -127,14 +127,14 @@ def test_an_edited_encoder_is_a_data_change(project: Path) -> None:
 @pytest.mark.slow
 def test_plugin_resume_is_bitwise_equal_after_a_kill(project: Path) -> None:
     command = ["verify-resume", "houses.yaml", *FLAG, "--steps", "12", "--kills", "1"]
-    process = bottega(command, cwd=project)
+    process = run_bottega(command, cwd=project)
     assert process.returncode == 0, process.stderr
     assert "equal bit for bit" in process.stderr
 
 
 @pytest.mark.slow
 def test_cross_validation_passes_the_plugin_to_each_fold(project: Path) -> None:
-    process = bottega(["crossval", "houses.yaml", "--folds", "2", "--json", *SMALL, *FLAG], cwd=project)
+    process = run_bottega(["crossval", "houses.yaml", "--folds", "2", "--json", *SMALL, *FLAG], cwd=project)
     assert process.returncode == 0, process.stderr
     assert json.loads(process.stdout)["folds"] == 2
 
@@ -201,12 +201,12 @@ def test_an_installed_package_needs_no_flag(project: Path) -> None:
     (project / "regression.py").unlink()
     install(packages, "house_models:TASK")
     path = environment(PYTHONPATH=str(packages) + ":" + environment()["PYTHONPATH"])
-    process = bottega(["train", "houses.yaml", *SMALL, "name=a"], cwd=project, env=path, cold=True)
+    process = run_bottega(["train", "houses.yaml", *SMALL, "name=a"], cwd=project, env=path, cold=True)
     assert process.returncode == 0, process.stderr
     recorded = json.loads((project / "runs" / "a" / "environment.json").read_text())["plugin"]
     assert recorded["name"] == "houses 1.2"
     assert "path" not in recorded
-    evaluated = bottega(["evaluate", "runs/a"], cwd=project)
+    evaluated = run_bottega(["evaluate", "runs/a"], cwd=project)
     assert evaluated.returncode == 2
     assert "came from the installed package houses 1.2; install it again" in evaluated.stderr
 
@@ -228,7 +228,7 @@ def test_a_plugin_file_is_loaded_by_path_and_not_from_the_working_directory(proj
     (project / "regression.py").write_text("raise RuntimeError('not this one')\n")
     command = ["train", "houses.yaml", *SMALL, "--plugin", "there/../there/regression.py", "name=a"]
     for cold in (False, True):
-        process = bottega(command, cwd=project, cold=cold)
+        process = run_bottega(command, cwd=project, cold=cold)
         assert process.returncode == 0, process.stderr
 
 
@@ -247,17 +247,17 @@ def test_an_error_in_a_plugin_names_its_line(project: Path) -> None:
 def test_invalid_samples_to_predict_are_refused(project: Path) -> None:
     assert train(project, "name=a").returncode == 0
     (project / "new.csv").write_text("area,rooms,age\n5,1,2\n1,red,3\n")
-    process = bottega(["predict", "runs/a", "new.csv", *FLAG], cwd=project)
+    process = run_bottega(["predict", "runs/a", "new.csv", *FLAG], cwd=project)
     assert process.returncode == 3
     assert "new.csv, line 3: rooms is 'red', which is not a number" in process.stderr
-    evaluated = bottega(["evaluate", "runs/a", "--data", "new.csv", *FLAG], cwd=project)
+    evaluated = run_bottega(["evaluate", "runs/a", "--data", "new.csv", *FLAG], cwd=project)
     assert evaluated.returncode == 3
     assert "no column 'price'" in evaluated.stderr
 
 
 def test_repeated_rows_are_counted(project: Path) -> None:
     (project / "houses.csv").write_text("area,rooms,age,price\n" + "1,2,3,4\n" * 4 + "5,6,7,8\n")
-    process = bottega(["data", "houses.yaml", "--json", "data.validation=null", *FLAG], cwd=project)
+    process = run_bottega(["data", "houses.yaml", "--json", "data.validation=null", *FLAG], cwd=project)
     assert json.loads(process.stdout)["duplicates"] == {"train": 3}
 
 
@@ -265,7 +265,7 @@ def test_a_recipe_never_loads_code(project: Path) -> None:
     (project / "evil.py").write_text("from pathlib import Path\nPath('was-run').touch()\nTASK = None\n")
     for arguments in (["plugin=evil.py"], ["--config", "evil.yaml"]):
         (project / "evil.yaml").write_text("plugin: evil.py\ntask: language\nplugins: [evil.py]\n")
-        assert bottega(["train", "language", *arguments], cwd=project).returncode == 2
+        assert run_bottega(["train", "language", *arguments], cwd=project).returncode == 2
     assert not (project / "was-run").exists()
 
 
@@ -337,6 +337,6 @@ def test_a_plugin_is_loaded_once_and_passed_to_children(project: Path, tasks: Ta
 
 
 def test_an_unknown_task_suggests_the_plugin_flag(project: Path) -> None:
-    process = bottega(["train", "houses.yaml"], cwd=project)
+    process = run_bottega(["train", "houses.yaml"], cwd=project)
     assert process.returncode == 2
     assert "got 'regression'; to use a task of a plugin, add --plugin FILE" in process.stderr

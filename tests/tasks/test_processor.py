@@ -21,14 +21,14 @@ SMALL: dict[str, Any] = {"model.hidden_size": 8, "data.validation.split": 0.25, 
 HALVED = {**SMALL, "model.downsample": 2, "model.layers_per_block": 1}
 AUDIO = {"data.input": "audio", **SPECTRUM}
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "image_vae": (small_media.pictures, {"task": "image_vae", **HALVED}),
-    "image_vae of audio": (small_media.sounds, {"task": "image_vae", **HALVED, **AUDIO}),
-    "image_tokens": (small_media.pictures, {"task": "image_tokens", **HALVED, "model.levels": [4, 4]}),
-    "image_tokens of audio": (small_media.sounds, {"task": "image_tokens", **HALVED, **AUDIO}),
-    "classify": (small_media.pictures, {"task": "classify", **SMALL, "data.input": "image"}),
-    "classify of audio": (small_media.sounds, {"task": "classify", **SMALL, **AUDIO}),
-    "image": (small_media.pictures, {"task": "image", **SMALL}),
-    "audio": (small_media.sounds, {"task": "audio", **SMALL, **SPECTRUM}),
+    "image_vae": (small_media.write_images, {"task": "image_vae", **HALVED}),
+    "image_vae of audio": (small_media.write_audio, {"task": "image_vae", **HALVED, **AUDIO}),
+    "image_tokens": (small_media.write_images, {"task": "image_tokens", **HALVED, "model.levels": [4, 4]}),
+    "image_tokens of audio": (small_media.write_audio, {"task": "image_tokens", **HALVED, **AUDIO}),
+    "classify": (small_media.write_images, {"task": "classify", **SMALL, "data.input": "image"}),
+    "classify of audio": (small_media.write_audio, {"task": "classify", **SMALL, **AUDIO}),
+    "image": (small_media.write_images, {"task": "image", **SMALL}),
+    "audio": (small_media.write_audio, {"task": "audio", **SMALL, **SPECTRUM}),
 }
 
 
@@ -95,7 +95,12 @@ def test_images_of_another_aspect_ratio_are_refused(case: str, tmp_path: Path) -
 
 
 def test_clips_are_resized_to_the_size_of_the_run(tmp_path: Path) -> None:
-    settings = {"task": "video", **SMALL, "data.num_frames": 4, "data.train.path": str(small_media.clips(tmp_path))}
+    settings = {
+        "task": "video",
+        **SMALL,
+        "data.num_frames": 4,
+        "data.train.path": str(small_media.write_videos(tmp_path)),
+    }
     workload = registry.open_workload(load_recipe([settings]).recipe, progress=lambda *_: None)
     video = np.zeros((4, 4, 16, 12), np.uint8)
     np.savez(tmp_path / "large.npz", video=video, label=np.array(["dark"] * 4), fps=np.full(4, 8, np.uint8))

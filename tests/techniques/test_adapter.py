@@ -26,7 +26,7 @@ from bottega.tasks.classify.task import Classification
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.language.task import Language
 from bottega.techniques.adapter.torch import Adapter, Bottleneck
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 STEADY = {"training.scheduler.name": "constant", "training.scheduler.warmup_steps": 0}
 SHAPE = TransformerShape(
@@ -70,7 +70,7 @@ def test_adapter_is_the_identity_initially_and_each_layer_affects_the_loss() -> 
 def test_adapters_follow_output_projections_of_other_architectures(tmp_path: Path) -> None:
     from bottega.models.text_classifier.pretrained import read_pretrained_shape
 
-    folder = small_texts.encoder(tmp_path)
+    folder = small_texts.write_encoder(tmp_path)
     shape = read_pretrained_shape(folder, ["a", "b", "c"])
     task = Classification(key="text", shape=shape, pretrained=str(folder))
     ends = ("attention.output.dense", "output.dense")
@@ -116,8 +116,8 @@ def test_run_saves_trained_weights_resumes_bitwise_and_loads(base: Path, tmp_pat
     straight = bottega.train(recipe, {**values, "name": "straight"})
     bottega.train(recipe, {**values, "name": "cut", "training.max_steps": 4})
     bottega.train(recipe, {**values, "name": "cut"})
-    final = tensors(straight.path)
-    assert different(final, tensors(tmp_path / "cut")) == []
+    final = read_tensors(straight.path)
+    assert differing_tensors(final, read_tensors(tmp_path / "cut")) == []
     saved = {name.partition("/")[2] for name in final if name.startswith("model.safetensors/")}
     assert all(".adapter_" in name or name.startswith("head.") for name in saved)
     loaded = bottega.load(straight.path, checkpoint="last", device="cpu")

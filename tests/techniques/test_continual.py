@@ -276,7 +276,7 @@ def test_resume_around_source_boundaries_is_bitwise_equal(case: str, tmp_path: P
     assert names == (["source-0", "source-1"] if case == "language" else ["early", "late"])
     assert {f"{name}/loss" for name in names} <= set(run.metrics)
     assert run.metrics["backward_transfer"] == pytest.approx(matrix["backward_transfer"])
-    evaluated = small_run.steps_logged(run.path, "eval")
+    evaluated = small_run.read_logged_steps(run.path, "eval")
     (boundary,) = set(evaluated) - {7, 8}  # the first step of the second source
     assert 0 < boundary < 8
     uninterrupted = tmp_path / "whole"
@@ -299,13 +299,13 @@ def test_ewc_has_no_effect_before_the_first_source_boundary(tmp_path: Path) -> N
     for name, techniques in (("plain", []), ("held", BOTH[:1])):
         changes = {"checkpoint.every": 1, "checkpoint.keep": 20, "techniques": techniques}
         run = train("classify", tmp_path, **changes, name=name)
-        boundary = (set(small_run.steps_logged(run.path, "eval")) - {4, 8}).pop()
+        boundary = (set(small_run.read_logged_steps(run.path, "eval")) - {4, 8}).pop()
         for step in (boundary, boundary + 2):  # at the boundary itself the weights are the anchors
             folder = run.path / "checkpoints" / f"step-{step:08d}"
             tensors = {f: load_file(folder / f"{f}.safetensors") for f in ("model", "optimizer")}
             states[name, step] = {f"{f}/{n}": a for f in tensors for n, a in tensors[f].items()}
-    assert small_run.different(states["plain", boundary], states["held", boundary]) == []
-    assert small_run.different(states["plain", boundary + 2], states["held", boundary + 2])
+    assert small_run.differing_tensors(states["plain", boundary], states["held", boundary]) == []
+    assert small_run.differing_tensors(states["plain", boundary + 2], states["held", boundary + 2])
     rows = [json.loads(line) for line in (tmp_path / "held" / "metrics.jsonl").read_text().splitlines()]
     penalties = {row["step"]: row["penalty"] for row in rows if row["kind"] == "train"}
     assert {penalties[step] for step in range(1, boundary + 2)} == {0.0}

@@ -39,7 +39,7 @@ from bottega.techniques.call_recorder import CallRecorder, find_blocks, match_bl
 from bottega.techniques.distill.apply import _hash_teacher
 from bottega.techniques.distill.torch import Distillation, hidden_state_distance, softened_binary_kl, softened_kl
 from bottega.techniques.injected_layers import hash_frozen
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 Settings = Callable[[Path], dict[str, Any]]
 
@@ -118,7 +118,7 @@ def test_alpha_of_zero_is_bitwise_equal_to_plain_training(
     plain = Subject(recipe, tmp_path, **more)
     distilled = Subject(recipe, tmp_path, **more, **distill_from(teachers[recipe], alpha=0.0))
     assert [r["loss"] for r in plain.advance(3)] == [r["loss"] for r in distilled.advance(3)]
-    assert different(plain.weights(), distilled.weights()) == []
+    assert differing_tensors(plain.weights(), distilled.weights()) == []
 
 
 def test_validation_loss_is_the_data_loss(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_labels_have_no_effect_at_alpha_one(name: str, teachers: dict[str, Path]
     labelled, mislabelled = Subject(name, tmp_path, **options), Subject(name, tmp_path, **options)
     labelled.advance(4)
     mislabelled.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
-    assert different(labelled.weights(), mislabelled.weights()) == []
+    assert differing_tensors(labelled.weights(), mislabelled.weights()) == []
     half = {**distill_from(teachers[name], alpha=0.5), "loss.class_weights": [5.0, 1.0, 0.2]}
     half_labelled, half_mislabelled = Subject(name, tmp_path, **half), Subject(name, tmp_path, **half)
     half_labelled.advance(4)
     half_mislabelled.advance(4, lambda batch: {**batch, "label": (batch["label"] + 1) % 3})
-    assert different(half_labelled.weights(), half_mislabelled.weights()), "at alpha 0.5 labels have an effect"
+    assert differing_tensors(half_labelled.weights(), half_mislabelled.weights()), "at alpha 0.5 labels have an effect"
 
 
 def test_student_approaches_the_teacher(recipe: str, teachers: dict[str, Path], tmp_path: Path) -> None:
@@ -191,10 +191,10 @@ def test_resume_is_bitwise_equal(recipe: str, teachers: dict[str, Path], tmp_pat
     straight = train(recipe, tmp_path, name="straight", **options)
     cut = train(recipe, tmp_path, name="cut", **{**options, "training.max_steps": 5})
     train(recipe, tmp_path, name="cut", **options)
-    assert different(tensors(straight), tensors(cut)) == []
+    assert differing_tensors(read_tensors(straight), read_tensors(cut)) == []
     rows = [row for row in read_metrics(cut / "metrics.jsonl") if row["kind"] == "eval"]
     assert {"loss", "distill", "hidden"} <= rows[-1].keys()
-    assert not any("teacher" in name for name in tensors(cut)), "the teacher is not saved in the checkpoint"
+    assert not any("teacher" in name for name in read_tensors(cut)), "the teacher is not saved in the checkpoint"
     assert bottega.load(cut, checkpoint="last").evaluate()["loss"] == pytest.approx(rows[-1]["loss"], rel=1e-5)
 
 
@@ -323,7 +323,7 @@ def test_recomputed_activations_are_recorded_once(teachers: dict[str, Path], tmp
     plain = Subject("language/shakespeare", tmp_path, **options)
     checkpointed = Subject("language/shakespeare", tmp_path, **options, **{"training.gradient_checkpointing": True})
     assert plain.advance(3) == checkpointed.advance(3)
-    assert different(plain.weights(), checkpointed.weights()) == []
+    assert differing_tensors(plain.weights(), checkpointed.weights()) == []
     assert isinstance(plain.engine.model, Transformer)
     assert not any(block._forward_hooks for block in find_blocks(plain.engine.model)), "hooks are removed"
 
@@ -396,7 +396,7 @@ def test_different_vocabulary_is_refused_and_the_suggested_remedy_works(tmp_path
 def test_different_classes_sizes_and_objectives_are_refused(teachers: dict[str, Path], tmp_path: Path) -> None:
     folder = tmp_path / "classes"
     folder.mkdir()
-    rows = [{**row, "label": row["label"].upper()} for row in small_texts.rows()]
+    rows = [{**row, "label": row["label"].upper()} for row in small_texts.make_rows()]
     (folder / "upper.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     upper = {"data.train.path": str(folder / "upper.jsonl")}
     assert_refused(
@@ -458,7 +458,7 @@ def test_different_classes_sizes_and_objectives_are_refused(teachers: dict[str, 
 
 
 def test_adapter_is_refused_as_teacher(teachers: dict[str, Path], tmp_path: Path) -> None:
-    from small_adapted import EMPTY
+    from small_fine_tuning import EMPTY
 
     name = "language/shakespeare"
     bottega.load(teachers[name]).export()
@@ -487,7 +487,7 @@ def test_exported_teacher_matches_its_run(teachers: dict[str, Path], tmp_path: P
 
 def test_transformers_classifier_is_accepted_and_a_bare_encoder_refused(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    encoder = small_texts.encoder(tmp_path / "encoder")
+    encoder = small_texts.write_encoder(tmp_path / "encoder")
     small = {key: value for key, value in small_texts.settings(tmp_path).items() if not key.startswith("model.")}
     tuned = bottega.train(
         "classify/pretrained", {**small, "model.from": str(encoder), "name": "tuned", "training.num_epochs": None}

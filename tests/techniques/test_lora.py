@@ -25,7 +25,7 @@ from bottega.core.noise import Noise
 from bottega.models.build import build_models
 from bottega.techniques.injected_layers import hash_frozen
 from bottega.techniques.lora.torch import Lora, find_low_rank_layers, merge, merged, unmerge
-from small_adapted import (
+from small_fine_tuning import (
     EMPTY,
     LANGUAGE,
     MEDIA,
@@ -39,7 +39,7 @@ from small_adapted import (
     untied_task,
     write_bases,
 )
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 
 def add_noise(model: nn.Module, *, seed: int = 0) -> nn.Module:
@@ -202,8 +202,8 @@ def test_run_saves_trained_weights_resumes_bitwise_and_loads(bases: Path, tmp_pa
     straight = train(bases, tmp_path, medium, technique=technique, name="straight", **more)
     train(bases, tmp_path, medium, technique=technique, name="cut", **more, **{"training.max_steps": 4})
     train(bases, tmp_path, medium, technique=technique, name="cut", **more)
-    final = tensors(straight.path)
-    assert different(final, tensors(tmp_path / "cut")) == []
+    final = read_tensors(straight.path)
+    assert differing_tensors(final, read_tensors(tmp_path / "cut")) == []
     saved = [name for name in final if name.startswith("model.safetensors/")]
     assert all("lora_" in name or "/head." in name for name in saved)
     assert any(np.abs(final[name]).max() > 0 for name in saved if name.endswith("lora_B"))
@@ -333,7 +333,7 @@ def test_random_base_is_reported_and_trains(tmp_path: Path, capsys: pytest.Captu
     settings = {**small_media.image(tmp_path), **STEADY, "name": "random", "training.learning_rate": 0.01}
     run = bottega.train("image", {**settings, "techniques": ["lora"]}, quiet=False)
     assert "the frozen base model has random weights of seed 0" in capsys.readouterr().err
-    weights = tensors(run.path)
+    weights = read_tensors(run.path)
     assert {name for name in weights if name.endswith(("attn.to_q.lora_B", "down.lora_B")) and np.any(weights[name])}
     bottega.load(run.path)
 

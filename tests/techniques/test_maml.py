@@ -35,7 +35,7 @@ from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
 from bottega.techniques.maml.torch import Maml, ReboundModel
 from bottega.techniques.training_plan import TrainingPlan
-from small_run import different
+from small_run import differing_tensors
 
 F, S, Q = 3, 4, 5
 METHODS = ("maml", "fomaml", "reptile", "none")
@@ -309,7 +309,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(name: str, method: s
     second = Subject(name, tmp_path, method, **more)
     second.engine.load(saved)
     assert second.advance(2, 4) == reports[2:]
-    assert different(straight.state(), second.state()) == []
+    assert differing_tensors(straight.state(), second.state()) == []
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -329,7 +329,7 @@ def test_evaluation_does_not_depend_on_what_is_unfrozen_so_far(method: str, tmp_
     second.engine.load(saved)
     assert evaluate(second.engine, iter_eval_batches(held_out, 4, limit=4)) == before
     assert second.advance(2, 5) == first.advance(2, 5)
-    assert different(first.state(), second.state()) == []
+    assert differing_tensors(first.state(), second.state()) == []
     adapted = first.engine.task._adapted_parameters(first.engine.model)
     assert {name for name, _ in first.engine.model.named_parameters() if name.startswith("layers.0.")}
     assert not any(name.startswith("layers.0.") for name in adapted), "permanently frozen layers are not adapted"
@@ -478,7 +478,7 @@ def test_two_ranks_match_one(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr[-2000:]
-    a, b = small_run.tensors(alone.path), small_run.tensors(tmp_path / "two")
+    a, b = small_run.read_tensors(alone.path), small_run.read_tensors(tmp_path / "two")
     for key, value in a.items():
         np.testing.assert_allclose(b[key], value, rtol=1e-5, atol=1e-6, err_msg=key)
 

@@ -18,7 +18,7 @@ import bottega
 import small_media
 import small_run
 import small_texts
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 Values = dict[str, Any]
 
@@ -101,15 +101,15 @@ def test_trains_and_resumes_bitwise_equal(method: str, medium: str, tmp_path: Pa
     run = bottega.train(MEDIA[medium][0], values)
     assert run.step == 6
     assert math.isfinite(run.metrics["loss"])
-    final = tensors(run.path)
+    final = read_tensors(run.path)
     first = run.path / "checkpoints" / "step-00000001"
-    changed = different(final, {**final, **_weights(first)})
+    changed = differing_tensors(final, {**final, **_weights(first)})
     assert changed, "no weight has changed"
     for step in (5, 6):
         shutil.rmtree(run.path / "checkpoints" / f"step-{step:08d}")
     resumed = bottega.train(MEDIA[medium][0], values)
     assert resumed.step == 6
-    assert different(final, tensors(resumed.path)) == []
+    assert differing_tensors(final, read_tensors(resumed.path)) == []
 
 
 def _weights(folder: Path) -> dict[str, np.ndarray]:

@@ -11,8 +11,8 @@ import pytest
 from test_matrix import MEDIA, METHODS
 
 import bottega
-import small_parts
-from small_run import different, tensors
+import small_multitask
+from small_run import differing_tensors, read_tensors
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
@@ -23,11 +23,11 @@ def assert_resume_is_bitwise_equal(recipe: str, values: dict[str, Any]) -> None:
     run = bottega.train(recipe, values)
     assert run.step == 4
     assert math.isfinite(run.metrics["loss"])
-    end = tensors(run.path)
+    end = read_tensors(run.path)
     for step in (3, 4):
         shutil.rmtree(run.path / "checkpoints" / f"step-{step:08d}")
     assert bottega.train(recipe, values).step == 4
-    assert different(end, tensors(run.path)) == []
+    assert differing_tensors(end, read_tensors(run.path)) == []
 
 
 @pytest.mark.parametrize("medium", MEDIA)
@@ -52,6 +52,6 @@ def test_fp16_with_loss_scale_matches_fp32(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("balance", ["uncertainty", "pcgrad"])
 def test_multitask_with_a_shared_trunk_resumes_bitwise_equal(balance: str, precision: str, tmp_path: Path) -> None:
-    values = {**small_parts.settings(tmp_path), **STEPS, "device": "cuda", "deterministic": True}
+    values = {**small_multitask.settings(tmp_path), **STEPS, "device": "cuda", "deterministic": True}
     values |= {"training.mixed_precision": precision, "data.weights": balance}
     assert_resume_is_bitwise_equal("multitask", values)

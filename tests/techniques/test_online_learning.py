@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import bottega
-import small_parts
+import small_multitask
 import small_routing
 import small_run
 import small_texts
@@ -52,7 +52,7 @@ def topics(folder: Path) -> dict[str, Any]:
 
 
 def multitask(folder: Path) -> dict[str, Any]:
-    return small_parts.settings(folder)
+    return small_multitask.settings(folder)
 
 
 CASES: dict[str, tuple[str, Callable[[Path], dict[str, Any]]]] = {

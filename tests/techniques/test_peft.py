@@ -18,8 +18,8 @@ from bottega.analysis.ledger import list_step_samples
 from bottega.core.errors import UsageError
 from bottega.models.build import build_models
 from bottega.techniques.lora.torch import Lora
-from small_adapted import language_task, train, write_bases
-from small_run import different, tensors
+from small_fine_tuning import language_task, train, write_bases
+from small_run import differing_tensors, read_tensors
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_training_starts_from_our_own_adapter(bases: Path, tmp_path: Path) -> No
         load_file(run.path / "checkpoints" / "last" / name)
         for run, name in ((first, "model.safetensors"), (second, "model.safetensors"), (second, "ema.safetensors"))
     )
-    assert different(first_weights, second_weights) == []
+    assert differing_tensors(first_weights, second_weights) == []
     for name, tensor in average.items():  # 0.1 of 1 and 0.9 of it is 1 but for rounding
         np.testing.assert_allclose(tensor, first_weights[name], rtol=1e-5, atol=1e-8)
 
@@ -114,8 +114,8 @@ def test_resume_does_not_need_the_starting_adapter(bases: Path, tmp_path: Path) 
     train(bases, tmp_path, "language", name="cut", **more, **{"training.max_steps": 4})
     shutil.rmtree(tmp_path / "start")
     train(bases, tmp_path, "language", name="cut", **more)
-    assert different(tensors(straight.path), tensors(tmp_path / "cut")) == []
-    assert different(tensors(straight.path), tensors(elsewhere.path)) != []  # the start has an effect
+    assert differing_tensors(read_tensors(straight.path), read_tensors(tmp_path / "cut")) == []
+    assert differing_tensors(read_tensors(straight.path), read_tensors(elsewhere.path)) != []  # the start has an effect
     assert list_step_samples(straight.path, step=3, replay=True)["replay"]["loss"] > 0
     with pytest.raises(UsageError, match=r"techniques\.lora\.start: .* does not exist"):
         train(bases, tmp_path, "language", name="new", **more)

@@ -46,7 +46,7 @@ from bottega.techniques.plasticity.torch import (
     record_spikes,
     select_trainable_layers,
 )
-from toy_task import advance, engine, loader, save, state, training
+from toy_task import copy_state, engine, loader, save_checkpoint, train_steps, training
 
 UNITS = SpikingShape(threshold=0.3)  # with few inputs, a higher threshold would leave the second layer silent
 SHAPE = SpikingNetShape(
@@ -83,8 +83,8 @@ def train_state(
     **options: Any,
 ) -> dict[str, np.ndarray]:
     subject = engine(training(**SLOW, **(changes or {})), task=task or build_task(), **options)
-    advance(subject, loader(source or build_source(), of=subject), 0, steps)
-    return state(subject)
+    train_steps(subject, loader(source or build_source(), of=subject), 0, steps)
+    return copy_state(subject)
 
 
 def weight_of(tensors: Mapping[str, np.ndarray], name: str = SECOND) -> np.ndarray:
@@ -115,24 +115,24 @@ RATES_OF_ZERO = {"groups": [{"pattern": ".*synapse.*", "scale": 0.0}, {"pattern"
 def test_step_moves_weights_by_the_mean_eligibility() -> None:
     subject = engine(training(**SLOW, **RATES_OF_ZERO), task=build_task(low=-9.0, high=9.0))
     batches = loader(build_source(), of=subject)
-    before = state(subject)
+    before = copy_state(subject)
     trains = record_trains(subject.model, torch.from_numpy(batches.batch(0)["image"]))
-    advance(subject, batches, 0, 1)
+    train_steps(subject, batches, 0, 1)
     for name, (pre, post) in trains.items():
         each = eligibility(pre, post, STDPRule(a_minus=0.8, tau_minus=5.0))
         assert len(each) == 8
         expected = weight_of(before, name) + 0.05 * each.mean(0).numpy()
-        np.testing.assert_allclose(weight_of(state(subject), name), expected, rtol=1e-5, atol=1e-6)
-        assert np.abs(weight_of(state(subject), name) - weight_of(before, name)).max() > 1e-3
+        np.testing.assert_allclose(weight_of(copy_state(subject), name), expected, rtol=1e-5, atol=1e-6)
+        assert np.abs(weight_of(copy_state(subject), name) - weight_of(before, name)).max() > 1e-3
 
 
 def test_update_follows_the_optimizer_and_changes_neither_loss_nor_gradient() -> None:
     plain = engine(training(**SLOW), task=build_task().inner)
     plastic = engine(training(**SLOW), task=build_task())
-    reports = [advance(subject, loader(build_source(), of=subject), 0, 1)[0] for subject in (plain, plastic)]
+    reports = [train_steps(subject, loader(build_source(), of=subject), 0, 1)[0] for subject in (plain, plastic)]
     for key in ("loss", "grad_norm", "accuracy"):
         assert reports[0][key] == reports[1][key]
-    a, b = state(plain), state(plastic)
+    a, b = copy_state(plain), copy_state(plastic)
     assert [name for name in a if not np.array_equal(a[name], b[name])] == [
         f"model.safetensors/{name}" for name in (FIRST, SECOND)
     ]
@@ -146,7 +146,7 @@ def test_rate_of_zero_equals_training_without_plasticity() -> None:
 @kinds
 def test_weights_stay_between_the_bounds(options: dict[str, Any]) -> None:
     tensors = train_state(20, build_task(**{**options, "rate": 5.0, "low": -0.3, "high": 0.4}), changes=RATES_OF_ZERO)
-    start = state(engine(task=build_task()))
+    start = copy_state(engine(task=build_task()))
     for name in (FIRST, SECOND):
         old, new = weight_of(start, name), weight_of(tensors, name)
         assert (new >= np.minimum(old, np.float32(-0.3))).all()
@@ -157,7 +157,7 @@ def test_weights_stay_between_the_bounds(options: dict[str, Any]) -> None:
 def test_normalising_preserves_sum_and_norm_of_incoming_weights() -> None:
     wide = {"low": -9.0, "high": 9.0, "rate": 0.5}
     normalised, free = (train_state(5, build_task(normalise=on, **wide), changes=RATES_OF_ZERO) for on in (True, False))
-    start = state(engine(task=build_task()))
+    start = copy_state(engine(task=build_task()))
     for name in (FIRST, SECOND):
         lengths = [np.linalg.norm(weight_of(tensors, name), axis=1) for tensors in (start, normalised, free)]
         np.testing.assert_allclose(lengths[1], lengths[0], rtol=1e-5)
@@ -167,7 +167,7 @@ def test_normalising_preserves_sum_and_norm_of_incoming_weights() -> None:
 
 
 def test_frozen_and_untargeted_layers_do_not_change() -> None:
-    start = state(engine(task=build_task()))
+    start = copy_state(engine(task=build_task()))
     frozen = train_state(2, changes={"freeze": ["layers.0"]})
     assert np.array_equal(weight_of(frozen, FIRST), weight_of(start, FIRST))
     assert not np.array_equal(weight_of(frozen), weight_of(start))
@@ -178,7 +178,7 @@ def test_frozen_and_untargeted_layers_do_not_change() -> None:
 
 def test_ema_averages_the_weights_after_the_update() -> None:
     tensors = train_state(1, changes={"ema": 0.5, **RATES_OF_ZERO})
-    start = state(engine(task=build_task()))
+    start = copy_state(engine(task=build_task()))
     ema_change = tensors[f"ema.safetensors/{SECOND}"] - weight_of(start)
     assert np.abs(ema_change).max() > 1e-3
     change = weight_of(tensors) - weight_of(start)
@@ -202,11 +202,11 @@ def test_result_is_independent_of_the_micro_batch_size(options: dict[str, Any], 
 @kinds
 def test_resume_is_bitwise_equal(options: dict[str, Any], tmp_path: Path) -> None:
     straight, first, second = (engine(task=build_task(**options), micro=3) for _ in range(3))
-    advance(straight, loader(build_source(), of=straight), 0, 6)
-    advance(first, loader(build_source(), of=first), 0, 2)
-    second.load(save(first, tmp_path, 2))
-    advance(second, loader(build_source(), of=second), 2, 6)
-    a, b = state(straight), state(second)
+    train_steps(straight, loader(build_source(), of=straight), 0, 6)
+    train_steps(first, loader(build_source(), of=first), 0, 2)
+    second.load(save_checkpoint(first, tmp_path, 2))
+    train_steps(second, loader(build_source(), of=second), 2, 6)
+    a, b = copy_state(straight), copy_state(second)
     assert [name for name in a if not np.array_equal(a[name], b[name])] == []
 
 
@@ -215,10 +215,10 @@ def test_skipped_step_changes_nothing(options: dict[str, Any]) -> None:
     subject = engine(task=build_task(CURRENTS, **options))
     batches = loader(build_source(bad=11), of=subject)
     bad = next(step for step in range(5) if not np.isfinite(batches.batch(step)["image"]).all())
-    advance(subject, batches, 0, bad)
-    before = state(subject)
-    advance(subject, batches, bad, bad + 1)
-    after_step = state(subject)
+    train_steps(subject, batches, 0, bad)
+    before = copy_state(subject)
+    train_steps(subject, batches, bad, bad + 1)
+    after_step = copy_state(subject)
     assert [name for name in before if not np.array_equal(before[name], after_step[name])] == []
 
 
@@ -229,9 +229,9 @@ def test_recomputed_blocks_count_once() -> None:
 
 def test_evaluation_changes_nothing_and_records_no_stats() -> None:
     subject = engine(task=build_task(reward="accuracy"))
-    before = state(subject)
+    before = copy_state(subject)
     subject.eval_step(loader(build_source(), of=subject).batch(0))
-    after_eval = state(subject)
+    after_eval = copy_state(subject)
     assert [name for name in before if not np.array_equal(before[name], after_eval[name])] == []
     assert compute_example_stats(subject.task, subject.model.eval()) == {}  # and costs nothing
 
@@ -528,8 +528,8 @@ def test_layer_learns_a_repeating_pattern_from_spike_timing_alone(repeats: bool)
     before = first_spikes(subject.model, test)
     assert abs(compute_auc(before, has_pattern) - 0.5) < 0.1
     x, _ = draw_trains(0, pattern, 3200, repeats=repeats)
-    advance(subject, loader(ArraySource({"x": x}), of=subject, batch_size=16), 0, 300)
-    trained, weights = first_spikes(subject.model, test), weight_of(state(subject), "layer.synapse.weight")
+    train_steps(subject, loader(ArraySource({"x": x}), of=subject, batch_size=16), 0, 300)
+    trained, weights = first_spikes(subject.model, test), weight_of(copy_state(subject), "layer.synapse.weight")
     early, late = weights[:, :50][:, pattern < STEPS // 4].mean(), weights[:, :50][:, pattern >= STEPS // 2].mean()
     if repeats:
         assert compute_auc(trained, has_pattern) > 0.8
@@ -559,12 +559,12 @@ def test_run_resumes_bitwise_equal(tmp_path: Path) -> None:
         "techniques": [{"name": "plasticity", "options": {"rule": "triplet", "reward": "accuracy", "rate": 0.01}}],
     }
     run = bottega.train("classify/spiking", values)
-    final = small_run.tensors(run.path)
+    final = small_run.read_tensors(run.path)
     assert final["state.safetensors/plasticity/reward"][1] > 0
     for step in (5, 6):
         shutil.rmtree(run.path / "checkpoints" / f"step-{step:08d}")
     resumed = bottega.train("classify/spiking", values)
-    assert small_run.different(final, small_run.tensors(resumed.path)) == []
+    assert small_run.differing_tensors(final, small_run.read_tensors(resumed.path)) == []
     assert bottega.load(run.path).evaluate()["accuracy"] == pytest.approx(run.metrics["accuracy"])
 
 

@@ -378,7 +378,7 @@ def test_hash_is_cached_until_the_file_changes(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(sqlite3, "connect", fail_to_connect)
     assert fingerprint.hash_file(paths[1]) == first[1]
-    with pytest.raises(DataError, match="cannot read .*nowhere: No such file"):
+    with pytest.raises(DataError, match=r"cannot read .*nowhere: No such file"):
         fingerprint.hash_file(tmp_path / "nowhere")
 
 

@@ -27,7 +27,7 @@ from bottega.data.sources.source import ArraySource
 from bottega.run.compose import build_plain_loader, count_total_steps
 from bottega.tasks import registry
 from bottega.tasks.recipes import load_recipe
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 
 def make_order(
@@ -130,13 +130,13 @@ def test_run_with_relative_competence_steps_cannot_be_extended(tmp_path: Path, t
 def write_scored_texts(folder: Path) -> Path:
     file = folder / "scored.jsonl"
     rng = np.random.default_rng(1)
-    lines = (json.dumps({**row, "hardness": float(rng.random())}) for row in small_texts.rows())
+    lines = (json.dumps({**row, "hardness": float(rng.random())}) for row in small_texts.make_rows())
     file.write_text("".join(line + "\n" for line in lines))
     return file
 
 
 def write_scored_images(folder: Path) -> Path:
-    fields = dict(np.load(small_media.pictures(folder)))
+    fields = dict(np.load(small_media.write_images(folder)))
     hardness = -fields["image"].mean(axis=(1, 2))
     np.savez(folder / "scored.npz", **fields, hardness=hardness)
     return folder / "scored.npz"
@@ -211,7 +211,7 @@ def test_a_curriculum_resumes_bit_for_bit(medium: Any, kind: str, tmp_path: Path
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step-00000008")
     resumed = bottega.train(name, {**changes, "name": "resumed"})
     assert resumed.step == 8
-    assert not different(tensors(straight.path), tensors(resumed.path))
+    assert not differing_tensors(read_tensors(straight.path), read_tensors(resumed.path))
 
 
 def test_curriculum_ranks_by_numeric_fields_only(tmp_path: Path) -> None:

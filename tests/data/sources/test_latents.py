@@ -50,7 +50,7 @@ def compute(source: Any, encode: Any, cache: Path, **changes: Any) -> Any:
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Any:
-    return open_rows("image", small_media.pictures(tmp_path))
+    return open_rows("image", small_media.write_images(tmp_path))
 
 
 def test_latents_are_computed_once(rows: Any, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_latents_are_computed_once(rows: Any, tmp_path: Path) -> None:
 
 
 def test_latents_of_different_preprocessing_are_separate_entries(tmp_path: Path) -> None:
-    data, encode = small_media.pictures(tmp_path), CountingEncoder()
+    data, encode = small_media.write_images(tmp_path), CountingEncoder()
     folders = {
         compute(open_rows("image", data, **{"data.normalise": normalisation}), encode, tmp_path)[0].folder
         for normalisation in ("symmetric", "unit", "symmetric")
@@ -111,7 +111,9 @@ def test_failed_computation_leaves_no_entry(rows: Any, tmp_path: Path) -> None:
 
 
 def test_random_augmentation_and_crops_are_refused(tmp_path: Path) -> None:
-    images, audio, video = (write(tmp_path) for write in (small_media.pictures, small_media.sounds, small_media.clips))
+    images, audio, video = (
+        write(tmp_path) for write in (small_media.write_images, small_media.write_audio, small_media.write_videos)
+    )
     with pytest.raises(UsageError, match=r"data\.augmentation"):
         check_deterministic(open_rows("image", images, **{"data.augmentation.flip": True}))
     check_deterministic(open_rows("image", images))

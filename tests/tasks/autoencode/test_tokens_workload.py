@@ -21,7 +21,7 @@ from bottega.tasks import registry
 from bottega.tasks.autoencode.tokens_workload import TokensWorkload
 from bottega.tasks.generation.export_codes import open_exported_code_generator
 from bottega.tasks.recipes import load_recipe
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 NOT_OURS = ("model.num_layers", "model.num_heads", "model.patch_size", "samples.steps")
 TOKENIZER: dict[str, Any] = {
@@ -247,7 +247,7 @@ def test_resume_is_bitwise_equal(tokenizer: Path, tmp_path: Path) -> None:
     straight = train_generator(tmp_path / "a", **options)
     train_generator(tmp_path / "b", **options, **{"training.max_steps": 4})
     resumed = train_generator(tmp_path / "b", **options)
-    assert different(tensors(straight), tensors(resumed)) == []
+    assert differing_tensors(read_tensors(straight), read_tensors(resumed)) == []
 
 
 def test_a_tokenizer_dependency_is_trained_first(tmp_path: Path) -> None:
@@ -276,7 +276,7 @@ def test_a_changed_tokenizer_is_refused(
     bottega.load(other).export(codes)
     assert cli.main(["generate", str(path), "--count", "1"]) == 4
     assert "is not the tokenizer that this run was trained with" in capsys.readouterr().err
-    command = small_media.words(tmp_path, **{"model.backbone": "tokens", **options, "training.max_steps": 4})
+    command = small_media.train_arguments(tmp_path, **{"model.backbone": "tokens", **options, "training.max_steps": 4})
     assert cli.main(command) == 4
     message = capsys.readouterr().err
     assert "is not the tokenizer that this run started with" in message

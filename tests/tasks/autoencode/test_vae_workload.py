@@ -119,7 +119,7 @@ def test_training_starts_from_an_exported_run(digits: Any, exported: Path, tmp_p
         "training.max_steps": 1,
         "training.learning_rate": 1e-9,
     }
-    data = small_media.pictures(tmp_path)
+    data = small_media.write_images(tmp_path)
     path = train(tmp_path, data, **same, **{"model.from": str(digits.path), "name": "more"}).path
     after, before = bottega.load(path).model.state_dict(), load_autoencoder(exported).state_dict()
     for name, value in before.items():
@@ -131,7 +131,7 @@ def test_training_starts_from_an_exported_run(digits: Any, exported: Path, tmp_p
 @pytest.mark.parametrize("axes", [1, 2])
 def test_audio_of_one_and_two_axes(tmp_path: Path, axes: int) -> None:
     options = {**AUDIO, "model.axes": axes, "training.max_steps": 3, "samples.every": 3, "samples.count": 2}
-    run = train(tmp_path, small_media.sounds(tmp_path), **options)
+    run = train(tmp_path, small_media.write_audio(tmp_path), **options)
     assert (run.path / "samples" / "step-00000003" / "03.wav").is_file()
     saved = bottega.load(run.path)
     assert saved.workload.task.shape.dims == axes
@@ -148,7 +148,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
     options = {"data.input": "video", "data.num_frames": 3, "data.channels": 1, "model.temporal_downsample": 2}
     run = train(
         tmp_path,
-        small_media.clips(tmp_path),
+        small_media.write_videos(tmp_path),
         **options,
         **{"training.max_steps": 3, "samples.every": 3, "samples.count": 2},
     )
@@ -167,28 +167,28 @@ def test_video_is_causal(tmp_path: Path) -> None:
     ("write_data", "changes", "message"),
     [
         (
-            small_media.pictures,
+            small_media.write_images,
             {"model.dropout": 0.1},
             r"model\.dropout: 0\.1 has no effect: an autoencoder has no dropout",
         ),
-        (small_media.pictures, {"data.normalise": "unit"}, r"data\.normalise: unit"),
-        (small_media.pictures, {"data.buckets": 2, "data.image_size": 8}, r"data\.buckets"),
-        (small_media.pictures, {"data.image_size": 9}, r"height 9 \(a multiple of 2, such as 10\)"),
-        (small_media.pictures, {"data.latents": True}, r"data\.latents: needs model\.vae"),
-        (small_media.pictures, {"data.input": "text"}, r"data\.input"),
-        (small_media.pictures, {"model.from": "nowhere"}, r"model\.from: nowhere is not a folder"),
+        (small_media.write_images, {"data.normalise": "unit"}, r"data\.normalise: unit"),
+        (small_media.write_images, {"data.buckets": 2, "data.image_size": 8}, r"data\.buckets"),
+        (small_media.write_images, {"data.image_size": 9}, r"height 9 \(a multiple of 2, such as 10\)"),
+        (small_media.write_images, {"data.latents": True}, r"data\.latents: needs model\.vae"),
+        (small_media.write_images, {"data.input": "text"}, r"data\.input"),
+        (small_media.write_images, {"model.from": "nowhere"}, r"model\.from: nowhere is not a folder"),
         (
-            small_media.sounds,
+            small_media.write_audio,
             {**AUDIO, "data.num_mels": 9},
             r"data\.num_mels: 9 is not a multiple of model\.downsample 2",
         ),
         (
-            small_media.clips,
+            small_media.write_videos,
             {"data.input": "video", "data.num_frames": 4, "model.temporal_downsample": 2},
             r"frames 4 \(1 more than a multiple of 2, such as 5\)",
         ),
         (
-            small_media.clips,
+            small_media.write_videos,
             {"data.input": "video", "data.num_frames": 4, "model.temporal_downsample": 8},
             r"model: temporal_downsample 8 must be a power of two up to 2",
         ),

@@ -33,7 +33,7 @@ def open_workload(folder: Path, changes: dict[str, Any], recipe: str = "classify
 
 @pytest.mark.parametrize("part", ["validation", "test"])
 def test_an_unknown_held_out_label_suggests_the_nearest_class(part: str, tmp_path: Path) -> None:
-    slip = [*small_texts.rows(12, seed=1), {"text": "salt", "label": "coook"}]
+    slip = [*small_texts.make_rows(12, seed=1), {"text": "salt", "label": "coook"}]
     held = {f"data.{part}.path": write_rows(tmp_path / "held.jsonl", slip)}
     held |= {"data.validation.split": None} if part == "validation" else {}
     with pytest.raises(DataError, match=r"held.jsonl:13.* 'coook' is not one of the 3 classes .* did you mean 'cook'"):
@@ -42,7 +42,9 @@ def test_an_unknown_held_out_label_suggests_the_nearest_class(part: str, tmp_pat
 
 
 def test_folds_share_their_classes_and_rare_ones_are_noted(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rare.jsonl", [*small_texts.rows(48), {"text": "salt and rope", "label": "coook"}])
+    path = write_rows(
+        tmp_path / "rare.jsonl", [*small_texts.make_rows(48), {"text": "salt and rope", "label": "coook"}]
+    )
     folds = {"data.train.path": path, "data.validation.split": None, "data.split.folds": 3}
     workloads = [open_workload(tmp_path, {**folds, "data.split.fold": fold}) for fold in range(3)]
     assert {workload.classes.names for workload in workloads} == {("cook", "coook", "sail", "sing")}
@@ -122,7 +124,7 @@ def test_settings_without_effect_are_refused_or_noted(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="gamma 1 applies to the focal loss"):
         load_recipe(["classify", {"loss.gamma": 1.0}])
     values: dict[str, Any] = dict.fromkeys(("model.hidden_size", "model.num_layers", "model.num_heads"))
-    values |= {"model.kind": "pretrained", "model.from": str(small_texts.encoder(tmp_path / "encoder"))}
+    values |= {"model.kind": "pretrained", "model.from": str(small_texts.write_encoder(tmp_path / "encoder"))}
     workload = open_workload(tmp_path, {**values, "data.tokenizer.kind": "bpe"})
     assert any("data.tokenizer.kind: bpe is not used" in note for note in workload.data.notes)
     assert not any("is not used" in note for note in open_workload(tmp_path, values).data.notes)
@@ -130,17 +132,20 @@ def test_settings_without_effect_are_refused_or_noted(tmp_path: Path) -> None:
 
 def test_truncated_texts_are_noted(tmp_path: Path) -> None:
     workload = open_workload(tmp_path, {"data.sequence_length": 8})
-    lengths = [len(ids) for ids in workload._ids([row["text"] for row in small_texts.rows()])]
+    lengths = [len(ids) for ids in workload._ids([row["text"] for row in small_texts.make_rows()])]
     assert any(
         f"of {len(workload.data.training())} texts are truncated to 8 tokens: data.sequence_length" in n
         for n in workload.data.notes
     )
-    assert workload.count_truncated([row["text"] for row in small_texts.rows()]) == (sum(n > 8 for n in lengths), 8)
+    assert workload.count_truncated([row["text"] for row in small_texts.make_rows()]) == (
+        sum(n > 8 for n in lengths),
+        8,
+    )
     assert not any("are cut" in note for note in open_workload(tmp_path, {"data.sequence_length": 128}).data.notes)
 
 
 def test_multi_label_defaults_to_exact_match(tmp_path: Path) -> None:
-    rows = [{**row, "label": [row["label"]]} for row in small_texts.rows(48)]
+    rows = [{**row, "label": [row["label"]]} for row in small_texts.make_rows(48)]
     values = small_texts.settings(tmp_path) | {"data.train.path": write_rows(tmp_path / "several.jsonl", rows)}
     with pytest.raises(DataError, match=r"is a list; set data.multi_label=true"):
         bottega.train("classify", values)
@@ -171,7 +176,7 @@ def test_utf16_is_refused_by_name(name: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_row_without_label_suggests_skipping(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [*small_texts.rows(24), {"text": "salt", "label": None}, {"text": "rope"}]
+    rows = [*small_texts.make_rows(24), {"text": "salt", "label": None}, {"text": "rope"}]
     path = write_rows(tmp_path / "missing.jsonl", rows[:-1])
     assert cli.main(["prepare", "classify", "--data", path, "data.split=null"]) == 3
     assert "set data.bad_records=skip" in capsys.readouterr().err

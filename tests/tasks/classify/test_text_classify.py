@@ -36,7 +36,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     values = small_texts.settings(folder, "cnn" if request.param == "cnn" else "transformer", **LEARNS)
     if request.param == "pretrained":
         values = {k: v for k, v in values.items() if not k.startswith("model.")}
-        values |= {"model.from": str(small_texts.encoder(folder / "encoder")), "training.learning_rate": 5e-3}
+        values |= {"model.from": str(small_texts.write_encoder(folder / "encoder")), "training.learning_rate": 5e-3}
         values |= {"training.max_steps": 100, "evaluation.every": 100}
     return bottega.train("classify", {**values, "name": "run"}).path
 
@@ -46,7 +46,7 @@ def test_it_learns_and_predicts_new_texts(run: Path) -> None:
     metrics = saved.evaluate()
     assert metrics["accuracy"] > 0.9
     assert {"macro_f1", "weighted_f1", "ece", "auroc"} <= metrics.keys()
-    rows = small_texts.rows(30, seed=5)
+    rows = small_texts.make_rows(30, seed=5)
     with saved.engine.sampling() as models:
         probabilities = saved.workload.predict(models, [row["text"] for row in rows], device="cpu", batch_size=7)
         single = saved.workload.predict(models, [rows[4]["text"]], device="cpu")
@@ -58,7 +58,7 @@ def test_it_learns_and_predicts_new_texts(run: Path) -> None:
 
 def test_other_data_is_read_with_the_classes_of_the_run(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
-    two = [row for row in small_texts.rows(30, seed=9) if row["label"] != "cook"]
+    two = [row for row in small_texts.make_rows(30, seed=9) if row["label"] != "cook"]
     path = tmp_path / "two.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in two))
     assert saved.evaluate(path)["accuracy"] > 0.9, "classes keep their indices if one is missing"
@@ -79,7 +79,7 @@ def test_a_run_opens_without_its_data_and_base_model(run: Path, tmp_path: Path) 
         file.rename(file.with_suffix(".gone"))
     try:
         after = bottega.load(moved)
-        texts = [row["text"] for row in small_texts.rows(6)]
+        texts = [row["text"] for row in small_texts.make_rows(6)]
         with before.engine.sampling() as a, after.engine.sampling() as b:
             np.testing.assert_array_equal(
                 before.workload.predict(a, texts, device="cpu"), after.workload.predict(b, texts, device="cpu")
@@ -92,7 +92,7 @@ def test_a_run_opens_without_its_data_and_base_model(run: Path, tmp_path: Path) 
 def test_the_export_of_a_pretrained_encoder_opens_in_transformers(run: Path, tmp_path: Path) -> None:
     saved = bottega.load(run)
     folder = saved.export(tmp_path / "export")
-    texts = [row["text"] for row in small_texts.rows(5, seed=3)]
+    texts = [row["text"] for row in small_texts.make_rows(5, seed=3)]
     with saved.engine.sampling() as models:
         ours = saved.workload.predict(models, texts, device="cpu")
     if saved.recipe.model.kind != "pretrained":
@@ -115,7 +115,7 @@ def test_gradual_unfreezing_trains_layer_by_layer_and_exports(tmp_path: Path) ->
     import transformers
     from safetensors.numpy import load_file
 
-    start = small_texts.encoder(tmp_path / "encoder")
+    start = small_texts.write_encoder(tmp_path / "encoder")
     values = {k: v for k, v in small_texts.settings(tmp_path).items() if not k.startswith("model.")}
     values |= {"model.from": str(start), "training.freeze": ["backbone.embeddings"], "training.unfreeze.layers_per": 4}
     values |= {"training.max_steps": 16, "checkpoint.every": 4, "checkpoint.keep": 9, "name": "thawed"}
@@ -140,7 +140,7 @@ def test_gradual_unfreezing_trains_layer_by_layer_and_exports(tmp_path: Path) ->
 
     saved = bottega.load(run_path, checkpoint="last")
     folder = saved.export(tmp_path / "export")
-    texts = [row["text"] for row in small_texts.rows(7, seed=3)]
+    texts = [row["text"] for row in small_texts.make_rows(7, seed=3)]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokens = transformers.AutoTokenizer.from_pretrained(folder)(texts, padding=True, return_tensors="pt")
     with torch.no_grad(), saved.engine.sampling() as models:
@@ -170,7 +170,7 @@ def test_evaluation_batches_by_length_and_returns_rows_in_order(run: Path) -> No
 def test_multi_label_texts_are_learned(tmp_path: Path) -> None:
     rows = [
         {**row, "label": [row["label"], "long"] if len(row["text"]) > 40 else [row["label"]]}
-        for row in small_texts.rows(96)
+        for row in small_texts.make_rows(96)
     ]
     path = tmp_path / "several.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -182,7 +182,7 @@ def test_multi_label_texts_are_learned(tmp_path: Path) -> None:
 
 
 def test_balanced_weights_are_those_of_the_training_texts(tmp_path: Path) -> None:
-    rows = [row for row in small_texts.rows(200) if row["label"] != "sing" or len(row["text"]) > 40]
+    rows = [row for row in small_texts.make_rows(200) if row["label"] != "sing" or len(row["text"]) > 40]
     path = tmp_path / "rare.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {**small_texts.settings(tmp_path), "data.train.path": str(path), "loss.class_weights": "balanced"}
@@ -217,6 +217,6 @@ def test_conflicting_settings_are_refused_in_one_line(changes: dict[str, Any], m
 
 def test_a_single_class_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "one.jsonl"
-    path.write_text("".join(json.dumps({**row, "label": "cook"}) + "\n" for row in small_texts.rows(40)))
+    path.write_text("".join(json.dumps({**row, "label": "cook"}) + "\n" for row in small_texts.make_rows(40)))
     with pytest.raises(DataError, match="are all of the class 'cook'"):
         open_workload({**small_texts.settings(tmp_path), "data.train.path": str(path)})

@@ -236,7 +236,7 @@ def test_dit_pipeline_matches_our_samples(vae: Path, objective: Any, guidance: f
 
 
 def test_stable_diffusion_pipeline_matches_our_samples(vae: Path, tmp_path: Path) -> None:
-    encoder = tiny_clip.save(tmp_path / "clip")
+    encoder = tiny_clip.save_clip(tmp_path / "clip")
     metadata = TextMetadata(max_tokens=9, prompts=("a red square",), encoder=str(encoder), width=16, is_masked=False)
     text = TextCondition(CaptionTokenizer(encoder, 9), metadata, TextEncoderOptions(), metadata.prompts)
     workload = build_workload(

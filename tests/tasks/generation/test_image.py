@@ -317,18 +317,20 @@ def test_invalid_settings_are_refused_before_training(
     run_command: Any, tmp_path: Path, changes: dict[str, Any], parts: list[str]
 ) -> None:
     """Refused before the first step, not when the first sample is due."""
-    run_command(*small_media.words(tmp_path, "--quiet", name="x", **changes)).refused(*parts)
+    run_command(*small_media.train_arguments(tmp_path, "--quiet", name="x", **changes)).refused(*parts)
     assert not (tmp_path / "x" / "metrics.jsonl").exists()
 
 
 def test_data_without_classes_are_refused_by_name(run_command: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "plain.npz", image=np.zeros((20, 8, 8), np.uint8))
     plain = {"data.train.path": str(tmp_path / "plain.npz"), "name": "x"}
-    result = run_command(*small_media.words(tmp_path, "--quiet", **plain))
+    result = run_command(*small_media.train_arguments(tmp_path, "--quiet", **plain))
     assert result.code in (2, 3)
     assert result.err.count("\n") == 1
     assert "label" in result.err
-    assert run_command(*small_media.words(tmp_path, "--quiet", **plain, **{"model.condition": "none"})).code == 0
+    assert (
+        run_command(*small_media.train_arguments(tmp_path, "--quiet", **plain, **{"model.condition": "none"})).code == 0
+    )
 
 
 def test_python_api_refuses_the_same_requests(run: Path) -> None:

@@ -24,7 +24,7 @@ from bottega.models.autoencoder.vae import Autoencoder
 from bottega.models.pipeline.component import WEIGHTS
 from bottega.tasks.generation.export import open_exported_generator
 from bottega.tasks.generation.latents import encode_moments, reconstruct
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 TINY: dict[str, Any] = {
     "training.max_steps": 3,
@@ -127,7 +127,7 @@ def test_resume_is_bitwise_equal(run: Any, tmp_path: Path) -> None:
     straight = train(tmp_path / "a", name="x", **options, **{"training.max_steps": 4})
     train(tmp_path / "b", name="x", **options, **{"training.max_steps": 2})
     resumed = train(tmp_path / "b", name="x", **options, **{"training.max_steps": 4})
-    assert different(tensors(straight.path), tensors(resumed.path)) == []
+    assert differing_tensors(read_tensors(straight.path), read_tensors(resumed.path)) == []
     assert "resumed" in (resumed.path / "log.txt").read_text()
 
 
@@ -254,7 +254,7 @@ def test_precomputed_latents_give_the_same_losses(run: Any, monkeypatch: pytest.
 
 
 def test_prepare_writes_latents_of_both_splits(run: Any, capsys: pytest.CaptureFixture[str], own_cache: Path) -> None:
-    data = f"data.train.path={small_media.pictures(run.path.parent)}"
+    data = f"data.train.path={small_media.write_images(run.path.parent)}"
     command = ["prepare", "image", "model.patch_size=1", "data.train.kind=auto", data, f"model.vae={find_vae(run)}"]
     before = len(list(own_cache.glob("bottega/*/latent.bin")))
     assert main([*command, "data.validation.split=0.5", "data.latents=true"]) == 0

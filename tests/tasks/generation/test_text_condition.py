@@ -169,7 +169,7 @@ def test_class_names_are_prompts_of_audio_and_video(task: str, tmp_path: Path) -
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
-    return tiny_clip.save(tmp_path_factory.mktemp("clip"))
+    return tiny_clip.save_clip(tmp_path_factory.mktemp("clip"))
 
 
 def frozen(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_a_changed_text_encoder_is_refused(frozen_run: Path, image_folder: Path,
     shutil.copytree(clip, base)
     changes = frozen(base, **{"training.max_steps": 2, "checkpoint.every": 1})
     result = train(runs, image_folder, **changes)
-    tiny_clip.save(base, seed=1)
+    tiny_clip.save_clip(base, seed=1)
     with pytest.raises(CheckpointError, match="is not the text encoder that this run was trained with") as caught:
         bottega.load(result.path)
     assert caught.value.code == 4

@@ -19,7 +19,7 @@ from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
 from bottega.tasks.language.task import Language
 from bottega.techniques.call_recorder import CallRecorder
-from decoders import greedy_by_reading_again, texts
+from decoders import generate_rows, generate_without_cache
 
 V, CONTEXT = 40, 16
 SCANNED = {"state_size": 8, "ssm_head_size": 8, "chunk_size": 8}
@@ -303,10 +303,10 @@ def model(request: pytest.FixtureRequest) -> Transformer:
 
 def test_cached_greedy_decoding_matches_full_forwards_beyond_the_context(model: Transformer) -> None:
     """Rows of 3, 8 and 1 tokens fill the context at different steps; 40 new tokens fill it several times."""
-    result = texts(model, PROMPTS, max_new_tokens=40, temperature=0)
-    assert result == [greedy_by_reading_again(model, prompt, 40) for prompt in PROMPTS]
+    result = generate_rows(model, PROMPTS, max_new_tokens=40, temperature=0)
+    assert result == [generate_without_cache(model, prompt, 40) for prompt in PROMPTS]
     assert len({tuple(row) for row in result}) == 3, "the rows must differ for the comparison to mean anything"
-    assert texts(model, PROMPTS[:1], max_new_tokens=40, temperature=0) == result[:1], (
+    assert generate_rows(model, PROMPTS[:1], max_new_tokens=40, temperature=0) == result[:1], (
         "a single row gives the same tokens"
     )
 
@@ -314,27 +314,27 @@ def test_cached_greedy_decoding_matches_full_forwards_beyond_the_context(model: 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_does_not_depend_on_its_batch(model: Transformer, temperature: float) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_p": 0.9}
-    batched = texts(model, PROMPTS, **settings)
-    assert texts(model, PROMPTS[:1], **settings)[0] == batched[0]
-    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
+    batched = generate_rows(model, PROMPTS, **settings)
+    assert generate_rows(model, PROMPTS[:1], **settings)[0] == batched[0]
+    assert generate_rows(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
 
 
 def test_a_prompt_longer_than_the_context_is_truncated_with_attention(model: Transformer) -> None:
     prompt = list(np.random.default_rng(0).integers(0, V, 3 * CONTEXT))
     prompt = list(map(int, prompt))
     truncated = prompt[-CONTEXT:] if model.shape.has_attention else prompt
-    result = texts(model, [prompt], max_new_tokens=3, temperature=0)
+    result = generate_rows(model, [prompt], max_new_tokens=3, temperature=0)
     assert (
         result
-        == texts(model, [truncated], max_new_tokens=3, temperature=0)
-        == [greedy_by_reading_again(model, truncated, 3)]
+        == generate_rows(model, [truncated], max_new_tokens=3, temperature=0)
+        == [generate_without_cache(model, truncated, 3)]
     )
 
 
 def test_a_stopped_row_does_not_change_the_others(model: Transformer) -> None:
-    free = texts(model, PROMPTS, max_new_tokens=20, temperature=1.0, seed=3)
+    free = generate_rows(model, PROMPTS, max_new_tokens=20, temperature=1.0, seed=3)
     stop = free[0][4]
-    stopped = texts(model, PROMPTS, max_new_tokens=20, temperature=1.0, seed=3, stop_token=stop)
+    stopped = generate_rows(model, PROMPTS, max_new_tokens=20, temperature=1.0, seed=3, stop_token=stop)
     for before, after in zip(free, stopped, strict=True):
         end = before.index(stop) + 1 if stop in before else len(before)
         assert after[:end] == before[: min(end, len(after))]

@@ -16,7 +16,7 @@ from bottega.core.errors import UsageError
 from bottega.models.build import build_models
 from bottega.tasks import registry
 from bottega.tasks.recipes import check_recipe, load_recipe
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 NO_ATTENTION = dict.fromkeys(
     ("model.num_heads", "model.num_kv_heads", "model.head_size", "model.intermediate_size"), None
@@ -50,7 +50,7 @@ def test_evaluate_and_generate(run: Any) -> None:
         assert {"load_entropy", "load_max", "load_min", "load/0", "load/3"} <= metrics.keys()
         rows = [row for row in run.history() if row["kind"] == "train"]
         assert all({"router_z", "load_entropy", "gate_entropy"} <= row.keys() for row in rows)
-        biases = {k: v for k, v in tensors(run.path).items() if k.endswith("router.bias")}
+        biases = {k: v for k, v in read_tensors(run.path).items() if k.endswith("router.bias")}
         assert biases
         assert all(v.any() for v in biases.values()), "router biases are updated without a gradient"
     assert saved.generate(prompt="alpha", max_tokens=5) == saved.generate(prompt="alpha", max_tokens=5)
@@ -128,7 +128,7 @@ def test_lora_and_adapter_train(run: Any, text: Path, tmp_path: Path, technique:
     dims = dict.fromkeys([key for key in small_run.SMALL if key.startswith("model.")], None)
     options = {**dims, "model.from": str(run.path), "techniques": [{"name": technique}], "training.max_steps": 2}
     adapted = small_run.train(tmp_path, text, name="adapted", **options, **{"evaluation.every": 2})
-    trained = {name.partition("/")[2] for name in tensors(adapted.path) if name.startswith("model.safetensors/")}
+    trained = {name.partition("/")[2] for name in read_tensors(adapted.path) if name.startswith("model.safetensors/")}
     assert any("lora" in name or "adapter" in name for name in trained)
     assert not any("router." in name or ".experts." in name for name in trained), "stacked experts are not adapted"
     if run.path.name == "moe":
@@ -141,7 +141,7 @@ def test_resume_is_bitwise_equal(text: Path, tmp_path: Path) -> None:
     uninterrupted = small_run.train(tmp_path / "a", text, name="run", **options, **{"training.max_steps": 6})
     small_run.train(tmp_path / "b", text, name="run", **options, **{"training.max_steps": 3})
     resumed = small_run.train(tmp_path / "b", text, name="run", **options, **{"training.max_steps": 6})
-    assert different(tensors(uninterrupted.path), tensors(resumed.path)) == []
+    assert differing_tensors(read_tensors(uninterrupted.path), read_tensors(resumed.path)) == []
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
 from bottega.models.initial import initialise
 from bottega.tasks.language.sampling import apply_repetition_penalty, generate_tokens, sample_tokens
-from decoders import greedy_by_reading_again, texts
+from decoders import generate_rows, generate_without_cache
 
 V, CONTEXT = 40, 16
 PROMPTS = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5], [8]]
@@ -39,36 +39,36 @@ def model() -> Transformer:
 
 def test_cached_greedy_decoding_matches_full_forwards_beyond_the_context(model: Transformer) -> None:
     """Rows of 3, 8 and 1 tokens fill the context at different steps; 40 new tokens fill it several times."""
-    result = texts(model, PROMPTS, max_new_tokens=40, temperature=0)
-    assert result == [greedy_by_reading_again(model, prompt, 40) for prompt in PROMPTS]
+    result = generate_rows(model, PROMPTS, max_new_tokens=40, temperature=0)
+    assert result == [generate_without_cache(model, prompt, 40) for prompt in PROMPTS]
     assert len({tuple(row) for row in result}) == 3, "the rows must differ for the comparison to mean anything"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_does_not_depend_on_its_batch(model: Transformer, temperature: float) -> None:
     settings: dict[str, Any] = {"max_new_tokens": 30, "temperature": temperature, "top_p": 0.9}
-    batched = texts(model, PROMPTS, **settings)
-    assert texts(model, PROMPTS[:1], **settings)[0] == batched[0]
-    assert texts(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
+    batched = generate_rows(model, PROMPTS, **settings)
+    assert generate_rows(model, PROMPTS[:1], **settings)[0] == batched[0]
+    assert generate_rows(model, [PROMPTS[0], [7] * 12, [1, 2]], **settings)[0] == batched[0]
 
 
 def test_tokens_are_a_function_of_the_seed(model: Transformer) -> None:
-    first, again, other = (texts(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (generate_rows(model, PROMPTS, max_new_tokens=20, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
-    same_prompt = texts(model, [PROMPTS[0]] * 2, max_new_tokens=20)
+    same_prompt = generate_rows(model, [PROMPTS[0]] * 2, max_new_tokens=20)
     assert same_prompt[0] != same_prompt[1], "rows draw their own noise"
 
 
 def test_a_row_stops_at_its_stop_token(model: Transformer) -> None:
-    free = texts(model, PROMPTS, max_new_tokens=20, seed=3)
+    free = generate_rows(model, PROMPTS, max_new_tokens=20, seed=3)
     stop = free[0][4]
-    stopped = texts(model, PROMPTS, max_new_tokens=20, seed=3, stop_token=stop)
+    stopped = generate_rows(model, PROMPTS, max_new_tokens=20, seed=3, stop_token=stop)
     for row, complete in zip(stopped, free, strict=True):
         end = complete.index(stop) + 1 if stop in complete else len(complete)
         assert row == (complete[:end] + [None] * 20)[: len(row)]
     assert None in stopped[0]
-    single = texts(model, PROMPTS[:1], max_new_tokens=20, seed=3, stop_token=stop)
+    single = generate_rows(model, PROMPTS[:1], max_new_tokens=20, seed=3, stop_token=stop)
     assert single[0] == free[0][: free[0].index(stop) + 1], "generation ends when all rows have stopped"
 
 
@@ -79,14 +79,14 @@ def test_generation_restores_the_training_mode(model: Transformer) -> None:
     stream.close()
     assert model.training
     model.eval()
-    texts(model, PROMPTS, max_new_tokens=2)
+    generate_rows(model, PROMPTS, max_new_tokens=2)
     assert not model.training
 
 
 def test_a_prompt_longer_than_the_context_keeps_its_end(model: Transformer) -> None:
     long = [i % V for i in range(50)]
     settings: dict[str, Any] = {"max_new_tokens": 4, "temperature": 0.0}
-    assert texts(model, [long], **settings) == texts(model, [long[-CONTEXT:]], **settings)
+    assert generate_rows(model, [long], **settings) == generate_rows(model, [long[-CONTEXT:]], **settings)
 
 
 def draw_frequencies(logits: torch.Tensor, **settings: Any) -> torch.Tensor:

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 import bottega
-import small_mind
+import small_routing_mind
 from bottega.core.errors import UsageError
 from bottega.data.recall import IGNORE_INDEX
 from bottega.tasks.recipes import load_recipe
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 METRICS = ("routing/accuracy", "language/perplexity", "memory/retrieval_accuracy")
 
 
 def train(folder: Path, **changes: Any) -> Path:
-    return bottega.train("routing/mind", small_mind.settings(folder, **changes)).path
+    return bottega.train("routing/mind", small_routing_mind.settings(folder, **changes)).path
 
 
 def test_the_parts_share_their_trunk_and_have_their_own_metrics(tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ def _assert_generate_names_the_parts(path: Path) -> None:
 
 
 def test_the_console_shows_the_headline_metric_of_each_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bottega.train("routing/mind", small_mind.settings(tmp_path), quiet=False)
+    bottega.train("routing/mind", small_routing_mind.settings(tmp_path), quiet=False)
     lines = [line for line in capsys.readouterr().err.splitlines() if "validation" in line]
     assert lines
     for line in lines:
@@ -57,7 +57,7 @@ def test_the_console_shows_the_headline_metric_of_each_part(tmp_path: Path, caps
 
 @pytest.mark.parametrize("weights", ["fixed", "dynamic"])
 def test_dynamic_weights_are_learned_and_fixed_ones_are_not(tmp_path: Path, weights: str) -> None:
-    last = tensors(train(tmp_path, **{"data.weights": weights}))
+    last = read_tensors(train(tmp_path, **{"data.weights": weights}))
     learned = [name for name in last if "log_variance" in name and name.startswith("model.safetensors")]
     assert len(learned) == (3 if weights == "dynamic" else 0)
 
@@ -70,14 +70,14 @@ def test_online_resume_is_bitwise_equal(tmp_path: Path) -> None:
     uninterrupted = train(tmp_path / "whole", name="run", **ONLINE)
     for steps in (3, 6):
         resumed = train(tmp_path / "halves", name="run", **{**ONLINE, "training.max_steps": steps})
-    assert different(tensors(uninterrupted), tensors(resumed)) == []
+    assert differing_tensors(read_tensors(uninterrupted), read_tensors(resumed)) == []
     rows = [json.loads(line) for line in (resumed / "metrics.jsonl").read_text().splitlines()]
     assert all(f"online/{name}" in rows[-1] for name in METRICS)
 
 
 def test_online_metrics_continue_past_the_first_epoch(tmp_path: Path) -> None:
     """An epoch has eight segments here, and later epochs generate new ones."""
-    settings = small_mind.settings(tmp_path, **ONLINE)
+    settings = small_routing_mind.settings(tmp_path, **ONLINE)
     settings["data.parts.memory"]["settings"]["data.num_samples"] = 8
     path = bottega.train("routing/mind", settings).path
     counted = json.loads((path / "checkpoints" / "last" / "progress.json").read_text())["notes"]["prequential"]
@@ -90,16 +90,16 @@ def test_online_metrics_continue_past_the_first_epoch(tmp_path: Path) -> None:
 
 
 def test_plasticity_changes_the_router_weights(tmp_path: Path) -> None:
-    timed = tensors(train(tmp_path / "timed", **ONLINE))
+    timed = read_tensors(train(tmp_path / "timed", **ONLINE))
     off = {"techniques": [{"name": "plasticity", "options": {"rate": 0.0}}]}
-    plain = tensors(train(tmp_path / "plain", **ONLINE, **off))
+    plain = read_tensors(train(tmp_path / "plain", **ONLINE, **off))
     synapses = [name for name in timed if name.endswith("synapse.weight") and name.startswith("model.safetensors")]
     assert len(synapses) >= 2
     assert any(not np.array_equal(timed[name], plain[name]) for name in synapses)
 
 
 def test_the_memory_is_in_the_checkpoint(tmp_path: Path) -> None:
-    last = tensors(train(tmp_path))
+    last = read_tensors(train(tmp_path))
     memory = {
         name: value for name, value in last.items() if ".memory." in name and name.startswith("model.safetensors")
     }

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import bottega
-import small_parts
+import small_multitask
 import small_texts
 from bottega import cli
 from bottega.analysis.ledger import list_step_samples
@@ -22,11 +22,11 @@ from bottega.engines.torch.engine import TorchEngine
 from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.recipes import load_recipe
 from small_media import image
-from small_run import different, tensors
+from small_run import differing_tensors, read_tensors
 
 
 def train(folder: Path, **changes: Any) -> Any:
-    return bottega.train(["multitask", small_parts.settings(folder)], changes)
+    return bottega.train(["multitask", small_multitask.settings(folder)], changes)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def test_resume_is_bitwise_equal(weights: str, tmp_path: Path) -> None:
     uninterrupted = train(tmp_path / "a", name="x", **options)
     train(tmp_path / "b", name="x", **options, **{"training.max_steps": 4})
     resumed = train(tmp_path / "b", name="x", **options)
-    assert different(tensors(uninterrupted.path), tensors(resumed.path)) == []
+    assert differing_tensors(read_tensors(uninterrupted.path), read_tensors(resumed.path)) == []
     rows = [r for r in read_metrics(uninterrupted.path / "metrics.jsonl") if r["kind"] == "train"]
     assert ("gradient_cosine" in rows[0]) == (weights == "pcgrad")
     assert ("text/weight" in rows[0]) == ("penalty" in rows[0]) == (weights == "uncertainty")
@@ -104,7 +104,7 @@ def test_a_step_can_be_replayed(run: Path) -> None:
 
 
 def test_other_data_must_name_its_part(run: Path, tmp_path: Path) -> None:
-    more = small_texts.texts(tmp_path, "more.jsonl", count=30, seed=9)
+    more = small_texts.write_texts(tmp_path, "more.jsonl", count=30, seed=9)
     metrics = bottega.load(run).evaluate(f"topics={more}")
     assert {name.partition("/")[0] for name in metrics} == {"loss", "topics"}
     with pytest.raises(UsageError, match="give the part it belongs to: text=PATH or topics=PATH"):
@@ -131,7 +131,7 @@ def test_text_parts_share_one_tokenizer(tmp_path: Path) -> None:
     workload = bottega.load(run.path).workload
     assert workload.parts["text"].tokenizer.fingerprint == workload.parts["topics"].tokenizer.fingerprint
     assert "text, topics" in (run.path / "log.txt").read_text(), "the log lists the parts that share layers"
-    state = tensors(run.path)
+    state = read_tensors(run.path)
     assert state["model.safetensors/shared.embedding.weight"].shape == (270, 16)
 
 
@@ -142,7 +142,7 @@ def test_two_image_classifiers_share_their_convolutions(tmp_path: Path) -> None:
     parts = {"data.parts.a": part_settings, "data.parts.b": {**part_settings, "weight": 2.0}}
     sizes = {"model.hidden_size": 8, "model.num_layers": 1, "model.num_heads": None, "data.tokenizer": None}
     run = train(tmp_path, name="pictures", **without_defaults, **parts, **sizes)
-    names = {name for name in tensors(run.path) if name.startswith("model.")}
+    names = {name for name in read_tensors(run.path) if name.startswith("model.")}
     assert "model.safetensors/shared.stem.weight" in names
     assert {name for name in names if "head.weight" in name} == {
         f"model.safetensors/parts.{part}.head.weight" for part in "ab"

@@ -19,7 +19,7 @@ from bottega.data.sources.zip_sources import Unshuffled, Zip
 from bottega.engines.torch.state_updates import BatchStats
 from bottega.models.build import build_models
 from bottega.tasks.multitask.task import Multitask
-from toy_task import advance, engine, state, training
+from toy_task import copy_state, engine, train_steps, training
 
 
 class ScaledLinear(nn.Linear):
@@ -76,8 +76,8 @@ def test_shared_buffers_are_updated_by_every_part() -> None:
     task = Multitask(parts={"a": Counting(), "b": Counting()}, weights={"a": 1.0, "b": 1.0})
     trained = engine(training(batch_size=4), task=task, micro=3)
     together = Zip({"a": ArraySource({"x": x}), "b": ArraySource({"x": x})})
-    advance(trained, Loader(together, 4, seed=0, order=Unshuffled(len(together))), 0, 2)
-    tensors = state(trained)
+    train_steps(trained, Loader(together, 4, seed=0, order=Unshuffled(len(together))), 0, 2)
+    tensors = copy_state(trained)
     assert tensors["model.safetensors/shared.layers.0.num_seen"] == 16, "eight examples for each of two parts"
     assert tensors["state.safetensors/a/own"] == tensors["state.safetensors/b/own"] == 8
     assert trained.model.part("a").layers[0].num_seen == 16, "both parts read the same buffer"

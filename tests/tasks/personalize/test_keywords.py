@@ -17,7 +17,7 @@ from bottega.tasks.personalize.data.records import Item, Record
 from bottega.tasks.personalize.keyword_parser import parse_keywords
 from bottega.tasks.personalize.keywords import KeywordGenerator
 from bottega.tasks.personalize.prompts import PromptBuilder
-from tiny_pipelines import llama
+from tiny_pipelines import write_llama
 
 ALLOWED = ("star", "moon", "red", "blue", "striped", "plain")
 SHORT = Keywords(
@@ -33,7 +33,7 @@ FREE = SHORT.model_copy(update={"allowed": None})
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return llama(tmp_path_factory.mktemp("language_model"))
+    return write_llama(tmp_path_factory.mktemp("language_model"))
 
 
 @pytest.fixture(scope="session")
@@ -288,7 +288,7 @@ def test_the_cache_depends_on_the_model_and_the_prompt(model_folder: Path, tmp_p
     copy = tmp_path / "moved"
     shutil.copytree(model_folder, copy)
     assert count_decoded_rows(copy, FREE) == 0
-    assert count_decoded_rows(llama(tmp_path / "weights", seed=1), FREE) == 1
+    assert count_decoded_rows(write_llama(tmp_path / "weights", seed=1), FREE) == 1
     for change in (
         {"count": 1},
         {"max_tokens": 5},

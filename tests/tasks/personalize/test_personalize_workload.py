@@ -33,7 +33,7 @@ from bottega.tasks.personalize.language_tokenizer import hash_prompt_files
 from bottega.tasks.personalize.prompts import PromptBuilder
 from bottega.tasks.personalize.user_requests import read_history
 from bottega.tasks.recipes import load_recipe
-from small_run import bottega, environment, tensors
+from small_run import environment, read_tensors, run_bottega
 
 
 @pytest.fixture(scope="module")
@@ -282,10 +282,10 @@ def test_two_ranks_train_the_same_soft_prompts_as_one(tmp_path: Path) -> None:
     other = tmp_path / "together"
     shutil.copytree(tmp_path / "people", other / "people")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "bottega"]
-    command = [*launch, *small_personal.words(other, "--quiet", **changes)]
+    command = [*launch, *small_personal.train_arguments(other, "--quiet", **changes)]
     process = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=False)
     assert process.returncode == 0, process.stderr[-4000:]
-    a, b = tensors(single), tensors(other / "mine")
+    a, b = read_tensors(single), read_tensors(other / "mine")
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_allclose(b[name], a[name], rtol=1e-5, atol=2e-6, err_msg=name)
@@ -297,7 +297,7 @@ def test_two_ranks_train_the_same_soft_prompts_as_one(tmp_path: Path) -> None:
 def test_the_same_seed_in_a_new_process_gives_the_same_pixels(run: Path, saved: SavedRun, tmp_path: Path) -> None:
     expected = np.asarray(saved.generate(user="v3", wish="a star", count=2, seed=7))
     command = ["generate", str(run), "--user", "v3", "--wish", "a star", "--count", "2", "--seed", "7", "--json"]
-    process = bottega([*command, "--out", str(tmp_path / "drawn")])
+    process = run_bottega([*command, "--out", str(tmp_path / "drawn")])
     assert process.returncode == 0, process.stderr
     result = json.loads(process.stdout)
     for number, image in enumerate(result["pictures"]):

@@ -30,7 +30,7 @@ from bottega.run.compose import build_engine, build_loader, set_learning_rate_sc
 from bottega.tasks import registry
 from bottega.tasks.recall.task import RecallFacts, RecallStreams
 from bottega.tasks.recipes import load_recipe
-from small_run import environment, tensors
+from small_run import environment, read_tensors
 
 TOKENS = Tokens(num_keys=10, num_values=5, num_fillers=3)
 STREAMS = Streams(TOKENS, 12, 3, 4, 3, seed=1, first=0, count=40)
@@ -432,7 +432,7 @@ def test_two_ranks_store_the_same_memory_as_one(tmp_path: Path) -> None:
     command = [sys.executable, *launch, "-m", "bottega", "train", "recall/lasting", *assignments]
     process = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert process.returncode == 0, process.stderr
-    a, b = tensors(single), tensors(tmp_path / "two")
+    a, b = read_tensors(single), read_tensors(tmp_path / "two")
     assert a.keys() == b.keys()
     for name in a:
         np.testing.assert_allclose(b[name], a[name], rtol=1e-4, atol=2e-6, err_msg=name)

@@ -21,7 +21,7 @@ from bottega.models.spiking.config import SpikingShape
 from bottega.models.ssm.config import SSMShape
 from bottega.tasks.measures import routing as measures
 from bottega.tasks.routing.task import RoutingTask
-from toy_task import advance, engine, loader, training
+from toy_task import engine, loader, train_steps, training
 
 SPIKING = {"trunk": "spiking", "num_layers": 3, "spiking": SpikingShape(time_steps=4)}
 
@@ -36,7 +36,7 @@ def task(*, experts: dict[str, Any] | None = None, shape: dict[str, Any] | None 
 
 
 def batch(count: int = 24, *, seed: int = 0) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(value) for name, value in small_routing.rows(count, seed=seed).items()}
+    return {name: torch.from_numpy(value) for name, value in small_routing.make_rows(count, seed=seed).items()}
 
 
 def noise(count: int) -> Noise:
@@ -226,10 +226,10 @@ def test_load_entropy_of_a_step_is_that_of_its_batch_under_any_split() -> None:
     reports = []
     for micro in (None, 5):
         built_engine = engine(training(batch_size=16), task=task(), micro=micro)
-        source = ArraySource(small_routing.rows(32))
-        reports.append(advance(built_engine, loader(source, of=built_engine, batch_size=16), 0, 2))
+        source = ArraySource(small_routing.make_rows(32))
+        reports.append(train_steps(built_engine, loader(source, of=built_engine, batch_size=16), 0, 2))
         chosen = built_engine.task.predict(
-            {"model": built_engine.model}, torch.from_numpy(small_routing.rows(32)["x"])
+            {"model": built_engine.model}, torch.from_numpy(small_routing.make_rows(32)["x"])
         ).routing.chosen
         assert len(chosen) == 32
     a, b = ([report["load_entropy"] for report in steps] for steps in reports)

@@ -26,7 +26,7 @@ NAMES = [f"c{number}" for number in range(small_routing.INPUTS)]
 
 def write_table(path: Path, *, columns: Sequence[str] = (*NAMES, "rule", "label"), **changed: Any) -> str:
     """Write the rows of small_routing as CSV with named columns; `changed` replaces a column or adds one."""
-    rows = small_routing.rows(96)
+    rows = small_routing.make_rows(96)
     values: dict[str, Any] = {name: rows["x"][:, i] for i, name in enumerate(NAMES)}
     values |= {"rule": rows["rule"], "label": rows["label"], **changed}
     with path.open("w", newline="") as file:
@@ -77,7 +77,7 @@ def test_missing_and_unknown_columns_are_refused_by_name(
 
 def test_unnamed_columns_are_refused_after_training_on_named_ones(run: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no column names; this run was trained on the columns 'c0'"):
-        bottega.load(run).evaluate(small_routing.written(tmp_path))
+        bottega.load(run).evaluate(small_routing.write_rows(tmp_path))
 
 
 def test_a_rule_without_an_expert_is_refused_by_its_row(run: Path, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_predict_prints_class_expert_and_row(run: Path, tmp_path: Path, capsys: 
     saved = bottega.load(run)
     with saved.engine.sampling() as models:
         probabilities, chosen = saved.workload.predict_with_experts(
-            models, small_routing.rows(96)["x"], device=saved.engine.device
+            models, small_routing.make_rows(96)["x"], device=saved.engine.device
         )
     assert [row["predicted"] for row in rows] == [str(label) for label in probabilities.argmax(1)]
     np.testing.assert_allclose([row["probability"] for row in rows], probabilities.max(1), rtol=1e-5)

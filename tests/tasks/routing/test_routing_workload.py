@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("routing")
     schedule = {"training.max_steps": 150, "training.batch_size": 32, "training.learning_rate": 5e-3}
     spiking = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
-    data = {"data.train.path": str(small_routing.written(folder, "many.npz", count=600))}
+    data = {"data.train.path": str(small_routing.write_rows(folder, "many.npz", count=600))}
     cadences = {"samples.every": 150, "evaluation.every": 150}
     return small_routing.train(folder, **schedule, **spiking, **data, **cadences, name="run")
 
@@ -59,18 +59,18 @@ def test_training_learns_the_rules_and_writes_samples(run: Any) -> None:
 def test_evaluate_repeats_the_metrics_of_training_and_accepts_new_rows(run: Any, tmp_path: Path) -> None:
     again = bottega.load(run.path, checkpoint="last").evaluate()
     assert {name: again[name] for name in run.metrics} == pytest.approx(run.metrics)
-    new_rows = small_routing.written(tmp_path, count=300, seed=9)
+    new_rows = small_routing.write_rows(tmp_path, count=300, seed=9)
     metrics = bottega.load(run.path).evaluate(new_rows)
     assert metrics["accuracy"] > 0.75
     without_rules = bottega.load(run.path).evaluate(
-        small_routing.written(tmp_path, "blind.npz", count=300, seed=9, without=("rule",))
+        small_routing.write_rows(tmp_path, "blind.npz", count=300, seed=9, without=("rule",))
     )
     assert without_rules["accuracy"] == metrics["accuracy"]
     assert "rule_information" not in without_rules
 
 
 def test_rows_of_other_widths_and_labels_are_refused(run: Any, tmp_path: Path) -> None:
-    saved, rows = bottega.load(run.path), small_routing.rows(30)
+    saved, rows = bottega.load(run.path), small_routing.make_rows(30)
     np.savez(tmp_path / "wide.npz", x=np.hstack([rows["x"]] * 2), label=rows["label"])
     with pytest.raises(DataError, match=r"wide.npz: its rows have 16 numbers, but this run was trained on rows of 8"):
         saved.evaluate(tmp_path / "wide.npz")
@@ -89,7 +89,7 @@ def test_training_can_start_from_an_export(run: Any, tmp_path: Path) -> None:
     built = build_models(workload.task, 7)["model"].eval()
     for name, value in saved.model.state_dict().items():
         assert torch.equal(built.state_dict()[name], value), name
-    x = torch.from_numpy(small_routing.rows(20)["x"])
+    x = torch.from_numpy(small_routing.make_rows(20)["x"])
     saved.model.eval()
     assert torch.equal(built(x).logits, saved.model(x).logits), "inputs are standardised as in the exported run"
     with pytest.raises(UsageError, match=r"model.from: .* has hidden_size 32 \(here 16\); set model.hidden_size=32"):
@@ -140,7 +140,7 @@ def test_a_base_model_of_another_shape_is_refused_by_field(
 
 
 def test_a_base_model_with_other_labels_is_refused(run: Any, tmp_path: Path) -> None:
-    rows = small_routing.rows(96)
+    rows = small_routing.make_rows(96)
     np.savez(tmp_path / "named.npz", **{**rows, "label": np.array(["cold", "warm"])[rows["label"]]})
     sizes = {**small_routing.SPIKING, "model.router": "linear", "model.hidden_size": 32}
     start = {"model.from": str(bottega.load(run.path).export(tmp_path / "out"))}
@@ -149,7 +149,7 @@ def test_a_base_model_with_other_labels_is_refused(run: Any, tmp_path: Path) -> 
 
 
 def test_predict_returns_class_probabilities(run: Any) -> None:
-    saved, rows = bottega.load(run.path), small_routing.rows(300, seed=5)
+    saved, rows = bottega.load(run.path), small_routing.make_rows(300, seed=5)
     with saved.engine.sampling() as models:
         probabilities = saved.workload.predict(models, rows["x"], device=saved.engine.device, batch_size=64)
         with pytest.raises(UsageError, match=r"reads rows of 8 numbers"):
@@ -160,7 +160,7 @@ def test_predict_returns_class_probabilities(run: Any) -> None:
 
 def test_columns_of_any_scale_are_learned(tmp_path: Path) -> None:
     """The columns range over eight orders of magnitude, and one is constant."""
-    rows = small_routing.rows(120)
+    rows = small_routing.make_rows(120)
     rows["x"] = rows["x"] * np.logspace(-4, 4, 8, dtype=np.float32)
     rows["x"] = np.hstack([rows["x"], np.full((120, 1), 5, np.float32)])
     np.savez(tmp_path / "wild.npz", **rows)
@@ -242,7 +242,7 @@ def test_data_that_does_not_fit_the_model_is_refused(
     without: tuple[str, ...], changes: dict[str, Any], message: str, code: int, tmp_path: Path
 ) -> None:
     settings = {**small_routing.settings(tmp_path, **changes)}
-    small_routing.written(tmp_path, without=without)
+    small_routing.write_rows(tmp_path, without=without)
     with pytest.raises(BottegaError) as caught:
         registry.open_workload(load_recipe(["routing", settings]).recipe, progress=lambda stage, done, total: None)
     assert message in str(caught.value)

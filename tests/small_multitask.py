@@ -31,7 +31,7 @@ def parts(folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     text = {"data.train.path": str(write_text(folder / "text.txt", words=200)), "data.sequence_length": 16}
     labelled = {
-        "data.train.path": str(small_texts.texts(folder)),
+        "data.train.path": str(small_texts.write_texts(folder)),
         "data.validation.split": 0.25,
         "model.word_dropout": 0.0,
         "data.sequence_length": 64,

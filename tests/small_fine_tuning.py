@@ -91,7 +91,7 @@ def write_bases(folder: Path) -> Path:
     bottega.train("image", {**small_media.image(folder), "name": "image", "training.max_steps": 4})
     for name in ("language", "image"):
         bottega.load(folder / name, device="cpu").export()
-    small_texts.encoder(folder / "encoder")
+    small_texts.write_encoder(folder / "encoder")
     return folder
 
 

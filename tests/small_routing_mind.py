@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import small_parts
+import small_multitask
 import small_recall
 import small_routing
 from small_run import write_text
@@ -20,7 +20,7 @@ TRUNK: dict[str, Any] = {
 def parts(folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     routing = {
-        "data.train": {"path": str(small_routing.written(folder))},
+        "data.train": {"path": str(small_routing.write_rows(folder))},
         "data.validation.split": 0.25,
         "data.test": None,
         "model.trunk": "state_space",
@@ -60,5 +60,5 @@ def parts(folder: Path) -> dict[str, Any]:
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     own = {f"data.parts.{name}": part for name, part in parts(folder).items()}
-    shared = {key: value for key, value in small_parts.SMALL.items() if not key.startswith("model.")}
+    shared = {key: value for key, value in small_multitask.SMALL.items() if not key.startswith("model.")}
     return {**shared, "output_dir": str(folder), **own, **changes}
