@@ -196,7 +196,7 @@ def test_separate_validation_data_is_assigned_to_sources_by_class(tmp_path: Path
 
 def test_label_without_records_is_named(tmp_path: Path) -> None:
     path = write_texts(tmp_path)
-    with pytest.raises(DataError, match="no record has the class '9' of data\.train\.labels"):
+    with pytest.raises(DataError, match=r"no record has the class '9' of data\.train\.labels"):
         prepare(tmp_path, sources=[select_labels(path, 0, 9), select_labels(path, 1)])
     with pytest.raises(
         DataError, match=r"none of the 40 records .* is left: 40 of another class; labels keeps only 8, 9"
