@@ -54,8 +54,9 @@ def settings(output: Path, text: Path, **changes: Any) -> dict[str, Any]:
 
 def train(output: Path, text: Path, **changes: Any) -> Any:
     """Run `bottega.train` in this process. Pass keys with dots as `**{"training.max_steps": 4}`."""
+    import bottega
 
-    return run_bottega.train("language/shakespeare", settings(output, text, **changes))
+    return bottega.train("language/shakespeare", settings(output, text, **changes))
 
 
 def train_arguments(output: Path, text: Path, *more: str, **changes: Any) -> list[str]:

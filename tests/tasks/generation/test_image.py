@@ -181,11 +181,11 @@ def test_vectors_are_a_condition_from_training_to_files(run_command: Any, tmp_pa
     assert expected.shape == (2, 8, 8, 1)
     for vector in ("0.5,1", [[0.5, 1]], np.array([[0.5, 1]]), [0.5, 1.0], (0.5, 1), np.array([0.5, 1])):
         np.testing.assert_array_equal(saved.generate(vector=vector, count=2, steps=2), expected)
-    run_command("generate", path).refused("--vector", "2 numbers")
-    run_command("generate", path, "--vector", "1").refused("--vector 1", "2 numbers separated by commas, got 1")
-    run_command("generate", path, "--vector", "1,x").refused("--vector 1,x", "2 numbers separated by commas")
-    run_command("generate", path, "--vector", "1,nan").refused("--vector 1,nan", "finite")
-    run_command("generate", path, "--class", "0").refused("--class", "condition vector", "--vector")
+    run_command("generate", path).assert_refused("--vector", "2 numbers")
+    run_command("generate", path, "--vector", "1").assert_refused("--vector 1", "2 numbers separated by commas, got 1")
+    run_command("generate", path, "--vector", "1,x").assert_refused("--vector 1,x", "2 numbers separated by commas")
+    run_command("generate", path, "--vector", "1,nan").assert_refused("--vector 1,nan", "finite")
+    run_command("generate", path, "--class", "0").assert_refused("--class", "condition vector", "--vector")
     with pytest.raises(UsageError, match="condition vector"):
         saved.generate(**{"class": 0})
     for wrong in ([0.5], 0.5, [], [None, 1.0]):
@@ -250,7 +250,7 @@ def test_an_unknown_file_type_is_refused_before_sampling(
     monkeypatch.setattr(
         GenerationSampler, "draw", lambda *_, **__: pytest.fail("sampled before the output was checked")
     )
-    run_command("generate", run, "--out", "x.bmp").refused("x.bmp", ".png")
+    run_command("generate", run, "--out", "x.bmp").assert_refused("x.bmp", ".png")
 
 
 # Refusals
@@ -277,26 +277,26 @@ def test_an_unknown_file_type_is_refused_before_sampling(
     ids=lambda value: " ".join(value) if value[0].startswith("--") else "",
 )
 def test_invalid_requests_are_refused(run_command: Any, run: Path, arguments: list[str], parts: list[str]) -> None:
-    run_command("generate", run, *arguments).refused(*parts)
+    run_command("generate", run, *arguments).assert_refused(*parts)
     assert not Path("x.bmp").exists()
 
 
 def test_guidance_needs_condition_dropout_in_training(run_command: Any, tmp_path: Path) -> None:
     path = train_two_steps(tmp_path, **{"model.condition_dropout": 0.0})
-    run_command("generate", path, "--guidance", 2).refused("--guidance 2", "condition_dropout is 0", "use 1")
+    run_command("generate", path, "--guidance", 2).assert_refused("--guidance 2", "condition_dropout is 0", "use 1")
     assert run_command("generate", path, "--guidance", 1, "--count", 1, "--steps", 1).code == 0
 
 
 def test_an_unconditional_run_refuses_class_and_guidance(run_command: Any, tmp_path: Path) -> None:
     path = train_two_steps(tmp_path, **{"model.condition": "none"})
-    run_command("generate", path, "--class", "dark").refused("--class", "condition none", "it takes nothing")
-    run_command("generate", path, "--guidance", 2).refused("--guidance 2", "no condition")
+    run_command("generate", path, "--class", "dark").assert_refused("--class", "condition none", "it takes nothing")
+    run_command("generate", path, "--guidance", 2).assert_refused("--guidance 2", "no condition")
     assert bottega.load(path).generate(count=3, steps=1).shape == (3, 8, 8, 1)
 
 
 def test_more_steps_than_the_schedule_has_are_refused(run_command: Any, tmp_path: Path) -> None:
     path = train_two_steps(tmp_path, **{"model.objective": "v"})
-    run_command("generate", path, "--steps", 1001).refused("--steps 1001", "at most 1000")
+    run_command("generate", path, "--steps", 1001).assert_refused("--steps 1001", "at most 1000")
 
 
 @pytest.mark.parametrize(
@@ -317,7 +317,7 @@ def test_invalid_settings_are_refused_before_training(
     run_command: Any, tmp_path: Path, changes: dict[str, Any], parts: list[str]
 ) -> None:
     """Refused before the first step, not when the first sample is due."""
-    run_command(*small_media.train_arguments(tmp_path, "--quiet", name="x", **changes)).refused(*parts)
+    run_command(*small_media.train_arguments(tmp_path, "--quiet", name="x", **changes)).assert_refused(*parts)
     assert not (tmp_path / "x" / "metrics.jsonl").exists()
 
 
