@@ -160,9 +160,9 @@ def test_format_count_and_duration() -> None:
 
 def test_resources_are_added_to_the_row(tmp_path: Path) -> None:
     row = {"loss": 1.0}
-    watcher = Resources(tmp_path)
-    watcher.start(Progress())
-    watcher.after_step(Progress(), row)
+    callback = Resources(tmp_path)
+    callback.start(Progress())
+    callback.after_step(Progress(), row)
     assert row["ram_gib"] > 0.01
     assert row["disk_free_gib"] > 0
     assert row["cpu_percent"] >= 0
@@ -295,11 +295,11 @@ def test_wandb_resumes_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("broken", ["init", "log"])
 def test_training_continues_when_the_tracker_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     messages: list[str] = []
-    watcher = make_tracker(monkeypatch, FakeWandb(broken=broken), messages)
-    watcher.start(Progress())
+    callback = make_tracker(monkeypatch, FakeWandb(broken=broken), messages)
+    callback.start(Progress())
     for step in range(3):
-        watcher.after_step(Progress(step=step), {"loss": 1.0})
-    watcher.finish(Progress(), None)
+        callback.after_step(Progress(step=step), {"loss": 1.0})
+    callback.finish(Progress(), None)
     assert len(messages) == 1
     assert "ConnectionError" in messages[0]
     assert "training continues" in messages[0]
@@ -307,9 +307,9 @@ def test_training_continues_when_the_tracker_fails(monkeypatch: pytest.MonkeyPat
 
 def test_missing_wandb_login_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    watcher = make_tracker(monkeypatch, FakeWandb(broken="login"), messages)
-    watcher.start(Progress())
-    watcher.after_step(Progress(step=1), {"loss": 1.0})
+    callback = make_tracker(monkeypatch, FakeWandb(broken="login"), messages)
+    callback.start(Progress())
+    callback.after_step(Progress(step=1), {"loss": 1.0})
     (line,) = messages
     assert all(remedy in line for remedy in ("wandb login", "WANDB_API_KEY", "logging.wandb.offline=true"))
     assert "training continues" in line

@@ -249,15 +249,15 @@ def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
         for key in ("replay", "split", "clean", "filter", "deduplicate"):
             if getattr(data, key, None) is not None:
                 raise UsageError(f"data.{key} cannot be applied to {path}, which contains prepared shards; remove it")
-        ready = open_prepared(path, task=task)
+        prepared = open_prepared(path, task=task)
         for name, part in (("validation", data.validation), ("test", data.test)):
             if part is not None and part.path is not None:
                 raise UsageError(
                     f"data.{name}.path: {path} contains prepared shards with splits of their own; remove it"
                 )
-            if part is not None and name == "test" and name not in ready.tables:
+            if part is not None and name == "test" and name not in prepared.tables:
                 raise UsageError(f"data.{name}: {path} has no such split; prepare it again with one, or remove it")
-        return ready
+        return prepared
     return None
 
 
