@@ -57,7 +57,7 @@ class LanguageModelMetadata(NamedTuple):
 def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
     """Return the metadata of the language model that `folder` (a folder, run or hub name) refers to."""
     folder = resolve_model(folder, key=KEY).path
-    config = _config(folder)
+    config = _read_config(folder)
     text = config.get_text_config(decoder=True)
     hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
     vocab_size = getattr(text, "vocab_size", None)
@@ -90,7 +90,7 @@ def load_language_model(
     `device` is where it will run, which decides the precision `auto`.
     """
     folder = resolve_model(folder, key=KEY).path
-    config = _config(folder)
+    config = _read_config(folder)
     import transformers
 
     supports_prefixes = _supports_prefixes(config)
@@ -327,7 +327,7 @@ def _read_end_tokens(model: Any) -> tuple[int, ...]:
     return tuple(token for token in tokens if token is not None and token < text.vocab_size)
 
 
-def _config(folder: Path) -> Any:
+def _read_config(folder: Path) -> Any:
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{KEY}: {folder} has no config.json; use the folder of a saved language model")

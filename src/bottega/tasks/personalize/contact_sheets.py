@@ -14,7 +14,7 @@ from bottega.data.image.caption import fit_captions
 from bottega.storage.durable import replacing_file
 
 MARGIN, GAP = 24.0, 6.0
-THUMB, IMAGE_SIDE = 48.0, 80.0
+THUMB_SIDE, IMAGE_SIDE = 48.0, 80.0
 """Sides of liked and of generated images. A canvas has two pixels per unit: images of 32 pixels are enlarged by 3 and by 5."""
 MAX_HISTORY_SHOWN = 6
 """Maximum number of images shown of a history: the last ones."""
@@ -79,7 +79,7 @@ def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> Non
         _draw_lines(
             sheet,
             left,
-            top + THUMB + LINE_HEIGHT - 2,
+            top + THUMB_SIDE + LINE_HEIGHT - 2,
             f"user {comparison.summary.user} likes {comparison.summary.likes or '(no keywords)'}",
             width=width,
         )
@@ -131,7 +131,7 @@ def _lay_out(row: GeneratedRow, *, images_per_line: int, width: float) -> _Block
     likes = f", who likes {row.summary.likes}" if row.summary.likes else " (no keywords)"
     wish = _wrap(row.summary.wish, width, HEAD_SIZE)
     user = _wrap(f"for user {row.summary.user}{likes}", width, TEXT_SIZE)
-    head = (len(wish) + len(user)) * LINE_HEIGHT + 2 * GAP + (THUMB + 2 * GAP if row.summary.history else 0)
+    head = (len(wish) + len(user)) * LINE_HEIGHT + 2 * GAP + (THUMB_SIDE + 2 * GAP if row.summary.history else 0)
     num_lines = math.ceil(len(row.images) / images_per_line)
     return _Block(row, wish, user, head, head + num_lines * (IMAGE_SIDE + LINE_HEIGHT + GAP) + 3 * GAP)
 
@@ -170,15 +170,15 @@ def _split_columns(heights: Sequence[float]) -> list[list[int]]:
 
 
 def _history_width(users: Sequence[UserSummary]) -> float:
-    return max(max(len(user.history) for user in users) * (THUMB + GAP) - GAP, 4 * THUMB)
+    return max(max(len(user.history) for user in users) * (THUMB_SIDE + GAP) - GAP, 4 * THUMB_SIDE)
 
 
 def _draw_history(sheet: Canvas, x: float, y: float, images: Sequence[np.ndarray], num_earlier: int) -> None:
     for number, image in enumerate(images):
-        sheet.paste_image(x + number * (THUMB + GAP), y, image, THUMB)
+        sheet.paste_image(x + number * (THUMB_SIDE + GAP), y, image, THUMB_SIDE)
     if num_earlier:
-        end = x + len(images) * (THUMB + GAP)
-        sheet.draw_text(end, y + THUMB / 2, f"+{num_earlier}", anchor="lm", size=TEXT_SIZE - 2, fill=FAINT)
+        end = x + len(images) * (THUMB_SIDE + GAP)
+        sheet.draw_text(end, y + THUMB_SIDE / 2, f"+{num_earlier}", anchor="lm", size=TEXT_SIZE - 2, fill=FAINT)
 
 
 def _draw_lines(sheet: Canvas, x: float, y: float, text: str, *, width: float) -> None:
