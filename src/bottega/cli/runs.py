@@ -255,7 +255,7 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         print_result(
             format_predictions(rows)
             if not arguments.out
-            else f"wrote the predictions of {len(rows)} {kind}s to {arguments.out}"
+            else f"wrote the predictions of {len(rows)} {kind}{'s' if len(rows) != 1 else ''} to {arguments.out}"
         )
     return {"predictions": rows}
 

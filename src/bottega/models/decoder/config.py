@@ -66,7 +66,7 @@ class TransformerShape(BaseModel):
     def _parts_agree(self) -> TransformerShape:
         if self.mixers is not None and len(self.mixers) != self.num_layers:
             raise ValueError(
-                f"mixers: has {len(self.mixers)} entries, but num_layers is {self.num_layers}; give one for each layer"
+                f"mixers: has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
             )
         if (self.ssm is not None) != self.has_ssm:
             raise ValueError("ssm: must be given if a layer has a state space, and only then")

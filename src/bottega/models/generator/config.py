@@ -35,7 +35,7 @@ class DiTShape(BaseModel):
     def _fits(self) -> DiTShape:
         if len(self.patch) != len(self.grid):
             raise ValueError(
-                f"patch: has {len(self.patch)} sides, but a sample has {len(self.grid)}; give one for each side of grid"
+                f"patch: has length {len(self.patch)}, but grid has length {len(self.grid)}; give one side of the patch for each side of the grid"
             )
         wrong = [axis for axis, (side, part) in enumerate(zip(self.grid, self.patch, strict=True)) if side % part]
         if wrong:
