@@ -92,7 +92,7 @@ def test_augment_is_deterministic_for_a_sample_and_its_index() -> None:
             bottega.augment(pixels, **wrong)
     with pytest.raises(UsageError, match="rate: missing"):
         bottega.augment(waveform, frequency_mask=0.1)
-    with pytest.raises(UsageError, match=r"int64 \(3,\) cannot be augmented"):
+    with pytest.raises(UsageError, match=r"int64 with shape \(3,\) cannot be augmented"):
         bottega.augment(np.arange(3))
 
 

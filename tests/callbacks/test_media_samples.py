@@ -46,9 +46,9 @@ def log_samples(events: Path, folder: Path) -> Any:
     board.start(Progress())
     board.after_sample(Progress(step=7), folder)
     board.finish(Progress(), None)
-    read = EventAccumulator(str(events), size_guidance={"images": 0, "audio": 0})
-    read.Reload()
-    return read
+    accumulator = EventAccumulator(str(events), size_guidance={"images": 0, "audio": 0})
+    accumulator.Reload()
+    return accumulator
 
 
 def test_a_sheet_is_shown_in_place_of_single_files(tmp_path: Path) -> None:
@@ -73,15 +73,15 @@ def test_tensorboard_stores_the_files_unchanged(tmp_path: Path, monkeypatch: pyt
         "00.wav": encode_wav(80),
         "01.wav": encode_wav(40),
     }
-    read = log_samples(tmp_path / "events", write_folder(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
-    assert sorted(read.Tags()["images"]) == ["samples/sheet.gif", "samples/sheet.png"]
-    assert sorted(read.Tags()["audio"]) == ["samples/00.wav", "samples/01.wav"]
-    assert read.Tags()["tensors"] == ["samples/00/text_summary"]
+    accumulator = log_samples(tmp_path / "events", write_folder(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+    assert sorted(accumulator.Tags()["images"]) == ["samples/sheet.gif", "samples/sheet.png"]
+    assert sorted(accumulator.Tags()["audio"]) == ["samples/00.wav", "samples/01.wav"]
+    assert accumulator.Tags()["tensors"] == ["samples/00/text_summary"]
     for name, size in (("sheet.png", (3, 2)), ("sheet.gif", (300, 200))):
-        [image] = read.Images(f"samples/{name}")
+        [image] = accumulator.Images(f"samples/{name}")
         assert (image.step, image.width, image.height) == (7, *size)
         assert image.encoded_image_string == files[name]
-    [clip] = read.Audio("samples/01.wav")
+    [clip] = accumulator.Audio("samples/01.wav")
     assert (clip.step, clip.sample_rate, clip.length_frames) == (7, 8000, 40)
     assert clip.encoded_audio_string == files["01.wav"]
     assert clip.content_type == "audio/wav"
@@ -96,14 +96,14 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
         "01.wav": encode_wav()[:30],
         "02.wav": encode_wav(),
     }
-    read = log_samples(tmp_path / "events", write_folder(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
-    assert read.Tags()["images"] == []
-    assert read.Tags()["audio"] == ["samples/02.wav"]
-    assert read.Tags()["tensors"] == ["samples/00/text_summary"]
+    accumulator = log_samples(tmp_path / "events", write_folder(tmp_path / "samples", {**files, "00.txt": b"a sample"}))
+    assert accumulator.Tags()["images"] == []
+    assert accumulator.Tags()["audio"] == ["samples/02.wav"]
+    assert accumulator.Tags()["tensors"] == ["samples/00/text_summary"]
 
 
 def test_training_continues_on_a_full_disk(tmp_path: Path) -> None:
-    class Full:
+    class FullDiskWriter:
         def add(self, *_: Any) -> None:
             raise OSError(28, "No space left on device")
 
@@ -112,7 +112,7 @@ def test_training_continues_on_a_full_disk(tmp_path: Path) -> None:
 
     messages: list[str] = []
     board = TensorBoard(tmp_path, messages.append)
-    board._events = Full()  # type: ignore[assignment]
+    board._events = FullDiskWriter()  # type: ignore[assignment]
     for step in (1, 2):
         board.after_sample(Progress(step=step), write_folder(tmp_path / str(step), {"00.png": encode_png()}))
     assert len(messages) == 1
@@ -145,10 +145,10 @@ class FakeWandb:
 
 def log_to_wandb(monkeypatch: pytest.MonkeyPatch, service: FakeWandb, folder: Path, messages: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "wandb", service)  # type: ignore[arg-type]
-    watcher = WandB(folder=folder, project="p", options={}, config={}, warn=messages.append)
-    watcher.after_sample(Progress(step=1), folder)  # ignored before the start
-    watcher.start(Progress())
-    watcher.after_sample(Progress(step=7), folder)
+    callback = WandB(folder=folder, project="p", options={}, config={}, warn=messages.append)
+    callback.after_sample(Progress(step=1), folder)  # ignored before the start
+    callback.start(Progress())
+    callback.after_sample(Progress(step=7), folder)
 
 
 FILES = {

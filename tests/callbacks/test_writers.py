@@ -42,10 +42,10 @@ def test_metrics_write_nan_as_null(tmp_path: Path) -> None:
     rows = JsonLines(tmp_path / "metrics.jsonl", pytest.fail)
     rows.after_step(Progress(step=1, samples=8), {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
     rows.after_eval(Progress(step=1, samples=8), {"loss": 2.0})
-    read = [
+    lines = [
         json.loads(line, parse_constant=pytest.fail) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()
     ]
-    assert read == [
+    assert lines == [
         {"step": 1, "kind": "train", "samples": 8, "loss": None, "grad_norm": None, "lr": 0.5},
         {"step": 1, "kind": "eval", "samples": 8, "loss": 2.0},
     ]
@@ -160,9 +160,9 @@ def test_format_count_and_duration() -> None:
 
 def test_resources_are_added_to_the_row(tmp_path: Path) -> None:
     row = {"loss": 1.0}
-    watcher = Resources(tmp_path)
-    watcher.start(Progress())
-    watcher.after_step(Progress(), row)
+    callback = Resources(tmp_path)
+    callback.start(Progress())
+    callback.after_step(Progress(), row)
     assert row["ram_gib"] > 0.01
     assert row["disk_free_gib"] > 0
     assert row["cpu_percent"] >= 0
@@ -171,9 +171,11 @@ def test_resources_are_added_to_the_row(tmp_path: Path) -> None:
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(folder))
-    read.Reload()
-    return {tag: [(e.step, round(e.value, 4)) for e in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return {
+        tag: [(e.step, round(e.value, 4)) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]
+    }
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -185,9 +187,9 @@ def test_tensorboard_drops_events_of_a_killed_process(tmp_path: Path) -> None:
             board.after_step(Progress(step=step), {"loss": float(start + step)})
         board.after_eval(Progress(step=steps[-1]), {"loss": 0.5})
         board.finish(Progress(), None)
-    read = read_events(tmp_path)
-    assert read["train/loss"] == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
-    assert read["validation/loss"] == [(5, 0.5)]
+    scalars = read_events(tmp_path)
+    assert scalars["train/loss"] == [(1, 1.0), (2, 2.0), (3, 5.0), (4, 6.0), (5, 7.0)]
+    assert scalars["validation/loss"] == [(5, 0.5)]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -295,11 +297,11 @@ def test_wandb_resumes_the_same_run(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("broken", ["init", "log"])
 def test_training_continues_when_the_tracker_fails(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     messages: list[str] = []
-    watcher = make_tracker(monkeypatch, FakeWandb(broken=broken), messages)
-    watcher.start(Progress())
+    callback = make_tracker(monkeypatch, FakeWandb(broken=broken), messages)
+    callback.start(Progress())
     for step in range(3):
-        watcher.after_step(Progress(step=step), {"loss": 1.0})
-    watcher.finish(Progress(), None)
+        callback.after_step(Progress(step=step), {"loss": 1.0})
+    callback.finish(Progress(), None)
     assert len(messages) == 1
     assert "ConnectionError" in messages[0]
     assert "training continues" in messages[0]
@@ -307,9 +309,9 @@ def test_training_continues_when_the_tracker_fails(monkeypatch: pytest.MonkeyPat
 
 def test_missing_wandb_login_names_the_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     messages: list[str] = []
-    watcher = make_tracker(monkeypatch, FakeWandb(broken="login"), messages)
-    watcher.start(Progress())
-    watcher.after_step(Progress(step=1), {"loss": 1.0})
+    callback = make_tracker(monkeypatch, FakeWandb(broken="login"), messages)
+    callback.start(Progress())
+    callback.after_step(Progress(step=1), {"loss": 1.0})
     (line,) = messages
     assert all(remedy in line for remedy in ("wandb login", "WANDB_API_KEY", "logging.wandb.offline=true"))
     assert "training continues" in line

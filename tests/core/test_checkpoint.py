@@ -46,11 +46,11 @@ def test_checkpoint_round_trip_through_safetensors(tmp_path: Path) -> None:
         set(manifest.files) == {*FILES, "ema.safetensors", "progress.json"} == set(os.listdir(path)) - {"MANIFEST.json"}
     )
     for file, tensors in FILES.items():
-        read = safetensors.numpy.load_file(path / file)
-        assert read.keys() == tensors.keys()
+        tensors_read = safetensors.numpy.load_file(path / file)
+        assert tensors_read.keys() == tensors.keys()
         for name, array in tensors.items():
-            assert read[name].dtype == array.dtype
-            np.testing.assert_array_equal(read[name], array)
+            assert tensors_read[name].dtype == array.dtype
+            np.testing.assert_array_equal(tensors_read[name], array)
     assert checkpoint.read_progress(path) == {"step": 5}
 
 
@@ -60,9 +60,9 @@ def test_non_contiguous_tensors_of_every_dtype_round_trip(tmp_path: Path) -> Non
     entry = checkpoint.write_safetensors(tmp_path / "all.safetensors", tensors)
     raw = (tmp_path / "all.safetensors").read_bytes()
     assert entry == {"size": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
-    read = safetensors.numpy.load_file(tmp_path / "all.safetensors")
+    tensors_read = safetensors.numpy.load_file(tmp_path / "all.safetensors")
     for kind, array in tensors.items():
-        np.testing.assert_array_equal(read[kind], array)
+        np.testing.assert_array_equal(tensors_read[kind], array)
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     starts = {kind: 8 + int.from_bytes(raw[:8], "little") + header[kind]["data_offsets"][0] for kind in tensors}
     assert all(start % np.dtype(kind).itemsize == 0 for kind, start in starts.items()), "not aligned for a memory map"

@@ -89,25 +89,25 @@ def write_videos(folder: Path) -> Path:
 
 def open_language(folder: Path, *, padding: bool = False, table: str = "train") -> Source:
     data = TextData(train=Options(path=str(write_rows(folder))), curriculum=Curriculum(by="score", stages=(FIRST,)))
-    ready = prepare_language(data, BYTES, progress=quiet, cache=folder / "cache")
+    prepared = prepare_language(data, BYTES, progress=quiet, cache=folder / "cache")
     if padding:
-        return TokenDocuments(ready.folder, table, sequence_length=20)
-    return TokenWindows(ready.folder, table, sequence_length=16, seed=3)
+        return TokenDocuments(prepared.folder, table, sequence_length=20)
+    return TokenWindows(prepared.folder, table, sequence_length=16, seed=3)
 
 
 def open_classify(folder: Path) -> Built:
     data = ClassifyData(train=Options(path=str(write_rows(folder))), validation=None)
-    ready = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=folder / "cache")
-    labels = ready.class_ids("train")
+    prepared = prepare_classify(data, BYTES, seed=0, progress=quiet, cache=folder / "cache")
+    labels = prepared.class_ids("train")
     assert labels is not None
-    return LabelledTexts(ready.folder, "train", labels=labels), None
+    return LabelledTexts(prepared.folder, "train", labels=labels), None
 
 
 def open_recipe(recipe: Any, folder: Path) -> Source:
     prepare = prepare_vectors if isinstance(recipe, RoutingRecipe) else prepare_media
     argument = recipe.data if isinstance(recipe, RoutingRecipe) else recipe
-    ready = prepare(argument, progress=quiet, cache=folder / "cache")  # type: ignore[operator]
-    return open_media_source(recipe, ready, "train", is_training=True)
+    prepared = prepare(argument, progress=quiet, cache=folder / "cache")  # type: ignore[operator]
+    return open_media_source(recipe, prepared, "train", is_training=True)
 
 
 def open_images(folder: Path, **options: Any) -> Source:

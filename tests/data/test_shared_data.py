@@ -63,23 +63,23 @@ def prepare_words(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_every_record_is_prepared(
     words: str, rows: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = prepare_words(words, tmp_path, monkeypatch)
-    assert {name: counts["rows"] for name, counts in ready.tables.items()} == rows
-    assert ready.metadata["bad"] == 0
+    prepared = prepare_words(words, tmp_path, monkeypatch)
+    assert {name: counts["rows"] for name, counts in prepared.tables.items()} == rows
+    assert prepared.metadata["bad"] == 0
 
 
 def test_every_byte_of_text_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = prepare_words(
+    prepared = prepare_words(
         "language --data {data}/text-lm-tinyshakespeare/input.txt --tokenizer bytes", tmp_path, monkeypatch
     )
-    assert sum(counts["bytes"] for counts in ready.tables.values()) == 1_115_394
+    assert sum(counts["bytes"] for counts in prepared.tables.values()) == 1_115_394
 
 
 def test_every_frame_of_every_clip_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = prepare_words(
+    prepared = prepare_words(
         "video --data {data}/video-clips data.image_size=16 data.validation=null", tmp_path, monkeypatch
     )
-    table = ready.table("train")
+    table = prepared.table("train")
     lengths = dict(zip((table.row("key", n) for n in range(12)), table.lengths("video").tolist(), strict=True))
     assert lengths == FRAMES
 

@@ -208,7 +208,7 @@ def test_bf16_is_close_to_float32() -> None:
     ("changes", "message"),
     [
         ({"grid": (8, 6), "patch": (2, 4)}, "patches of 4 do not divide a side of 6 (of 8 x 6); 1, 2, 3, 6 do"),
-        ({"grid": (8, 8), "patch": (2,)}, "a patch of 1 sides for a sample of 2"),
+        ({"grid": (8, 8), "patch": (2,)}, "patch: has length 1, but grid has length 2"),
         ({"num_heads": 5}, "24 is not a multiple of num_heads 5"),
     ],
 )

@@ -461,9 +461,9 @@ def test_decoding_stops_at_end_tokens(folder: Callable[[str], Path]) -> None:
     free = lm.decode(ids, mask, max_tokens=8)
     assert [len(row) for row in free] == [8, 8, 8]
     stop = free[0][3]
-    ended = lm.decode(ids, mask, max_tokens=8, ends=[stop])
+    ended = lm.decode(ids, mask, max_tokens=8, stop_tokens=[stop])
     assert ended[0] == free[0][: free[0].index(stop)] if stop != free[0][0] else ended[0][0] != stop
-    begun = lm.decode(ids, mask, max_tokens=8, ends=[free[1][0]])
+    begun = lm.decode(ids, mask, max_tokens=8, stop_tokens=[free[1][0]])
     assert begun[1]
     assert free[1][0] not in begun[1]
 

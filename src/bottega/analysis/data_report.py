@@ -204,7 +204,7 @@ def format_report(report: dict[str, Any]) -> str:
     for table, counts in report["tables"].items():
         lines.append(f"{table:<12}" + ", ".join(format_counts(counts)))
     if report["unread_parts"]:
-        lines.append(f"{'not read':<12}the parts {', '.join(report['unread_parts'])} of the same folder")
+        lines.append(f"{'not read':<12}the splits {', '.join(report['unread_parts'])} of the same folder")
     lengths = dict(report.get("lengths", {}))
     if lengths:
         unit = lengths.pop("unit")

@@ -14,15 +14,14 @@ from bottega.data.image.caption import fit_captions
 from bottega.data.output_files import build_numbered_paths, explain_write_errors
 from bottega.plots.comparison import plot_condition_bars
 
-ROWS = 8
-"""People per page."""
-SIDE, SMALL, GAP, MARGIN, TOP = 84.0, 40.0, 10.0, 16.0, 84.0
-WORDS = 150.0
+PEOPLE_PER_PAGE = 8
+IMAGE_SIDE, THUMB_SIDE, GAP, MARGIN, TOP_MARGIN = 84.0, 40.0, 10.0, 16.0, 84.0
+TEXT_WIDTH = 150.0
 """Width of the column with the wish and the keywords."""
-MEANING = {"none": "prompt only", "keywords": "with keywords", "soft": "with soft tokens", "both": "with both"}
-MEANING |= {"picked": "best of several by CLIP", "shuffled": "another user's history", "target": "the image chosen"}
-COLOURS = {"none": "#8d8b9b", "keywords": "#a8862a", "soft": "#2e8b6f", "both": BLUE, "picked": "#8a4fa3"}
-COLOURS |= {"shuffled": ORANGE, "target": "#c9c8d3"}
+ARM_LABELS = {"none": "prompt only", "keywords": "with keywords", "soft": "with soft tokens", "both": "with both"}
+ARM_LABELS |= {"picked": "best of several by CLIP", "shuffled": "another user's history", "target": "the image chosen"}
+ARM_COLOURS = {"none": "#8d8b9b", "keywords": "#a8862a", "soft": "#2e8b6f", "both": BLUE, "picked": "#8a4fa3"}
+ARM_COLOURS |= {"shuffled": ORANGE, "target": "#c9c8d3"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ def write_contact_sheets(people: Sequence[PersonRow], folder: Path) -> list[Path
     for old in folder.glob("[0-9]*.png"):  # pages of an earlier evaluation of more people
         if old.stem.isdecimal():
             old.unlink()
-    pages = [people[first : first + ROWS] for first in range(0, len(people), ROWS)]
+    pages = [people[first : first + PEOPLE_PER_PAGE] for first in range(0, len(people), PEOPLE_PER_PAGE)]
     files = build_numbered_paths(folder, len(pages), ".png")
     for page, path in zip(pages, files, strict=True):
         with explain_write_errors(path):
@@ -54,34 +53,36 @@ def write_contact_sheets(people: Sequence[PersonRow], folder: Path) -> list[Path
 def _draw_page(people: Sequence[PersonRow], path: Path) -> None:
     arms = list(people[0].images_by_arm)
     columns = min(3, max((len(person.history_images) for person in people), default=0))
-    text_left = MARGIN + max(1, columns) * (SMALL + 4) + GAP
-    left = text_left + WORDS
-    width = max(left + len(arms) * (SIDE + GAP), MARGIN + _text_width(_describe_arms(arms)))
-    page = Canvas(width + MARGIN, TOP + len(people) * (SIDE + 2 * GAP))
+    text_left = MARGIN + max(1, columns) * (THUMB_SIDE + 4) + GAP
+    left = text_left + TEXT_WIDTH
+    width = max(left + len(arms) * (IMAGE_SIDE + GAP), MARGIN + _text_width(_describe_arms(arms)))
+    page = Canvas(width + MARGIN, TOP_MARGIN + len(people) * (IMAGE_SIDE + 2 * GAP))
     page.draw_text(MARGIN, 20, "history, wish and generated images of each user", anchor="lm", size=16)
     page.draw_text(MARGIN, 42, _describe_arms(arms), anchor="lm", size=11, fill=FAINT)
     page.draw_text(MARGIN, 68, "history", anchor="lm", fill=FAINT)
     page.draw_text(text_left, 68, "wish, keywords", anchor="lm", fill=FAINT)
     for number, arm in enumerate(arms):
-        page.draw_text(left + number * (SIDE + GAP), 68, arm, anchor="lm", fill=INK)
+        page.draw_text(left + number * (IMAGE_SIDE + GAP), 68, arm, anchor="lm", fill=INK)
     for row, person in enumerate(people):
-        top = TOP + row * (SIDE + 2 * GAP)
+        top = TOP_MARGIN + row * (IMAGE_SIDE + 2 * GAP)
         for position, image in enumerate(person.history_images):
-            x, y = MARGIN + position % 3 * (SMALL + 4), top + position // 3 * (SMALL + 4)
-            page.paste_image(x, y, image, SMALL)
+            x, y = MARGIN + position % 3 * (THUMB_SIDE + 4), top + position // 3 * (THUMB_SIDE + 4)
+            page.paste_image(x, y, image, THUMB_SIDE)
         prompt_lines = _wrap_text(page, person.wish)
         for number, line in enumerate([*prompt_lines, *_wrap_text(page, ", ".join(person.keywords))]):
             page.draw_text(
                 text_left, top + 9 + 15 * number, line, anchor="lm", fill=INK if number < len(prompt_lines) else FAINT
             )
-        page.draw_text(text_left, top + SIDE - 6, _wrap_text(page, person.user)[0], anchor="lm", size=10, fill=FAINT)
+        page.draw_text(
+            text_left, top + IMAGE_SIDE - 6, _wrap_text(page, person.user)[0], anchor="lm", size=10, fill=FAINT
+        )
         for number, arm in enumerate(arms):
-            page.paste_image(left + number * (SIDE + GAP), top, person.images_by_arm[arm], SIDE)
+            page.paste_image(left + number * (IMAGE_SIDE + GAP), top, person.images_by_arm[arm], IMAGE_SIDE)
     page.save(path)
 
 
 def _describe_arms(arms: Iterable[str]) -> str:
-    return "; ".join(f"{arm}: {MEANING[arm]}" for arm in arms)
+    return "; ".join(f"{arm}: {ARM_LABELS[arm]}" for arm in arms)
 
 
 def _text_width(line: str) -> float:
@@ -89,7 +90,7 @@ def _text_width(line: str) -> float:
 
 
 def _wrap_text(page: Canvas, words: str) -> list[str]:
-    return fit_captions([words], WORDS - GAP, lambda text: page.measure_text(text, 12))[0]
+    return fit_captions([words], TEXT_WIDTH - GAP, lambda text: page.measure_text(text, 12))[0]
 
 
 def plot_arms(
@@ -102,7 +103,7 @@ def plot_arms(
         path,
         title="Accuracy by what the generator was given",
         subtitle="means over users with 95 % intervals",
-        labels=MEANING,
-        colours=COLOURS,
+        labels=ARM_LABELS,
+        colours=ARM_COLOURS,
         chance=chance,
     )

@@ -56,7 +56,7 @@ def generate_keywords(
     def load() -> Any:
         return load_language_model(folder, precision=precision, checkpointing=False, device=device).to(device)
 
-    return generator.preferences(records, load, device, lambda stage, done, total: None)
+    return generator.generate_preferences(records, load, device, lambda stage, done, total: None)
 
 
 def write_random_model(folder: Path, out: Path, *, seed: int) -> Path:

@@ -252,7 +252,11 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         write_predictions(rows, Path(arguments.out))
     if not arguments.json:
         kind = next((name for name in ("text", "file") if rows and name in rows[0]), "row")
-        print_result(format_predictions(rows) if not arguments.out else f"{len(rows)} {kind}s: {arguments.out}")
+        print_result(
+            format_predictions(rows)
+            if not arguments.out
+            else f"wrote the predictions of {len(rows)} {kind}{'s' if len(rows) != 1 else ''} to {arguments.out}"
+        )
     return {"predictions": rows}
 
 

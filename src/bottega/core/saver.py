@@ -29,7 +29,7 @@ MAX_FAILED_SAVES = 3
 
 
 class Saver:
-    """Writes the checkpoints of a running run, keeps its links, and deletes old checkpoints."""
+    """Writes the checkpoints of a run, updates their links, and deletes old checkpoints."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Saver:
         )
 
     def _update_links_and_rotate(self) -> None:
-        """Update `last` and `best`, and delete old checkpoints. Decided by the checkpoints, since links may be outdated."""
+        """Update `last` and `best`, and delete old checkpoints. The best one is read from the checkpoints: links may be outdated."""
         checkpoint.update_links(self.folder)
         protect = [path for path in (checkpoint.find_best(self.folder)[0], self.resumed_from) if path]
         protect = [self.folder / path.name for path in protect if path.resolve().parent == self.folder.resolve()]
@@ -114,7 +114,9 @@ class Saver:
         self._failures += 1
         problem = explain_os_error(error, self.folder, self._num_bytes)
         if done is not None:
-            self.warn(f"{problem}; the checkpoint is saved, links and old checkpoints are updated at the next save")
+            self.warn(
+                f"{problem}; the checkpoint is saved; the next save updates the links and deletes old checkpoints"
+            )
             return
         if final or self._failures >= MAX_FAILED_SAVES:
             raise problem from error
@@ -122,7 +124,7 @@ class Saver:
 
 
 def retry(work: Callable[[], T]) -> T:
-    """Call `work` again at once after a disk error: the state is still in memory, and the next save is a later step."""
+    """Call `work`, and again at once after a disk error, while the state of this step is still in memory."""
     for _ in range(TRIES - 1):
         with suppress(OSError, CheckpointError):
             return work()
@@ -156,10 +158,10 @@ def check_disk_space(folder: Path, *, size: int, keep: int) -> None:
     free = shutil.disk_usage(folder).free
     held = sum(
         path.stat().st_size for step in checkpoint.list_step_folders(folder) for path in step.iterdir()
-    )  # checkpoints of an earlier start are deleted in time
+    )  # checkpoints from before a resume are deleted as new ones are saved
     if size > free or size * 2 > free + held:
         raise EnvironmentProblem(
-            f"cannot write {folder}: replacing a checkpoint needs twice {size:,} bytes, {free:,} bytes are free; free some "
+            f"cannot write {folder}: replacing a checkpoint needs {2 * size:,} bytes, {free:,} bytes are free; free some "
             "space, or choose another output_dir"
         )
     if size * (keep + 1) > free + held:

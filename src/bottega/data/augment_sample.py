@@ -50,7 +50,7 @@ def augment(
             raise UsageError("rate: missing; frequency_mask needs the sample rate of the audio")
         return augment_audio(array.astype(np.float32), audio_options, rate=rate or 0, random_key=(seed, epoch, index))
     raise UsageError(
-        f"an array {array.dtype} {array.shape} cannot be augmented; expected a text, an image uint8 (height, width, channels), "
+        f"an array of {array.dtype} with shape {array.shape} cannot be augmented; expected a text, an image uint8 (height, width, channels), "
         "a video uint8 (frames, height, width, channels) or audio float32 (samples,)"
     )
 

@@ -70,7 +70,7 @@ class TextEncoderMetadata(NamedTuple):
 
 def read_text_encoder_metadata(folder: Path) -> TextEncoderMetadata:
     """Return the dimensions of the text encoder in a local folder."""
-    config = _config(folder)
+    config = _read_config(folder)
     text = getattr(config, "text_config", config)
     width, vocab_size = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
     if not isinstance(width, int) or not isinstance(vocab_size, int):
@@ -89,7 +89,7 @@ def load_text_encoder(folder: Path) -> Any:
 
     Missing weights are an error.
     """
-    config = _config(folder)
+    config = _read_config(folder)
     import transformers
 
     kind: Any = transformers.AutoModel
@@ -104,6 +104,6 @@ def load_text_encoder(folder: Path) -> Any:
     return model.eval().requires_grad_(False)
 
 
-def _config(folder: Path) -> Any:
+def _read_config(folder: Path) -> Any:
     require_config(folder, key="model.text.from", description="text encoder")
     return load_transformers_config(folder, key="model.text.from", description="text encoder")

@@ -141,7 +141,7 @@ def set_learning_rate_schedule(recipe: Recipe, engine: Engine, *, total: int, st
     if curriculum is not None and any(stage.learning_rate for stage in curriculum.stages):
         peaks = [stage.learning_rate or peaks[0] for stage in curriculum.stages]
         firsts = stage_first_steps(curriculum, total, max(1, steps_per_epoch))
-    shapes = [_shape(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
+    shapes = [_build_schedule(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
 
     def rate(step: int) -> float:
         stage = bisect_right(firsts, step) - 1
@@ -168,7 +168,7 @@ def peak_learning_rate(recipe: Recipe) -> float:
     return rate
 
 
-def _shape(recipe: Recipe, peak: float, *, total: int, steps_per_epoch: int) -> Schedule:
+def _build_schedule(recipe: Recipe, peak: float, *, total: int, steps_per_epoch: int) -> Schedule:
     s = recipe.training.scheduler
     warmup = s.warmup_steps.to_steps(total, steps_per_epoch)
     return Schedule(

@@ -133,7 +133,7 @@ def format_report(result: dict[str, Any]) -> str:
     for table, counts in result["tables"].items():
         lines.append(f"{table:<12}{', '.join(format_counts(counts))}")
     if result["unread_parts"]:
-        lines.append(f"{'not read':<12}the parts {', '.join(result['unread_parts'])} of the same folder")
+        lines.append(f"{'not read':<12}the splits {', '.join(result['unread_parts'])} of the same folder")
     if result["bad"]:
         lines.append(f"{'left out':<12}{result['bad']:,} bad of {result['records']:,} records")
         lines += [f"            {bad}" for bad in result["bad_records"][:5]]

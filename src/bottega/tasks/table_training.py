@@ -158,9 +158,9 @@ class TableTraining(Workload, Sampler):
     @classmethod
     def prepare(cls, recipe: Recipe, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:
         """Return the prepared rows of the recipe's data, from the cache if they are there."""
-        ready = open_if_prepared(recipe.data, task=recipe.task)
-        if ready is not None:
-            return ready
+        prepared = open_if_prepared(recipe.data, task=recipe.task)
+        if prepared is not None:
+            return prepared
         inputs, fractions = collect_inputs(recipe.data)
         check_medium(inputs, "x")
         encoder = cls.encoder(recipe)

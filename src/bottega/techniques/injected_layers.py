@@ -129,19 +129,19 @@ def matches_part(word: str, name: str) -> bool:
     return name == word or name.startswith(f"{word}.") or re.fullmatch(word, name) is not None
 
 
-def hash_frozen(model: nn.Module, learns: Callable[[str], bool]) -> str:
+def hash_frozen(model: nn.Module, is_trainable: Callable[[str], bool]) -> str:
     """Return one SHA-256 over all tensors that are not trained."""
-    return combine_hashes(hash_frozen_tensors(model, learns))
+    return combine_hashes(hash_frozen_tensors(model, is_trainable))
 
 
-def hash_frozen_tensors(model: nn.Module, learns: Callable[[str], bool]) -> dict[str, str]:
+def hash_frozen_tensors(model: nn.Module, is_trainable: Callable[[str], bool]) -> dict[str, str]:
     """Return the SHA-256 of each tensor that is not trained, by name.
 
     One hash for all would not be comparable once more or fewer of them are trained.
     """
     hashes = dict[str, str]()
     for name, tensor in sorted(model.state_dict().items()):
-        if not learns(name):
+        if not is_trainable(name):
             digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}\n".encode())
             digest.update(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
             hashes[name] = digest.hexdigest()

@@ -56,22 +56,22 @@ def test_there_are_no_near_duplicates() -> None:
 def test_validation_split_keeps_groups_together(tmp_path: Path) -> None:
     recipe = check_recipe(["classify"]).recipe
     assert isinstance(recipe, ClassifyRecipe)
-    ready = prepare_classify(recipe.data, TokenizerSpec(kind="words"), seed=0, progress=quiet, cache=tmp_path)
-    assert ready.classes.names == PACKAGES
+    prepared = prepare_classify(recipe.data, TokenizerSpec(kind="words"), seed=0, progress=quiet, cache=tmp_path)
+    assert prepared.classes.names == PACKAGES
     sides = {}
     for name in ("train", "validation"):
-        keys = read_text_column(ready.table(name), "key")
+        keys = read_text_column(prepared.table(name), "key")
         sides[name] = {ROWS[int(key.rpartition(":")[2]) - 1]["group"] for key in keys}
-        assert set(read_text_column(ready.table(name), "label")) == set(PACKAGES), "every class is on both sides"
+        assert set(read_text_column(prepared.table(name), "label")) == set(PACKAGES), "every class is on both sides"
     assert not sides["train"] & sides["validation"]
-    assert len(ready.table("validation")) == pytest.approx(0.2 * len(ROWS), abs=25)
-    assert len(open_labelled_texts(ready, "train")) + len(ready.table("validation")) == len(ROWS)
+    assert len(prepared.table("validation")) == pytest.approx(0.2 * len(ROWS), abs=25)
+    assert len(open_labelled_texts(prepared, "train")) + len(prepared.table("validation")) == len(ROWS)
 
 
 def test_any_source_may_be_embedded_and_other_data_needs_no_group(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": f"a text {n}", "label": "xml"}) + "\n" for n in range(9)))
     data = ClassifyData(train=Source(path=str(path)), validation=HeldOut(kind="embedded"))
-    ready = prepare_classify(data, TokenizerSpec(kind="words"), seed=0, progress=quiet, cache=tmp_path / "cache")
-    assert len(ready.table("validation")) == len(ROWS)
+    prepared = prepare_classify(data, TokenizerSpec(kind="words"), seed=0, progress=quiet, cache=tmp_path / "cache")
+    assert len(prepared.table("validation")) == len(ROWS)
     assert check_recipe(["classify", {"data.train.path": str(path)}]).recipe.data.split is None

@@ -102,11 +102,11 @@ def test_fingerprint_does_not_depend_on_the_cache_path(
 def test_recipe_reads_embedded_data_with_classes(
     medium: Medium, shape: tuple[int, ...], rows: tuple[int, int], names: list[str], tmp_path: Path
 ) -> None:
-    ready = prepare_data(medium, tmp_path)
-    assert list(ready.classes.names) == names
-    assert (ready.metadata["bad"], ready.metadata["dropped"]) == (0, {})
+    prepared = prepare_data(medium, tmp_path)
+    assert list(prepared.classes.names) == names
+    assert (prepared.metadata["bad"], prepared.metadata["dropped"]) == (0, {})
     for table, count in zip(("train", "validation"), rows, strict=True):
-        source = open_media_source(build_recipe(medium), ready, table, is_training=False)
+        source = open_media_source(build_recipe(medium), prepared, table, is_training=False)
         assert len(source) == count
         index = np.arange(count)
         batch = source.rows(index, np.zeros(count, dtype=int))
@@ -132,19 +132,19 @@ def test_held_out_clips_show_digit_images_not_used_in_training(
     recipe = check_recipe([target.removeprefix("judge of ")]).recipe
     recipe = dependency_recipe(recipe, "judge") if target.startswith("judge") else recipe
     assert isinstance(recipe, media.MediaRecipe)
-    ready = prepare_media(recipe, progress=quiet, cache=tmp_path)
+    prepared = prepare_media(recipe, progress=quiet, cache=tmp_path)
 
     def image_numbers(table: str) -> set[int]:
-        rows = ready.table(table)
+        rows = prepared.table(table)
         keys = [str(rows.row("key", number)) for number in range(len(rows))]
         return set(clips["picture"][[int(key.rpartition(":")[2]) for key in keys]].tolist())
 
     fraction = 0.2 if target == "classify/video" else 0.1
-    assert len(ready.table("validation")) == pytest.approx(fraction * moving_digits.COUNT, abs=4)
+    assert len(prepared.table("validation")) == pytest.approx(fraction * moving_digits.COUNT, abs=4)
     assert not image_numbers("validation") & image_numbers("train")
     assert len(image_numbers("validation") | image_numbers("train")) == len(np.unique(clips["picture"]))
     for table in ("train", "validation"):
-        rows = open_media_source(recipe, ready, table, is_training=False)
+        rows = open_media_source(recipe, prepared, table, is_training=False)
         assert len(set(rows.rows(np.arange(len(rows)), np.zeros(len(rows), int))["label"].tolist())) == 40
 
 
@@ -179,10 +179,10 @@ def test_every_source_of_a_recipe_may_be_embedded(part: str, tmp_path: Path) -> 
         "test": {"train": own, "test": HeldOut(kind="embedded")},
         "replay": {"train": own, "replay": Replay(kind="embedded")},
     }
-    ready = prepare_data("image", tmp_path / "cache", **options[part])
+    prepared = prepare_data("image", tmp_path / "cache", **options[part])
     table = {"sources": "train.1"}.get(part, part)
-    assert len(ready.table(table)) == 1797
-    assert ready.table(table).row("key", 5) == "digits:5"
+    assert len(prepared.table(table)) == 1797
+    assert prepared.table(table).row("key", 5) == "digits:5"
 
 
 def test_unavailable_embedded_data_is_refused(tmp_path: Path) -> None:
@@ -194,8 +194,8 @@ def test_unavailable_embedded_data_is_refused(tmp_path: Path) -> None:
 
 def test_image_tasks_share_the_digits(tmp_path: Path) -> None:
     data = autoencode.ImageVaeData(train=EMBEDDED, validation=TENTH)
-    ready = prepare_media(autoencode.ImageVaeRecipe(data=data), progress=quiet, cache=tmp_path)
-    assert [len(ready.table(name)) for name in ("train", "validation")] == [1618, 179]
+    prepared = prepare_media(autoencode.ImageVaeRecipe(data=data), progress=quiet, cache=tmp_path)
+    assert [len(prepared.table(name)) for name in ("train", "validation")] == [1618, 179]
 
 
 def test_tones_are_in_tune(audio_arrays: dict[str, np.ndarray]) -> None:

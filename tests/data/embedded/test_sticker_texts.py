@@ -125,13 +125,13 @@ def test_cache_name_contains_the_content_hash(name: str) -> None:
 def test_every_text_fits_one_sequence_of_the_recipe(tmp_path: Path, texts: list[str]) -> None:
     recipe: Any = check_recipe(["language/stickers"]).recipe
     spec = TokenizerSpec(kind=recipe.data.tokenizer.kind, vocab_size=recipe.data.tokenizer.vocab_size)
-    ready = prepare_language(recipe.data, spec, progress=quiet, cache=tmp_path)
-    tokenizer = Tokenizer.load(ready.folder / "tokenizer")
+    prepared = prepare_language(recipe.data, spec, progress=quiet, cache=tmp_path)
+    tokenizer = Tokenizer.load(prepared.folder / "tokenizer")
     for word in (*SHAPES, *COLOURS, *PATTERNS):
         assert len(tokenizer.encode(f" {word}")) == 1, "each keyword is one token"
     lengths = [len(tokenizer.encode(text)) for text in texts[::20]]
     assert max(lengths) + 1 <= recipe.data.sequence_length
-    assert sum(len(ready.table(name)) for name in ready.tables) == len(texts)
+    assert sum(len(prepared.table(name)) for name in prepared.tables) == len(texts)
     assert recipe.data.padding
 
 

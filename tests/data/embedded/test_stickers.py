@@ -155,15 +155,15 @@ def prepared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("kind", ["image", "image_vae", "align"])
 def test_recipe_reads_stickers_with_captions(kind: str, prepared_cache: Path, arrays: dict[str, np.ndarray]) -> None:
-    ready = prepare_media(build_recipe(kind), progress=quiet, cache=prepared_cache)
-    assert (ready.metadata["bad"], ready.metadata["dropped"]) == (0, {})
+    prepared = prepare_media(build_recipe(kind), progress=quiet, cache=prepared_cache)
+    assert (prepared.metadata["bad"], prepared.metadata["dropped"]) == (0, {})
     train, validation = (
-        open_media_source(build_recipe(kind), ready, name, is_training=False) for name in ("train", "validation")
+        open_media_source(build_recipe(kind), prepared, name, is_training=False) for name in ("train", "validation")
     )
     total = len(arrays["caption"])
     assert (len(train), len(validation)) == (total - round(0.05 * total), round(0.05 * total))
     assert train.rows(np.arange(4), np.zeros(4, np.int64))["image"].shape == (4, SIDE, SIDE, 3)
-    captions = [caption for name in ("train", "validation") for caption in read_captions(ready.table(name))]
+    captions = [caption for name in ("train", "validation") for caption in read_captions(prepared.table(name))]
     assert sorted(captions) == sorted(arrays["caption"].tolist())
 
 

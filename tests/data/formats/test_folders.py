@@ -252,8 +252,10 @@ def test_table_is_read_once_per_process(tmp_path: Path, monkeypatch: pytest.Monk
     write_files(tmp_path, *(f"{number}.png" for number in range(30)))
     (tmp_path / "metadata.csv").write_text("file_name,text\n" + "".join(f"{number}.png,t\n" for number in range(30)))
     reads: list[Path] = []
-    original = metadata._records
-    monkeypatch.setattr(metadata, "_records", lambda piece, source: reads.append(piece.file) or original(piece, source))  # type: ignore[func-returns-value]
+    original = metadata._read_records
+    monkeypatch.setattr(
+        metadata, "_read_records", lambda piece, source: reads.append(piece.file) or original(piece, source)
+    )  # type: ignore[func-returns-value]
     assert len(good_fields(read_records(tmp_path))) == 30
     assert reads == [tmp_path / "metadata.csv"]
 

@@ -83,7 +83,7 @@ def test_folder_is_searched_once_for_a_metadata_table(tmp_path: Path, monkeypatc
     folder = write_images(tmp_path, 3) / "class-0"
     searched: list[str] = []
     monkeypatch.setattr(
-        metadata, "_tables_in", lambda path, search=metadata._tables_in: (searched.append(path), search(path))[1]
+        metadata, "_list_tables", lambda path, search=metadata._list_tables: (searched.append(path), search(path))[1]
     )
     os.utime(folder, (1e9, 1e9))
     for _ in range(10):

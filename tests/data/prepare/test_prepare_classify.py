@@ -45,16 +45,16 @@ def prepare_file(
     return prepare_classify(data, spec, seed=0, progress=ignore_progress, cache=cache, num_classes=num_classes)
 
 
-def read_labels(ready: PreparedData) -> list[str]:
-    return read_text_column(ready.table("train"), "label")
+def read_labels(prepared: PreparedData) -> list[str]:
+    return read_text_column(prepared.table("train"), "label")
 
 
 def test_spellings_of_a_number_are_one_class_and_booleans_have_names(tmp_path: Path) -> None:
-    ready = prepare_labels(tmp_path, [1, "1", 1.0, 10, 2])
-    assert read_labels(ready) == ["1", "1", "1", "10", "2"]
-    assert ready.classes.names == ("1", "2", "10")
-    ready = prepare_labels(tmp_path, [True, False, "true"])
-    assert (read_labels(ready), ready.classes.names) == (["true", "false", "true"], ("false", "true"))
+    prepared = prepare_labels(tmp_path, [1, "1", 1.0, 10, 2])
+    assert read_labels(prepared) == ["1", "1", "1", "10", "2"]
+    assert prepared.classes.names == ("1", "2", "10")
+    prepared = prepare_labels(tmp_path, [True, False, "true"])
+    assert (read_labels(prepared), prepared.classes.names) == (["true", "false", "true"], ("false", "true"))
 
 
 @pytest.mark.parametrize(
@@ -111,15 +111,15 @@ def test_mixed_label_types_are_detected_across_files(tmp_path: Path) -> None:
     ],
 )
 def test_multi_label_values_are_parsed(tmp_path: Path, value: Any, expected: list[str]) -> None:
-    ready = prepare_labels(tmp_path, [value, ["z"]], multi_label=True)
-    assert [json.loads(text) for text in read_labels(ready)] == [expected, ["z"]]
-    assert ready.classes.names == (*expected, "z")
-    assert ready.metadata["multi_label"] is True
+    prepared = prepare_labels(tmp_path, [value, ["z"]], multi_label=True)
+    assert [json.loads(text) for text in read_labels(prepared)] == [expected, ["z"]]
+    assert prepared.classes.names == (*expected, "z")
+    assert prepared.metadata["multi_label"] is True
 
 
 def test_numeric_multi_labels_are_checked(tmp_path: Path) -> None:
-    ready = prepare_labels(tmp_path, [[10, 2], "2", 1], multi_label=True)
-    assert ready.classes.names == ("1", "2", "10")
+    prepared = prepare_labels(tmp_path, [[10, 2], "2", 1], multi_label=True)
+    assert prepared.classes.names == ("1", "2", "10")
     assert prepare_labels(tmp_path, [[1], []], multi_label=True, num_classes=4).classes.names == ("0", "1", "2", "3")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: label 7 is out of range"):
         prepare_labels(tmp_path, [[7], []], multi_label=True, num_classes=4)
@@ -141,15 +141,15 @@ def test_numeric_multi_labels_are_checked(tmp_path: Path) -> None:
 def test_labels_field_with_a_custom_separator(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("text,labels\nfirst text,a|b c\nsecond text,\n")
-    ready = prepare_file(path, tmp_path, multi_label=True, label_separator="|")
-    assert read_labels(ready) == ['["a", "b c"]', "[]"]
+    prepared = prepare_file(path, tmp_path, multi_label=True, label_separator="|")
+    assert read_labels(prepared) == ['["a", "b c"]', "[]"]
 
 
 def test_prepared_data_records_multi_label(tmp_path: Path) -> None:
-    ready = prepare_labels(tmp_path, [["a"], ["b"]], multi_label=True)
-    assert prepare_file(ready.folder, tmp_path, multi_label=True).fingerprint == ready.fingerprint
+    prepared = prepare_labels(tmp_path, [["a"], ["b"]], multi_label=True)
+    assert prepare_file(prepared.folder, tmp_path, multi_label=True).fingerprint == prepared.fingerprint
     with pytest.raises(DataError, match=r"several classes per text, but data\.multi_label is false"):
-        prepare_file(ready.folder, tmp_path)
+        prepare_file(prepared.folder, tmp_path)
 
 
 def test_more_folds_than_samples_of_a_class_is_refused(tmp_path: Path) -> None:
@@ -160,22 +160,22 @@ def test_more_folds_than_samples_of_a_class_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"class 'rare' has 3 texts, fewer than data\.split\.folds=5"):
             prepare_labels(tmp_path, labels, split=split, augmentation=augmentation)
     for fold in range(3):
-        ready = prepare_labels(tmp_path, labels, split=Splitting(by="stratified", folds=3, fold=fold))
-        assert read_text_column(ready.table("validation"), "label").count("rare") == 1
+        prepared = prepare_labels(tmp_path, labels, split=Splitting(by="stratified", folds=3, fold=fold))
+        assert read_text_column(prepared.table("validation"), "label").count("rare") == 1
 
 
 def test_word_vocabulary_comes_from_training_texts_only(tmp_path: Path) -> None:
     path, held_out = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     path.write_text('{"text": "Known words, known words", "label": 0}\n{"text": "words", "label": 1}\n')
     held_out.write_text('{"text": "secret secret words", "label": 0}\n')
-    ready = prepare_file(path, tmp_path, WORDS, validation=HeldOut(path=str(held_out)))
-    words = ready.tokenizer
-    assert words.backend.get_vocab().keys() == {"<unk>", "<|endoftext|>", "known", "words"}
-    assert (ready.metadata["unknown"], ready.metadata["padding"], ready.metadata["frame"]) == (0, 1, [[], []])
-    assert ready.table("validation").row("input_ids", 0).tolist() == [0, 0, words.backend.token_to_id("words")]
-    fewer = prepare_file(path, tmp_path, TokenizerSpec(kind="words", min_frequency=3))
-    assert fewer.fingerprint != prepare_file(path, tmp_path, WORDS).fingerprint
-    assert fewer.metadata["vocab_size"] == 3
+    prepared = prepare_file(path, tmp_path, WORDS, validation=HeldOut(path=str(held_out)))
+    tokenizer = prepared.tokenizer
+    assert tokenizer.backend.get_vocab().keys() == {"<unk>", "<|endoftext|>", "known", "words"}
+    assert (prepared.metadata["unknown"], prepared.metadata["padding"], prepared.metadata["frame"]) == (0, 1, [[], []])
+    assert prepared.table("validation").row("input_ids", 0).tolist() == [0, 0, tokenizer.backend.token_to_id("words")]
+    with_min_frequency = prepare_file(path, tmp_path, TokenizerSpec(kind="words", min_frequency=3))
+    assert with_min_frequency.fingerprint != prepare_file(path, tmp_path, WORDS).fingerprint
+    assert with_min_frequency.metadata["vocab_size"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +183,13 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a tokenizer folder in the layout of transformers, for a model of twelve positions."""
     folder = tmp_path_factory.mktemp("bert")
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "text", *"0123456789", *(f"##{n}" for n in range(10))]
-    core = tokenizers.Tokenizer(models.WordPiece({name: n for n, name in enumerate(names)}, unk_token="[UNK]"))
-    core.normalizer = normalizers.BertNormalizer()
-    core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    core.post_processor = processors.TemplateProcessing(
+    backend = tokenizers.Tokenizer(models.WordPiece({name: n for n, name in enumerate(names)}, unk_token="[UNK]"))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    core.save(str(folder / "tokenizer.json"))
+    backend.save(str(folder / "tokenizer.json"))
     special = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30, **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -205,10 +205,10 @@ def test_pretrained_tokenizer_matches_transformers(bert: Path, tmp_path: Path) -
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"text": text, "label": n}) + "\n" for n, text in enumerate(texts)))
     spec = TokenizerSpec(kind="pretrained", path=str(bert))
-    ready = prepare_file(path, tmp_path, spec)
-    assert (ready.metadata["longest"], ready.metadata["padding"], ready.metadata["unknown"]) == (12, 0, 1)
+    prepared = prepare_file(path, tmp_path, spec)
+    assert (prepared.metadata["longest"], prepared.metadata["padding"], prepared.metadata["unknown"]) == (12, 0, 1)
     for length in (None, 6):
-        source = open_labelled_texts(ready, "train", sequence_length=length)
+        source = open_labelled_texts(prepared, "train", sequence_length=length)
         rows = source.rows(np.arange(3), np.zeros(3, int))
         width = rows["input_ids"].shape[1]
         assert width == (length or 12)
@@ -217,8 +217,8 @@ def test_pretrained_tokenizer_matches_transformers(bert: Path, tmp_path: Path) -
             np.testing.assert_array_equal(rows[name], expected[name])
     # A text that spells a special token is encoded as text.
     assert (source.rows(np.array([3]), np.zeros(1, int))["input_ids"] == 3).sum() == 1
-    encoded = list(ready.tokenizer.encode_documents(texts[:3]))
-    collated = TextCollator.from_tokenizer(ready.tokenizer, sequence_length=6).collate(encoded)
+    encoded = list(prepared.tokenizer.encode_documents(texts[:3]))
+    collated = TextCollator.from_tokenizer(prepared.tokenizer, sequence_length=6).collate(encoded)
     np.testing.assert_array_equal(collated["input_ids"], rows["input_ids"])
 
 
@@ -226,9 +226,9 @@ def test_sequence_length_beyond_the_pretrained_limit_is_refused(bert: Path, tmp_
     spec = TokenizerSpec(kind="pretrained", path=str(bert))
     with pytest.raises(UsageError, match=r"data\.sequence_length: 64 exceeds the 12 tokens"):
         prepare_labels(tmp_path, ["a", "b"], spec, sequence_length=64)
-    ready = prepare_labels(tmp_path, ["a", "b"], spec)
+    prepared = prepare_labels(tmp_path, ["a", "b"], spec)
     with pytest.raises(DataError, match=r"data\.sequence_length=2 leaves no room for text with 2 special tokens"):
-        open_labelled_texts(ready, "train", sequence_length=2)
+        open_labelled_texts(prepared, "train", sequence_length=2)
     with pytest.raises(DataError, match="another tokenizer"):
         prepare_file(prepare_labels(tmp_path, ["a", "b"]).folder, tmp_path, spec)
 
@@ -240,14 +240,14 @@ def test_sst2_is_prepared_as_published(tmp_path: Path) -> None:
         validation=HeldOut(path=str(SST2 / "dev.tsv")),
         test=HeldOut(path=str(SST2 / "test.tsv")),
     )
-    ready = prepare_classify(data, WORDS, seed=0, progress=ignore_progress, cache=tmp_path)
-    assert {name: counts["rows"] for name, counts in ready.tables.items()} == {
+    prepared = prepare_classify(data, WORDS, seed=0, progress=ignore_progress, cache=tmp_path)
+    assert {name: counts["rows"] for name, counts in prepared.tables.items()} == {
         "validation": 872,
         "test": 1821,
         "train": 6920,
     }
-    assert ready.classes.names == ("0", "1")
-    train = open_labelled_texts(ready, "train")
+    assert prepared.classes.names == ("0", "1")
+    train = open_labelled_texts(prepared, "train")
     # The files are tokenised into words; 3,610 of the published sentences are positive.
     assert train.labels.sum() == 3610
     first = (SST2 / "train.tsv").read_text().split("\n")[0].split("\t")[0]
@@ -265,14 +265,14 @@ def test_plain_text_without_labels_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "validation", "test"),
+    ("splits", "validation", "test"),
     [(("train", "dev", "test"), "dev", "test"), (("train", "test"), "test", "test"), (("train", "dev"), "dev", "dev")],
 )
 def test_held_out_data_of_a_folder_is_never_its_train_split(
-    tmp_path: Path, parts: tuple[str, ...], validation: str, test: str
+    tmp_path: Path, splits: tuple[str, ...], validation: str, test: str
 ) -> None:
-    for part in parts:
-        (tmp_path / f"{part}.csv").write_text(f"text,label\nwords of {part},a\n")
+    for split in splits:
+        (tmp_path / f"{split}.csv").write_text(f"text,label\nwords of {split},a\n")
     held_out = HeldOut(path=str(tmp_path))
     inputs, _ = collect_inputs(ClassifyData(train=Source(path=str(tmp_path)), validation=held_out, test=held_out))
     files = {input.table: [file.stem for file in input.source_files.paths] for input in inputs}
@@ -287,9 +287,9 @@ def test_held_out_hash_depends_on_the_files_only(tmp_path: Path) -> None:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
         train = {"path": str(file), **options}
         data = ClassifyData(train=train, validation={"split": 0.2}, test={"split": 0.2}, label_field="label")
-        ready = prepare_classify(data, BYTES, seed=0, progress=ignore_progress, cache=tmp_path / "cache")
-        assert open_prepared(ready.folder, task="classify").held_out_hashes == ready.held_out_hashes
-        return {**ready.held_out_hashes, "samples": ready.hash_samples("validation")}
+        prepared = prepare_classify(data, BYTES, seed=0, progress=ignore_progress, cache=tmp_path / "cache")
+        assert open_prepared(prepared.folder, task="classify").held_out_hashes == prepared.held_out_hashes
+        return {**prepared.held_out_hashes, "samples": prepared.hash_samples("validation")}
 
     first = hash_held_out("a", "good")
     assert first.keys() == {"validation", "test", "samples"}

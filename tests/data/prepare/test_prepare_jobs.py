@@ -48,9 +48,9 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def read_texts(ready: PreparedData, table: str) -> list[str]:
-    rows = ready.table(table)
-    return [ready.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
+def read_texts(prepared: PreparedData, table: str) -> list[str]:
+    rows = prepared.table(table)
+    return [prepared.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
 
 
 def test_many_jobs_on_several_processes_give_the_bytes_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,8 +69,8 @@ def test_every_record_is_in_one_split(tmp_path: Path) -> None:
     held_out = {"validation": HeldOut(split=0.2), "test": HeldOut(split=0.1)}
     for by in ("fraction", "hash", "stratified", "group"):
         split = Splitting(by=by, field="user" if by == "group" else None)
-        ready = prepare(path, tmp_path / "cache", split=split, **held_out)
-        splits = {table: read_texts(ready, table) for table in ("train", "validation", "test")}
+        prepared = prepare(path, tmp_path / "cache", split=split, **held_out)
+        splits = {table: read_texts(prepared, table) for table in ("train", "validation", "test")}
         assert sorted(chain.from_iterable(splits.values())) == expected, by
         assert len(splits["train"]) > len(splits["validation"]) > 0, by
     folds = [prepare(path, tmp_path / "cache", split=Splitting(folds=5, fold=k)) for k in range(5)]
@@ -80,8 +80,8 @@ def test_every_record_is_in_one_split(tmp_path: Path) -> None:
 def test_group_is_in_one_split(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", 300)
     users = {row["text"]: row["user"] for row in map(json.loads, path.read_text().splitlines())}
-    ready = prepare(path, tmp_path / "cache", split=Splitting(by="group", field="user"))
-    splits = [{users[text] for text in read_texts(ready, table)} for table in ("train", "validation")]
+    prepared = prepare(path, tmp_path / "cache", split=Splitting(by="group", field="user"))
+    splits = [{users[text] for text in read_texts(prepared, table)} for table in ("train", "validation")]
     assert not splits[0] & splits[1]
     assert len(splits[0] | splits[1]) == 7
 
@@ -98,15 +98,15 @@ def test_duplicates_of_held_out_texts_leave_the_training_data(tmp_path: Path) ->
     rows = [{"text": f"text number {i} of many, all different from each other"} for i in range(50)]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows + rows[:10] + [{"text": "held out text"}])))
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": "Held  out text"}) + "\n")
-    ready = prepare(
+    prepared = prepare(
         tmp_path / "train.jsonl",
         tmp_path / "cache",
         validation=HeldOut(path=str(tmp_path / "held.jsonl")),
         deduplicate=Deduplication(),
     )
-    assert read_texts(ready, "validation") == ["Held  out text"]
-    assert sorted(read_texts(ready, "train")) == sorted(row["text"] for row in rows)
-    assert ready.metadata["dropped"] == {"duplicate": 11}
+    assert read_texts(prepared, "validation") == ["Held  out text"]
+    assert sorted(read_texts(prepared, "train")) == sorted(row["text"] for row in rows)
+    assert prepared.metadata["dropped"] == {"duplicate": 11}
 
 
 def test_bad_rows_are_refused_or_skipped_and_reported(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ def test_bad_rows_are_refused_or_skipped_and_reported(tmp_path: Path) -> None:
         prepare(path, tmp_path / "cache")
     with pytest.raises(DataError, match=r"line 42.*1 of 100 records are bad, more than data\.max_bad=0\.001"):
         prepare(path, tmp_path / "cache", bad_records="skip")
-    ready = prepare(path, tmp_path / "cache", bad_records="skip", max_bad=0.02)
-    assert ready.metadata["bad"] == 1
-    assert "line 42" in ready.metadata["named"][0]
-    assert len(read_texts(ready, "train")) + len(read_texts(ready, "validation")) == 99
+    prepared = prepare(path, tmp_path / "cache", bad_records="skip", max_bad=0.02)
+    assert prepared.metadata["bad"] == 1
+    assert "line 42" in prepared.metadata["named"][0]
+    assert len(read_texts(prepared, "train")) + len(read_texts(prepared, "validation")) == 99
 
 
 SLOW = """
@@ -203,11 +203,11 @@ def test_several_sources_have_separate_tables_and_a_single_text_is_split(tmp_pat
         replay=Replay(path=str(tmp_path / "old.txt")),
         validation=HeldOut(split=0.1),
     )
-    ready = prepare_language(data, BYTES, progress=lambda stage, done, total: None, cache=tmp_path / "cache")
-    assert set(ready.tables) == {"train.0", "train.1", "replay", "validation"}
-    assert ready.tables["train.1"]["bytes"] == 2520
-    assert ready.tables["replay"]["bytes"] == 1200
-    num_bytes = sum(counts["bytes"] for counts in ready.tables.values())
+    prepared = prepare_language(data, BYTES, progress=lambda stage, done, total: None, cache=tmp_path / "cache")
+    assert set(prepared.tables) == {"train.0", "train.1", "replay", "validation"}
+    assert prepared.tables["train.1"]["bytes"] == 2520
+    assert prepared.tables["replay"]["bytes"] == 1200
+    num_bytes = sum(counts["bytes"] for counts in prepared.tables.values())
     written = sum(len(json.loads(line)["text"].encode()) for line in rows.read_text().splitlines())
     assert num_bytes == written + 2800 + 1200
 

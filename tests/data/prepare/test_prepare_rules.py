@@ -61,9 +61,9 @@ def prepare_texts(path: Path, cache: Path, **options: Any) -> PreparedData:
     return prepare_language(data, BYTES, progress=ignore_progress, cache=cache)
 
 
-def read_texts(ready: PreparedData, table: str) -> list[str]:
-    rows = ready.table(table)
-    return [ready.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
+def read_texts(prepared: PreparedData, table: str) -> list[str]:
+    rows = prepared.table(table)
+    return [prepared.tokenizer.decode(rows.row("tokens", n)[:-1]) for n in range(len(rows))]
 
 
 @pytest.mark.parametrize("medium", MEDIA)
@@ -109,18 +109,18 @@ def test_stratified_split_of_audio_has_rare_classes_in_validation(tmp_path: Path
     data = media.AudioData(
         train=Source(path=str(folder)), validation=HeldOut(split=0.1), split=Splitting(by="stratified")
     )
-    ready = prepare_media(
+    prepared = prepare_media(
         media.AudioRecipe(task="audio", data=data), progress=ignore_progress, cache=tmp_path / "cache"
     )
-    assert sorted(read_text_column(ready.table("validation"), "label")) == ["rare", *["usual"] * 19]
+    assert sorted(read_text_column(prepared.table("validation"), "label")) == ["rare", *["usual"] * 19]
 
 
 def test_renamed_field_can_be_split_and_ordered_by(tmp_path: Path) -> None:
     rows = [{"body": f"text {n % 10}", "stars": n % 3} for n in range(60)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    ready = prepare_texts(path, tmp_path / "a", train={"field": "body"}, split=Splitting(by="hash", field="body"))
+    prepared = prepare_texts(path, tmp_path / "a", train={"field": "body"}, split=Splitting(by="hash", field="body"))
     # Split by the text, so that equal texts are in the same split.
-    assert not set(read_texts(ready, "train")) & set(read_texts(ready, "validation"))
+    assert not set(read_texts(prepared, "train")) & set(read_texts(prepared, "validation"))
     data = ClassifyData(
         train=Source(path=str(path), field="body", label="stars"),
         validation=None,
@@ -144,8 +144,8 @@ def test_field_names_can_be_swapped() -> None:
 def test_renamed_field_is_read_once(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", [{"a": 1, "b": 2, "kind": n % 2} for n in range(4)])
     data = RoutingData(train=Source(path=str(path), label="kind"), validation=None)
-    ready = prepare_vectors(data, progress=ignore_progress, cache=tmp_path / "cache")
-    assert ready.table("train").row("x", 3).tolist() == [1, 2]
+    prepared = prepare_vectors(data, progress=ignore_progress, cache=tmp_path / "cache")
+    assert prepared.table("train").row("x", 3).tolist() == [1, 2]
     # An image field with a usual name of labels or captions is neither.
     encoder, content = MEDIA["image"]
     record = Rules("image").apply(
@@ -182,8 +182,8 @@ def test_split_field_is_needed_only_where_rows_are_split_by_it(tmp_path: Path) -
     prepare_texts(path, tmp_path / "a", split=Splitting(by="fraction", field="user"))
     users = write_rows(tmp_path / "users.jsonl", [{"text": f"train {n}", "user": n % 5} for n in range(20)])
     split = Splitting(by="group", field="user")
-    ready = prepare_texts(users, tmp_path / "b", split=split, test=HeldOut(path=str(path)))
-    assert len(read_texts(ready, "test")) == 20
+    prepared = prepare_texts(users, tmp_path / "b", split=split, test=HeldOut(path=str(path)))
+    assert len(read_texts(prepared, "test")) == 20
 
 
 def read_pieces(path: Path, rules: Rules) -> list[Record | BadRecord | DroppedRecord]:
@@ -263,9 +263,9 @@ def test_near_duplicates_are_dropped(tmp_path: Path) -> None:
     long = " ".join(f"word{n}" for n in range(60))
     rows = [{"text": f"{long} {n % 4}" if n % 2 else f"other text {n} of its own, number {n * n}"} for n in range(40)]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    ready = prepare_texts(path, tmp_path / "cache", validation=None, deduplicate=Deduplication(method="near"))
-    assert sum(long in text for text in read_texts(ready, "train")) == 1
-    assert ready.metadata["dropped"]["duplicate"] == 40 - len(read_texts(ready, "train"))
+    prepared = prepare_texts(path, tmp_path / "cache", validation=None, deduplicate=Deduplication(method="near"))
+    assert sum(long in text for text in read_texts(prepared, "train")) == 1
+    assert prepared.metadata["dropped"]["duplicate"] == 40 - len(read_texts(prepared, "train"))
 
 
 @pytest.mark.parametrize("counts", [(6, 3), (3, 40), (40, 4, 7)])
@@ -283,12 +283,12 @@ def test_each_source_of_a_sequence_is_split_separately(tmp_path: Path, counts: t
         test=HeldOut(split=0.25),
         split=Splitting(by=by),
     )
-    ready = prepare_language(data, TokenizerSpec(kind="bytes"), progress=ignore_progress, cache=tmp_path / "cache")
+    prepared = prepare_language(data, TokenizerSpec(kind="bytes"), progress=ignore_progress, cache=tmp_path / "cache")
     for table in ("validation", "test"):
-        num_held_out = ready.metadata["by_source"][table]
+        num_held_out = prepared.metadata["by_source"][table]
         assert num_held_out == [max(1, count // 4) for count in counts]
         # The rows belong to that source.
-        names = [text.partition(" ")[0] for text in read_texts(ready, table)]
+        names = [text.partition(" ")[0] for text in read_texts(prepared, table)]
         assert [names.count(str(number)) for number in range(len(counts))] == num_held_out
 
 

@@ -96,13 +96,13 @@ def test_tokenizer_is_trained_on_train_alone_even_from_a_small_sample(
     for name, word in (("train", "apple"), ("held", "qqqqq")):
         rows = "".join(json.dumps({"text": f"{word} " * 20}) + "\n" for _ in range(50))
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
-    ready = prepare(
+    prepared = prepare(
         tmp_path / "cache",
         TokenizerSpec(vocab_size=270),
         train=Source(path=str(tmp_path / "train.jsonl.gz")),
         validation=HeldOut(path=str(tmp_path / "held.jsonl.gz")),
     )
-    vocabulary = ready.tokenizer.backend.get_vocab()
+    vocabulary = prepared.tokenizer.backend.get_vocab()
     assert any("apple" in token for token in vocabulary)
     assert not any("qq" in token for token in vocabulary)
 
@@ -113,16 +113,16 @@ def test_compressed_texts_with_the_same_content_are_separate_inputs(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for name in ("a.txt.gz", "b.txt.gz"):
         (tmp_path / name).write_bytes(gzip.compress(b"the same text\n" * 50))
-        ready = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / name)), validation=HeldOut(split=0.1))
-        assert sum(counts["bytes"] for counts in ready.tables.values()) == 700
-        assert ready.table("train").row("key", 0).startswith(name[0])
+        prepared = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / name)), validation=HeldOut(split=0.1))
+        assert sum(counts["bytes"] for counts in prepared.tables.values()) == 700
+        assert prepared.table("train").row("key", 0).startswith(name[0])
 
 
 def test_options_that_shards_cannot_honour_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text to prepare\n" * 50)
-    ready = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt")))
-    shards = Source(path=str(ready.folder))
-    assert prepare(tmp_path / "other", train=shards).fingerprint == ready.fingerprint
+    prepared = prepare(tmp_path / "cache", train=Source(path=str(tmp_path / "a.txt")))
+    shards = Source(path=str(prepared.folder))
+    assert prepare(tmp_path / "other", train=shards).fingerprint == prepared.fingerprint
     with pytest.raises(UsageError, match=r"data\.clean cannot be applied to .* prepared shards"):
         prepare(tmp_path / "other", train=shards, clean=Cleaning())
     with pytest.raises(UsageError, match=r"data\.validation\.path: .* with splits of their own"):

@@ -71,18 +71,18 @@ def test_row_is_the_text_between_special_tokens_truncated_and_padded(
 
 def test_a_batch_is_as_long_as_its_longest_text(tmp_path: Path) -> None:
     rows = [{"text": "x" * n, "label": n % 2} for n in (1, 3, 9, 17, 30)]
-    ready = prepare(tmp_path, rows)
-    source = open_labelled_texts(ready, "train")
+    prepared = prepare(tmp_path, rows)
+    source = open_labelled_texts(prepared, "train")
     assert source.lengths().tolist() == [1, 3, 9, 17, 30]
     assert [load_batch(source, [n])["input_ids"].shape[1] for n in range(5)] == [4, 4, 12, 20, 30]
     assert load_batch(source, [0, 2, 1])["attention_mask"].sum(axis=1).tolist() == [1, 9, 3]
     untruncated = load_batch(source, [0, 4])
     assert untruncated["input_ids"][0].tolist() == [ord("x"), *[256] * 29]
     assert (untruncated["label"].dtype, untruncated["label"].tolist()) == (np.int32, [1, 0])
-    cut = open_labelled_texts(ready, "train", sequence_length=12)
+    cut = open_labelled_texts(prepared, "train", sequence_length=12)
     assert [load_batch(cut, [n])["input_ids"].shape[1] for n in range(5)] == [4, 4, 12, 12, 12]
     assert cut.fingerprint != source.fingerprint
-    assert open_labelled_texts(ready, "train", sequence_length=64).fingerprint == source.fingerprint
+    assert open_labelled_texts(prepared, "train", sequence_length=64).fingerprint == source.fingerprint
 
 
 def test_text_without_tokens_is_a_row_of_padding(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_texts_of_several_sources_are_padded_to_one_length(tmp_path: Path) -> No
     parts: list[tuple[Any, Source]] = []
     for name, length in (("a", 3), ("b", 20)):
         (tmp_path / name).mkdir()
-        ready = prepare(tmp_path / name, [{"text": "x" * length, "label": n % 2} for n in range(4)])
-        parts.append((open_labelled_texts(ready, "train"), Source(path=name, limit=3)))
+        prepared = prepare(tmp_path / name, [{"text": "x" * length, "label": n % 2} for n in range(4)])
+        parts.append((open_labelled_texts(prepared, "train"), Source(path=name, limit=3)))
     source, _ = combine.combine_sources(parts, Data(sources=tuple(options for _, options in parts)), seed=0)
     batch = source.rows(np.arange(6), np.zeros(6, int))
     assert batch["attention_mask"].sum(axis=1).tolist() == [3, 3, 3, 20, 20, 20]
@@ -111,31 +111,31 @@ def test_texts_of_several_sources_are_padded_to_one_length(tmp_path: Path) -> No
 
 def test_multi_label_targets_are_multi_hot(tmp_path: Path) -> None:
     labels = [["b", "a"], [], ["c"], ["a"]]
-    ready = prepare(tmp_path, [{"text": "x", "label": label} for label in labels], multi_label=True)
-    assert ready.classes.names == ("a", "b", "c")
-    targets = load_batch(open_labelled_texts(ready, "train"), [0, 1, 2, 3])
+    prepared = prepare(tmp_path, [{"text": "x", "label": label} for label in labels], multi_label=True)
+    assert prepared.classes.names == ("a", "b", "c")
+    targets = load_batch(open_labelled_texts(prepared, "train"), [0, 1, 2, 3])
     assert targets["labels"].dtype == np.float32
     assert targets["labels"].tolist() == [[1, 1, 0], [0, 0, 0], [0, 0, 1], [1, 0, 0]]
     assert "label" not in targets
 
 
 def test_unknown_label_suggests_the_nearest_class(tmp_path: Path) -> None:
-    ready = prepare(tmp_path, [{"text": "x", "label": "good"}, {"text": "y", "label": "baad"}])
+    prepared = prepare(tmp_path, [{"text": "x", "label": "good"}, {"text": "y", "label": "baad"}])
     classes = Classes(("bad", "good", "so-so"))
     with pytest.raises(
         DataError, match=r"^rows.jsonl:2: label 'baad' is not one of the 3 classes .*; did you mean 'bad'\?$"
     ):
-        open_labelled_texts(ready, "train", classes=classes)
+        open_labelled_texts(prepared, "train", classes=classes)
     with pytest.raises(DataError, match=r"label 'good' is not one of the 2 classes .*; choose from 0, 1$"):
-        encode_labels(ready.table("train"), Classes(("0", "1")))
+        encode_labels(prepared.table("train"), Classes(("0", "1")))
     several = prepare(tmp_path, [{"text": "x", "label": ["good", "bda"]}] * 2, multi_label=True)
     with pytest.raises(DataError, match=r"label 'bda' is .* did you mean 'bad'"):
         open_labelled_texts(several, "train", classes=classes)
 
 
 def test_new_data_uses_the_class_numbers_of_training(tmp_path: Path) -> None:
-    ready = prepare(tmp_path, [{"text": "x", "label": "good"}, {"text": "y", "label": "good"}])
-    assert open_labelled_texts(ready, "train", classes=Classes(("bad", "good"))).labels.tolist() == [1, 1]
+    prepared = prepare(tmp_path, [{"text": "x", "label": "good"}, {"text": "y", "label": "good"}])
+    assert open_labelled_texts(prepared, "train", classes=Classes(("bad", "good"))).labels.tolist() == [1, 1]
 
 
 def test_training_data_of_one_class_is_refused(tmp_path: Path) -> None:

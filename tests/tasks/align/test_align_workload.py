@@ -149,8 +149,8 @@ def test_a_generator_uses_the_text_encoder(run: Path, image_folder: Path, tmp_pa
     text = saved.workload.text  # type: ignore[attr-defined]
     assert (text.metadata.max_tokens, text.metadata.is_masked) == (8, False)
     aligned = bottega.load(run).workload.tokens.encode(["a red bar", ""])  # type: ignore[attr-defined]
-    read = text.tokens.encode(["a red bar", ""])
-    np.testing.assert_array_equal(read["input_ids"], aligned["input_ids"])
+    encoded = text.tokens.encode(["a red bar", ""])
+    np.testing.assert_array_equal(encoded["input_ids"], aligned["input_ids"])
     assert saved.generate("a red bar", count=1, steps=2).shape == (1, 8, 8, 3)
 
 

@@ -233,7 +233,9 @@ def test_decoded_keywords_are_among_the_allowed_words(
     generator = _generator(model_folder, SHORT, cache=tmp_path)
     records = [_record([f"a {first} star", f"a {second} moon"]) for first in ALLOWED for second in ALLOWED]
     steps: list[tuple[int, int]] = []
-    keywords = generator.preferences(records, model, "cpu", lambda stage, done, total: steps.append((done, total)))
+    keywords = generator.generate_preferences(
+        records, model, "cpu", lambda stage, done, total: steps.append((done, total))
+    )
     assert all(1 <= len(words) <= 2 and set(words) <= set(ALLOWED) for words in keywords)
     assert len(set(keywords)) > 1  # the keywords depend on the prompt
     assert steps[0] == (0, 36)
@@ -241,10 +243,10 @@ def test_decoded_keywords_are_among_the_allowed_words(
     assert generator.notes == []
     # The answers do not depend on the batch.
     other_generator = _generator(model_folder, SHORT, cache=tmp_path / "other")
-    assert other_generator.preferences(records[5:6], model, "cpu", _quiet) == keywords[5:6]
+    assert other_generator.generate_preferences(records[5:6], model, "cpu", _quiet) == keywords[5:6]
     assert (
-        other_generator.targets(["a star", "a star"], model, "cpu", _quiet)[0]
-        == generator.targets(["a star"], model, "cpu", _quiet)[0]
+        other_generator.generate_targets(["a star", "a star"], model, "cpu", _quiet)[0]
+        == generator.generate_targets(["a star"], model, "cpu", _quiet)[0]
     )
 
 
@@ -252,8 +254,8 @@ def test_empty_answers_are_counted_in_a_note(model_folder: Path, tmp_path: Path)
     generator = _generator(model_folder, FREE, cache=tmp_path)
     scripted = _ScriptedModel(generator, "Keywords: red, blue, moon", "")
     records = [_record(["red"]), _record(["blue star"])]
-    assert generator.preferences(records, scripted, "cpu", _quiet) == [("red", "blue"), ()]
-    assert generator.targets(["moon"], scripted, "cpu", _quiet) == [("red", "blue")]
+    assert generator.generate_preferences(records, scripted, "cpu", _quiet) == [("red", "blue"), ()]
+    assert generator.generate_targets(["moon"], scripted, "cpu", _quiet) == [("red", "blue")]
     (note,) = generator.notes
     assert note.startswith("keywords: 1 of 2 preference answers contain no keyword")
 
@@ -265,11 +267,11 @@ def test_cached_prompts_are_not_decoded_again(model_folder: Path, tmp_path: Path
     generator = _generator(model_folder, FREE, cache=tmp_path)
     scripted = _ScriptedModel(generator, "red", "blue", "")
     records = [_record([word]) for word in ALLOWED]
-    keywords = generator.preferences([*records, *records], scripted, "cpu", _quiet)
+    keywords = generator.generate_preferences([*records, *records], scripted, "cpu", _quiet)
     assert scripted.rows == 6  # each distinct history is decoded once
     again = _generator(model_folder, FREE, cache=tmp_path)
-    assert again.preferences([*records, *records], _fail_if_loaded, "cpu", _quiet) == keywords
-    more = again.preferences([*records, _record(["new"])], scripted, "cpu", _quiet)
+    assert again.generate_preferences([*records, *records], _fail_if_loaded, "cpu", _quiet) == keywords
+    more = again.generate_preferences([*records, _record(["new"])], scripted, "cpu", _quiet)
     assert scripted.rows == 7
     assert more[:6] == keywords[:6]
 
@@ -280,7 +282,7 @@ def test_the_cache_depends_on_the_model_and_the_prompt(model_folder: Path, tmp_p
     def count_decoded_rows(folder: Path, options: Keywords) -> int:
         generator = _generator(folder, options, cache=tmp_path)
         scripted = _ScriptedModel(generator, "red")
-        generator.preferences(records, scripted, "cpu", _quiet)
+        generator.generate_preferences(records, scripted, "cpu", _quiet)
         return scripted.rows
 
     assert count_decoded_rows(model_folder, FREE) == 1
@@ -317,18 +319,18 @@ def test_a_damaged_cache_line_is_decoded_again(
 ) -> None:
     generator = _generator(model_folder, FREE, cache=tmp_path)
     records = [_record(["red"]), _record(["blue star"])]
-    keywords = generator.preferences(records, _ScriptedModel(generator, "red", "blue"), "cpu", _quiet)
+    keywords = generator.generate_preferences(records, _ScriptedModel(generator, "red", "blue"), "cpu", _quiet)
     (file,) = (tmp_path / "keywords").glob("*.jsonl")
     file.write_text(damage(file.read_text()))
     scripted = _ScriptedModel(generator, *(" ".join(words) for words in keywords))
-    again = generator.preferences(records, scripted, "cpu", _quiet)
+    again = generator.generate_preferences(records, scripted, "cpu", _quiet)
     assert scripted.rows >= 1
     assert len(again) == 2
-    assert generator.preferences(records, _fail_if_loaded, "cpu", _quiet) == again
+    assert generator.generate_preferences(records, _fail_if_loaded, "cpu", _quiet) == again
 
 
 def test_an_unwritable_cache_is_reported_with_its_remedy(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "keywords").write_text("a file")
     generator = _generator(model_folder, FREE, cache=tmp_path)
     with pytest.raises(EnvironmentProblem, match=r"cannot write keywords to .* set XDG_CACHE_HOME"):
-        generator.targets(["moon"], _ScriptedModel(generator, "red"), "cpu", _quiet)
+        generator.generate_targets(["moon"], _ScriptedModel(generator, "red"), "cpu", _quiet)

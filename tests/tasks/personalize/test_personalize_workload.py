@@ -230,9 +230,9 @@ def test_only_prompts_without_a_stored_answer_are_decoded(tmp_path: Path, monkey
     monkeypatch.setattr(KeywordGenerator, "_decode", decode)
     generator = KeywordGenerator(PromptBuilder(small_personal.models()["language_model"], Keywords()), cache=tmp_path)
     arguments: tuple[Any, ...] = (lambda: None, "cpu", lambda stage, done, total: None)
-    generator.targets(["a star"], *arguments)
+    generator.generate_targets(["a star"], *arguments)
     generator.resumed = dict.fromkeys(generator.answers, ("old",))
-    assert generator.targets(["a star", "a moon"], *arguments) == [("old",), ("new",)]
+    assert generator.generate_targets(["a star", "a moon"], *arguments) == [("old",), ("new",)]
     assert counts == [1, 1]
 
 
@@ -515,7 +515,7 @@ def test_samples_are_written_as_files_or_as_a_sheet(saved: SavedRun, tmp_path: P
 
 def build_rows(count: int, *, wish: str = "a star", user: str = "somebody", num_images: int = 1) -> list[GeneratedRow]:
     image = np.zeros((8, 8, 3), np.uint8)
-    summary = UserSummary(user=user, history=[image] * 2, earlier=0, likes="red", wish=wish)
+    summary = UserSummary(user=user, history=[image] * 2, num_earlier=0, likes="red", wish=wish)
     return [GeneratedRow(summary, [image] * num_images, ["1 / 1 / 1"] * num_images)] * count
 
 

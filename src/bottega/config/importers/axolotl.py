@@ -113,7 +113,9 @@ def _map_batch(translation: Translation) -> None:
             "batch_size", "not applicable", "micro_batch_size x gradient_accumulation_steps take precedence"
         )
         transformers_common.map_batch_size(translation, "micro_batch_size", default=1)
-    translation.map_converted("eval_batch_size", "evaluation.batch_size", parse_integer, note="over all processes here")
+    translation.map_converted(
+        "eval_batch_size", "evaluation.batch_size", parse_integer, note="the batch of all processes together"
+    )
 
 
 def _map_cadences(translation: Translation) -> None:
@@ -240,7 +242,7 @@ def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: 
 def _map_adapter(translation: Translation) -> None:
     adapter = translation.get("adapter")
     if adapter in ("lora", "qlora"):
-        note = "the base is not quantised here" if adapter == "qlora" else None
+        note = "the base model is not quantised" if adapter == "qlora" else None
         translation.map_key("adapter", "techniques.0.name", "lora", note=note)
         translation.map_converted("lora_r", f"{LORA_OPTIONS}rank", parse_integer)
         translation.map_converted("lora_alpha", f"{LORA_OPTIONS}alpha", parse_number)
@@ -258,7 +260,7 @@ def _map_adapter(translation: Translation) -> None:
 
 _CHAT = "chat and instruction prompts are not supported"
 _KERNEL = "attention and kernels are chosen by the engine"
-_QUANTISED = "the base is not quantised here"
+_QUANTISED = "the base model is not quantised"
 _PREFERENCE = "preference optimisation and RL are not supported; task: language predicts the next token"
 _PACKED = "documents are joined without gaps"
 _TOKENS = "the tokenizer is used unchanged"
@@ -294,8 +296,8 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(
             ("special_tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"), _TOKENS
         ),
-        **dict.fromkeys(("embedding_lr", "embedding_lr_scale", "lr_groups"), "a row of training.groups, with scale"),
-        "unfrozen_parameters": "rows of training.groups; scale none freezes",
+        **dict.fromkeys(("embedding_lr", "embedding_lr_scale", "lr_groups"), "set training.groups, with scale"),
+        "unfrozen_parameters": "set training.groups to select what is trained; scale: none freezes parameters",
         "cosine_constant_lr_ratio": "the cosine decays over the whole run",
         "lr_quadratic_warmup": "the warm-up is linear",
         "min_sample_len": "data.filter.min_characters leaves out short texts",
@@ -323,13 +325,17 @@ SKIPPED_KEYS = SkippedKeys(
         "num_labels": "task: classify has model.num_labels",
         "device_map": "a model is on one device of each process",
         "save_first_step": "the first checkpoint comes after checkpoint.every",
-        "shuffle_merged_datasets": "always shuffled",
+        "shuffle_merged_datasets": "training data is always shuffled",
     },
     not_built_yet={
-        **dict.fromkeys(("lora_modules_to_save", "lora_fan_in_fan_out", "peft_use_dora", "peft_use_rslora"), "of LoRA"),
-        **dict.fromkeys(("peft_layers_to_transform", "peft_layers_pattern", "peft_init_lora_weights"), "of LoRA"),
-        **dict.fromkeys(("lora_model_dir", "loraplus_lr_ratio", "loraplus_lr_embedding", "peft"), "of LoRA"),
-        "lora_target_parameters": "of LoRA",
+        **dict.fromkeys(
+            ("lora_modules_to_save", "lora_fan_in_fan_out", "peft_use_dora", "peft_use_rslora"), "an option of LoRA"
+        ),
+        **dict.fromkeys(
+            ("peft_layers_to_transform", "peft_layers_pattern", "peft_init_lora_weights"), "an option of LoRA"
+        ),
+        **dict.fromkeys(("lora_model_dir", "loraplus_lr_ratio", "loraplus_lr_embedding", "peft"), "an option of LoRA"),
+        "lora_target_parameters": "an option of LoRA",
         "lora_target_linear": "a setting of LoRA; lora_target_modules is used",
     },
     meaningless={
@@ -357,20 +363,20 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("pretrain_multipack_attn", "pretrain_multipack_buffer_size", "batch_flattening"), _PACKED),
         **dict.fromkeys(
             ("dataset_prepared_path", "dataset_processes", "dataset_keep_in_memory"),
-            "prepared data is cached by a hash of their settings",
+            "prepared data is cached by a hash of its settings",
         ),
         **dict.fromkeys(
-            ("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data is cached by a hash of their settings"
+            ("skip_prepare_dataset", "push_dataset_to_hub"), "prepared data is cached by a hash of its settings"
         ),
         **dict.fromkeys(
             ("world_size", "ddp", "use_ray", "ray_num_workers"), "the launcher sets the number of processes"
         ),
         "strict": "every key is always checked",
         "auto_resume_from_checkpoints": "the same command resumes by itself",
-        "gc_steps": "an internal setting of their training loop",
+        "gc_steps": "an internal setting of Axolotl's training loop",
         **dict.fromkeys(
             ("low_cpu_mem_usage", "lora_on_cpu", "gpu_memory_limit", "max_memory"),
-            "an internal setting of their loader",
+            "an internal setting of Axolotl's model loader",
         ),
         "datasets.*.trust_remote_code": "code from a data set is not run",
         "save_safetensors": "weights are always safetensors",

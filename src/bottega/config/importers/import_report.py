@@ -77,12 +77,12 @@ def format_report(report: dict[str, Any]) -> str:
     lines = [
         f"{report['file']}, a configuration of {TITLES[report['from']]}, is now {report['recipe']}",
         "",
-        *_table(rows),
+        *_format_table(rows),
     ]
     lost = [left for left in report["unmapped"] if left["reason"] not in HARMLESS_REASONS]
     if lost:
         lines += ["", "left out:"]
-        lines += _table(
+        lines += _format_table(
             [
                 (left["their_key"], format_brief(left["their_value"]), f"{left['why']}: {left['reason']}")
                 for left in lost
@@ -106,7 +106,7 @@ def _format_reason(left: UnmappedKey) -> str:
     return f"{left.category}: {left.reason}"
 
 
-def _table(rows: list[Any]) -> list[str]:
+def _format_table(rows: list[Any]) -> list[str]:
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

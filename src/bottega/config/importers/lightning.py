@@ -106,7 +106,7 @@ def _map_batch(translation: Translation) -> None:
     for block in ("data", "data.init_args"):
         for key in ("eval_batch_size", "val_batch_size"):
             translation.map_converted(
-                f"{block}.{key}", "evaluation.batch_size", parse_integer, note="over all processes here"
+                f"{block}.{key}", "evaluation.batch_size", parse_integer, note="the batch of all processes together"
             )
     key = "trainer.accumulate_grad_batches"
     passes = translation.map_converted(key, "training.gradient_accumulation_steps", parse_integer)
@@ -316,7 +316,7 @@ def _map_class_arguments(translation: Translation) -> None:
             translation.map_converted(f"{prefix}.{name}", "data.sequence_length", parse_integer)
 
 
-_OWN = "an internal setting of their training loop"
+_OWN = "an internal setting of Lightning's training loop"
 _ALL = "a run uses all of its data; data.limit takes the first N samples"
 
 SKIPPED_KEYS = SkippedKeys(
@@ -330,7 +330,7 @@ SKIPPED_KEYS = SkippedKeys(
         "trainer.max_time": "the length of a run is given in steps or epochs",
         **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps"), "training.early_stopping has patience only"),
         "trainer.fast_dev_run": "bottega plan FILE --check, or training.max_steps=1",
-        "trainer.strategy": "a setting of their strategy",
+        "trainer.strategy": "a setting of Lightning's strategy",
         "trainer.plugins": "custom code is not run",
         "trainer.profiler": "bottega inspect and the log show where time goes",
         "trainer.sync_batchnorm": "batch statistics are computed per process",

@@ -57,10 +57,10 @@ def _map_stage(translation: Translation) -> None:
 
 
 def _map_data(translation: Translation) -> None:
-    reason = "a name in their dataset_info.json; set {} to the file itself"
+    reason = "a name in LLaMA-Factory's dataset_info.json; set {} to the file itself"
     translation.skip("dataset", "no counterpart", reason.format("data.train.path"))
     translation.skip("eval_dataset", "no counterpart", reason.format("data.validation.path"))
-    translation.map_converted("max_samples", "data.limit", parse_integer, note="over all data together here")
+    translation.map_converted("max_samples", "data.limit", parse_integer, note="the limit is for all data together")
     if translation.get("val_size") or not translation.is_pending("eval_dataset"):
         map_validation_split(translation, "val_size")
     packing = translation.get("packing")
@@ -100,25 +100,23 @@ def _map_method(translation: Translation) -> None:
             "finetuning_type", "not applicable", "all parameters are trained unless a setting freezes them"
         )
     else:
-        translation.skip(
-            "finetuning_type", "no counterpart", "rows of training.groups select what is trained; scale none freezes"
-        )
+        translation.skip("finetuning_type", "no counterpart", _FREEZE)
     for key in ("lora_rank", "lora_alpha", "lora_dropout", "lora_target"):
         if translation.is_pending(key):
             translation.skip(key, "not applicable", "finetuning_type is not lora")
 
 
 _CHAT = "chat and instruction prompts are not supported"
-_LORA = "of LoRA"
-_FREEZE = "rows of training.groups select what is trained; scale none freezes"
+_LORA = "an option of LoRA"
+_FREEZE = "set training.groups to select what is trained; scale: none freezes parameters"
 _PREFERENCE = "preference optimisation and RL are not supported"
-_QUANTISED = "the base is not quantised here"
+_QUANTISED = "the base model is not quantised"
 _KERNEL = "attention and kernels are chosen by the engine"
 _MIXING = "set data.mixture with several data.sources"
 _SAMPLES = "samples.* sets how samples are generated"
 _OPTIMIZER = "not an available optimizer"
 _TOKENS = "the tokenizer is used unchanged"
-_MEDIA = "a language model of text alone"
+_MEDIA = "only language models of text are supported"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
@@ -163,12 +161,12 @@ SKIPPED_KEYS = SkippedKeys(
             ("use_swanlab", "swanlab_project", "swanlab_run_name", "swanlab_mode"), "not a supported logger"
         ),
         **dict.fromkeys(("compute_accuracy", "use_dft_loss"), "the loss and its metrics belong to the task"),
-        "disable_shuffling": "always shuffled",
+        "disable_shuffling": "training data is always shuffled",
         "model_revision": "set model.from to a folder to pin a version",
         "eval_on_each_dataset": "evaluation uses one source",
         **dict.fromkeys(("export_dir", "export_size", "export_device"), "bottega export writes a folder"),
-        "use_muon": "training.optimizer.name: muon",
-        "early_stopping_steps": "training.early_stopping.patience",
+        "use_muon": "set training.optimizer.name to muon",
+        "early_stopping_steps": "set training.early_stopping.patience",
     },
     not_built_yet={
         **dict.fromkeys(("use_rslora", "use_dora", "pissa_init", "pissa_iter", "pissa_convert"), _LORA),
@@ -180,11 +178,11 @@ SKIPPED_KEYS = SkippedKeys(
         "dataset_dir": "data.train.path is relative to the working directory",
         **dict.fromkeys(
             ("overwrite_cache", "preprocessing_num_workers", "preprocessing_batch_size"),
-            "prepared data is cached by a hash of their settings",
+            "prepared data is cached by a hash of its settings",
         ),
         **dict.fromkeys(
             ("tokenized_path", "cache_dir", "data_shared_file_system"),
-            "prepared data is cached by a hash of their settings",
+            "prepared data is cached by a hash of its settings",
         ),
         **dict.fromkeys(("streaming", "buffer_size"), "prepared data is read from disk as needed"),
         **dict.fromkeys(
@@ -194,11 +192,11 @@ SKIPPED_KEYS = SkippedKeys(
         "include_effective_tokens_per_second": "tokens are always counted",
         **dict.fromkeys(
             ("low_cpu_mem_usage", "use_fast_tokenizer", "use_kv_cache", "print_param_status"),
-            "an internal setting of their loader",
+            "an internal setting of LLaMA-Factory's model loader",
         ),
         **dict.fromkeys(("infer_backend", "infer_dtype", "offload_folder"), "a setting of inference, not of training"),
         "ignore_pad_token_for_loss": "padding never counts in the loss",
-        "ray_run_name": "the launcher sets the number of processes",
+        "ray_run_name": "processes are started by a launcher, not by Ray",
     },
     harmless_values={
         "mix_strategy": ("concat",),

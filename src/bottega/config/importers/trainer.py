@@ -42,7 +42,9 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
         default=8,
     )
     for key in ("per_device_eval_batch_size", "per_gpu_eval_batch_size"):
-        translation.map_converted(key, "evaluation.batch_size", parse_integer, note="over all processes here")
+        translation.map_converted(
+            key, "evaluation.batch_size", parse_integer, note="the batch of all processes together"
+        )
     if translation.get("auto_find_batch_size"):
         note = "the batch size stays the same; only training.micro_batch_size is halved"
         translation.map_key("auto_find_batch_size", "training.micro_batch_size", "auto", note=note)
@@ -138,7 +140,7 @@ def _map_script_arguments(translation: Translation) -> None:
 
 _HUB = "nothing is uploaded; bottega export writes a folder that can be uploaded"
 _RANKS = "the launcher sets the number of processes"
-_OWN = "an internal setting of their training loop"
+_OWN = "an internal setting of the Trainer's training loop"
 _TRACKIO = "only TensorBoard and Weights & Biases are supported"
 _KERNEL = "chosen by the engine here"
 
@@ -165,7 +167,7 @@ SKIPPED_KEYS = SkippedKeys(
         "generation_max_length": "samples.max_new_tokens is the length of samples",
         "max_eval_samples": "evaluation.max_batches is the limit, in batches",
         **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
-        "fsdp_config": "a setting of their sharding",
+        "fsdp_config": "a setting of the Trainer's sharding",
         "deepspeed": "a setting of DeepSpeed",
         "project": "a setting of Trackio; use logging.wandb.project",
         "fp16_full_eval": "evaluation follows training.mixed_precision",
@@ -217,7 +219,7 @@ SKIPPED_KEYS = SkippedKeys(
         **dict.fromkeys(("fp16_opt_level", "fp16_backend", "half_precision_backend"), _KERNEL),
         **dict.fromkeys(
             ("cache_dir", "overwrite_cache", "preprocessing_num_workers"),
-            "prepared data is cached by a hash of their settings",
+            "prepared data is cached by a hash of its settings",
         ),
         "framework": "engine: torch is the default",
     },

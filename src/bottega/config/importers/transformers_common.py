@@ -174,7 +174,7 @@ def _map_warmup(translation: Translation, *, has_none: bool) -> None:
     key, recipe_key = "warmup_steps", "training.scheduler.warmup_steps"
     for source_key in ("warmup_steps", "warmup_ratio"):
         if has_none:
-            translation.skip(source_key, "not applicable", "their schedule of this name has no warm-up")
+            translation.skip(source_key, "not applicable", "the trainer's schedule of this name has no warm-up")
     steps = translation.get(key)
     if isinstance(steps, int | float) and 0 < steps < 1:
         translation.map_converted(key, recipe_key, format_percent)
@@ -335,7 +335,7 @@ def map_sharding(translation: Translation) -> None:
         translation.map_key(key, "distributed.strategy", "fsdp", note=SHARDING_NOTE)
         translation.map_converted("fsdp_config.offload_params", "distributed.offload", parse_boolean)
     translation.map_converted("fsdp_config.activation_checkpointing", "training.gradient_checkpointing", parse_boolean)
-    translation.skip_block("fsdp_config", "no counterpart", "a setting of their sharding")
+    translation.skip_block("fsdp_config", "no counterpart", "a setting of the Trainer's sharding")
 
 
 def _map_zero_stage(translation: Translation, key: str, stage: Any) -> None:

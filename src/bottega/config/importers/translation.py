@@ -35,7 +35,7 @@ class MappedKey:
     recipe_value: Any
     note: str | None = None
     is_default: bool = False
-    """Whether the key is absent from the file, and stands for their default where ours differs."""
+    """Whether the key is absent from the file, and stands for the trainer's default where Bottega's differs."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Translation:
         return recipe_value if self.map_key(source_key, recipe_key, recipe_value, note=note) else None
 
     def map_default(self, source_key: str, value: Any, recipe_key: str, recipe_value: Any) -> None:
-        """Set a recipe key to their default, for a key that is absent from the file and whose default differs here."""
+        """Set a recipe key to the trainer's default, for a key that is absent from the file and has another default in Bottega."""
         if self.find_mapped(recipe_key) is None and self._find_conflict(recipe_key, recipe_value) is None:
             self.mapped.append(MappedKey(source_key, value, recipe_key, recipe_value, is_default=True))
 

@@ -177,7 +177,7 @@ def _open_with_soundfile(file: BinaryIO, kind: Container) -> Any:
             # The container may hold any codec; libsndfile does not have this one.
             file.seek(0)
             return None
-        raise Unreadable(f"cannot be read as {kind}: {_reason(error)}") from error
+        raise Unreadable(f"cannot be read as {kind}: {_format_reason(error)}") from error
     if sound_file.frames < UNKNOWN_FRAMES:
         return sound_file
     sound_file.close()
@@ -197,7 +197,7 @@ def _decode_with_soundfile(sound_file: Any, limit: int, *, has_exact_length: boo
             total += len(block)
             _check_limits(sound_file.samplerate, sound_file.channels, total, limit)
     except soundfile.LibsndfileError as error:
-        raise Unreadable(f"damaged or truncated after {total:,} samples: {_reason(error)}") from error
+        raise Unreadable(f"damaged or truncated after {total:,} samples: {_format_reason(error)}") from error
     if has_exact_length and total < stated:
         raise Unreadable(f"truncated: the header states {stated:,} samples, {total:,} could be decoded")
     return _concatenate(blocks, sound_file.channels), sound_file.samplerate
@@ -218,7 +218,7 @@ def _concatenate(blocks: list[np.ndarray], channels: int) -> np.ndarray:
     return np.concatenate(blocks) if blocks else np.empty((0, channels), np.float32)
 
 
-def _reason(error: Exception) -> str:
+def _format_reason(error: Exception) -> str:
     return str(getattr(error, "error_string", error)).removeprefix("Error :").strip().rstrip(".")
 
 

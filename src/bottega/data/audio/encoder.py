@@ -125,7 +125,7 @@ def _to_samples(value: Any) -> np.ndarray:
     kind = array.dtype.str[1:]
     if array.ndim not in (1, 2) or array.size == 0 or (array.dtype.kind != "f" and kind not in FULL_SCALE):
         raise Unreadable(
-            f"an array {array.dtype} {array.shape} is not audio; expected floats from -1 to 1, int16, int32 or uint8, "
+            f"an array of {array.dtype} with shape {array.shape} is not audio; expected floats from -1 to 1, int16, int32 or uint8, "
             "of shape (samples,) or (samples, channels)"
         )
     if kind in FULL_SCALE:

@@ -98,16 +98,16 @@ def _record(user: str, pair: Pair, *, rng: np.random.Generator) -> dict[str, Any
 
 
 def sample_liked_pairs(
-    favourite: Pair, *, count: int = HISTORY_LENGTH, num_odd: int = 1, rng: np.random.Generator
+    favourite: Pair, *, count: int = HISTORY_LENGTH, num_exceptions: int = 1, rng: np.random.Generator
 ) -> list[Pair]:
-    """Return (colour, pattern) of liked stickers: the favourite, except in `num_odd` random colours and patterns.
+    """Return (colour, pattern) of liked stickers: the favourite, except for `num_exceptions` random colours and patterns.
 
     Other pairs than the favourite are always training pairs, so only the favourite can be held out.
     """
     colours, patterns = ([favourite[part]] * count for part in (0, 1))
-    for number in rng.permutation(count)[:num_odd]:
+    for number in rng.permutation(count)[:num_exceptions]:
         colours[number] = ""
-    for number in rng.permutation(count)[:num_odd]:
+    for number in rng.permutation(count)[:num_exceptions]:
         patterns[number] = ""
     pairs = []
     for colour, pattern in zip(colours, patterns, strict=True):

@@ -26,15 +26,15 @@ from bottega.data.embedded.stickers import (
 )
 from bottega.data.tables.cache import default_cache, get_or_build
 
-# With the hash of the content (checked by a test), as for other embedded data.
+# Names of the cache folders; each ends with a hash of the content, which a test checks.
 CACHE_NAMES = {
     "stickers": "sticker-texts-b18402122bb9b53a",
     "stickers-all": "sticker-texts-all-5fe535e0929354e7",
 }
 # Number of texts of each kind.
-HISTORIES, WISHES, CAPTIONS = 13_000, 7_000, 1_000
+NUM_HISTORIES, NUM_WISHES, NUM_CAPTIONS = 13_000, 7_000, 1_000
 # Fraction of histories with a favourite shape: without them, only requests would teach the model to predict a shape.
-SHAPE_LOVERS = 0.5
+FAVOURITE_SHAPE_FRACTION = 0.5
 
 
 def materialise_texts(name: str) -> Path:
@@ -51,9 +51,9 @@ def materialise_texts(name: str) -> Path:
 def build_texts(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> list[str]:
     """Return all texts in random order."""
     rng = numpy_generator("sticker texts", len(pairs))
-    texts = [_history(pairs, rng) for _ in range(HISTORIES)]
-    texts += [_wishes(pairs, rng) for _ in range(WISHES)]
-    texts += [f"{_caption(pairs, rng)}\n" for _ in range(CAPTIONS)]
+    texts = [_history(pairs, rng) for _ in range(NUM_HISTORIES)]
+    texts += [_wishes(pairs, rng) for _ in range(NUM_WISHES)]
+    texts += [f"{_caption(pairs, rng)}\n" for _ in range(NUM_CAPTIONS)]
     return [texts[number] for number in rng.permutation(len(texts))]
 
 
@@ -69,19 +69,21 @@ def format_target_text(wish: str, answer: str) -> str:
 
 
 def _history(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
-    """Return a history like those of users, or of another length or consistency."""
+    """Return a random history: half have the length of a user's, and half have one exception, as users have."""
     favourite = _choose(pairs, rng)
     count = HISTORY_LENGTH if rng.random() < 0.5 else int(rng.integers(3, 8))
-    odd = 1 if rng.random() < 0.5 else int(rng.integers(0, (count + 2) // 3))
-    shown = sample_liked_pairs(favourite, count=count, num_odd=odd, rng=rng)
-    loved = _choose(SHAPES, rng) if rng.random() < SHAPE_LOVERS else None
-    shapes = [loved or _choose(SHAPES, rng) for _ in shown]
-    if loved and odd:
+    num_exceptions = 1 if rng.random() < 0.5 else int(rng.integers(0, (count + 2) // 3))
+    liked_pairs = sample_liked_pairs(favourite, count=count, num_exceptions=num_exceptions, rng=rng)
+    favourite_shape = _choose(SHAPES, rng) if rng.random() < FAVOURITE_SHAPE_FRACTION else None
+    shapes = [favourite_shape or _choose(SHAPES, rng) for _ in liked_pairs]
+    if favourite_shape and num_exceptions:
         shapes[int(rng.integers(count))] = _choose(SHAPES, rng)
-    liked = [format_caption(shape, *pair, _choose(BACKGROUNDS, rng)) for shape, pair in zip(shapes, shown, strict=True)]
-    # Image tokens follow a wish and a history, in this order.
+    liked = [
+        format_caption(shape, *pair, _choose(BACKGROUNDS, rng)) for shape, pair in zip(shapes, liked_pairs, strict=True)
+    ]
+    # The image prompt of `personalize` is a wish followed by a history.
     wish = f"wish: {format_caption(_choose(SHAPES, rng))}\n" if rng.random() < 0.25 else ""
-    return wish + format_preference_text(liked, format_keywords(*favourite, loved))
+    return wish + format_preference_text(liked, format_keywords(*favourite, favourite_shape))
 
 
 def _wishes(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:

@@ -58,10 +58,10 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     """Return ranges of rows. A folder of .npy files is one table whose fields are named after the files."""
     if source.path is not None and file.suffix.lower() == ".npy" and Path(source.path).expanduser() == file.parent:
         # This is called for each file of the folder; the first one stands for the table.
-        if file != _columns(file.parent)[0]:
+        if file != _list_columns(file.parent)[0]:
             return []
         file, name = file.parent, make_printable(file.parent.name)
-    arrays = _arrays(file, source)
+    arrays = _open_arrays(file, source)
     if any(array.offset is None for array in arrays):
         return [Piece(file, name)]
     total = arrays[0].shape[0]
@@ -71,7 +71,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield records with a field for each array: a number, a text, or an array. Rows are counted from 0."""
-    arrays = _arrays(piece.file, source)
+    arrays = _open_arrays(piece.file, source)
     start, stop = piece.start, arrays[0].shape[0] if piece.stop is None else piece.stop
     with ExitStack() as stack:
         archive = None
@@ -119,15 +119,15 @@ def _stream_rows(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, 
             yield from _iter_rows(np.frombuffer(data, array.dtype).reshape(count, *array.shape[1:]), 0, count)
 
 
-def _columns(folder: Path) -> list[Path]:
+def _list_columns(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix.lower() == ".npy")
 
 
-def _arrays(file: Path, source: Source) -> list[Array]:
+def _open_arrays(file: Path, source: Source) -> list[Array]:
     """Return the arrays of a table; raise DataError unless all have rows, and equally many."""
     try:
         if file.is_dir():
-            arrays = [_plain(path, path.stem) for path in _columns(file)]
+            arrays = [_plain(path, path.stem) for path in _list_columns(file)]
         elif file.suffix.lower() == ".npz":
             arrays = _zipped(file)
         else:

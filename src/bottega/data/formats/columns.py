@@ -49,7 +49,7 @@ def read_parquet(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
             return
         row_bytes = max(1, sum(meta.row_group(i).total_byte_size for i in groups) // rows)
         at_once = max(1, min(BATCH_ROWS, BATCH_BYTES // row_bytes))
-        yield from _records(piece, table.iter_batches(batch_size=at_once, row_groups=groups, use_threads=False))
+        yield from _iterate_records(piece, table.iter_batches(batch_size=at_once, row_groups=groups, use_threads=False))
 
 
 def list_arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
@@ -63,7 +63,7 @@ def list_arrow_pieces(file: Path, name: str, source: Source, size: int) -> list[
 
 def read_arrow(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield the rows of the piece's record batches."""
-    return _records(piece, iter_arrow_batches(piece.file, piece.start, piece.stop))
+    return _iterate_records(piece, iter_arrow_batches(piece.file, piece.start, piece.stop))
 
 
 def iter_arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> Iterator[Any]:
@@ -84,7 +84,7 @@ def iter_arrow_batches(file: Path, start: int = 0, stop: int | None = None) -> I
             yield table.get_batch(number)
 
 
-def _records(piece: Piece, batches: Iterator[Any]) -> Iterator[Record]:
+def _iterate_records(piece: Piece, batches: Iterator[Any]) -> Iterator[Record]:
     row = piece.line
     for batch in batches:
         for fields in iter_rows(batch, piece.file):

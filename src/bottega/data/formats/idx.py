@@ -91,7 +91,7 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     if is_compressed(file):
         return [Piece(file, name)]
     with open_decompressed(file) as stream:
-        _, shape = _header(stream, file)
+        _, shape = _read_header(stream, file)
     rows = max(1, size // max(1, math.prod(shape[1:])))
     return [Piece(file, name, start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
 
@@ -99,31 +99,31 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield records with `image`, an array (height, width), and `label`, an integer. Rows are counted from 0."""
     labels = find_labels(piece.file)
-    images = _rows(piece.file, piece)
+    images = _read_rows(piece.file, piece)
     if labels is None:
         for row, image in images:
             yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", {"image": image})
         return
     _check_labels(piece.file, labels)
-    for (row, image), (_, label) in zip(images, _rows(labels, piece), strict=True):
+    for (row, image), (_, label) in zip(images, _read_rows(labels, piece), strict=True):
         yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", {"image": image, "label": int(label)})
 
 
 def _check_labels(images: Path, labels: Path) -> None:
     with open_decompressed(images) as stream:
-        _, first = _header(stream, images)
+        _, first = _read_header(stream, images)
     with open_decompressed(labels) as stream:
-        dtype, second = _header(stream, labels)
+        dtype, second = _read_header(stream, labels)
     if len(second) != 1 or dtype.kind not in "iu":
         raise DataError(f"{labels} holds {dtype} of shape {second}; labels must be integers, one per row")
     if first[0] != second[0]:
         raise DataError(f"{images} has {first[0]} rows and {labels} has {second[0]}; give files that belong together")
 
 
-def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
+def _read_rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
     """Yield (number, row), reading about a megabyte at a time: the header may lie about the size."""
     with open_decompressed(file) as stream:
-        dtype, shape = _header(stream, file)
+        dtype, shape = _read_header(stream, file)
         stop = shape[0] if piece.stop is None else piece.stop
         width = dtype.itemsize * math.prod(shape[1:])
         if piece.start:
@@ -144,7 +144,7 @@ def _rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
             raise DataError(f"{file} is damaged: its header states {shape[0]} rows and more data follows them")
 
 
-def _header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _read_header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Read the header: two zero bytes, the type, the number of axes, and the length of each axis in four bytes."""
     magic = stream.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:

@@ -26,12 +26,12 @@ FILE_COLUMNS = ("file_name", "filename", "file", "path", "id")
 # Columns of a pipe-separated table without a header, as in LJSpeech.
 PIPE_COLUMNS = ("id", "text", "normalised")
 FORMATS = (jsonlines.FORMAT, jsonlist.FORMAT, columns.PARQUET, columns.ARROW)
-_FIRST_LINE = 1 << 20
+_MAX_FIRST_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """The rows of a metadata table by the file name each gives."""
+    """The rows of a metadata table, by the file name in each row."""
 
     path: Path
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -77,17 +77,17 @@ def find_table_in(folder: Path) -> Path | None:
         return None
     # Called for every file of a folder, hence cached; but a recent change may be followed by one with the same mtime.
     is_stable = modified + RACY_NS <= time.time_ns()
-    names = _cached_tables_in(str(folder), modified) if is_stable else _tables_in(str(folder))
+    names = _list_tables_cached(str(folder), modified) if is_stable else _list_tables(str(folder))
     return next((folder / name for name in names if _is_table(folder / name)), None)
 
 
-def _tables_in(folder: str) -> tuple[str, ...]:
+def _list_tables(folder: str) -> tuple[str, ...]:
     return tuple(name for name in TABLES if os.path.isfile(os.path.join(folder, name)))
 
 
 @lru_cache(maxsize=4096)
-def _cached_tables_in(folder: str, modified: int) -> tuple[str, ...]:
-    return _tables_in(folder)
+def _list_tables_cached(folder: str, modified: int) -> tuple[str, ...]:
+    return _list_tables(folder)
 
 
 def _is_table(path: Path) -> bool:
@@ -120,28 +120,28 @@ def load_metadata(file: Path, root: Path, source: Source) -> Metadata | None:
         return None
     status = path.stat()
     name = files.relative_name(root if path.is_relative_to(root) else path.parent, path)
-    return _cached(Piece(path, name), status.st_mtime_ns, status.st_size, source.delimiter, source.columns)
+    return _read_cached(Piece(path, name), status.st_mtime_ns, status.st_size, source.delimiter, source.columns)
 
 
 @lru_cache(maxsize=8)
-def _cached(piece: Piece, time: int, size: int, delimiter: str | None, names: tuple[str, ...] | None) -> Metadata:
+def _read_cached(piece: Piece, mtime: int, size: int, delimiter: str | None, names: tuple[str, ...] | None) -> Metadata:
     """Read a table once per process: each file is a record of its own, and the table describes all of them."""
     source = Source(path=str(piece.file), delimiter=delimiter, columns=names)
     metadata = Metadata(piece.file)
-    for record in _records(piece, source):
+    for record in _read_records(piece, source):
         metadata.add(record)
     return metadata
 
 
-def _records(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    for form in FORMATS:
-        if files.match_suffix(piece.file.name, dict.fromkeys(form.suffixes, form.kind)) is not None:
-            return form.read(piece, source)
-    return table.read_with_layout(piece, _layout(piece.file, source))
+def _read_records(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
+    for format in FORMATS:
+        if files.match_suffix(piece.file.name, dict.fromkeys(format.suffixes, format.kind)) is not None:
+            return format.read(piece, source)
+    return table.read_with_layout(piece, _detect_layout(piece.file, source))
 
 
-def _layout(file: Path, source: Source) -> table.Layout:
-    delimiter = table.explicit_delimiter(file, source) or _delimiter(file)
+def _detect_layout(file: Path, source: Source) -> table.Layout:
+    delimiter = table.explicit_delimiter(file, source) or _detect_delimiter(file)
     first = table.read_first_row(file, delimiter)
     if first is None:
         return table.Layout(delimiter, [], has_header=False)
@@ -159,9 +159,9 @@ def _layout(file: Path, source: Source) -> table.Layout:
     return table.Layout(delimiter, names, has_header=False)
 
 
-def _delimiter(file: Path) -> str:
+def _detect_delimiter(file: Path) -> str:
     with compression.open_decompressed(file) as stream:
-        first = stream.readline(_FIRST_LINE)
+        first = stream.readline(_MAX_FIRST_LINE_BYTES)
     # Text between tabs or pipes often has commas, never the other way round.
     return next(
         (mark for mark in "\t|" if mark.encode() in first), max(",;", key=lambda mark: first.count(mark.encode()))

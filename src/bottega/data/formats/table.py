@@ -48,7 +48,7 @@ def read_with_layout(piece: Piece, layout: Layout) -> Iterator[Record | BadRecor
     """Yield the rows of a table of a known layout."""
     with open_decompressed(piece.file) as stream:
         is_header = layout.has_header
-        for line, cells in _rows(_Lines(stream, piece.file), layout.delimiter):
+        for line, cells in _read_rows(_Lines(stream, piece.file), layout.delimiter):
             key, where = f"{piece.name}:{line}", f"{piece.location}, line {line}"
             if isinstance(cells, str):
                 yield BadRecord(key, where, cells)
@@ -62,7 +62,7 @@ def read_with_layout(piece: Piece, layout: Layout) -> Iterator[Record | BadRecor
 
 def detect_layout(file: Path, source: Source) -> Layout:
     """Detect the delimiter, the header and the column names of a table."""
-    delimiter = explicit_delimiter(file, source) or _delimiter(file)
+    delimiter = explicit_delimiter(file, source) or _detect_delimiter(file)
     sample = _sample(file, delimiter)
     if not sample:
         return Layout(delimiter, [], has_header=False)
@@ -102,7 +102,7 @@ def _suffix(file: Path) -> str:
     return Path(path.stem).suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix
 
 
-def _delimiter(file: Path) -> str:
+def _detect_delimiter(file: Path) -> str:
     """Detect the delimiter: the one that splits the first rows into equally many cells, at least two; of several the one with most cells."""
 
     def agreement(delimiter: str) -> tuple[float, int]:
@@ -119,7 +119,7 @@ def _sample(file: Path, delimiter: str) -> list[list[str]]:
     sample: list[list[str]] = []
     with open_decompressed(file) as stream:
         lines = _Lines(stream, file)
-        for count, (_, cells) in enumerate(_rows(lines, delimiter), start=1):
+        for count, (_, cells) in enumerate(_read_rows(lines, delimiter), start=1):
             if not isinstance(cells, str):
                 sample.append([cell[:SAMPLE_CELL] for cell in cells])
             if sample and (count >= SAMPLE_ROWS or lines.read >= SAMPLE_BYTES):
@@ -137,12 +137,12 @@ def _is_data(sample: list[list[str]]) -> bool:
         column = [row[at] for row in rest if at < len(row)]
         if cell.strip() and cell in column:
             return True  # positive, negative, positive
-        if column and re.search(r"\d", cell) and all(_shape(cell) == _shape(other) for other in column):
+        if column and re.search(r"\d", cell) and all(_mask_digits(cell) == _mask_digits(other) for other in column):
             return True  # LJ001-0001, LJ001-0002
     return False
 
 
-def _shape(cell: str) -> str:
+def _mask_digits(cell: str) -> str:
     return re.sub(r"\d+", "0", cell)
 
 
@@ -157,7 +157,7 @@ def _default_names(sample: list[list[str]]) -> list[str]:
     return [f"column_{at}" for at in range(width)]
 
 
-def _rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
+def _read_rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
     """Yield (line, cells) of every row that is not empty, or (line, error message); the line is the first one of the row.
 
     After an error reading continues with the next line, so that an unclosed quotation mark costs one row.

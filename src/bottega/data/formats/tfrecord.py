@@ -51,7 +51,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     with open_decompressed(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
-        for offset, data, problem in _records(stream, piece.start, piece.stop):
+        for offset, data, problem in _read_records(stream, piece.start, piece.stop):
             number += 1
             key, where = f"{piece.name}:{number}", f"{piece.location}, record {number} at byte {offset}"
             try:
@@ -106,7 +106,7 @@ def _good_headers(data: bytes, starts: np.ndarray) -> int:
     return int(wrong[0]) if len(wrong) else len(starts)
 
 
-def _records(stream: BinaryIO, at: int, stop: int | None) -> Iterator[tuple[int, bytes, str | None]]:
+def _read_records(stream: BinaryIO, at: int, stop: int | None) -> Iterator[tuple[int, bytes, str | None]]:
     """Yield (offset, data, problem or None); checksums are computed for thousands of records at a time."""
     rest, more = b"", b" "
     while more:

@@ -96,7 +96,7 @@ def compute_rarity(source: Source) -> np.ndarray:
     Samples are read as in epoch 0. Masked tokens do not count.
     """
     counts = np.zeros(0, np.int64)
-    for tokens, mask in _tokens(source):
+    for tokens, mask in _iterate_tokens(source):
         block_counts = np.bincount(tokens[mask])
         if len(block_counts) > len(counts):
             block_counts, counts = counts, block_counts
@@ -105,12 +105,13 @@ def compute_rarity(source: Source) -> np.ndarray:
     occurs = counts > 0
     surprise[occurs] = np.log(counts.sum()) - np.log(counts[occurs])
     means = [
-        (surprise[tokens] * mask).sum(axis=1) / np.maximum(1, mask.sum(axis=1)) for tokens, mask in _tokens(source)
+        (surprise[tokens] * mask).sum(axis=1) / np.maximum(1, mask.sum(axis=1))
+        for tokens, mask in _iterate_tokens(source)
     ]
     return np.concatenate(means)
 
 
-def _tokens(source: Source) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def _iterate_tokens(source: Source) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for rows in _blocks(source):
         name = "input_ids" if "input_ids" in rows else "tokens"
         if name not in rows:

@@ -158,7 +158,7 @@ class Episodes(Source):
 
 def group_by_label(source: Source) -> np.ndarray | None:
     """Return the class of each sample (n,), or None if they have none."""
-    labels = read_per_sample(source, _labels)
+    labels = read_per_sample(source, _find_labels)
     if labels is None and len(source):
         zero = np.zeros(1, np.int64)
         if "label" not in source.rows(zero, zero):
@@ -204,7 +204,7 @@ def group_by_field(source: Source, name: str) -> np.ndarray:
     return _drop_repeats(source, np.unique(values, return_inverse=True)[1].reshape(-1))
 
 
-def _labels(source: Source) -> np.ndarray | None:
+def _find_labels(source: Source) -> np.ndarray | None:
     labels = getattr(source, "labels", None)
     if labels is None:
         labels = getattr(getattr(source, "conditions", None), "labels", None)

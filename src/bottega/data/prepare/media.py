@@ -40,9 +40,9 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
         "audio" if isinstance(recipe.data, AudioData) else "video" if isinstance(recipe.data, VideoData) else "image"
     )
     # Classifiers, autoencoders and generators of a medium share its tables.
-    ready = open_if_prepared(recipe.data, task=medium)
-    if ready is not None:
-        return ready
+    prepared = open_if_prepared(recipe.data, task=medium)
+    if prepared is not None:
+        return prepared
     inputs, fractions = _inputs(recipe.data, medium)
     rules = Rules(medium)
     condition = getattr(recipe.model, "condition", "none")
@@ -69,9 +69,9 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
     from bottega.data.numbers.numeric_fields import infer_layout
     from bottega.data.numbers.vectors import VectorEncoder
 
-    ready = open_if_prepared(data, task="routing")
-    if ready is not None:
-        return ready
+    prepared = open_if_prepared(data, task="routing")
+    if prepared is not None:
+        return prepared
     inputs, fractions = _vector_inputs(data)
     check_medium(inputs, "x")
     is_made, rules = data.is_synthetic, Rules("x")

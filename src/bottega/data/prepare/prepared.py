@@ -208,7 +208,7 @@ def prepare(
     for input in plan.inputs:
         input.source_files.hash_files(progress)
     folder = get_or_build(cache, plan.key, lambda folder: _build(plan, folder, progress))
-    return PreparedData(folder, plan.key, _unread_parts(plan.inputs), plan.held_out_hashes)
+    return PreparedData(folder, plan.key, _list_unread_splits(plan.inputs), plan.held_out_hashes)
 
 
 def open_prepared(folder: Path, *, task: str) -> PreparedData:
@@ -249,15 +249,15 @@ def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
         for key in ("replay", "split", "clean", "filter", "deduplicate"):
             if getattr(data, key, None) is not None:
                 raise UsageError(f"data.{key} cannot be applied to {path}, which contains prepared shards; remove it")
-        ready = open_prepared(path, task=task)
+        prepared = open_prepared(path, task=task)
         for name, part in (("validation", data.validation), ("test", data.test)):
             if part is not None and part.path is not None:
                 raise UsageError(
                     f"data.{name}.path: {path} contains prepared shards with splits of their own; remove it"
                 )
-            if part is not None and name == "test" and name not in ready.tables:
+            if part is not None and name == "test" and name not in prepared.tables:
                 raise UsageError(f"data.{name}: {path} has no such split; prepare it again with one, or remove it")
-        return ready
+        return prepared
     return None
 
 
@@ -295,7 +295,7 @@ def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback
     classes = None
     if "label" in encoder.columns:
         _check_labels(plan, folder)
-        classes = _classes(plan, folder, counts["tables"])
+        classes = _collect_classes(plan, folder, counts["tables"])
     meta = {
         "format": FORMAT,
         "task": plan.task,
@@ -312,12 +312,12 @@ def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback
     write_atomic(folder / META, json.dumps(meta, indent=1))
 
 
-def _unread_parts(inputs: tuple[Input, ...]) -> tuple[str, ...]:
-    read = {input.source_files.split_name for input in inputs}
+def _list_unread_splits(inputs: tuple[Input, ...]) -> tuple[str, ...]:
+    split_names = {input.source_files.split_name for input in inputs}
     beside_train = {
         part for input in inputs if input.table.startswith("train") for part in input.source_files.other_splits
     }
-    return tuple(sorted(beside_train - read))
+    return tuple(sorted(beside_train - split_names))
 
 
 def _check_unchanged(plan: PreparationPlan) -> None:
@@ -328,7 +328,7 @@ def _check_unchanged(plan: PreparationPlan) -> None:
             raise DataError(f"{input.source_files.root} changed while it was read; run again when it no longer changes")
 
 
-def _classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list[str]:
+def _collect_classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list[str]:
     """Return the classes of all tables; a label outside of them is an error now rather than in training."""
     first_of: dict[str, str] = {}
     for name in tables:

@@ -89,7 +89,7 @@ class Concat(Source):
                     "the same fields"
                 )
             for name, value in rows.items():
-                ours, theirs = _form(model[name]), _form(value)
+                ours, theirs = _describe_form(model[name]), _describe_form(value)
                 if ours != theirs:
                     raise DataError(
                         f"{name!r} is {ours} in {self.names[leader]} and {theirs} in {self.names[other]}; give the "
@@ -126,7 +126,7 @@ def _pad(array: np.ndarray, width: int, value: int) -> np.ndarray:
     return np.pad(array, padding, constant_values=value)
 
 
-def _form(value: Any) -> str:
+def _describe_form(value: Any) -> str:
     """Return what must agree within a batch: type and shape of a row, or the value itself if it is one for all rows."""
     if np.ndim(value) == 0:
         return str(value)
@@ -177,7 +177,7 @@ def combine_sources(
                 )
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]
-    plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_names(data, options))
+    plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_list_names(data, options))
     if mixture == "sequence":
         return _sequence(plain, data, seed)
     by_source = mixture_weights(plain.sizes, mixture, [option.weight for option in options], data.temperature)
@@ -228,7 +228,7 @@ def _check(source: Concat) -> None:
         source.check()
 
 
-def _names(data: Data, options: Sequence[SourceOptions]) -> list[str]:
+def _list_names(data: Data, options: Sequence[SourceOptions]) -> list[str]:
     if data.sources is None and len(options) == 1:
         return ["data.train"]
     return [option.name or f"data.sources[{i}]" for i, option in enumerate(options)]

@@ -86,7 +86,7 @@ def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
 
 def write_manifest(folder: Path) -> None:
     """Write MANIFEST.json of a folder; the caller flushes it to disk with the rest."""
-    files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
+    files = {path.relative_to(folder).as_posix(): path for path in _list_files(folder) if path.name != MANIFEST}
     rows = {name: {**_size_and_time(path), "sha256": _sha256(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(json.dumps(rows, indent=1))
 
@@ -103,7 +103,7 @@ def find_damage(folder: Path) -> str | None:
     """
     try:
         rows = json.loads((folder / MANIFEST).read_bytes())
-        files = {path.relative_to(folder).as_posix(): path for path in _files(folder) if path.name != MANIFEST}
+        files = {path.relative_to(folder).as_posix(): path for path in _list_files(folder) if path.name != MANIFEST}
         for name in sorted(rows.keys() ^ files.keys()):
             return f"{name} is missing" if name in rows else f"{name} does not belong there"
         return next((f"{name} has changed" for name, path in files.items() if not _matches(path, rows[name])), None)
@@ -123,7 +123,7 @@ def _size_and_time(path: Path) -> dict[str, int]:
     return {"bytes": status.st_size, "time": status.st_mtime_ns}
 
 
-def _files(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 

@@ -12,7 +12,7 @@ import re
 from typing import final
 
 
-def _names(text: str) -> frozenset[str]:
+def _split_names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
@@ -24,13 +24,13 @@ _DROPPED = {
 # As in a browser, an unclosed one removes the rest: a truncated page often ends inside a script.
 _SWALLOWS_THE_REST = frozenset(("script", "style"))
 
-_PARAGRAPHS = _names(
+_PARAGRAPHS = _split_names(
     "p h1 h2 h3 h4 h5 h6 ul ol dl table blockquote pre article section header footer nav main aside figure form hr "
     "fieldset details body"
 )
-_LINES = _names("div li dt dd tr caption thead tbody tfoot address figcaption legend summary option label br")
+_LINES = _split_names("div li dt dd tr caption thead tbody tfoot address figcaption legend summary option label br")
 _CELLS = frozenset(("td", "th"))
-_INLINE = _names(
+_INLINE = _split_names(
     "a abbr b big center code del em font html i img input ins kbd link meta s small span strong sub sup u"
 )
 

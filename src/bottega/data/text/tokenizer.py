@@ -275,7 +275,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{path} must hold a JSON object, not a {type(fields).__name__}")
+        raise DataError(f"{path} must contain a JSON object, but contains a JSON value of type {type(fields).__name__}")
     return fields
 
 

@@ -48,10 +48,10 @@ def measure_memory(
 def measure_weights(engine: TorchEngine) -> list[ModelMemory]:
     """Return the memory of each of the task's models, the trained one first."""
     models = {"model": engine.model, **{n: m for n, m in engine.frozen.items() if n != "model"}}
-    return [_weights(name, model) for name, model in models.items()]
+    return [_measure_weights(name, model) for name, model in models.items()]
 
 
-def _weights(name: str, model: Any) -> ModelMemory:
+def _measure_weights(name: str, model: Any) -> ModelMemory:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     parameters = {id(p): p for p in model.parameters()}.values()
     kinds = Counter({str(t.dtype).removeprefix("torch."): 0 for t in tensors})

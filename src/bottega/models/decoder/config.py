@@ -66,13 +66,15 @@ class TransformerShape(BaseModel):
     def _parts_agree(self) -> TransformerShape:
         if self.mixers is not None and len(self.mixers) != self.num_layers:
             raise ValueError(
-                f"mixers {len(self.mixers)}: there must be num_layers {self.num_layers}, one for each layer"
+                f"mixers: has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
             )
         if (self.ssm is not None) != self.has_ssm:
-            raise ValueError("ssm: its dimensions must be given exactly where a layer has a state space")
+            raise ValueError("ssm: must be given if a layer has a state space, and only then")
         for name, part in (("ssm", self.ssm), ("experts", self.experts)):
             if part is not None and part.hidden_size != self.hidden_size:
-                raise ValueError(f"{name}.hidden_size {part.hidden_size}: the model has {self.hidden_size}")
+                raise ValueError(
+                    f"{name}.hidden_size {part.hidden_size}: the model has {self.hidden_size}; they must be equal"
+                )
         if self.experts is not None and not any(map(self.has_experts, range(self.num_layers))):
             raise ValueError(
                 f"experts_every {self.experts_every}: none of the {self.num_layers} layers has experts; try {self.num_layers}"

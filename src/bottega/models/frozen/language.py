@@ -57,7 +57,7 @@ class LanguageModelMetadata(NamedTuple):
 def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
     """Return the metadata of the language model that `folder` (a folder, run or hub name) refers to."""
     folder = resolve_model(folder, key=KEY).path
-    config = _config(folder)
+    config = _read_config(folder)
     text = config.get_text_config(decoder=True)
     hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
     vocab_size = getattr(text, "vocab_size", None)
@@ -90,7 +90,7 @@ def load_language_model(
     `device` is where it will run, which decides the precision `auto`.
     """
     folder = resolve_model(folder, key=KEY).path
-    config = _config(folder)
+    config = _read_config(folder)
     import transformers
 
     supports_prefixes = _supports_prefixes(config)
@@ -227,33 +227,33 @@ class FrozenLanguageModel(nn.Module):
         *,
         max_tokens: int,
         allowed: AllowedWords | None = None,
-        ends: Iterable[int] = (),
+        stop_tokens: Iterable[int] = (),
     ) -> list[list[int]]:
         """Decode greedily after each prompt `ids` (B, T); return token ids without the end token.
 
-        `ends` are additional end tokens, such as line breaks, which may not be the first token of an answer.
+        `stop_tokens` end an answer in addition to the end tokens of the model; they may not be the first token of an answer.
         """
         mask = mask.long()
         order = mask.argsort(dim=1, stable=True)[:, -int(mask.sum(1).max()) :]
         ids, mask = ids.gather(1, order), mask.gather(1, order)
         size = self.model.config.get_text_config(decoder=True).vocab_size
-        ends = sorted({token for token in ends if token < size} - set(self.end_tokens))
-        stops = [*self.end_tokens, *ends]
+        stop_tokens = sorted({token for token in stop_tokens if token < size} - set(self.end_tokens))
+        all_stop_tokens = [*self.end_tokens, *stop_tokens]
         start = ids.shape[1]
-        options: dict[str, Any] = {"max_new_tokens": max_tokens, "eos_token_id": stops or None}
+        options: dict[str, Any] = {"max_new_tokens": max_tokens, "eos_token_id": all_stop_tokens or None}
         if allowed is not None:
-            assert stops, "constrained answers need a token that ends them"
+            assert all_stop_tokens, "constrained answers need a token that ends them"
 
             def next_tokens(_: int, row: Tensor) -> list[int]:
                 tokens, may_end = allowed.allowed_next(row[start:].tolist())
                 # A finished answer is padded until the others of its batch are finished.
-                return [*tokens, *stops] if may_end or not tokens else tokens
+                return [*tokens, *all_stop_tokens] if may_end or not tokens else tokens
 
             options["prefix_allowed_tokens_fn"] = next_tokens
-        elif ends:
-            options["begin_suppress_tokens"] = ends
+        elif stop_tokens:
+            options["begin_suppress_tokens"] = stop_tokens
         generated = self.model.generate(input_ids=ids, attention_mask=mask, do_sample=False, num_beams=1, **options)
-        return [_cut_at_end(row, stops) for row in generated[:, start:].tolist()]
+        return [_cut_at_end(row, all_stop_tokens) for row in generated[:, start:].tolist()]
 
     def compile_parts(self, *, always: bool) -> None:
         """Compile the layers for forwards with trained prefixes; with `always` even where the model is small.
@@ -314,8 +314,8 @@ class FrozenLanguageModel(nn.Module):
         return checkpointed_forward
 
 
-def _cut_at_end(row: list[int], ends: list[int]) -> list[int]:
-    return row[: next((at for at, token in enumerate(row) if token in ends), len(row))]
+def _cut_at_end(row: list[int], stop_tokens: list[int]) -> list[int]:
+    return row[: next((at for at, token in enumerate(row) if token in stop_tokens), len(row))]
 
 
 def _read_end_tokens(model: Any) -> tuple[int, ...]:
@@ -327,7 +327,7 @@ def _read_end_tokens(model: Any) -> tuple[int, ...]:
     return tuple(token for token in tokens if token is not None and token < text.vocab_size)
 
 
-def _config(folder: Path) -> Any:
+def _read_config(folder: Path) -> Any:
     path = folder / "config.json"
     if not path.is_file():
         raise UsageError(f"{KEY}: {folder} has no config.json; use the folder of a saved language model")

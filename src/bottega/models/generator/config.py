@@ -34,7 +34,9 @@ class DiTShape(BaseModel):
     @model_validator(mode="after")
     def _fits(self) -> DiTShape:
         if len(self.patch) != len(self.grid):
-            raise ValueError(f"a patch of {len(self.patch)} sides for a sample of {len(self.grid)}")
+            raise ValueError(
+                f"patch: has length {len(self.patch)}, but grid has length {len(self.grid)}; give one side of the patch for each side of the grid"
+            )
         wrong = [axis for axis, (side, part) in enumerate(zip(self.grid, self.patch, strict=True)) if side % part]
         if wrong:
             side, part = self.grid[wrong[0]], self.patch[wrong[0]]

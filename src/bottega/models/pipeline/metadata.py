@@ -220,9 +220,9 @@ def _check_size_condition(unet: Path, config: dict[str, Any], pooled: int) -> No
     width, expected = config.get("addition_time_embed_dim"), config.get("projection_class_embeddings_input_dim")
     if width is None or expected != pooled + NUM_SIZE_IDS * width:
         raise UsageError(
-            f"{KEY}: {unet} takes {expected} numbers besides the text (projection_class_embeddings_input_dim), but "
-            "its second "
-            f"encoder gives {pooled} and the image size {NUM_SIZE_IDS} x {width}; they do not match"
+            f"{KEY}: {unet} has projection_class_embeddings_input_dim {expected}, but the pooled output of its second text "
+            f"encoder ({pooled}) and the embedded image size ({NUM_SIZE_IDS} x {width}) do not add up to it; use a complete "
+            "copy of one pipeline"
         )
 
 

@@ -170,7 +170,7 @@ def _load_network(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
             description="a text encoder",
             errors=(OSError, ValueError, RuntimeError),
             dtype=torch.float32,
-            config=_config(shape),
+            config=_build_config(shape),
             ignore_mismatched_sizes=True,
         )
     mismatched = {name if isinstance(name, str) else name[0] for name in info["mismatched_keys"]}
@@ -181,11 +181,11 @@ def _network(shape: PretrainedShape) -> Any:
     transformers = _transformers()
     with quiet_logging(), isolated_rng():
         return transformers.AutoModelForSequenceClassification.from_config(
-            _config(shape), trust_remote_code=False, dtype=torch.float32
+            _build_config(shape), trust_remote_code=False, dtype=torch.float32
         )
 
 
-def _config(shape: PretrainedShape) -> Any:
+def _build_config(shape: PretrainedShape) -> Any:
     values = json.loads(shape.config)
     return _transformers().AutoConfig.for_model(values.pop("model_type"), **values)
 

@@ -67,7 +67,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     if len(classes) < 2:
         description = f"only the class {classes.names[0]}" if len(classes) else "no classes"
         raise DataError(
-            f"data.train: has {description}; a classifier needs two or more: set data.condition_field to their field"
+            f"data.train: has {description}; a classifier needs two or more: set data.condition_field to the field with the classes"
         )
     classes = find_training_classes(prepared, include_held_out=includes_unseen_classes(checked))
     mel = fit_mel_processor(checked, prepared) if isinstance(checked, AudioClassifyRecipe) else None

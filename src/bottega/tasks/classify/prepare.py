@@ -57,10 +57,10 @@ def prepare_classify(
     `num_classes` is that of the recipe, None to count the classes in the data. With data.multi_label, `label` is a JSON list
     of class names.
     """
-    ready = open_if_prepared(data, task="classify")
-    if ready is not None:
-        _check_ready(ready, data, spec)
-        return ready
+    prepared = open_if_prepared(data, task="classify")
+    if prepared is not None:
+        _check_prepared(prepared, data, spec)
+        return prepared
     data = resolve_embedded_sources(data, "jsonl", find_docstrings_file)
     inputs, fractions = collect_inputs(data)
     check_medium(inputs, "text")
@@ -126,16 +126,16 @@ def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[
     return tuple(changed), tuple(dict.fromkeys(notes))
 
 
-def _check_ready(ready: PreparedData, data: ClassifyData, spec: TokenizerSpec) -> None:
-    if ready.metadata.get("multi_label", False) != data.multi_label:
+def _check_prepared(prepared: PreparedData, data: ClassifyData, spec: TokenizerSpec) -> None:
+    if prepared.metadata.get("multi_label", False) != data.multi_label:
         number = "one class" if data.multi_label else "several classes"
         raise DataError(
-            f"{ready.folder} was prepared with {number} per text, but data.multi_label is {str(data.multi_label).lower()}; "
+            f"{prepared.folder} was prepared with {number} per text, but data.multi_label is {str(data.multi_label).lower()}; "
             "prepare it again"
         )
-    if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.metadata["tokenizer"]:
+    if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != prepared.metadata["tokenizer"]:
         raise DataError(
-            f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it again with {spec.path}"
+            f"{prepared.folder} was prepared with another tokenizer than {spec.path}; prepare it again with {spec.path}"
         )
 
 

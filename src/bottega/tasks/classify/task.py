@@ -175,7 +175,7 @@ class Classification(Task):
             plain = F.cross_entropy(logits, labels, reduction="none")
         weights = counted.float()
         if self.class_weights is not None and not self.multi_label:
-            weights = weights * _weights(self.class_weights, logits.device)[labels]
+            weights = weights * _copy_weights(self.class_weights, logits.device)[labels]
         return {**_means({**correct, "loss": plain}, counted), "objective": (total.detach(), weights.sum())}
 
     def predict(self, models: Models, batch: Batch) -> Tensor:
@@ -216,14 +216,16 @@ class Classification(Task):
     def _single_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the loss of each example times the weight of its class, (batch,)."""
         losses = self._loss.per_example(logits, labels)
-        return losses if self.class_weights is None else losses * _weights(self.class_weights, logits.device)[labels]
+        return (
+            losses if self.class_weights is None else losses * _copy_weights(self.class_weights, logits.device)[labels]
+        )
 
     def _multi_label_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the weighted mean of each example's losses over the classes, (batch,)."""
         losses = self._loss.per_label(logits, labels)
         if self.class_weights is None:
             return losses.mean(1)
-        weights = _weights(self.class_weights, logits.device)
+        weights = _copy_weights(self.class_weights, logits.device)
         return (losses * weights).sum(1) / weights.sum()
 
 
@@ -233,6 +235,6 @@ def _means(values: Mapping[str, Tensor], counted: Tensor) -> Sums:
 
 
 @lru_cache(maxsize=16)
-def _weights(values: tuple[float, ...], device: torch.device) -> Tensor:
+def _copy_weights(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Class weights on `device`, cached because copying them makes the host wait."""
     return torch.tensor(values, device=device)

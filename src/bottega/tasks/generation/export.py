@@ -60,7 +60,7 @@ def export_generator(workload: GenerationWorkload, models: Models, folder: Path)
     workload.processor.write(folder / "processor")
     if pipeline is not None:
         _write_json(folder / INDEX, _index(workload, pipeline))
-    _write_json(folder / CONFIG, _config(workload))
+    _write_json(folder / CONFIG, _build_config(workload))
     return _card(workload, is_stock=pipeline is not None)
 
 
@@ -168,7 +168,7 @@ def _write_text(workload: GenerationWorkload, encoder: Any, folder: Path) -> Non
     _write_json(path, {**config, "model_max_length": workload.text.tokens.length})
 
 
-def _config(workload: GenerationWorkload) -> dict[str, Any]:
+def _build_config(workload: GenerationWorkload) -> dict[str, Any]:
     options, task = workload.recipe.samples, workload.task.model_dump(mode="json", exclude={"pretrained"})
     for part, name in (("latents", "vae"), ("text", "text_encoder")):
         if task.get(part):

@@ -33,13 +33,13 @@ def prepare_language(
     data: TextData, spec: TokenizerSpec, *, progress: ProgressCallback, cache: Path | None = None
 ) -> PreparedData:
     """Return the tokens of a recipe's texts: from shards that were prepared elsewhere, from the cache, or computed now."""
-    ready = open_if_prepared(data, task="language")
-    if ready is not None:
-        if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != ready.metadata["tokenizer"]:
+    prepared = open_if_prepared(data, task="language")
+    if prepared is not None:
+        if spec.kind == "pretrained" and build_tokenizer(spec, ()).fingerprint != prepared.metadata["tokenizer"]:
             raise DataError(
-                f"{ready.folder} was prepared with another tokenizer than {spec.path}; prepare it again with {spec.path}"
+                f"{prepared.folder} was prepared with another tokenizer than {spec.path}; prepare it again with {spec.path}"
             )
-        return ready
+        return prepared
     return prepare(plan_language_data(data, spec), cache=cache or default_cache(), progress=progress)
 
 

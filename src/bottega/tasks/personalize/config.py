@@ -123,7 +123,7 @@ class PersonalizeData(Data):
     history_length: Positive | None = Field(None, description="number of most recent liked items to use; null is all")
     image_size: Positive = Field(512, le=8192, description="side in pixels")
     captions: str | None = Field(
-        None, description="file of captions by item, or folder of a captioning model; null is those of the records"
+        None, description="file of captions by item, or folder of a captioning model; null uses those of the records"
     )
     pictures: str | None = Field(
         None, description="folder that image names are relative to; null is that of the records"

@@ -14,17 +14,17 @@ from bottega.data.image.caption import fit_captions
 from bottega.storage.durable import replacing_file
 
 MARGIN, GAP = 24.0, 6.0
-THUMB, IMAGE_SIDE = 48.0, 80.0
-"""Sides of liked and of generated images. At twice the size, 32 pixels become 96 and 160, whole multiples."""
+THUMB_SIDE, IMAGE_SIDE = 48.0, 80.0
+"""Sides of liked and of generated images. A canvas has two pixels per unit: images of 32 pixels are enlarged by 3 and by 5."""
 MAX_HISTORY_SHOWN = 6
-"""Images of a history that are shown; of a longer one the last."""
-WISH = 96.0
-HEAD, TEXT, LINE = 13.0, 11.0, 15.0
-TITLE = 34.0
-PAGE, COLUMNS = 1900.0, 12
+"""Maximum number of images shown of a history: the last ones."""
+WISH_WIDTH = 96.0
+HEAD_SIZE, TEXT_SIZE, LINE_HEIGHT = 13.0, 11.0, 15.0
+TITLE_HEIGHT = 34.0
+MAX_COLUMN_HEIGHT, MAX_COLUMNS = 1900.0, 12
 """Maximum height of a column, nearly 4,000 pixels, and maximum number of columns."""
-ACROSS = 6
-"""Images in a row for one wish; of very many, as many as make a square."""
+IMAGES_PER_LINE = 6
+"""Images side by side for one wish, or the square root of their number if that is larger."""
 LEGEND = "below each: weights of soft tokens / keywords / wish"
 
 
@@ -35,8 +35,8 @@ class UserSummary:
     user: str
     history: Sequence[np.ndarray]
     """The last liked images, uint8 (height, width, 3)."""
-    earlier: int
-    """Number of further items of the history."""
+    num_earlier: int
+    """Number of earlier items of the history, which are not shown."""
     likes: str
     wish: str
 
@@ -46,8 +46,8 @@ class Comparison:
     """The same wish generated without and with personalisation."""
 
     summary: UserSummary
-    without: np.ndarray
-    personal: np.ndarray
+    baseline: np.ndarray
+    personalised: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -63,29 +63,29 @@ def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> Non
     """Write a contact sheet with a row for each user: history, wish, image without and with personalisation."""
     left = MARGIN
     wish_x = left + _history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
-    without_x = wish_x + WISH + 2 * GAP
-    personal_x = without_x + IMAGE_SIDE + 4 * GAP
+    baseline_x = wish_x + WISH_WIDTH + 2 * GAP
+    personalised_x = baseline_x + IMAGE_SIDE + 4 * GAP
     row = IMAGE_SIDE + 3 * GAP
-    sheet = Canvas(personal_x + IMAGE_SIDE + MARGIN, MARGIN + TITLE + len(comparisons) * row + MARGIN / 2)
-    heads = [("history", left, "lm"), ("wish", wish_x + WISH / 2, "mm")]
-    heads += [("without", without_x + IMAGE_SIDE / 2, "mm"), ("with", personal_x + IMAGE_SIDE / 2, "mm")]
+    sheet = Canvas(personalised_x + IMAGE_SIDE + MARGIN, MARGIN + TITLE_HEIGHT + len(comparisons) * row + MARGIN / 2)
+    heads = [("history", left, "lm"), ("wish", wish_x + WISH_WIDTH / 2, "mm")]
+    heads += [("without", baseline_x + IMAGE_SIDE / 2, "mm"), ("with", personalised_x + IMAGE_SIDE / 2, "mm")]
     for words, x, anchor in heads:
-        sheet.draw_text(x, MARGIN + HEAD / 2, words, anchor=anchor, size=HEAD, fill=FAINT)
+        sheet.draw_text(x, MARGIN + HEAD_SIZE / 2, words, anchor=anchor, size=HEAD_SIZE, fill=FAINT)
     for number, comparison in enumerate(comparisons):
-        top = MARGIN + TITLE + number * row
-        sheet.draw_line(left, top - 1.5 * GAP, personal_x + IMAGE_SIDE, top - 1.5 * GAP, fill=GRID)
-        _draw_history(sheet, left, top, comparison.summary.history, comparison.summary.earlier)
+        top = MARGIN + TITLE_HEIGHT + number * row
+        sheet.draw_line(left, top - 1.5 * GAP, personalised_x + IMAGE_SIDE, top - 1.5 * GAP, fill=GRID)
+        _draw_history(sheet, left, top, comparison.summary.history, comparison.summary.num_earlier)
         width = wish_x - left - 4 * GAP
         _draw_lines(
             sheet,
             left,
-            top + THUMB + LINE - 2,
+            top + THUMB_SIDE + LINE_HEIGHT - 2,
             f"user {comparison.summary.user} likes {comparison.summary.likes or '(no keywords)'}",
             width=width,
         )
-        _draw_centred(sheet, wish_x + WISH / 2, top + IMAGE_SIDE / 2, comparison.summary.wish, width=WISH)
-        sheet.paste_image(without_x, top, comparison.without, IMAGE_SIDE)
-        sheet.paste_image(personal_x, top, comparison.personal, IMAGE_SIDE)
+        _draw_centred(sheet, wish_x + WISH_WIDTH / 2, top + IMAGE_SIDE / 2, comparison.summary.wish, width=WISH_WIDTH)
+        sheet.paste_image(baseline_x, top, comparison.baseline, IMAGE_SIDE)
+        sheet.paste_image(personalised_x, top, comparison.personalised, IMAGE_SIDE)
     _save(sheet, path)
 
 
@@ -95,9 +95,11 @@ def write_contact_sheet(rows: Sequence[GeneratedRow], path: Path) -> None:
     Blocks fill one column after the other.
     """
     num_images = max(len(row.images) for row in rows)
-    across = min(num_images, max(ACROSS, math.ceil(math.sqrt(num_images))))
-    width = max(across * (IMAGE_SIDE + GAP) - GAP, _history_width([row.summary for row in rows]), 4 * IMAGE_SIDE)
-    blocks = [_lay_out(row, across=across, width=width) for row in rows]
+    images_per_line = min(num_images, max(IMAGES_PER_LINE, math.ceil(math.sqrt(num_images))))
+    width = max(
+        images_per_line * (IMAGE_SIDE + GAP) - GAP, _history_width([row.summary for row in rows]), 4 * IMAGE_SIDE
+    )
+    blocks = [_lay_out(row, images_per_line=images_per_line, width=width) for row in rows]
     columns = _split_columns([block.height for block in blocks])
     num_shown, height = sum(map(len, columns)), max(sum(blocks[i].height for i in column) for column in columns)
     sheet = Canvas(MARGIN + len(columns) * (width + MARGIN), MARGIN + height + MARGIN)
@@ -106,10 +108,10 @@ def write_contact_sheet(rows: Sequence[GeneratedRow], path: Path) -> None:
         for index in column:
             if index != column[0]:
                 sheet.draw_line(x, top - 2 * GAP, x + width, top - 2 * GAP, fill=GRID)
-            _draw_block(sheet, blocks[index], x, top, across=across)
+            _draw_block(sheet, blocks[index], x, top, images_per_line=images_per_line)
             top += blocks[index].height
     legend = f"{LEGEND}; {len(rows) - num_shown:,} more are not shown" if num_shown < len(rows) else LEGEND
-    sheet.draw_text(MARGIN, MARGIN + height, legend, anchor="lm", size=TEXT - 2, fill=FAINT)
+    sheet.draw_text(MARGIN, MARGIN + height, legend, anchor="lm", size=TEXT_SIZE - 2, fill=FAINT)
     _save(sheet, path)
 
 
@@ -125,29 +127,31 @@ class _Block:
     """Height with the gap below."""
 
 
-def _lay_out(row: GeneratedRow, *, across: int, width: float) -> _Block:
+def _lay_out(row: GeneratedRow, *, images_per_line: int, width: float) -> _Block:
     likes = f", who likes {row.summary.likes}" if row.summary.likes else " (no keywords)"
-    wish = _wrap(row.summary.wish, width, HEAD)
-    user = _wrap(f"for user {row.summary.user}{likes}", width, TEXT)
-    head = (len(wish) + len(user)) * LINE + 2 * GAP + (THUMB + 2 * GAP if row.summary.history else 0)
-    num_lines = math.ceil(len(row.images) / across)
-    return _Block(row, wish, user, head, head + num_lines * (IMAGE_SIDE + LINE + GAP) + 3 * GAP)
+    wish = _wrap(row.summary.wish, width, HEAD_SIZE)
+    user = _wrap(f"for user {row.summary.user}{likes}", width, TEXT_SIZE)
+    head = (len(wish) + len(user)) * LINE_HEIGHT + 2 * GAP + (THUMB_SIDE + 2 * GAP if row.summary.history else 0)
+    num_lines = math.ceil(len(row.images) / images_per_line)
+    return _Block(row, wish, user, head, head + num_lines * (IMAGE_SIDE + LINE_HEIGHT + GAP) + 3 * GAP)
 
 
-def _draw_block(sheet: Canvas, block: _Block, x: float, top: float, *, across: int) -> None:
-    row, y = block.row, top + HEAD / 2
+def _draw_block(sheet: Canvas, block: _Block, x: float, top: float, *, images_per_line: int) -> None:
+    row, y = block.row, top + HEAD_SIZE / 2
     for text in block.wish:
-        sheet.draw_text(x, y, text, anchor="lm", size=HEAD)
-        y += LINE
+        sheet.draw_text(x, y, text, anchor="lm", size=HEAD_SIZE)
+        y += LINE_HEIGHT
     for text in block.user:
-        sheet.draw_text(x, y, text, anchor="lm", size=TEXT, fill=FAINT)
-        y += LINE
-    _draw_history(sheet, x, y - HEAD / 2 + GAP, row.summary.history, row.summary.earlier)
+        sheet.draw_text(x, y, text, anchor="lm", size=TEXT_SIZE, fill=FAINT)
+        y += LINE_HEIGHT
+    _draw_history(sheet, x, y - HEAD_SIZE / 2 + GAP, row.summary.history, row.summary.num_earlier)
     for number, (image, caption) in enumerate(zip(row.images, row.captions, strict=True)):
-        line, column = divmod(number, across)
-        left, y = x + column * (IMAGE_SIDE + GAP), top + block.head + line * (IMAGE_SIDE + LINE + GAP)
+        line, column = divmod(number, images_per_line)
+        left, y = x + column * (IMAGE_SIDE + GAP), top + block.head + line * (IMAGE_SIDE + LINE_HEIGHT + GAP)
         sheet.paste_image(left, y, image, IMAGE_SIDE)
-        sheet.draw_text(left + IMAGE_SIDE / 2, y + IMAGE_SIDE + LINE / 2, caption, size=TEXT - 2, fill=FAINT)
+        sheet.draw_text(
+            left + IMAGE_SIDE / 2, y + IMAGE_SIDE + LINE_HEIGHT / 2, caption, size=TEXT_SIZE - 2, fill=FAINT
+        )
 
 
 def _split_columns(heights: Sequence[float]) -> list[list[int]]:
@@ -155,8 +159,8 @@ def _split_columns(heights: Sequence[float]) -> list[list[int]]:
     columns: list[list[int]] = [[]]
     used = 0.0
     for index, height in enumerate(heights):
-        if columns[-1] and used + height > PAGE:
-            if len(columns) == COLUMNS:
+        if columns[-1] and used + height > MAX_COLUMN_HEIGHT:
+            if len(columns) == MAX_COLUMNS:
                 break
             columns.append([])
             used = 0.0
@@ -166,20 +170,20 @@ def _split_columns(heights: Sequence[float]) -> list[list[int]]:
 
 
 def _history_width(users: Sequence[UserSummary]) -> float:
-    return max(max(len(user.history) for user in users) * (THUMB + GAP) - GAP, 4 * THUMB)
+    return max(max(len(user.history) for user in users) * (THUMB_SIDE + GAP) - GAP, 4 * THUMB_SIDE)
 
 
-def _draw_history(sheet: Canvas, x: float, y: float, images: Sequence[np.ndarray], earlier: int) -> None:
+def _draw_history(sheet: Canvas, x: float, y: float, images: Sequence[np.ndarray], num_earlier: int) -> None:
     for number, image in enumerate(images):
-        sheet.paste_image(x + number * (THUMB + GAP), y, image, THUMB)
-    if earlier:
-        end = x + len(images) * (THUMB + GAP)
-        sheet.draw_text(end, y + THUMB / 2, f"+{earlier}", anchor="lm", size=TEXT - 2, fill=FAINT)
+        sheet.paste_image(x + number * (THUMB_SIDE + GAP), y, image, THUMB_SIDE)
+    if num_earlier:
+        end = x + len(images) * (THUMB_SIDE + GAP)
+        sheet.draw_text(end, y + THUMB_SIDE / 2, f"+{num_earlier}", anchor="lm", size=TEXT_SIZE - 2, fill=FAINT)
 
 
 def _draw_lines(sheet: Canvas, x: float, y: float, text: str, *, width: float) -> None:
-    for number, line in enumerate(_wrap(text, width, TEXT)):
-        sheet.draw_text(x, y + number * LINE, line, anchor="lm", size=TEXT, fill=FAINT)
+    for number, line in enumerate(_wrap(text, width, TEXT_SIZE)):
+        sheet.draw_text(x, y + number * LINE_HEIGHT, line, anchor="lm", size=TEXT_SIZE, fill=FAINT)
 
 
 def _wrap(text: str, width: float, size: float) -> list[str]:
@@ -188,9 +192,9 @@ def _wrap(text: str, width: float, size: float) -> list[str]:
 
 
 def _draw_centred(sheet: Canvas, x: float, y: float, text: str, *, width: float) -> None:
-    lines = _wrap(text, width, HEAD)
+    lines = _wrap(text, width, HEAD_SIZE)
     for number, line in enumerate(lines):
-        sheet.draw_text(x, y + (number - (len(lines) - 1) / 2) * (LINE + 2), line, size=HEAD, fill=BLUE)
+        sheet.draw_text(x, y + (number - (len(lines) - 1) / 2) * (LINE_HEIGHT + 2), line, size=HEAD_SIZE, fill=BLUE)
 
 
 def _save(sheet: Canvas, path: Path) -> None:

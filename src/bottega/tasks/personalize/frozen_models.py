@@ -97,11 +97,11 @@ def find_frozen_models(recipe: PersonalizeRecipe) -> PersonalizeMetadata:
     """Find the frozen models of a new run; only their configurations are read, so that a mismatch is found early."""
     language, generator = (_find_model(recipe, key) for key in (LANGUAGE, GENERATOR))
     clip = _find_model(recipe, JUDGE) if recipe.model.clip is not None else None
-    shape = _shape(recipe, Path(language.folder), read_pipeline_metadata(generator.folder))
+    shape = _build_shape(recipe, Path(language.folder), read_pipeline_metadata(generator.folder))
     return PersonalizeMetadata(shape=shape, language_model=language, diffusion=generator, clip=clip)
 
 
-def _shape(recipe: PersonalizeRecipe, folder: Path, image: PipelineMetadata) -> SoftPromptShape:
+def _build_shape(recipe: PersonalizeRecipe, folder: Path, image: PipelineMetadata) -> SoftPromptShape:
     model, language = recipe.model, read_language_model_metadata(folder)
     language.require_prefixes(model.num_prefix_tokens)
     image.check_side(recipe.data.image_size)

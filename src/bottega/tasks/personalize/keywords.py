@@ -55,16 +55,16 @@ class KeywordDecoder:
                 mask.to(device),
                 max_tokens=self.options.max_tokens,
                 allowed=self._allowed,
-                ends=[*self.line_breaks, *self.tokenizer.stop_tokens],
+                stop_tokens=[*self.line_breaks, *self.tokenizer.stop_tokens],
             )
             yield {key: self._read_answer(tokens) for key, tokens in zip(batch, answers, strict=True)}
             keys = keys[len(batch) :]
 
     @cached_property
     def line_breaks(self) -> list[int]:
-        """Tokens with a line break, where these end an answer.
+        """The tokens with a line break if a line break ends an answer, else an empty list.
 
-        They end the list of a base model, which would go on with other text. A chat model may write a line before its list
+        It ends the list of a base model, which would go on with other text. A chat model may write a line before its list
         and ends its answer by itself.
         """
         if self.tokenizer.is_chat and self.options.allowed is None:
@@ -89,7 +89,7 @@ class KeywordGenerator:
     """Answers the prompts of a `PromptBuilder` from the cache, and by the language model where the cache has no answer.
 
     `precision` is that of the language model, since its likeliest word may depend on it. `resumed` are answers that a
-    resumed run has trained with: they come before those of the cache.
+    resumed run has trained with: they take precedence over those of the cache.
     """
 
     def __init__(
@@ -116,18 +116,18 @@ class KeywordGenerator:
 
         `model` is a FrozenLanguageModel or a function that loads one, called only if an answer is missing.
         """
-        preferences = self.preferences(records, model, device, progress)
-        targets = self.targets([record.wish_or_caption for record in records], model, device, progress)
+        preferences = self.generate_preferences(records, model, device, progress)
+        targets = self.generate_targets([record.wish_or_caption for record in records], model, device, progress)
         return [RecordKeywords(*pair) for pair in zip(preferences, targets, strict=True)]
 
-    def preferences(
+    def generate_preferences(
         self, records: Sequence[Record], model: Any, device: Any, progress: ProgressCallback
     ) -> list[tuple[str, ...]]:
         """Return the keywords of each record's history."""
         prompts = [self.prompts.preference_prompt(record) for record in records]
         return self._answer("preference", prompts, model, device, progress)
 
-    def targets(
+    def generate_targets(
         self, wishes: Sequence[str], model: Any, device: Any, progress: ProgressCallback
     ) -> list[tuple[str, ...]]:
         """Return the keywords of each wish."""
@@ -139,7 +139,7 @@ class KeywordGenerator:
         """One line for each kind of prompt with answers that contain no keyword."""
         return [
             f"keywords: {count:,} of {self._num_answers[kind]:,} {kind} answers contain no keyword, so their images are "
-            "generated without; see the prompts in model.keywords"
+            "generated without keywords; change the prompts in model.keywords"
             for kind, count in self._num_empty.items()
             if count
         ]

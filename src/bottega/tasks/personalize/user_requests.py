@@ -82,7 +82,9 @@ def read_history(path: Path, *, wishes: Sequence[str] | None) -> list[UserReques
         history = [{"id": str(number), "caption": caption} for number, caption in enumerate(captions)]
         rows = [{"user": path.stem, "history": history}]
     if not rows:
-        raise DataError(f"--history {path}: contains no record; give one, or a text with one liked caption per line")
+        raise DataError(
+            f"--history {path}: contains no record; add one, or give a text file with one liked caption per line"
+        )
     return [_parse_request(path, number, row, has_wish=bool(wishes)) for number, row in enumerate(rows)]
 
 

@@ -19,13 +19,13 @@ class AdapterOptions(Section):
         None, description="suffixes of module names, or patterns over them; null is the output of attention and MLP"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="modules trained in full in addition; null is those randomly initialised, such as a head"
+        None, description="further modules to train in full; null selects the randomly initialised ones, such as a head"
     )
     start: str | None = Field(None, description="the folder of an exported adapter to start from")
 
 
-SPELLINGS = {"bottleneck_size": "size", "adapter_layers": "targets", "target_modules": "targets"}
-"""Other libraries' names of options -> names here."""
+ALIASES = {"bottleneck_size": "size", "adapter_layers": "targets", "target_modules": "targets"}
+"""Option names of other libraries -> option names of this section."""
 
 
 def respell(options: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def respell(options: dict[str, Any]) -> dict[str, Any]:
 SPEC = TechniqueSpec(
     name="adapter",
     options=AdapterOptions,
-    option_aliases=SPELLINGS,
+    option_aliases=ALIASES,
     convert_options=respell,
     apply="bottega.techniques.adapter.apply:apply",
     key_conflicts=INJECTION_CONFLICTS,

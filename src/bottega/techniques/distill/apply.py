@@ -39,8 +39,8 @@ from bottega.techniques.injected_layers import hash_frozen
 from bottega.techniques.training_plan import OpenRun, TrainingPlan
 
 KEY = "techniques.distill.teacher"
-TOKENIZER, ROWS, CLASSES, MULTI_LABEL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
-SCALE, SPECTROGRAMS = "normalise", "spectrograms"
+TOKENIZER, VOCAB_SIZE, CLASSES, MULTI_LABEL, SAMPLE = "tokenizer", "vocab_size", "classes", "multi_label", "a sample of"
+NORMALISE, SPECTROGRAMS = "normalise", "spectrograms"
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Teacher:
 
 
 def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload: Workload) -> TrainingPlan:
-    """Return the plan with a teacher's outputs as targets beside the data."""
-    form = _form(workload.task, recipe)
+    """Return the plan with a teacher's outputs as targets in addition to the data."""
+    form = _choose_output_form(workload.task, recipe)
     assert plan.open_run is not None, "set by apply_techniques"
     teacher = _open(options.teacher, recipe, workload, open_run=plan.open_run)
     _check_fits(teacher, workload, name=options.teacher)
@@ -80,12 +80,15 @@ def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload:
 
 
 def _hash_teacher(teacher: torch.nn.Module) -> str:
-    """Return a hash of the teacher's weights and shape, independent of its folder: the number of heads is in no weight."""
+    """Return a hash of the teacher's weights and shape; the path of its folder does not change it.
+
+    The shape is included because the weights alone do not determine it: the number of heads, for example.
+    """
     weights = hash_frozen(teacher, lambda name: False)
     return hashlib.sha256(f"{getattr(teacher, 'shape', '')} {weights}".encode()).hexdigest()
 
 
-def _form(task: Task, recipe: Recipe) -> Form:
+def _choose_output_form(task: Task, recipe: Recipe) -> Form:
     if isinstance(task, Classification):
         return "labels" if task.multi_label else "classes"
     if isinstance(task, Language | CodeLanguage):
@@ -123,7 +126,9 @@ def _open(name: str, recipe: Recipe, workload: Workload, *, open_run: OpenRun) -
         raise UsageError(
             f"{KEY}: {name} was trained for {_task_name(saved.recipe)}, not for {_task_name(recipe)}; give another run"
         )
-    return Teacher(saved.model, _compatibility(saved.workload), _max_tokens(saved.workload), saved.directory.processor)
+    return Teacher(
+        saved.model, _collect_metadata(saved.workload), _max_tokens(saved.workload), saved.directory.processor
+    )
 
 
 def _task_name(recipe: Recipe) -> str:
@@ -143,9 +148,9 @@ def _read_folder(folder: Path, workload: Workload) -> Teacher:
     if isinstance(workload, LanguageWorkload):
         shape = read_decoder_shape(folder)
         model = build_models(Language(shape=shape, pretrained=str(folder)), 0)["model"]
-        metadata = {TOKENIZER: Tokenizer.load(folder).fingerprint, ROWS: shape.vocab_size}
+        metadata = {TOKENIZER: Tokenizer.load(folder).fingerprint, VOCAB_SIZE: shape.vocab_size}
         return Teacher(model, metadata, shape.context, folder)
-    config = _config(folder)
+    config = _read_config(folder)
     try:
         task, metadata = (
             _read_text_classifier(folder, config, workload)
@@ -158,7 +163,7 @@ def _read_folder(folder: Path, workload: Workload) -> Teacher:
     return Teacher(model, metadata, getattr(task.shape, "max_positions", None), folder)
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> dict[str, Any]:
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -193,7 +198,7 @@ def _read_media_classifier(config: dict[str, Any]) -> tuple[Classification, dict
     return task, {
         SAMPLE: sample,
         CLASSES: tuple(config["classes"]),
-        SCALE: config["normalise"] if mel is None else None,
+        NORMALISE: config["normalise"] if mel is None else None,
         SPECTROGRAMS: mel,
     }
 
@@ -201,17 +206,17 @@ def _read_media_classifier(config: dict[str, Any]) -> tuple[Classification, dict
 # Whether teacher and student fit
 
 
-def _compatibility(workload: Workload) -> dict[str, Any]:
-    """Return what teacher and student must have in common."""
+def _collect_metadata(workload: Workload) -> dict[str, Any]:
+    """Return the metadata that must be equal for teacher and student."""
     if isinstance(workload, LanguageWorkload):
-        return {TOKENIZER: workload.tokenizer.fingerprint, ROWS: workload.shape.vocab_size}
+        return {TOKENIZER: workload.tokenizer.fingerprint, VOCAB_SIZE: workload.shape.vocab_size}
     if isinstance(workload, TextClassifyWorkload):
         is_multi_label = workload.recipe.data.multi_label
         # Classes are compared first: if they differ, the tokenizer often does too.
         return {CLASSES: workload.classes.names, MULTI_LABEL: is_multi_label, TOKENIZER: workload.tokenizer.fingerprint}
     assert isinstance(workload, MediaClassifyWorkload | GenerationWorkload)
     mel = workload.mel
-    scaling = {SCALE: workload.recipe.data.normalise if mel is None else None, SPECTROGRAMS: mel}
+    scaling = {NORMALISE: workload.recipe.data.normalise if mel is None else None, SPECTROGRAMS: mel}
     if isinstance(workload, MediaClassifyWorkload):
         sample = (workload.batch_key, *workload.shape.grid, workload.shape.channels)
         return {SAMPLE: sample, CLASSES: workload.classes.names, **scaling}
@@ -226,14 +231,14 @@ def _compatibility(workload: Workload) -> dict[str, Any]:
 
 
 def _max_tokens(workload: Workload) -> int | None:
-    """Return the most tokens that a model of texts reads; None without a limit."""
+    """Return the maximum number of tokens that a text model reads; None without a limit."""
     if isinstance(workload, LanguageWorkload):
         return workload.shape.context
     return workload.shape.max_positions if isinstance(workload, TextClassifyWorkload) else None
 
 
 def _check_fits(teacher: Teacher, workload: Workload, *, name: str) -> None:
-    ours, theirs = _compatibility(workload), teacher.metadata
+    ours, theirs = _collect_metadata(workload), teacher.metadata
     for key in {**ours, **theirs}:
         if ours.get(key) != theirs.get(key):
             raise UsageError(
@@ -255,7 +260,7 @@ def _describe(key: str, value: Any) -> str:
     if key == SAMPLE:
         return f"{key} {value[0]} {' x '.join(map(str, value[1:]))}"
     if key == SPECTROGRAMS:
-        return "other spectrograms" if value is not None else "no spectrograms"
+        return f"spectrograms with {value}" if value is not None else "no spectrograms"
     text = str(value)
     return f"{key} {text[:12] if len(text) == 64 else text}"  # a hash is shortened
 
@@ -263,7 +268,7 @@ def _describe(key: str, value: Any) -> str:
 def _remedy(key: str, teacher: Teacher) -> str:
     if key == TOKENIZER and (teacher.processor / "tokenizer.json").is_file():
         return f"set data.tokenizer.kind=pretrained data.tokenizer.path={teacher.processor}, or train another teacher"
-    settings = {ROWS: "model.vocab_size", SCALE: "data.normalise", MULTI_LABEL: "data.multi_label"}
+    settings = {VOCAB_SIZE: "model.vocab_size", NORMALISE: "data.normalise", MULTI_LABEL: "data.multi_label"}
     settings |= {name: f"model.{name}" for name in ("condition", "objective", "noise_schedule")}
     if key in settings:
         return f"set {settings[key]}={teacher.metadata.get(key)}, or train another teacher"

@@ -21,19 +21,19 @@ class LoraOptions(Section):
         None, description="suffixes of module names, or patterns over them; null is every matrix inside the blocks"
     )
     train: tuple[str, ...] | None = Field(
-        None, description="modules trained in full in addition; null is those randomly initialised, such as a head"
+        None, description="further modules to train in full; null selects the randomly initialised ones, such as a head"
     )
     start: str | None = Field(None, description="a folder of an adapter to start from, exported by Bottega or peft")
 
 
-SPELLINGS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
-"""peft's names of options -> names here."""
+ALIASES = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"}
+"""Option names of peft -> option names of LoraOptions."""
 
 
 SPEC = TechniqueSpec(
     name="lora",
     options=LoraOptions,
-    option_aliases=SPELLINGS,
+    option_aliases=ALIASES,
     apply="bottega.techniques.lora.apply:apply",
     conflicts={"adapter": "lora and adapter change the same layers; keep one"},
     key_conflicts=INJECTION_CONFLICTS,

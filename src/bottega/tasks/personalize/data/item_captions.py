@@ -54,7 +54,7 @@ class FileCaptions:
             )
         self.path = path
         self.plain = _object_of_texts(path)
-        self.table = Metadata(path) if self.plain is not None else _table(path)
+        self.table = Metadata(path) if self.plain is not None else _load_table(path)
 
     def caption_for(self, item: Item) -> str:
         """Return the caption of an item, empty if the file has none."""
@@ -70,7 +70,7 @@ class FileCaptions:
             raise DataError(f"{self.path}: the row of {item.id!r} {error}") from error
 
 
-def _table(path: Path) -> Metadata:
+def _load_table(path: Path) -> Metadata:
     table = load_metadata(path, path.parent, Source(metadata=str(path.absolute())))
     assert table is not None, "a named file is always loaded"
     if table.bad:

@@ -77,14 +77,14 @@ def prepare_personal(
 
     `captioner` loads the captioning model, if data.captions names the folder of one.
     """
-    ready = open_if_prepared(data, task=TASK)
-    if ready is not None:
-        size = ready.metadata["image_size"]
+    prepared = open_if_prepared(data, task=TASK)
+    if prepared is not None:
+        size = prepared.metadata["image_size"]
         if size != data.image_size:
             raise UsageError(
-                f"data.image_size: {ready.folder} was prepared at {size}, not {data.image_size}; set {size}, or prepare again"
+                f"data.image_size: {prepared.folder} was prepared at {size}, not {data.image_size}; set {size}, or prepare again"
             )
-        return ready
+        return prepared
     plan = _plan(data, captioner, progress)
     folder = get_or_build(cache or default_cache(), plan.key, lambda folder: _build(plan, folder, progress))
     return PreparedData(folder, plan.key)

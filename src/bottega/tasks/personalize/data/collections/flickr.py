@@ -44,7 +44,7 @@ def read(folder: Path, data: PersonalizeData, limit: int | None) -> CollectionRe
     table = find_file(folder, TABLE)
     scores: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     bad: list[tuple[str, Record | BadRecord]] = []
-    for line, row in _rows(table):
+    for line, row in _read_rows(table):
         if isinstance(row, BadRecord):
             bad.append((f"{table.name}:{line}", row))
         else:
@@ -72,7 +72,7 @@ def _item(name: str, folder: Path) -> Item:
     return Item(id=Path(name).stem, image=(folder / name).as_posix())
 
 
-def _rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | BadRecord]]:
+def _read_rows(table: Path) -> Iterator[tuple[int, tuple[str, str, float] | BadRecord]]:
     """Yield (line, (worker, image, score)); column names and values may have leading spaces."""
     with open_decompressed(table) as stream:
         try:
