@@ -69,7 +69,7 @@ class TransformerShape(BaseModel):
                 f"mixers {len(self.mixers)}: there must be num_layers {self.num_layers}, one for each layer"
             )
         if (self.ssm is not None) != self.has_ssm:
-            raise ValueError("ssm: its dimensions must be given exactly where a layer has a state space")
+            raise ValueError("ssm must be given if a layer is a state-space layer, and only then")
         for name, part in (("ssm", self.ssm), ("experts", self.experts)):
             if part is not None and part.hidden_size != self.hidden_size:
                 raise ValueError(f"{name}.hidden_size {part.hidden_size}: the model has {self.hidden_size}")
