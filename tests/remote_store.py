@@ -20,7 +20,7 @@ SECRETS = "BOTTEGA_TEST_SECRETS"
 
 
 class RemoteStore(AbstractFileSystem):
-    """Maps every URL to the file in the folder with the same name."""
+    """Maps a URL to the file of the same name in the folder, and refuses one without a valid signature or password."""
 
     protocol: ClassVar[tuple[str, ...]] = ("http", "https")
     cachable = False
@@ -29,11 +29,11 @@ class RemoteStore(AbstractFileSystem):
     def _strip_protocol(cls, path: str) -> str:
         return path
 
-    def _file(self, address: str) -> Path:
-        parts = urlsplit(address)
+    def _file(self, url: str) -> Path:
+        parts = urlsplit(url)
         credentials = {*parse_qs(parts.query).get("sig", ()), parts.password}
         if not credentials & set(os.environ[SECRETS].split()):
-            raise PermissionError(f"403 for {address}")
+            raise PermissionError(f"403 for {url}")
         return Path(os.environ[FOLDER], Path(parts.path).name)
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:

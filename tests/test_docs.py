@@ -201,13 +201,13 @@ def run_line(line: str, where: str) -> None:
         assert program in NOT_RUN, f"{where}: {program} is neither run nor listed in NOT_RUN"
 
 
-def run_bottega(words: list[str]) -> tuple[int, str]:
+def run_bottega(arguments: list[str]) -> tuple[int, str]:
     """Run a `bottega` line in its small form, with support for `> file`."""
     target = None
-    if ">" in words:
-        index = words.index(">")
-        words, target = words[:index], words[index + 1]
-    verb, rest = words[0], words[1:]
+    if ">" in arguments:
+        index = arguments.index(">")
+        arguments, target = arguments[:index], arguments[index + 1]
+    verb, rest = arguments[0], arguments[1:]
     if verb == "train" and set(rest) & set(FOR_GPUS):
         resolve_recipe(rest)  # validated only; training needs a GPU
         return 0, ""
@@ -235,9 +235,9 @@ def _generates(rest: list[str]) -> bool:
     return any(task in ("image", "audio", "video") for task in tasks)
 
 
-def small_overrides(words: list[str]) -> list[str]:
-    text = " ".join(words)
-    recipe = resolve_recipe(words)
+def small_overrides(arguments: list[str]) -> list[str]:
+    text = " ".join(arguments)
+    recipe = resolve_recipe(arguments)
     settings = {**SMALLER, **SMALLER_BY_TASK.get(recipe.task, {})}
     settings |= {key: json.dumps(value) for key, value in small_dependency_settings(recipe).items()}
     if recipe.task in ("image", "audio", "video") and recipe.data.train.kind == "embedded":
@@ -259,21 +259,31 @@ def small_dependency_settings(recipe: Recipe) -> dict[str, Any]:
     return result
 
 
-def resolve_recipe(words: list[str]) -> Recipe:
+def resolve_recipe(arguments: list[str]) -> Recipe:
     """Resolve the recipe of a command line, without the options of the verb."""
     own = (*OPTIONS, *WITH_VALUE)
-    settings = [word for i, word in enumerate(words) if word not in own and words[max(0, i - 1)] not in WITH_VALUE]
+    settings = [
+        word for i, word in enumerate(arguments) if word not in own and arguments[max(0, i - 1)] not in WITH_VALUE
+    ]
     return check_recipe(*parse_overrides(settings)).recipe
 
 
-def check_launcher(program: str, words: list[str], line: str, where: str) -> None:
-    index = words.index("bottega")
-    assert words[index - 1] == "-m", f"{where}: a rank is started with -m bottega"
-    verb, *rest = words[index + 1 :]
-    if program == "accelerate" or "--nnodes" in words:
+def check_launcher(program: str, arguments: list[str], line: str, where: str) -> None:
+    index = arguments.index("bottega")
+    assert arguments[index - 1] == "-m", f"{where}: a rank is started with -m bottega"
+    verb, *rest = arguments[index + 1 :]
+    if program == "accelerate" or "--nnodes" in arguments:
         resolve_recipe(rest)
         return
-    command = [sys.executable, "-m", "torch.distributed.run", *words[: index + 1], verb, *rest, *small_overrides(rest)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *arguments[: index + 1],
+        verb,
+        *rest,
+        *small_overrides(rest),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ})
     assert done.returncode == 0, f"{where}: {line}\n{done.stdout}{done.stderr}"
 

@@ -1,4 +1,4 @@
-"""The Python API: listed, loaded on first use, and with the results of the command line."""
+"""The Python API: its functions are listed, loaded on first use, and return what the command line does."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from bottega.config.aliases import resolve_alias
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import load_recipe
 
-CALLS = {
+PUBLIC_FUNCTIONS = {
     *("augment", "compare", "crossval", "evaluate", "load", "load_plugin", "lr_find", "plan", "predict", "prepare"),
     *("runs", "train"),
 }
 
 
-def test_every_call_is_listed_and_documented() -> None:
-    assert set(dir(bottega)) >= CALLS
-    assert {name for name in dir(bottega) if not name.startswith("_")} == CALLS
-    assert set(bottega.__all__) == {*CALLS, "__version__"}
+def test_every_public_function_is_listed_and_documented() -> None:
+    assert set(dir(bottega)) >= PUBLIC_FUNCTIONS
+    assert {name for name in dir(bottega) if not name.startswith("_")} == PUBLIC_FUNCTIONS
+    assert set(bottega.__all__) == {*PUBLIC_FUNCTIONS, "__version__"}
     page = (Path(__file__).parents[1] / "docs" / "library.md").read_text()
-    for name in sorted(CALLS):
+    for name in sorted(PUBLIC_FUNCTIONS):
         assert getattr(bottega, name).__doc__, name
-        assert f"bottega.{name}(" in page, f"docs/library.md says nothing of bottega.{name}"
+        assert f"bottega.{name}(" in page, f"docs/library.md does not mention bottega.{name}"
     with pytest.raises(AttributeError, match="no attribute 'trian'"):
         bottega.trian  # noqa: B018
 
@@ -44,13 +44,13 @@ def test_listing_the_api_imports_no_framework() -> None:
 def test_plan_and_lr_find_match_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = small_run.write_text(tmp_path / "t.txt")
     settings = small_run.settings(tmp_path, text)
-    words = small_run.train_arguments(tmp_path, text)[1:]
-    assert main(["plan", *words, "--json"]) == 0
+    arguments = small_run.train_arguments(tmp_path, text)[1:]
+    assert main(["plan", *arguments, "--json"]) == 0
     assert bottega.plan("language/shakespeare", settings) == json.loads(capsys.readouterr().out)
     with pytest.raises(UsageError, match=r"training\.max_steps"):
         bottega.plan("language", {"training.max_steps": -1})
     options = ["--steps", "10", "--min", "1e-4", "--max", "1e-1", "--out", str(tmp_path / "found"), "--json"]
-    assert main(["lr-find", *words, *options]) == 0
+    assert main(["lr-find", *arguments, *options]) == 0
     command_report = json.loads(capsys.readouterr().out)
     report = bottega.lr_find("language/shakespeare", settings, low=1e-4, high=1e-1, steps=10)
     assert report == {name: command_report[name] for name in report}
@@ -88,7 +88,7 @@ def test_augment_is_deterministic_for_a_sample_and_its_index() -> None:
     waveform = np.sin(np.arange(800, dtype=np.float32))
     assert not np.array_equal(bottega.augment(waveform, rate=8000, noise=0.1), waveform)
     for wrong in ({"crop": 2.0}, {"noise": 0.1}):
-        with pytest.raises(UsageError, match="options of this medium are enabled, crop, flip, colour_jitter"):
+        with pytest.raises(UsageError, match="options of this medium: enabled, crop, flip, colour_jitter"):
             bottega.augment(pixels, **wrong)
     with pytest.raises(UsageError, match="rate: missing"):
         bottega.augment(waveform, frequency_mask=0.1)
@@ -100,12 +100,12 @@ def test_help_of_train_lists_common_keys(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["train", "--help"])
     output = capsys.readouterr().out
-    plain = load_recipe(["language", {"data.train.path": "x"}]).recipe
-    for key, short in KEYS.items():
+    default_recipe = load_recipe(["language", {"data.train.path": "x"}]).recipe
+    for key, alias in KEYS.items():
         assert key in output
-        assert short in output
-        if short:
-            assert set(resolve_alias(short.removeprefix("--"), 1)) == {key}
+        assert alias in output
+        if alias:
+            assert set(resolve_alias(alias.removeprefix("--"), 1)) == {key}
     assert describe_keys().splitlines()[0] in output
     (line,) = (line for line in output.splitlines() if "training.batch_size" in line)
-    assert line.endswith(f"[{type(plain.training).model_fields['batch_size'].default}]")
+    assert line.endswith(f"[{type(default_recipe.training).model_fields['batch_size'].default}]")

@@ -33,18 +33,18 @@ def save_clip(folder: Path, *, seed: int = 0) -> Path:
     from transformers import CLIPTextConfig, CLIPTextModel
     from transformers.utils import logging
 
-    words = tokenizer()
-    words.save_pretrained(folder)
+    clip_tokenizer = tokenizer()
+    clip_tokenizer.save_pretrained(folder)
     config = CLIPTextConfig(
-        vocab_size=len(words),
+        vocab_size=len(clip_tokenizer),
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=1,
         num_attention_heads=2,
         max_position_embeddings=LENGTH,
-        bos_token_id=words.bos_token_id,
-        eos_token_id=words.eos_token_id,
-        pad_token_id=words.pad_token_id,
+        bos_token_id=clip_tokenizer.bos_token_id,
+        eos_token_id=clip_tokenizer.eos_token_id,
+        pad_token_id=clip_tokenizer.pad_token_id,
     )
     model = CLIPTextModel(config).eval()
     draw = torch.Generator().manual_seed(seed)

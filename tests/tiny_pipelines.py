@@ -72,14 +72,14 @@ def write_clip(folder: Path, *, seed: int = 0, image_size: int = 32, **sizes: An
     """Write a CLIPModel for small images, with its tokenizer and image processor configuration."""
     from transformers import CLIPConfig, CLIPModel
 
-    words = clip_tokenizer()
-    words.model_max_length = LENGTH
+    tokenizer = clip_tokenizer()
+    tokenizer.model_max_length = LENGTH
     tower = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, **sizes}
-    text = {**tower, "max_position_embeddings": LENGTH, **_vocabulary_config(words)}
+    text = {**tower, "max_position_embeddings": LENGTH, **_vocabulary_config(tokenizer)}
     vision = {**tower, "image_size": image_size, "patch_size": 8}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=12)
     with _quiet():
-        words.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
         _initialise(CLIPModel(config), seed).save_pretrained(folder)
     processor_config = {
         "image_processor_type": "CLIPImageProcessor",
@@ -105,11 +105,11 @@ def write_stable_diffusion(folder: Path, *, seed: int = 0, second: bool = False,
 
     more: dict[str, Any] = {"attention_head_dim": (2, 4), "use_linear_projection": True} if second else {}
     unet = UNet2DConditionModel(**_unet(cross_attention_dim=16, **{"attention_head_dim": 2, **more}))
-    words, encoder = _text_encoder(CLIPTextModel, 16, "gelu" if second else "quick_gelu")
+    tokenizer, encoder = _text_encoder(CLIPTextModel, 16, "gelu" if second else "quick_gelu")
     pipe = StableDiffusionPipeline(
         vae=_initialise(_vae(), seed),
         text_encoder=_initialise(encoder, seed + 1),
-        tokenizer=words,
+        tokenizer=tokenizer,
         unet=_initialise(unet, seed + 2),
         scheduler=DDIMScheduler(**_betas("v_prediction" if second else "epsilon", scheduler)),
         safety_checker=None,
@@ -236,8 +236,8 @@ def _vae(**more: Any) -> Any:
 def _text_encoder(kind: Any, width: int, activation: str, **more: Any) -> tuple[Any, Any]:
     from transformers import CLIPTextConfig
 
-    words = clip_tokenizer()
-    words.model_max_length = LENGTH
+    tokenizer = clip_tokenizer()
+    tokenizer.model_max_length = LENGTH
     config = CLIPTextConfig(
         hidden_size=width,
         intermediate_size=32,
@@ -245,15 +245,19 @@ def _text_encoder(kind: Any, width: int, activation: str, **more: Any) -> tuple[
         num_attention_heads=2,
         max_position_embeddings=LENGTH,
         hidden_act=activation,
-        **_vocabulary_config(words),
+        **_vocabulary_config(tokenizer),
         **more,
     )
-    return words, kind(config)
+    return tokenizer, kind(config)
 
 
-def _vocabulary_config(words: Any) -> dict[str, int]:
-    named = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
-    return {"vocab_size": len(words), **named}
+def _vocabulary_config(tokenizer: Any) -> dict[str, int]:
+    named = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    return {"vocab_size": len(tokenizer), **named}
 
 
 def _betas(prediction: str, changes: dict[str, Any]) -> dict[str, Any]:

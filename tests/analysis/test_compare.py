@@ -262,7 +262,7 @@ def test_equal_differences_use_wilcoxon(make_group: Callable[..., str]) -> None:
 def test_unmatched_seeds_are_left_out_and_named(make_group: Callable[..., str]) -> None:
     report = compare([make_group("a", GOOD), make_group("b", BETTER[:4], first=1)])
     assert report["pairs"][0]["n"] == 4
-    assert any("seed 0 is only in one of them" in note for note in report["notes"])
+    assert any("only one of them has it: seed 0" in note for note in report["notes"])
 
 
 def test_split_reads_results_of_evaluate(make_group: Callable[..., str]) -> None:
@@ -576,7 +576,7 @@ def test_table_names_the_test_of_every_pair(make_group: Callable[..., str]) -> N
         assert "d_z" in row
         assert row.endswith(("is better", "no difference shown"))
     for name in ("B - A", "C - A", "C - B"):
-        assert f"{name}: paired t-test, because both have 5 seeds in common" in text
+        assert f"{name}: paired t-test, because they have 5 seeds in common" in text
 
 
 def test_plot_of_a_comparison(make_group: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

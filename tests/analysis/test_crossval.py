@@ -169,13 +169,13 @@ def test_separate_validation_data_is_not_used_and_reported(folder: Path) -> None
 
 def test_interval_has_the_nadeau_bengio_correction() -> None:
     """Deviation 0.0005^(1/2); times (1/5 + 1/4)^(1/2) that is 0.015, times (1/5)^(1/2) it is 0.01; t of 4 is 2.776445."""
-    summary = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81], folds=5)
+    summary = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81], num_folds=5)
     assert (summary["mean"], summary["deviation"]) == pytest.approx((0.81, 0.0005**0.5))
     assert summary["interval"]["low"] == pytest.approx(0.81 - 2.776445 * 0.015, abs=1e-7)
     assert summary["interval"]["high"] == pytest.approx(0.81 + 2.776445 * 0.015, abs=1e-7)
     assert summary["uncorrected"]["high"] == pytest.approx(0.81 + 2.776445 * 0.01, abs=1e-7)
     # Two repeats: n grows, the held-out fraction does not.
-    again = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81] * 2, folds=5)
+    again = summarise_folds([0.80, 0.82, 0.78, 0.84, 0.81] * 2, num_folds=5)
     half = scipy.stats.t.ppf(0.975, 9) * again["deviation"] * np.sqrt(1 / 10 + 1 / 4)
     assert again["interval"]["high"] == pytest.approx(0.81 + half)
 
@@ -246,7 +246,7 @@ def test_failed_plot_of_a_fold_is_a_note(report: dict[str, Any], folder: Path, m
 
 def test_interval_is_clipped_to_the_range_of_the_metric(report: dict[str, Any]) -> None:
     metrics = {"accuracy": [0.9, 1.0, 1.0], "ece": [0.01, 0.1, 0.02], "loss": [0.1, 0.6, 0.1], "psnr": [1, 9, 2]}
-    summaries = {name: summarise_folds(values, folds=FOLDS) for name, values in metrics.items()}
+    summaries = {name: summarise_folds(values, num_folds=FOLDS) for name, values in metrics.items()}
     runs = [{**run, "metrics": {k: v[i] for k, v in metrics.items()}} for i, run in enumerate(report["runs"])]
     text = format_report({**report, "metrics": summaries, "runs": runs, "pooled": {}})
     low, high = (
@@ -428,8 +428,8 @@ def test_crossval_of_language_and_images(tmp_path: Path) -> None:
     from small_media import image
     from small_run import SMALL
 
-    words = {**SMALL, "data.train.path": str(write_rows(tmp_path)), "output_dir": str(tmp_path), "name": "text"}
-    text = bottega.crossval("language", {**words, "training.max_steps": 2, "data.test.split": 0.1}, folds=2, jobs=2)
+    settings = {**SMALL, "data.train.path": str(write_rows(tmp_path)), "output_dir": str(tmp_path), "name": "text"}
+    text = bottega.crossval("language", {**settings, "training.max_steps": 2, "data.test.split": 0.1}, folds=2, jobs=2)
     assert text["by"] == "fraction"
     assert {"loss", "bits_per_byte"} <= text["metrics"].keys()
     assert set(text["test"]["loss"]) == {"mean", "deviation"}

@@ -52,17 +52,17 @@ def test_training_file_is_evaluated_on_its_held_out_split(
     copy = shutil.copy(data, tmp_path / "copy.jsonl")
     own = {split: run_evaluate(capsys, run, "--split", split) for split in ("validation", "test", "train")}
     assert {split: result["samples"] for split, result in own.items()} == {"validation": 24, "test": 12, "train": 60}
-    for words, split in (
+    for arguments, split in (
         (["--data_config", str(config), "--split", "test"], "test"),
         (["--data_config", str(config)], "test"),
         (["--data", str(data)], "validation"),
         (["--data", str(copy), "--split", "test"], "test"),
         (["--data", str(data), "--split", "train"], "train"),
     ):
-        result = run_evaluate(capsys, run, *words)
-        assert result["metrics"] == own[split]["metrics"], words
-        assert (result["split"], result["samples"]) == (split, own[split]["samples"]), words
-        assert str(Path(words[1]).name if words[0] == "--data" else data.name) in result["notes"][0]
+        result = run_evaluate(capsys, run, *arguments)
+        assert result["metrics"] == own[split]["metrics"], arguments
+        assert (result["split"], result["samples"]) == (split, own[split]["samples"]), arguments
+        assert str(Path(arguments[1]).name if arguments[0] == "--data" else data.name) in result["notes"][0]
     assert bottega.load(run).evaluate(data) == own["validation"]["metrics"]
 
 
@@ -127,8 +127,8 @@ def test_checkpoint_can_be_given_by_its_path(folder: Path, name: str, capsys: py
     assert run_evaluate(capsys, "--model_path", str(checkpoint)) == expected
     assert bottega.predict(checkpoint, ["salt"]) == bottega.predict(run, ["salt"], checkpoint=number)
     assert bottega.load(checkpoint).checkpoint.name == Path(expected["checkpoint"]).name
-    for words in (["predict", str(checkpoint), "salt"], ["ledger", str(checkpoint), "--step", "1"]):
-        assert cli.main(words) == 0, words
+    for arguments in (["predict", str(checkpoint), "salt"], ["ledger", str(checkpoint), "--step", "1"]):
+        assert cli.main(arguments) == 0, arguments
     assert cli.main(["inspect", str(checkpoint)]) == 0
     assert "keep one" in run_evaluate(capsys, str(checkpoint), "--checkpoint", "7", code=2)
 
@@ -143,8 +143,8 @@ def test_run_is_used_from_another_working_directory(
     monkeypatch.chdir(here)
     expected = run_evaluate(capsys, str(folder / "runs" / "run"))
     assert expected["samples"] == 24
-    for words in (["ledger", "--step", "2", "--replay"], ["inspect"]):
-        assert cli.main([words[0], str(folder / "runs" / "run"), *words[1:]]) == 0
+    for arguments in (["ledger", "--step", "2", "--replay"], ["inspect"]):
+        assert cli.main([arguments[0], str(folder / "runs" / "run"), *arguments[1:]]) == 0
     environment = moved / "runs" / "run" / "environment.json"
     environment.write_text(environment.read_text().replace(str(folder), "/nowhere/at/all"))
     assert run_evaluate(capsys, str(moved / "runs" / "run"))["metrics"] == expected["metrics"], "data next to the run"
@@ -172,8 +172,8 @@ def test_unknown_training_data_is_reported(folder: Path, tmp_path: Path) -> None
 
 def test_prepared_training_data_is_evaluated_on_its_held_out_split(folder: Path, tmp_path: Path) -> None:
     settings = {**small_texts.settings(tmp_path), **PARTS, "data.train.path": str(folder / "texts.jsonl")}
-    words = [f"{key}={json.dumps(value)}" for key, value in settings.items() if key.startswith("data.")]
-    assert cli.main(["prepare", "classify", *words, "--out", str(tmp_path / "shards")]) == 0
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items() if key.startswith("data.")]
+    assert cli.main(["prepare", "classify", *overrides, "--out", str(tmp_path / "shards")]) == 0
     result = bottega.evaluate(folder / "runs" / "run", data=tmp_path / "shards")
     own = bottega.evaluate(folder / "runs" / "run")
     assert (result["split"], result["samples"], result["metrics"]) == ("validation", 24, own["metrics"])

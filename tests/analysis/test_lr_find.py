@@ -154,9 +154,13 @@ def to_overrides(values: dict[str, Any]) -> list[str]:
     return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in values.items()]
 
 
-def run_lr_find(what: str, words: list[str], out: Path, **options: Any) -> dict[str, Any]:
+def run_lr_find(what: str, overrides: list[str], out: Path, **options: Any) -> dict[str, Any]:
     return lr_find_command(
-        what, words, out=out, quiet=True, **{"low": LOWEST_RATE, "high": HIGHEST_RATE, "steps": NUM_STEPS, **options}
+        what,
+        overrides,
+        out=out,
+        quiet=True,
+        **{"low": LOWEST_RATE, "high": HIGHEST_RATE, "steps": NUM_STEPS, **options},
     )
 
 
@@ -219,13 +223,13 @@ def test_run_is_swept_from_its_weights_and_not_changed(finished_run: Path, tmp_p
 
 def test_invalid_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, values = classify(tmp_path)
-    for words, message in {
+    for arguments, message in {
         ("--min", "1", "--max", "0.1"): "both must be positive, and --min below --max",
         ("--steps", "3"): "expected 10 or more",
         ("--max", "1e-6", "--steps", "20"): "set training.learning_rate to a number",
         ("--min", "high"): "invalid float value",
     }.items():
-        assert cli.main(["lr-find", name, *to_overrides(values), "--out", str(tmp_path / "out"), *words]) == 2
+        assert cli.main(["lr-find", name, *to_overrides(values), "--out", str(tmp_path / "out"), *arguments]) == 2
         err = capsys.readouterr().err
         assert message in err
         assert err.count("\n") == 1
@@ -234,13 +238,13 @@ def test_invalid_arguments_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_lr_find_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, values = classify(tmp_path)
-    words = ["lr-find", name, *to_overrides(values), "--out", str(tmp_path / "out")]
-    assert cli.main(words) == 0
+    arguments = ["lr-find", name, *to_overrides(values), "--out", str(tmp_path / "out")]
+    assert cli.main(arguments) == 0
     output = capsys.readouterr().out
     assert "steepest fall" in output
     assert "minimum / 10" in output
     assert f"use it: bottega train {name} " in output
-    assert cli.main([*words, "--json"]) == 0
+    assert cli.main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["suggestion"] > 0
 
 
@@ -309,15 +313,21 @@ def test_resumed_checkpoint_is_verified_before_the_range_test(
 ) -> None:
     name, values = classify(tmp_path)
     start = bottega.train(name, {**values, "name": "first"}).path
-    words = ["train", name, *to_overrides({**values, **AUTO, "training.batch_size": 16}), "--resume_from", str(start)]
+    arguments = [
+        "train",
+        name,
+        *to_overrides({**values, **AUTO, "training.batch_size": 16}),
+        "--resume_from",
+        str(start),
+    ]
     (file,) = start.glob("checkpoints/step-00000008/model.safetensors")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert cli.main([*words, "name=auto"]) == 4
+    assert cli.main([*arguments, "name=auto"]) == 4
     assert "model.safetensors" in capsys.readouterr().err
     assert not (tmp_path / "auto" / "lr-find.json").exists()
     file.write_bytes(content)
-    assert cli.main([*words, "name=auto"]) == 0
+    assert cli.main([*arguments, "name=auto"]) == 0
     # 8 steps of half the batch size.
     assert json.loads((tmp_path / "auto" / "lr-find.json").read_text())["from_step"] == 4
 
@@ -335,10 +345,10 @@ def test_adapter_is_not_swept_on_another_base_model(tmp_path: Path, capsys: pyte
         run_lr_find(str(run), [], tmp_path / "out")
     for file in exports[1].rglob("*.safetensors"):
         shutil.copy(file, exports[0] / file.relative_to(exports[1]))
-    with pytest.raises(CheckpointError, match=r"model\.from: is not the base that this run started with"):
+    with pytest.raises(CheckpointError, match=r"model\.from is not the base that this run started with"):
         run_lr_find(str(run), [], tmp_path / "out")
     assert cli.main(["train", name, *to_overrides({**values, **AUTO}), "name=auto", "--resume_from", str(run)]) == 4
-    assert "model.from: is not the base that" in capsys.readouterr().err
+    assert "model.from is not the base that" in capsys.readouterr().err
     assert not (tmp_path / "auto" / "lr-find.json").exists()
 
 
@@ -370,10 +380,10 @@ def test_auto_without_a_falling_loss_is_refused_before_training(tmp_path: Path) 
 
 def test_auto_in_plan_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, values = classify(tmp_path)
-    words = [*to_overrides(values), "--learning_rate", "auto"]
-    assert cli.main(["plan", name, *words, "--check"]) == 0
+    arguments = [*to_overrides(values), "--learning_rate", "auto"]
+    assert cli.main(["plan", name, *arguments, "--check"]) == 0
     assert "adamw at a learning rate from a range test" in capsys.readouterr().err
-    assert cli.main(["inspect", name, *words]) == 0
+    assert cli.main(["inspect", name, *arguments]) == 0
     assert load_recipe([name, {**values, **AUTO}]).recipe.run_name() != load_recipe([name, values]).recipe.run_name()
     with pytest.raises(UsageError, match=r"training\.learning_rate: expected a number.*got 'fast'"):
         load_recipe([name, {"training.learning_rate": "fast"}])
@@ -384,10 +394,10 @@ def test_auto_in_plan_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.slow
 def test_auto_is_equal_across_ranks_and_kills(tmp_path: Path) -> None:
     name, values = classify(tmp_path / "data")
-    words = [*to_overrides({**values, **AUTO, "training.batch_size": 16}), "name=two", f"output_dir={tmp_path}"]
+    arguments = [*to_overrides({**values, **AUTO, "training.batch_size": 16}), "name=two", f"output_dir={tmp_path}"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     for _ in range(2):
-        command_line = [sys.executable, *launcher, "-m", "bottega", "train", name, *words]
+        command_line = [sys.executable, *launcher, "-m", "bottega", "train", name, *arguments]
         done = subprocess.run(command_line, env=small_run.environment(), capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
     alone = bottega.train(name, {**values, **AUTO, "training.batch_size": 16, "name": "alone"})

@@ -160,17 +160,19 @@ class FakeGenerator:
             report_progress("pictures", number + 1, len(records))
         return np.stack(images)
 
-    def open(self, *, judge: Any = None) -> PersonalizedGenerator:
+    def open(self, *, clip_scorer: Any = None) -> PersonalizedGenerator:
         def keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
             return [favourite_pair(record) for record in records]
 
-        return PersonalizedGenerator(self.people, [self.people], keywords, self.draw, judge=judge)
+        return PersonalizedGenerator(self.people, [self.people], keywords, self.draw, clip_scorer=clip_scorer)
 
-    def evaluate(self, out: Path, *, judge: Any = None, count: int | None = None, **options: Any) -> dict[str, Any]:
+    def evaluate(
+        self, out: Path, *, clip_scorer: Any = None, count: int | None = None, **options: Any
+    ) -> dict[str, Any]:
         reports: list[tuple[str, int, int]] = []
         options = {"lpips": None, **options}
         result = evaluate_personalization(
-            self.open(judge=judge),
+            self.open(clip_scorer=clip_scorer),
             count=count,
             out=out,
             report_progress=lambda *report: reports.append(report),
@@ -194,7 +196,7 @@ def evaluation_result(
     generator: FakeGenerator, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("evaluation")
-    return out, generator.evaluate(out, judge=Oracle())
+    return out, generator.evaluate(out, clip_scorer=Oracle())
 
 
 # All arms
@@ -232,7 +234,7 @@ def test_each_arm_uses_exactly_its_conditions(
 def test_all_arms_use_the_same_users_in_the_same_order(generator: FakeGenerator, tmp_path: Path) -> None:
     """Image n starts from noise n, so a different order would mean different noise."""
     generator.calls.clear()
-    generator.evaluate(tmp_path, judge=Oracle(), count=9)
+    generator.evaluate(tmp_path, clip_scorer=Oracle(), count=9)
     users = [who for _, who, _ in generator.calls]
     assert all(who == users[0] for who in users)
     assert [arm for arm, _, _ in generator.calls] == ["none", "keywords", "soft", "both", "picked", "both"]
@@ -252,10 +254,10 @@ def test_shuffled_arm_never_uses_a_users_own_history(evaluation_result: tuple[Pa
 def test_selection_covers_as_many_users_as_possible(tmp_path: Path) -> None:
     """A user with many records must not displace other users."""
     people = [make_record(number, user=f"p{number // 4 if number < 16 else number}") for number in range(20)]
-    FakeGenerator(people).evaluate(tmp_path / "few", judge=Oracle(), count=8)
+    FakeGenerator(people).evaluate(tmp_path / "few", clip_scorer=Oracle(), count=8)
     rows = [row for row in read_rows(tmp_path / "few") if row["arm"] == "none"]
     assert len({row["user"] for row in rows}) == len(rows) == 8
-    FakeGenerator(people).evaluate(tmp_path / "more", judge=Oracle(), count=12)
+    FakeGenerator(people).evaluate(tmp_path / "more", clip_scorer=Oracle(), count=12)
     rows = [row for row in read_rows(tmp_path / "more") if row["arm"] == "none"]
     assert (len(rows), len({row["user"] for row in rows})) == (12, 8)
 
@@ -299,7 +301,7 @@ def test_sheets_and_plot_name_the_arms_as_the_table_does(
         draw_text(self, x, y, words, **style)
 
     monkeypatch.setattr(Canvas, "draw_text", record_text)
-    result = generator.evaluate(tmp_path, judge=Oracle(), count=6)
+    result = generator.evaluate(tmp_path, clip_scorer=Oracle(), count=6)
     legend = texts_of(figures[-1])
     for arm in result["arms"]:
         assert texts.count(arm) == 1, "one heading on the sheet"
@@ -308,10 +310,10 @@ def test_sheets_and_plot_name_the_arms_as_the_table_does(
 
 
 def test_fewer_users_remove_stale_sheets(generator: FakeGenerator, tmp_path: Path) -> None:
-    generator.evaluate(tmp_path, judge=Oracle(), count=9)
+    generator.evaluate(tmp_path, clip_scorer=Oracle(), count=9)
     assert len(list((tmp_path / "sheets").iterdir())) == 2
     (tmp_path / "sheets" / "notes.png").write_bytes(b"of somebody's own")
-    generator.evaluate(tmp_path, judge=Oracle(), count=5)
+    generator.evaluate(tmp_path, clip_scorer=Oracle(), count=5)
     assert sorted(path.name for path in (tmp_path / "sheets").iterdir()) == ["00.png", "notes.png"]
 
 
@@ -323,17 +325,17 @@ def test_without_clip_its_metrics_are_left_out(generator: FakeGenerator, tmp_pat
 
 
 def test_few_users_are_reported_without_significance_tests(generator: FakeGenerator, tmp_path: Path) -> None:
-    result = generator.evaluate(tmp_path, judge=Oracle(), count=4)
+    result = generator.evaluate(tmp_path, clip_scorer=Oracle(), count=4)
     assert result["tests"] == []
     assert any("4 people" in note for note in result["notes"])
-    alone = generator.evaluate(tmp_path, judge=Oracle(), count=1)
+    alone = generator.evaluate(tmp_path, clip_scorer=Oracle(), count=1)
     assert "shuffled" not in alone["arms"]
     assert alone["arms"]["both"]["preference_accuracy"]["mean"] == 1
 
 
 def test_without_truth_there_is_no_accuracy(tmp_path: Path) -> None:
     people = [make_record(number).model_copy(update={"truth": {}}) for number in range(6)]
-    result = FakeGenerator(people).evaluate(tmp_path, judge=Oracle())
+    result = FakeGenerator(people).evaluate(tmp_path, clip_scorer=Oracle())
     assert "chance" not in result
     assert set(result["arms"]["both"]) == {"clip_preference", "clip_target", "clip_history", "ssim", "perceptual"}
     assert "shuffled" in result["arms"]
@@ -348,7 +350,7 @@ def test_without_truth_swapped_histories_have_other_keywords(tmp_path: Path) -> 
         make_record(number, colour=WORDS["colour"][number % 2], pattern="plain").model_copy(update={"truth": {}})
         for number in range(12)
     ]
-    FakeGenerator(people).evaluate(tmp_path, judge=Oracle())
+    FakeGenerator(people).evaluate(tmp_path, clip_scorer=Oracle())
     own = {record.user: favourite_pair(record) for record in people}
     rows = [row for row in read_rows(tmp_path) if row["arm"] == "shuffled"]
     assert len(rows) == 12
@@ -552,7 +554,7 @@ def test_history_similarity_uses_liked_items_with_images() -> None:
         targets,
         [[targets[0], draw_image("tree", "plum", "plain")], []].__getitem__,
     )
-    rows = ImageMetrics(people, judge=Oracle()).measure_arm("both", targets)
+    rows = ImageMetrics(people, clip_scorer=Oracle()).measure_arm("both", targets)
     assert rows[0]["clip_history"] == pytest.approx((1 + 2 / 3) / 2)
     assert math.isnan(rows[1]["clip_history"])
     assert math.isnan(rows[1]["clip_preference"])  # no keywords to compare with
@@ -821,7 +823,7 @@ def test_arms_differ_only_in_their_conditions(run: Path) -> None:
     workload: Any = saved.workload
     source = workload.data.validation()
     assert source is not None
-    with open_personalized_generator(saved, source, is_own=True) as generator, saved.engine.sampling() as models:
+    with open_personalized_generator(saved, source, uses_own_data=True) as generator, saved.engine.sampling() as models:
         records = [generator.table.record(number) for number in range(5)]
         none, both = (generator.generate_arm(arm, records, lambda *progress: None) for arm in ("none", "both"))
         nothing = ConditionWeights(soft=0, keywords=0)

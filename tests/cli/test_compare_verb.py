@@ -48,7 +48,7 @@ def test_table_of_two_groups(capsys: pytest.CaptureFixture[str]) -> None:
         "loss, smaller is better, from metrics.jsonl",
         "A      slow-s*  3 seeds",
         "B      fast-s*  3 seeds",
-        "B - A: paired t-test, because both have 3 seeds in common",
+        "B - A: paired t-test, because they have 3 seeds in common",
         "B - A: training.learning_rate 0.0001 -> 0.01",
         "note: with 3 pairs a test has little power",
     ):

@@ -69,15 +69,15 @@ def test_data_that_cannot_be_split_is_refused(
 ) -> None:
     assert error_of(capsys, ["crossval"])[1].startswith("bottega: no recipe given")
     prose = write_text(tmp_path / "prose.txt")
-    words = ["crossval", "language", f"data.train.path={prose}", f"output_dir={tmp_path}"]
-    code, text = error_of(capsys, words)
+    arguments = ["crossval", "language", f"data.train.path={prose}", f"output_dir={tmp_path}"]
+    code, text = error_of(capsys, arguments)
     assert (code, "prose.txt is one text, which cannot be split across folds" in text) == (3, True)
     image, label = np.zeros((12, 8, 8), np.uint8), np.array(["a"] * 10 + ["b"] * 2)
     np.savez(tmp_path / "few.npz", image=image, label=label)
     own = {"task": "classify", "data.input": "image", "data.train.path": str(tmp_path / "few.npz")}
     (tmp_path / "few.yaml").write_text(json.dumps({**own, "output_dir": str(tmp_path), "training.max_steps": 1}))
-    words = ["crossval", str(tmp_path / "few.yaml"), "--folds", "3"]
-    code, text = error_of(capsys, words)
+    arguments = ["crossval", str(tmp_path / "few.yaml"), "--folds", "3"]
+    code, text = error_of(capsys, arguments)
     assert (code, "class 'b' has 2 samples, fewer than 3 folds" in text) == (3, True), text
     shards = tmp_path / "shards"
     assert cli.main(["prepare", "language", f"data.train.path={prose}", "--out", str(shards)]) == 0
@@ -121,17 +121,17 @@ def read_files(run: Path) -> dict[str, tuple[int, bytes]]:
 @pytest.mark.slow
 def test_killed_command_resumes(tmp_path: Path) -> None:
     """Killed during the second of two folds, whose subprocess may live on; the next command waits for it."""
-    words = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "1"]
+    arguments = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "1"]
     root = tmp_path / "t-crossval"
-    process = start_command(words)
+    process = start_command(arguments)
     wait_until(lambda: (root / "fold-1" / "LOCK").is_file())
     process.kill()
     process.communicate()
     before = read_files(root / "fold-0")
-    done = run_bottega([*words, "--json"])
+    done = run_bottega([*arguments, "--json"])
     assert done.returncode == 0, done.stderr
     assert read_files(root / "fold-0") == before
-    uninterrupted = run_bottega([*words[:-1], "2", "--json", "--out", str(tmp_path / "whole")])
+    uninterrupted = run_bottega([*arguments[:-1], "2", "--json", "--out", str(tmp_path / "whole")])
     resumed, expected = (json.loads(process.stdout) for process in (done, uninterrupted))
     assert [run["metrics"] for run in resumed["runs"]] == [run["metrics"] for run in expected["runs"]]
     assert read_logged_steps(root / "fold-1") == [1, 2, 3, 4]
@@ -140,9 +140,9 @@ def test_killed_command_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
     endless = {"training.max_steps": 1_000_000, "checkpoint.every": None, "evaluation.every": None}
-    words = [*arguments_for(tmp_path, **endless), "--folds", "2", "--jobs", "2"]
+    arguments = [*arguments_for(tmp_path, **endless), "--folds", "2", "--jobs", "2"]
     root = tmp_path / "t-crossval"
-    process = start_command(words)
+    process = start_command(arguments)
     wait_until(lambda: all((root / f"fold-{n}" / "metrics.jsonl").is_file() for n in range(2)))
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=100)
@@ -157,17 +157,17 @@ def test_ctrl_c_saves_every_fold(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_broken_fold_does_not_stop_the_others(tmp_path: Path) -> None:
     write_texts(tmp_path)
-    words = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "2"]
+    arguments = [*arguments_for(tmp_path), "--folds", "2", "--jobs", "2"]
     broken = tmp_path / "t-crossval" / "fold-0" / "checkpoints" / "step-00000002"
     broken.mkdir(parents=True)
-    done = run_bottega(words)
+    done = run_bottega(arguments)
     assert done.returncode == 4, done.stderr
     last = done.stderr.strip().splitlines()[-1]
     assert "t-crossval/fold-0: every checkpoint in" in last
     assert last.endswith("; the other folds are saved")
     assert (tmp_path / "t-crossval" / "fold-1" / "checkpoints" / "last").exists()
     shutil.rmtree(broken)
-    done = run_bottega(words)
+    done = run_bottega(arguments)
     assert done.returncode == 0, done.stderr
     assert "2 folds, 1 already trained" in done.stderr
     assert "fold-1: training" not in done.stderr

@@ -31,8 +31,8 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
 def test_prepare_writes_and_exports_to_several_formats(
     rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["prepare", "classify", "--data", rows, "--out", tmp_path / "kept"]
-    result = run_json(capsys, *words, "--to", "jsonl", tmp_path / "j", "--to", "webdataset", tmp_path / "w")
+    arguments = ["prepare", "classify", "--data", rows, "--out", tmp_path / "kept"]
+    result = run_json(capsys, *arguments, "--to", "jsonl", tmp_path / "j", "--to", "webdataset", tmp_path / "w")
     assert list(result["tables"]) == ["train", "validation"]
     assert sum(table["rows"] for table in result["tables"].values()) == result["records"] == 61
     assert {Path(path).parent.name for path in result["exported"]} == {"j", "w"}
@@ -75,8 +75,8 @@ def test_data_reports_duplicates_within_and_across_splits(rows: Path, capsys: py
 def test_contact_sheet_of_bucketed_images_and_video(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for n in range(6):
         Image.new("RGB", ((16, 16), (24, 12))[n % 2], (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
-    words = ["data", tmp_path, "data.image_size=16", "data.buckets=3", "--out", tmp_path / "report"]
-    [sheet] = run_json(capsys, *words)["pictures"]
+    arguments = ["data", tmp_path, "data.image_size=16", "data.buckets=3", "--out", tmp_path / "report"]
+    [sheet] = run_json(capsys, *arguments)["pictures"]
     with Image.open(sheet) as image:
         assert image.width > 16
     frames = np.zeros((3, 5, 8, 8, 3), np.uint8)
@@ -102,8 +102,8 @@ def test_run_log_names_dropped_records(rows: Path, tmp_path: Path) -> None:
 
 def test_single_text_can_be_split_and_deduplicated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("one line of a single text\n" * 40)
-    words = ["prepare", "language", "--data", tmp_path / "a.txt", "--tokenizer", "bytes"]
-    result = run_json(capsys, *words, "data.deduplicate.method=exact")
+    arguments = ["prepare", "language", "--data", tmp_path / "a.txt", "--tokenizer", "bytes"]
+    result = run_json(capsys, *arguments, "data.deduplicate.method=exact")
     assert sum(table["bytes"] for table in result["tables"].values()) == 1040
 
 
@@ -112,14 +112,14 @@ def test_condition_is_part_of_the_preparation(tmp_path: Path, capsys: pytest.Cap
     for name in ("0.png", "cat/1.png", "cat/2.png"):
         (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "p" / name)
-    words = ["prepare", "image", "--data", str(tmp_path / "p"), "data.validation=null"]
-    assert run_json(capsys, *words, "model.condition=none")["tables"]["train"]["rows"] == 3
-    assert cli.main(words) == 3
+    arguments = ["prepare", "image", "--data", str(tmp_path / "p"), "data.validation=null"]
+    assert run_json(capsys, *arguments, "model.condition=none")["tables"]["train"]["rows"] == 3
+    assert cli.main(arguments) == 3
     assert "has no label, unlike other records" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("arguments", "part"),
     [
         (["language", "data.replay.share=0.5"], "data.replay.path"),
         (["audio", "data.sample_rate=10"], "sample_rate"),
@@ -129,9 +129,9 @@ def test_condition_is_part_of_the_preparation(tmp_path: Path, capsys: pytest.Cap
     ],
 )
 def test_invalid_data_options_are_refused_in_one_line(
-    rows: Path, words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+    rows: Path, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["prepare", *words, "--data", str(rows)]) == 2
+    assert cli.main(["prepare", *arguments, "--data", str(rows)]) == 2
     err = capsys.readouterr().err
     assert part in err
     assert err.count("\n") == 1

@@ -58,9 +58,9 @@ def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CommandResult:
-    def __init__(self, capsys: pytest.CaptureFixture[str], *words: Any) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], *arguments: Any) -> None:
         capsys.readouterr()
-        self.code = cli.main([str(word) for word in words])
+        self.code = cli.main([str(word) for word in arguments])
         self.out, self.err = capsys.readouterr()
 
     def assert_refused(self, code: int, *parts: Any) -> None:
@@ -103,11 +103,11 @@ def test_export_overwrites_only_an_export(run_cli: Any, run: Path, tmp_path: Pat
 
 def test_stale_samples_are_removed(run_cli: Any, run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for target, words in ((out, ("--out", out)), (run / "generated", ())):
-        assert run_cli("generate", run, "--class", "dark", "--count", 5, *words).code == 0
+    for target, arguments in ((out, ("--out", out)), (run / "generated", ())):
+        assert run_cli("generate", run, "--class", "dark", "--count", 5, *arguments).code == 0
         (target / "99.txt").write_text("mine")
         (target / "notes.png").write_text("mine")
-        assert run_cli("generate", run, "--class", "dark", "--count", 2, *words).code == 0
+        assert run_cli("generate", run, "--class", "dark", "--count", 2, *arguments).code == 0
         assert {path.name for path in target.iterdir()} == {"00.png", "01.png", "sheet.png", "99.txt", "notes.png"}
 
 
@@ -137,17 +137,17 @@ def file_size_limit() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "words", [("generate", "--count", "1", "--out"), ("export", "--out"), ("evaluate", "--count", "0", "--out")]
+    "arguments", [("generate", "--count", "1", "--out"), ("export", "--out"), ("evaluate", "--count", "0", "--out")]
 )
 def test_full_disk_error_names_the_remedy(
-    run_cli: Any, run: Path, tmp_path: Path, file_size_limit: None, words: tuple[str, ...]
+    run_cli: Any, run: Path, tmp_path: Path, file_size_limit: None, arguments: tuple[str, ...]
 ) -> None:
     out = tmp_path / "out"
-    if words[0] == "evaluate":
+    if arguments[0] == "evaluate":
         assert run_cli("evaluate", run, "--count", 0).code == 0  # prepares its data
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
     try:
-        result = run_cli(words[0], run, *words[1:], out)
+        result = run_cli(arguments[0], run, *arguments[1:], out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     result.assert_refused(5, f"cannot write {out}", "size limit", "free some space, or choose another path")
@@ -187,8 +187,8 @@ def test_count_larger_than_memory_is_refused(run_cli: Any, run: Path) -> None:
 
 
 def test_values_may_begin_with_a_dash(run_cli: Any, vectors: Path, tmp_path: Path) -> None:
-    for words in (("--vector", "-0.5,1"), ("--vector=-0.5,1",)):
-        assert run_cli("generate", vectors, *words, "--count", 1, "--out", tmp_path / "a.png").code == 0
+    for arguments in (("--vector", "-0.5,1"), ("--vector=-0.5,1",)):
+        assert run_cli("generate", vectors, *arguments, "--count", 1, "--out", tmp_path / "a.png").code == 0
     images = bottega.load(vectors).generate(vector=[-0.5, 1], count=1)
     assert images.shape == (1, 8, 8, 1)
     run_cli("generate", vectors, "--class", "-dash").assert_refused(2, "--class", "condition vector")

@@ -21,13 +21,13 @@ from small_run import train, write_text
 DISTILL = "techniques=[{name: distill, options: {teacher: nowhere, hidden: 1}}]"
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert cli.main(list(words)) == 2
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert cli.main(list(arguments)) == 2
     return capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["language", "techniques=[lora, adapter]"], "techniques: lora and adapter change the same layers; keep one"),
         (["language", "techniques=[lora, lora]"], "techniques: lora is listed 2 times; keep one"),
@@ -80,11 +80,11 @@ def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     ],
 )
 def test_plan_and_train_refuse_with_the_same_message(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert message in error_of(capsys, "plan", *words, "--check")
-    if "nowhere" not in words[-1]:  # train checks this one after the data is read
-        assert message in error_of(capsys, "train", *words, f"output_dir={tmp_path}")
+    assert message in error_of(capsys, "plan", *arguments, "--check")
+    if "nowhere" not in arguments[-1]:  # train checks this one after the data is read
+        assert message in error_of(capsys, "train", *arguments, f"output_dir={tmp_path}")
         assert list(tmp_path.iterdir()) == [], "no run was started"
 
 
@@ -110,12 +110,12 @@ def test_recipe_loads_without_its_teacher() -> None:
 
 
 def test_plan_lists_each_technique_in_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
+    arguments = [
         "techniques=[{name: lora, options: {rank: 4, targets: [q_proj, v_proj]}}]",
         "lr=auto",
         "data.split.folds=5",
     ]
-    assert cli.main(["plan", "language", *words, "data.validation={}", "--check"]) == 0
+    assert cli.main(["plan", "language", *arguments, "data.validation={}", "--check"]) == 0
     lines = capsys.readouterr().err.splitlines()
     lines = lines[[line.startswith("bottega: valid") for line in lines].index(True) :]
     assert lines[1] == "bottega: techniques: lora (rank 4, dropout 0, targets [q_proj, v_proj])"

@@ -47,7 +47,7 @@ def test_data_suggests_columns_by_their_content(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
-    ("words", "part"),
+    ("arguments", "part"),
     [
         (["train", "shakespear"], "did you mean language/shakespeare?"),
         (["train", "clasify"], "did you mean classify?"),
@@ -57,11 +57,11 @@ def test_data_suggests_columns_by_their_content(tmp_path: Path, capsys: pytest.C
     ],
 )
 def test_only_similar_names_are_suggested(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], part: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("t2.txt").write_text("another text")
-    code, out, err = run_cli(capsys, *words)
+    code, out, err = run_cli(capsys, *arguments)
     assert code in (2, 3)
     assert out == ""
     assert part in err

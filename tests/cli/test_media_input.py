@@ -419,15 +419,15 @@ def test_damaged_or_deleted_judge(run_cli: Any, train: Any, tmp_path: Path) -> N
     judge = {"training.max_steps": 2, "training.batch_size": 4, "model.hidden_size": 8}
     assert train("image", write_media_folder(tmp_path, "image"), **{"needs.judge.settings": judge}).code == 0
     runs = tmp_path / "runs"
-    words = ("evaluate", runs / "x", "--count", 4, "--json")
-    first = run_cli(*words)
+    arguments = ("evaluate", runs / "x", "--count", 4, "--json")
+    first = run_cli(*arguments)
     assert first.code == 0, first.err
     [part] = (path for path in (runs / "parts").iterdir() if not path.name.startswith("."))
     for weights in part.glob("checkpoints/step-*/model.safetensors"):
         weights.write_bytes(b"")
-    run_cli(*words).assert_refused(4, f"needs.judge: {part}", "model.safetensors 0 of", "delete it")
+    run_cli(*arguments).assert_refused(4, f"needs.judge: {part}", "model.safetensors 0 of", "delete it")
     shutil.rmtree(part)
-    again = run_cli(*words)
+    again = run_cli(*arguments)
     assert again.code == 0, again.err
     assert json.loads(again.out) == json.loads(first.out), "the judge is trained again and is the same"
 

@@ -214,7 +214,7 @@ def test_paths_without_records_are_refused(tmp_path: Path, capfd: pytest.Capture
 
 def test_too_few_users_to_split(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = write_records(tmp_path, records(users=1))
-    prepare(capfd, path, "data.validation=0.1").assert_refused(3, "leaves no row for", "a row is a user here")
+    prepare(capfd, path, "data.validation=0.1").assert_refused(3, "leaves no row for", "each row is a user")
 
 
 def test_collection_is_exported_as_records(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

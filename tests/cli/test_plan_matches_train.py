@@ -15,7 +15,7 @@ from small_run import settings, write_text
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> list[str]:
+def arguments(tmp_path: Path) -> list[str]:
     """A small run of the language recipe on the CPU, as a command line."""
     values = settings(tmp_path / "runs", write_text(tmp_path / "text.txt"), device="cpu")
     return ["language/shakespeare", *(f"{key}={'null' if v is None else v}" for key, v in values.items())]
@@ -83,12 +83,12 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_plan_and_train_refuse_alike(
-    case: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides, code, parts = REFUSED[case]
     monkeypatch.chdir(tmp_path)
-    planned, plan_errors = run_cli(capsys, "plan", *words, *overrides, "--check")
-    trained, train_errors = run_cli(capsys, "train", *words, *overrides)
+    planned, plan_errors = run_cli(capsys, "plan", *arguments, *overrides, "--check")
+    trained, train_errors = run_cli(capsys, "train", *arguments, *overrides)
     assert (planned, trained) == (code, code), (plan_errors, train_errors)
     for part in parts:
         assert part in plan_errors
@@ -98,17 +98,17 @@ def test_plan_and_train_refuse_alike(
     assert not list((tmp_path / "runs").glob("*/checkpoints"))
 
 
-def test_valid_recipe_is_planned_without_a_run(words: list[str], tmp_path: Path, capsys: Any) -> None:
-    for plan in (["plan", *words], ["plan", *words, "--check"]):
+def test_valid_recipe_is_planned_without_a_run(arguments: list[str], tmp_path: Path, capsys: Any) -> None:
+    for plan in (["plan", *arguments], ["plan", *arguments, "--check"]):
         code, err = run_cli(capsys, *plan)
         assert code == 0, err
         assert "valid" in err
     assert not (tmp_path / "runs").exists()
 
 
-def test_existing_run_of_another_recipe_is_refused_by_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
-    assert run_cli(capsys, "train", *words, "name=a", "--quiet")[0] == 0
-    other = [*words, "name=a", "training.learning_rate=0.5"]
+def test_existing_run_of_another_recipe_is_refused_by_both(arguments: list[str], tmp_path: Path, capsys: Any) -> None:
+    assert run_cli(capsys, "train", *arguments, "name=a", "--quiet")[0] == 0
+    other = [*arguments, "name=a", "training.learning_rate=0.5"]
     planned, plan_errors = run_cli(capsys, "plan", *other)
     trained, train_errors = run_cli(capsys, "train", *other)
     assert (planned, trained) == (2, 2)
@@ -116,11 +116,11 @@ def test_existing_run_of_another_recipe_is_refused_by_both(words: list[str], tmp
     assert plan_errors == train_errors
 
 
-def test_foreign_folder_is_refused_by_both(words: list[str], tmp_path: Path, capsys: Any) -> None:
+def test_foreign_folder_is_refused_by_both(arguments: list[str], tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "thesis.txt").write_text("years of work")
     for verb in (["plan"], ["train"]):
-        code, err = run_cli(capsys, *verb, *words, f"output_dir={tmp_path / 'runs'}", "name=mine")
+        code, err = run_cli(capsys, *verb, *arguments, f"output_dir={tmp_path / 'runs'}", "name=mine")
         assert code == 2
         assert "mine exists and is not a run directory" in err
 
@@ -139,14 +139,14 @@ def test_routing_guide_is_accepted(tmp_path: Path, monkeypatch: Any, capsys: Any
 
 
 @pytest.mark.parametrize("more", [["distributed.backend=gloo"], ["distributed.offload=true"]])
-def test_distributed_options_without_effect_are_accepted(more: list[str], words: list[str], capsys: Any) -> None:
-    assert run_cli(capsys, "plan", *words, *more)[0] == 0
-    assert run_cli(capsys, "train", *words, *more, "--quiet")[0] == 0
+def test_distributed_options_without_effect_are_accepted(more: list[str], arguments: list[str], capsys: Any) -> None:
+    assert run_cli(capsys, "plan", *arguments, *more)[0] == 0
+    assert run_cli(capsys, "train", *arguments, *more, "--quiet")[0] == 0
 
 
 def test_problems_of_a_dependency_are_reported_before_it_is_trained(tmp_path: Path, capsys: Any) -> None:
-    words = ["image/stickers", f"output_dir={tmp_path}", "device=cpu", "fp16=true"]
-    code, err = run_cli(capsys, "plan", *words, "needs.vae.settings={distributed: {strategy: fsdp}}")
+    arguments = ["image/stickers", f"output_dir={tmp_path}", "device=cpu", "fp16=true"]
+    code, err = run_cli(capsys, "plan", *arguments, "needs.vae.settings={distributed: {strategy: fsdp}}")
     assert code == 2
     assert "needs.vae: distributed.strategy: fsdp" in err
     assert "fp16 needs a GPU" in err
@@ -154,27 +154,27 @@ def test_problems_of_a_dependency_are_reported_before_it_is_trained(tmp_path: Pa
 
 
 def test_plan_checks_the_run_directory(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file in its path, a lock, a full disk: checked without creating anything."""
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        arguments = [*words, f"output_dir={folder}", "name=x"]
-        planned = run_cli(capsys, "plan", "--check", *arguments)
-        assert planned == run_cli(capsys, "train", *arguments)
+        run_arguments = [*arguments, f"output_dir={folder}", "name=x"]
+        planned = run_cli(capsys, "plan", "--check", *run_arguments)
+        assert planned == run_cli(capsys, "train", *run_arguments)
         assert planned[0] == 5
         assert f"cannot write {folder / 'x'}: " in planned[1]
     run = RunDirectory(tmp_path / "runs" / "held")
     with Lock(run):
-        planned = run_cli(capsys, "plan", "--check", *words, "name=held")
-        assert planned == run_cli(capsys, "train", *words, "name=held")
+        planned = run_cli(capsys, "plan", "--check", *arguments, "name=held")
+        assert planned == run_cli(capsys, "train", *arguments, "name=held")
         assert planned[0] == 9
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    code, err = run_cli(capsys, "plan", "--check", *words, "name=full")
+    code, err = run_cli(capsys, "plan", "--check", *arguments, "name=full")
     assert (code, "a checkpoint needs" in err) == (5, True), err
-    assert run_cli(capsys, "train", *words, "name=full", "--quiet")[0] == 5
+    assert run_cli(capsys, "train", *arguments, "name=full", "--quiet")[0] == 5
     monkeypatch.undo()
     assert not (tmp_path / "runs" / "planned").exists()
-    assert run_cli(capsys, "plan", "--check", *words, "name=planned")[0] == 0
+    assert run_cli(capsys, "plan", "--check", *arguments, "name=planned")[0] == 0
     assert not (tmp_path / "runs" / "planned").exists()

@@ -46,14 +46,14 @@ def test_texts_as_arguments(run: Path, capsys: pytest.CaptureFixture[str]) -> No
 def test_texts_may_follow_an_option(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["hum a verse", "salt and onion, bake"]
     expected = bottega.predict(run, texts)
-    for words in (
+    for arguments in (
         [str(run), "--checkpoint", "best", *texts],
         [str(run), texts[0], "--device", "cpu", texts[1]],
         ["--checkpoint", "best", str(run), *texts],
         ["--model_path", str(run), texts[0], "--device", "cpu", texts[1]],
         ["--model_path", str(run), "--device", "cpu", *texts],
     ):
-        assert json.loads(run_predict(capsys, *words, "--json")[0])["predictions"] == expected, words
+        assert json.loads(run_predict(capsys, *arguments, "--json")[0])["predictions"] == expected, arguments
     dashed = run_predict(capsys, str(run), "--device", "cpu", "--json", "--", "-5 knots, the mast")[0]
     assert json.loads(dashed)["predictions"][0]["text"] == "-5 knots, the mast"
     assert "unexpected --top" in run_predict(capsys, str(run), "--top", "3", "hum", code=2)[1]
@@ -128,13 +128,13 @@ def test_invalid_requests_are_refused_in_one_line(
     table = tmp_path / "other.jsonl"
     table.write_text(json.dumps({"words": "salt"}) + "\n")
     monkeypatch.setattr("sys.stdin", io.StringIO("\n  \n"))
-    for words, code, message in (
+    for arguments, code, message in (
         ([str(run)], 3, "there is no text to classify"),
         ([str(run), "--data", str(table)], 3, "no field 'text'; the row has 'words'"),
         ([str(run), "salt", "--data", str(table)], 2, "salt is given as well"),
         ([str(tmp_path / "none"), "salt"], 2, "none"),
     ):
-        _, err = run_predict(capsys, *words, code=code)
+        _, err = run_predict(capsys, *arguments, code=code)
         assert message in err
         assert err.count("\n") == 1
 

@@ -49,8 +49,8 @@ def test_data_accepts_several_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     for number, name in enumerate(("a.txt", "b.txt", "c.txt")):
         small_run.write_text(tmp_path / name, seed=number)
-    words = ["language", "--data", "a.txt", "b.txt", "c.txt", "--lr", "1e-3", "data.validation.split=0.1"]
-    sources, overrides = parse_overrides(words)
+    arguments = ["language", "--data", "a.txt", "b.txt", "c.txt", "--lr", "1e-3", "data.validation.split=0.1"]
+    sources, overrides = parse_overrides(arguments)
     recipe = check_recipe(sources, overrides).recipe
     assert sources == ["language"]
     assert (recipe.data.train.path, recipe.data.train.more_paths) == ("a.txt", ("b.txt", "c.txt"))
@@ -62,7 +62,7 @@ def test_data_accepts_several_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     together = bottega.prepare("language", {"data.train.path": ["a.txt", "b.txt", "c.txt"]})
     alone = bottega.prepare("language", {"data.train.path": str(folder)})
     assert together.tables == alone.tables
-    assert cli.main(["prepare", *words]) == 0
+    assert cli.main(["prepare", *arguments]) == 0
     # A recipe may still follow, and a later path replaces all.
     assert parse_overrides(["--data", "a.txt", "language"])[0] == ["language"]
     assert parse_overrides(["language", "--data", "a.txt", "mine.yaml"])[0] == ["language", "mine.yaml"]
@@ -90,8 +90,8 @@ def test_columns_without_a_header_are_numbered(tmp_path: Path) -> None:
     assert data.classes.names == ("1", "2", "3")
     named = prepare(tmp_path / "news.csv", **numbered, **{"data.class_names": {1: "cook", 2: "sail", 3: "sing"}})
     assert [(text.replace("\n", " "), label) for text, label in read_pairs(named)] == expected_pairs(rows)
-    words = ["data.train.field=[1, 2]", "data.train.label=0", "data.class_names={1: cook, 2: sail, 3: sing}"]
-    assert cli.main(["prepare", "classify", "--data", str(tmp_path / "news.csv"), *words]) == 0
+    overrides = ["data.train.field=[1, 2]", "data.train.label=0", "data.class_names={1: cook, 2: sail, 3: sing}"]
+    assert cli.main(["prepare", "classify", "--data", str(tmp_path / "news.csv"), *overrides]) == 0
     by_field = prepare(tmp_path / "news.csv", **{"data.train.field": [1, 2], "data.label_field": 0})
     assert read_pairs(by_field) == read_pairs(data)
     with pytest.raises(DataError, match="numbered 0 to 2"):

@@ -20,12 +20,12 @@ from small_run import train, write_text
 
 def test_prepare_writes_to_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = write_text(tmp_path / "text.txt")
-    words = ["prepare", "language/shakespeare", "--data", str(text)]
+    arguments = ["prepare", "language/shakespeare", "--data", str(text)]
     for flag in ("--out", "--output_dir", "--output-dir"):
         folder = tmp_path / "shards" / flag.strip("-")
-        assert cli.main([*words, flag, str(folder)]) == 0
+        assert cli.main([*arguments, flag, str(folder)]) == 0
         assert (folder / "meta.json").is_file()
-    assert cli.main([*words, f"output_dir={tmp_path / 'p2'}"]) == 2
+    assert cli.main([*arguments, f"output_dir={tmp_path / 'p2'}"]) == 2
     assert "output_dir is the folder of runs" in capsys.readouterr().err
     assert not (tmp_path / "p2").exists()
 

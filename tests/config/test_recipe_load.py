@@ -160,8 +160,10 @@ def test_accelerate_file_is_a_separate_layer(tmp_path: Path) -> None:
 
 
 def test_flags_are_parsed() -> None:
-    words = "language training.ema=0.9 --training.max-steps 5 --lr=1 --batch-size 16 --config a.yaml"
-    sources, overrides = parse_overrides([*words.split(), "--deterministic", "false", "--scheduler.warmup_steps", "5%"])
+    command_line = "language training.ema=0.9 --training.max-steps 5 --lr=1 --batch-size 16 --config a.yaml"
+    sources, overrides = parse_overrides(
+        [*command_line.split(), "--deterministic", "false", "--scheduler.warmup_steps", "5%"]
+    )
     assert sources == ["language", "a.yaml"]
     assert [(o.key, o.text) for o in overrides] == [
         ("training.ema", "0.9"),

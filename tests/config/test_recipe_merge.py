@@ -131,8 +131,8 @@ def test_circular_extends_is_refused(tmp_path: Path) -> None:
 # Needs of a recipe
 
 
-def load_needs(*words: str) -> Any:
-    return load_recipe(*parse_overrides(["image", *words])).recipe.needs
+def load_needs(*arguments: str) -> Any:
+    return load_recipe(*parse_overrides(["image", *arguments])).recipe.needs
 
 
 def test_needs_are_set_as_a_block_or_by_key() -> None:
@@ -142,8 +142,8 @@ def test_needs_are_set_as_a_block_or_by_key() -> None:
     assert (both["judge"].recipe, both["tokens"].recipe) == ("classify/image", "image_tokens")
     assert load_needs("needs.judge=null") == {}
     assert load_recipe(["image", {"needs": {"judge": None}}]).recipe.needs == {}
-    for words in ("needs.judge={run: runs/mine}", "needs.judge.run=runs/mine"):
-        judge = load_needs(words)["judge"]
+    for override in ("needs.judge={run: runs/mine}", "needs.judge.run=runs/mine"):
+        judge = load_needs(override)["judge"]
         assert (judge.recipe, judge.run) == (None, "runs/mine"), "a finished run does not replace the recipe"
     with pytest.raises(UsageError, match=r"needs\.judge\.setings\.x: unknown key"):
         load_needs("needs.judge.setings.x=1")
@@ -163,18 +163,18 @@ def test_problem_of_a_block_names_the_layer_that_changed_it(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["image", "data.image_size=9"], r"command line: model\.patch_size: .* 2 do not divide .* 9 .*; 1, 3, 9 do"),
         (["video", "data.num_frames=5", "model.temporal_patch_size=2"], r"temporal_patch_size: .*\(data\.num_frames\)"),
         (["audio", "data.num_mels=63", "model.axes=2", "model.patch_size=4"], r"patch_size: .*\(data\.num_mels\)"),
     ],
 )
-def test_patch_sizes_are_checked_without_data(words: list[str], message: str) -> None:
+def test_patch_sizes_are_checked_without_data(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        check_recipe(*parse_overrides(words))
-    changed = ["model.backbone=unet"] if words[0] == "image" else ["model.vae=runs/vae"]
-    assert check_recipe(*parse_overrides([*words, *changed]))
+        check_recipe(*parse_overrides(arguments))
+    changed = ["model.backbone=unet"] if arguments[0] == "image" else ["model.vae=runs/vae"]
+    assert check_recipe(*parse_overrides([*arguments, *changed]))
 
 
 def test_num_heads_alone_adjusts_num_kv_heads() -> None:

@@ -107,7 +107,7 @@ def test_impossible_shapes_name_the_remedy() -> None:
         ({"experts": experts, "experts_every": 5}, "experts_every 5: none of the 4 layers has experts; try 4"),
         ({"experts": experts.model_copy(update={"hidden_size": 16})}, "experts.hidden_size 16: the model has 32"),
         ({"mixers": ("attention",)}, "mixers: has length 1, but num_layers is 4"),
-        ({"mixers": ("ssm",) * 4}, "ssm: must be given if a layer has a state space"),
+        ({"mixers": ("ssm",) * 4}, "ssm must be given if a layer is a state-space layer"),
         ({"num_heads": 0}, "num_heads 0: a layer with attention needs at least 1"),
     ):
         with pytest.raises(ValidationError, match=message):

@@ -245,13 +245,13 @@ def test_changed_autoencoder_is_refused_on_resume(folder: Path, tmp_path: Path) 
         changed[-1] ^= 1
         file.write_bytes(changed)
     with pytest.raises(
-        CheckpointError, match=r"^model\.vae: is not the autoencoder that this run started with"
+        CheckpointError, match=r"^model\.vae is not the autoencoder that this run started with"
     ) as caught:
         bottega.train(settings(tmp_path / "b", **longer))
     assert (caught.value.code, str(caught.value).count("\n")) == (4, 0)
-    for words in (["--allow-data-change"], ["--resume_from", str(base)]):
-        name = "y" if "--resume_from" in words else "x"
-        assert cli.main(["train", write_recipe(tmp_path / "b", **longer, name=name), "--quiet", *words]) == 4
+    for arguments in (["--allow-data-change"], ["--resume_from", str(base)]):
+        name = "y" if "--resume_from" in arguments else "x"
+        assert cli.main(["train", write_recipe(tmp_path / "b", **longer, name=name), "--quiet", *arguments]) == 4
     file.write_bytes(held)
     assert bottega.train(settings(tmp_path / "b", **longer)).step == 3
 
@@ -268,7 +268,7 @@ def test_changed_text_encoder_is_refused_on_resume(tmp_path: Path) -> None:
     assert bottega.load(path).workload.text.metadata.encoder == str(clip / "final")
     shutil.rmtree(path / "processor")
     tiny_clip.save_clip(clip / "final", seed=1)
-    with pytest.raises(CheckpointError, match=r"model\.text\.from: is not the text encoder that"):
+    with pytest.raises(CheckpointError, match=r"model\.text\.from is not the text encoder that"):
         train(tmp_path, **{**options, "training.max_steps": 2})
     with pytest.raises(UsageError, match=r"no run at .*nowhere"):
         train(tmp_path, **{**options, "needs.words": {"run": str(tmp_path / "nowhere")}})
@@ -391,7 +391,7 @@ def test_second_process_waits_and_reuses_the_dependency(
     part = find_dependency(folder)
     (part / "final").rename(part / "hidden")
 
-    def never(*words: Any, **options: Any) -> None:
+    def never(*arguments: Any, **options: Any) -> None:
         raise AssertionError("it is already trained")
 
     monkeypatch.setattr(run, "_train_dependency", never)

@@ -1,4 +1,4 @@
-"""`bottega compare`: test whether groups of runs differ, by the test that fits what they share; a report and a plot."""
+"""`bottega compare`: test whether groups of runs differ, paired by the seeds, folds, samples or users that they share."""
 
 from __future__ import annotations
 
@@ -66,14 +66,16 @@ def _compare_groups(names: Sequence[str], *, metric: str | None, split: str | No
     if are_personalized_runs(names):
         return compare_by_people(names, metric=metric, split=split, level=level)
     groups = read_groups(names)
-    goal = require_same_metric(groups)
+    best_metric = require_same_metric(groups)
     if all(len(group.members) == 1 for group in groups):
         return compare_by_predictions(groups, metric=metric, split=split, level=level)
-    return _compare_by_values(groups, metric=metric or goal.metric, goal=goal, split=split, level=level)
+    return _compare_by_values(
+        groups, metric=metric or best_metric.metric, best_metric=best_metric, split=split, level=level
+    )
 
 
 def _compare_by_values(
-    groups: list[Group], *, metric: str, goal: BestMetric, split: str | None, level: float
+    groups: list[Group], *, metric: str, best_metric: BestMetric, split: str | None, level: float
 ) -> dict[str, Any]:
     """Compare groups of seeds or folds by one number per run."""
     notes: list[str] = []
@@ -93,17 +95,17 @@ def _compare_by_values(
         values[group.label] = {}
         for key, member in group.members_by_key.items():
             if split is None:
-                values[group.label][key] = read_best_value(member.path, metric, goal)
+                values[group.label][key] = read_best_value(member.path, metric, best_metric)
                 continue
-            values[group.label][key], names_split = read_result_value(member.path, metric, split)
-            if not names_split:
+            values[group.label][key], has_split = read_result_value(member.path, metric, split)
+            if not has_split:
                 notes.append(f"results/metrics.json does not name its split; {split} is assumed")
     pairs = []
     for first, second in itertools.combinations(groups, 2):
         pairs.append(_test_pair(first, second, values, metric=metric, split=split, level=level, notes=notes))
     return {
         "metric": metric,
-        "mode": metric_direction(metric, goal),
+        "mode": metric_direction(metric, best_metric),
         "read_from": "metrics.jsonl" if split is None else f"results/metrics.json ({split})",
         "groups": [_describe_group(group, values[group.label], level=level) for group in groups],
         "pairs": pairs,
@@ -175,7 +177,7 @@ def _test_pair(
     unpaired = sorted(set(first_values) ^ set(second_values))
     if unpaired:
         notes.append(
-            f"{first.label} and {second.label}: {kind} {', '.join(map(str, unpaired))} is only in one of them and is left out"
+            f"{first.label} and {second.label}: left out, as only one of them has it: {kind} {', '.join(map(str, unpaired))}"
         )
     if len(shared) < FEW_PAIRS:
         few = f"with {len(shared)} pairs a test has little power (the smallest possible Wilcoxon p is {2 / 2 ** len(shared):g})"
@@ -185,7 +187,7 @@ def _test_pair(
     elif first.num_folds:
         why = f"folds share training data, so the variance is scaled by 1/{len(shared)} + 1/{first.num_folds - 1}, not by 1/{len(shared)}"
     else:
-        why = f"both have {len(shared)} seeds in common, so runs of one seed are pairs"
+        why = f"they have {len(shared)} seeds in common, so runs of one seed are pairs"
     return describe_pair(first, second, result, why=why, paired_by=kind)
 
 
@@ -218,21 +220,24 @@ def _format_count(pair: dict[str, Any], report: dict[str, Any]) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """Format a report of `compare` for the terminal: a table of groups, a table of pairs, the reasons and the notes."""
-    number, level = _number_formatter(report), _interval_title(report)
+    format_number, level = _make_number_formatter(report), _interval_title(report)
     lines = [f"{report['metric']}{DIRECTION_TEXT[report['mode']]}, from {report['read_from']}", ""]
     rows, is_clipped = [["group", "", "n", "mean", "deviation", level]], False
     for group in report["groups"]:
-        deviation = "" if group["deviation"] is None else number(group["deviation"])
+        deviation = "" if group["deviation"] is None else format_number(group["deviation"])
         n = f"{group['n']:,} {group['kind']}"
-        span = _format_interval(group["interval"], number, metric=report["metric"])
-        rows.append([group["label"], group["name"], n, number(group["mean"]), deviation, span])
+        span = _format_interval(group["interval"], format_number, metric=report["metric"])
+        rows.append([group["label"], group["name"], n, format_number(group["mean"]), deviation, span])
         is_clipped = is_clipped or CLIPPED_MARK in span
     lines += [*format_table(rows, right=(2, 3, 4, 5)), ""]
     p_title = "p" if len(report["pairs"]) == 1 else "p (Holm)"
     rows = [["pair", "difference", level, "test", "n", p_title, "effect", ""]]
     for pair in report["pairs"]:
         effect = f"{pair['effect']['name']} {pair['effect']['size']:.2f}"
-        difference, span = f"{number(pair['difference'], '+')}", _format_interval(pair["interval"], number, "+")
+        difference, span = (
+            f"{format_number(pair['difference'], '+')}",
+            _format_interval(pair["interval"], format_number, "+"),
+        )
         name = f"{pair['second']} - {pair['first']}"
         cells = [pair["test"], f"{pair['n']:,}", _format_p(pair["p_adjusted"]), effect, pair["outcome"]]
         rows.append([name, difference, span, *cells])
@@ -249,7 +254,7 @@ def format_report(report: dict[str, Any]) -> str:
                 f"{name}: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in pair["changed"].items())
             )
     clipped = (
-        [f"{CLIPPED_MARK} the interval exceeds the range of the metric and is clipped; --json has the computed one"]
+        [f"{CLIPPED_MARK} the interval exceeds the range of the metric and is clipped; --json has it unclipped"]
         if is_clipped
         else []
     )
@@ -264,16 +269,18 @@ def _format_p(p: float) -> str:
     return "< 0.0001" if p < 1e-4 else f"{p:.4f}"
 
 
-def _number_formatter(report: dict[str, Any]) -> Callable[..., str]:
+def _make_number_formatter(report: dict[str, Any]) -> Callable[..., str]:
     """Return a formatter with five significant digits of the largest mean, the same for all numbers so that they align."""
     largest = max(abs(group["mean"]) for group in report["groups"]) or 1.0
     decimals = min(max(0, 4 - math.floor(math.log10(largest))), 10)
     return lambda value, sign="": f"{value:{sign}.{decimals}f}"
 
 
-def _format_interval(interval: dict[str, float], number: Callable[..., str], sign: str = "", metric: str = "") -> str:
+def _format_interval(
+    interval: dict[str, float], format_number: Callable[..., str], sign: str = "", metric: str = ""
+) -> str:
     ends = [clip_to_bounds(interval[end], metric) for end in ("low", "high")]
-    return " to ".join(f"{mark}{number(value, sign)}" for value, mark in ends)
+    return " to ".join(f"{mark}{format_number(value, sign)}" for value, mark in ends)
 
 
 def clip_to_bounds(value: float, metric: str) -> tuple[float, str]:

@@ -32,7 +32,9 @@ def compare_by_predictions(
             f"predictions: bottega evaluate {correct} --out {correct}/results"
         )
     if metric not in (None, "accuracy"):
-        raise UsageError(f"--metric {metric}: single runs are compared by accuracy; else {SEEDS_HINT}")
+        raise UsageError(
+            f"--metric {metric}: single runs are compared by accuracy only; for other metrics {SEEDS_HINT}"
+        )
     rows, pairs = [], []
     for group in groups:
         hits = correct[group.label]

@@ -185,11 +185,11 @@ def require_same_metric(groups: list[Group]) -> BestMetric:
     return BestMetric(first_recipe.evaluation.metric, first_recipe.evaluation.is_maximised)
 
 
-def metric_direction(metric: str, goal: BestMetric) -> str | None:
+def metric_direction(metric: str, best_metric: BestMetric) -> str | None:
     """Return "max" or "min", whichever is better, or None where neither the runs nor the metric's name tell."""
     # The average over the sources of a sequence is an average of the metric of the run.
-    if metric in (goal.metric, "average"):
-        return "max" if goal.maximise else "min"
+    if metric in (best_metric.metric, "average"):
+        return "max" if best_metric.maximise else "min"
     return infer_metric_mode(metric)
 
 
@@ -303,18 +303,20 @@ def _format_changes(changed: Sequence[tuple[str, Any, Any]]) -> str:
     return ", ".join(shown) + (f" and {len(changed) - 6} more" if len(changed) > 6 else "")
 
 
-def read_best_value(run: Path, metric: str, goal: BestMetric) -> float:
+def read_best_value(run: Path, metric: str, best_metric: BestMetric) -> float:
     """Return the metric at the best evaluation of the run, selected by the run's own metric, not by `metric`."""
     rows = [r for r in read_metrics(run / "metrics.jsonl") if isinstance(r, dict) and r.get("kind") == "eval"]
     if not rows:
         raise UsageError(f"{run} has no evaluation in metrics.jsonl; train it, with data.validation")
     best: dict[str, Any] = {}
     for row in rows:
-        if _is_number(row.get(goal.metric)) and goal.is_better(row[goal.metric], best.get(goal.metric)):
+        if _is_number(row.get(best_metric.metric)) and best_metric.is_better(
+            row[best_metric.metric], best.get(best_metric.metric)
+        ):
             best = row
     # Metrics of the whole run, such as the backward transfer of a sequence, are only in the last evaluation.
     source = rows[-1] if metric not in best and metric in rows[-1] else best or rows[-1]
-    return _get_number(source, metric if best else goal.metric, where=run / "metrics.jsonl")
+    return _get_number(source, metric if best else best_metric.metric, where=run / "metrics.jsonl")
 
 
 def read_result_value(run: Path, metric: str, split: str) -> tuple[float, bool]:

@@ -252,7 +252,7 @@ def _build_report(
         "level": crossval_table.CONFIDENCE_LEVEL,
         "runs": runs,
         "metrics": {
-            name: crossval_table.summarise_folds(values, folds=split.folds)
+            name: crossval_table.summarise_folds(values, num_folds=split.folds)
             for name, values in _metric_columns(runs, "metrics", notes).items()
         },
         "files": {},

@@ -18,7 +18,7 @@ from bottega.tasks.registry import TASKS
 CONFIDENCE_LEVEL = 0.95
 
 
-def summarise_folds(values: Sequence[float], *, folds: int) -> dict[str, Any]:
+def summarise_folds(values: Sequence[float], *, num_folds: int) -> dict[str, Any]:
     """Return mean, deviation and intervals of a metric over folds.
 
     `interval` has the correction of Nadeau and Bengio (2003); `uncorrected` treats folds as independent.
@@ -28,7 +28,7 @@ def summarise_folds(values: Sequence[float], *, folds: int) -> dict[str, Any]:
         "mean": float(numbers.mean()),
         "deviation": float(numbers.std(ddof=1)),
         "interval": dataclasses.asdict(
-            mean_confidence_interval(numbers, level=CONFIDENCE_LEVEL, test_train_ratio=1 / (folds - 1))
+            mean_confidence_interval(numbers, level=CONFIDENCE_LEVEL, test_train_ratio=1 / (num_folds - 1))
         ),
         "uncorrected": dataclasses.asdict(mean_confidence_interval(numbers, level=CONFIDENCE_LEVEL)),
     }
@@ -41,7 +41,7 @@ def summarise_test(values: Sequence[float]) -> dict[str, Any]:
 
 
 def pool_predictions(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> tuple[dict[str, float], np.ndarray]:
-    """Return metrics of all predictions as if of one classifier, and the confusion matrix.
+    """Return the metrics and confusion matrix of all predictions, as if one classifier had made them.
 
     Probabilities of different models are not on one scale, so metrics that rank or weight by them are left out.
     """
@@ -81,29 +81,29 @@ def format_report(report: dict[str, Any]) -> str:
         f"{report['metric']}{DIRECTION_TEXT[report['mode']]}: {report['folds']} folds ({by}){repeats}, with the {report['checkpoint']} "
         "checkpoint of each",
         "",
-        *_format_columns(report, "metrics", report["metrics"], pooled=report.get("pooled", {})),
+        *_format_fold_table(report, "metrics", report["metrics"], pooled=report.get("pooled", {})),
     ]
     if report.get("test"):
-        lines += ["", "test, the same samples for all folds", "", *_format_columns(report, "test", report["test"])]
+        lines += ["", "test, the same samples for all folds", "", *_format_fold_table(report, "test", report["test"])]
     lines += ["", *(f"{name:<12}{file}" for name, file in report["files"].items())]
     notes = list(report["notes"])
     ends = [(name, summary["interval"][end]) for name, summary in report["metrics"].items() for end in ("low", "high")]
     if any(_clip_end(name, value, report["task"])[1] for name, value in ends):
         notes.append(
-            f"{CLIPPED_MARK} the interval exceeds the range of the metric and is clipped; crossval.json has the computed one"
+            f"{CLIPPED_MARK} the interval exceeds the range of the metric and is clipped; crossval.json has it unclipped"
         )
     return "\n".join([*lines, *(f"note: {note}" for note in notes)])
 
 
 def _clip_end(name: str, value: float, task: str) -> tuple[float, str]:
     """Clip an end of an interval to the range of the metric; return it with a mark where it was clipped."""
-    # Other losses may have negative terms.
+    # Cross-entropy is never negative; other losses can be. `_before` is the value before adaptation.
     if name.removesuffix("_before") == "loss" and TASKS[task].loss_is_cross_entropy:
         return max(value, 0.0), CLIPPED_MARK if value < 0 else ""
     return clip_to_bounds(value, name)
 
 
-def _format_columns(
+def _format_fold_table(
     report: dict[str, Any], section: str, summaries: dict[str, Any], *, pooled: dict[str, float] | None = None
 ) -> list[str]:
     names = sorted(summaries, key=lambda name: name != report["metric"])
@@ -122,7 +122,7 @@ def _format_columns(
         if all("interval" in summaries[name] for name in names):
             ends = [_clip_end(name, summaries[name]["interval"][end], report["task"]) for name in names]
             rows.append(
-                [f"{100 * CONFIDENCE_LEVEL:g} % {title}", "", "", *(f"{sign}{value:.4f}" for value, sign in ends)]
+                [f"{100 * CONFIDENCE_LEVEL:g} % {title}", "", "", *(f"{mark}{value:.4f}" for value, mark in ends)]
             )
     if pooled:
         rows.append(["pooled", "", "", *cells({name: pooled.get(name) for name in names})])

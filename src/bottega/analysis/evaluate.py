@@ -114,10 +114,12 @@ def _evaluate(
             result["files"] = [str(path) for path in predictions.write_files(out, warn=notes.append)]
             result |= {"notes": [*result.get("notes", []), *notes]} if notes else {}
     if is_personalized and count != 0:
-        is_own = data.external is None
-        out = out or saved.directory.path / "evaluation" / (str(data.split) if is_own else "data")
+        uses_own_data = data.external is None
+        out = out or saved.directory.path / "evaluation" / (str(data.split) if uses_own_data else "data")
         weights = Path(lpips) if lpips is not None else None
-        return _evaluate_people(saved, source, result, count=count, lpips=weights, is_own=is_own, out=out, quiet=quiet)
+        return _evaluate_people(
+            saved, source, result, count=count, lpips=weights, uses_own_data=uses_own_data, out=out, quiet=quiet
+        )
     if not _is_generator(saved) or count == 0:
         return result
     return _score_generated(saved, result, data=data, count=count, inception=inception, quiet=quiet)
@@ -161,7 +163,14 @@ def _score_generated(
 
 
 def _evaluate_people(
-    saved: SavedRun, source: Source, result: dict[str, Any], *, is_own: bool, out: Path, quiet: bool, **options: Any
+    saved: SavedRun,
+    source: Source,
+    result: dict[str, Any],
+    *,
+    uses_own_data: bool,
+    out: Path,
+    quiet: bool,
+    **options: Any,
 ) -> dict[str, Any]:
     """Add the metrics of all arms; those of the full method (`both`) are the metrics of the run."""
     from bottega.analysis.personalize_evaluation import evaluate_personalization
@@ -170,7 +179,7 @@ def _evaluate_people(
 
     with (
         progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress,
-        open_personalized_generator(saved, source, is_own=is_own) as generator,
+        open_personalized_generator(saved, source, uses_own_data=uses_own_data) as generator,
     ):
         evaluation = evaluate_personalization(generator, **options, out=out, report_progress=report_progress)
     metrics = {measure: values["mean"] for measure, values in evaluation["arms"]["both"].items()}

@@ -82,7 +82,7 @@ class PersonalizedGenerator:
 
     Image i depends on record i, i and the seed only.
     """
-    judge: Any = None
+    clip_scorer: Any = None
     """A CLIP with its tokenizer; None where the recipe has no model.clip."""
     device: Any = "cpu"
     random_keywords: Callable[[Sequence[Record]], list[tuple[str, ...]]] | None = None
@@ -165,22 +165,24 @@ def _iterate_captions(generator: PersonalizedGenerator) -> Iterable[str]:
 def _build_metrics(
     generator: PersonalizedGenerator, people: People, fields: TruthFields | None, lpips: Path | None, notes: list[str]
 ) -> ImageMetrics:
-    judge, sticker_reader, clip_classifier = generator.judge, None, None
-    if judge is None:
+    clip_scorer, sticker_reader, clip_classifier = generator.clip_scorer, None, None
+    if clip_scorer is None:
         notes.append("the recipe has no model.clip: CLIP scores and the arm picked are left out")
     if fields is not None:
         clip_classifier = (
-            ClipFieldClassifier(fields, _iterate_captions(generator), judge.encode_texts) if judge is not None else None
+            ClipFieldClassifier(fields, _iterate_captions(generator), clip_scorer.encode_texts)
+            if clip_scorer is not None
+            else None
         )
         sticker_reader = _open_reliable_reader(fields, people)
     if lpips is not None:
         from bottega.models.metric_networks.perceptual import load_lpips
 
         perceptual: Any = load_lpips(lpips, device=generator.device)
-    elif judge is not None:
+    elif clip_scorer is not None:
         from bottega.models.metric_networks.perceptual import ClipPerceptual
 
-        perceptual = ClipPerceptual(judge.clip)
+        perceptual = ClipPerceptual(clip_scorer.clip)
         notes.append(
             "perceptual is a distance over the layers of this run's CLIP, not LPIPS; measure LPIPS with --lpips FILE"
         )
@@ -188,7 +190,7 @@ def _build_metrics(
         perceptual = None
     return ImageMetrics(
         people,
-        judge=judge,
+        clip_scorer=clip_scorer,
         perceptual=perceptual,
         device=generator.device,
         fields=fields,
@@ -213,7 +215,7 @@ def _iterate_arms(
     records = people.records
     for arm in ARMS:
         yield arm, records, {}
-    if generator.judge is not None:
+    if generator.clip_scorer is not None:
         yield "picked", records, {}
     swapped_indices = swap_histories(preference_keys(records, people.keywords, fields), seed=seed)
     if swapped_indices is None:

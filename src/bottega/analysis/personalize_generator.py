@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_personalized_generator(
-    saved: SavedRun, source: Source, *, is_own: bool, seed: int = 0
+    saved: SavedRun, source: Source, *, uses_own_data: bool, seed: int = 0
 ) -> Iterator[PersonalizedGenerator]:
-    """Open a run to generate images for the people of `source`; `is_own` says that these are the run's own data."""
+    """Open a run to generate images for the users of `source`; set `uses_own_data` if it is the data of the run itself."""
     workload, device = saved.workload, saved.engine.device
     assert isinstance(workload, PersonalizeWorkload)
     table = find_personal_rows(source)
-    tables = [workload.personal_rows(name) for name in workload.data.prepared.tables] if is_own else [table]
+    tables = [workload.personal_rows(name) for name in workload.data.prepared.tables] if uses_own_data else [table]
     with saved.engine.sampling() as models:
 
         def predict_keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -44,20 +44,23 @@ def open_personalized_generator(
         def random_keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
             return random_model_keywords(workload, records, seed=seed)
 
-        judge, folder = workload.image_sampler.load_judge(device), Path(workload.metadata.language_model.folder)
-        control = random_keywords if is_small_model(folder) else None
+        clip_scorer, folder = (
+            workload.image_sampler.load_clip_scorer(device),
+            Path(workload.metadata.language_model.folder),
+        )
+        control = random_keywords if is_small_model(folder) else None  # skipped for large models
         yield PersonalizedGenerator(
-            table, tables, predict_keywords, generate, judge=judge, device=device, random_keywords=control
+            table, tables, predict_keywords, generate, clip_scorer=clip_scorer, device=device, random_keywords=control
         )
 
 
 def find_personal_rows(source: Any) -> PersonalRows:
-    """Return the table of people within `source`, however it is wrapped."""
+    """Return the table of users within `source`; raise UsageError if it combines several tables."""
     while not isinstance(source, PersonalRows):
         if isinstance(source, PromptedRows):
             source = source.personal_rows
         elif hasattr(source, "source"):
-            raise UsageError("--data: users are evaluated from one source at a time; give one")
+            raise UsageError("--data: users of several sources cannot be evaluated together; give a single source")
         else:
             raise AssertionError(f"{type(source).__name__} does not contain a table of users")
     return source

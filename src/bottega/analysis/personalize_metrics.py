@@ -45,7 +45,7 @@ class ImageMetrics:
     """The metrics of an evaluation, set up once for all arms."""
 
     people: People
-    judge: Any = None
+    clip_scorer: Any = None
     """A CLIP whose `encode_images` and `encode_texts` return unit vectors; None where the recipe has none."""
     perceptual: Any = None
     """An `Lpips` or a `ClipPerceptual`."""
@@ -56,7 +56,10 @@ class ImageMetrics:
 
     def measure_arm(self, arm: str, images: np.ndarray, **extra: Sequence[Any]) -> list[dict[str, Any]]:
         """Return a row for each image; `images` is uint8 (records, height, width, 3), `extra` are further columns."""
-        people, embeddings = self.people, self.judge.encode_images(images) if self.judge is not None else None
+        people, embeddings = (
+            self.people,
+            self.clip_scorer.encode_images(images) if self.clip_scorer is not None else None,
+        )
         assert len(images) == len(people), "one image per record"
         columns: dict[str, Sequence[Any]] = {
             "user": [record.user for record in people.records],
@@ -116,7 +119,7 @@ class ImageMetrics:
     @cached_property
     def _text_embeddings(self) -> tuple[np.ndarray, np.ndarray]:
         keywords = [", ".join(words) for words in self.people.keywords]
-        return self.judge.encode_texts(keywords), self.judge.encode_texts(
+        return self.clip_scorer.encode_texts(keywords), self.clip_scorer.encode_texts(
             [record.wish_or_caption for record in self.people.records]
         )
 
@@ -124,7 +127,7 @@ class ImageMetrics:
     def _liked_embeddings(self) -> list[np.ndarray]:
         liked_images = (self.people.load_liked_images(i) for i in range(len(self.people)))
         return [
-            self.judge.encode_images(np.stack(images)) if images else np.zeros((0, 1), np.float32)
+            self.clip_scorer.encode_images(np.stack(images)) if images else np.zeros((0, 1), np.float32)
             for images in liked_images
         ]
 

@@ -25,14 +25,14 @@ _NOT_FINITE = re.compile(r"not finite|diverged", re.IGNORECASE)
 
 
 def list_runs(folder: Path) -> list[dict[str, Any]]:
-    """Return the runs in a folder, or the folder itself if it is a run, the last changed first."""
+    """Return the runs in a folder, or the folder itself if it is a run, the most recently changed first."""
     if not folder.is_dir():
         raise UsageError(f"{folder} does not exist; give a folder of runs, or start a run with bottega train")
-    rows = [describe_run(path, folder) for path in _find(folder)]
+    rows = [describe_run(path, folder) for path in _find_runs(folder)]
     return sorted(rows, key=lambda row: (row["updated"] or "", row["run"]), reverse=True)
 
 
-def _find(folder: Path, depth: int = 0) -> list[Path]:
+def _find_runs(folder: Path, depth: int = 0) -> list[Path]:
     try:
         if is_run(folder):
             return [folder]
@@ -43,17 +43,19 @@ def _find(folder: Path, depth: int = 0) -> list[Path]:
         if depth == 0:
             raise
         return []  # a folder of another user
-    return [run for path in inner for run in _find(path, depth + 1)]
+    return [run for path in inner for run in _find_runs(path, depth + 1)]
 
 
 def describe_run(path: Path, folder: Path) -> dict[str, Any]:
     """Return task, step and number of steps, best metric, state and its reason, from the files of a run."""
     run = RunDirectory(path)
-    task, metric, planned, problem = _recipe(run)
-    progress, has_checkpoint, unreadable = _progress(run)
-    last = _last_row(run.metrics)
+    task, metric, planned, recipe_problem = _read_recipe_fields(run)
+    progress, has_checkpoint, checkpoint_problem = _read_progress(run)
+    last = _read_last_row(run.metrics)
     step = max(progress.get("step") or 0, last.get("step") or 0)
-    state, reason = _state(run, progress, has_checkpoint=has_checkpoint, problem=problem or unreadable)
+    state, reason = _determine_state(
+        run, progress, has_checkpoint=has_checkpoint, problem=recipe_problem or checkpoint_problem
+    )
     best, best_step = progress.get("best"), progress.get("best_step") or None
     return {
         "run": str(path),
@@ -66,12 +68,12 @@ def describe_run(path: Path, folder: Path) -> dict[str, Any]:
         "best_step": best_step,
         "state": state,
         "reason": reason,
-        "updated": _updated(run),
+        "updated": _last_modified(run),
     }
 
 
-def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str | None]:
-    """Return task, metric, length in steps, and what is wrong with the file.
+def _read_recipe_fields(run: RunDirectory) -> tuple[str | None, str | None, int | None, str | None]:
+    """Return the task, metric and number of steps of the recipe, and why it cannot be read, if so.
 
     Nothing else is parsed, so that runs of other versions are listed too.
     """
@@ -87,8 +89,8 @@ def _recipe(run: RunDirectory) -> tuple[str | None, str | None, int | None, str 
     return str(values.get("task")), str(metric), planned, None
 
 
-def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
-    """Return the progress of the newest readable checkpoint, whether there is any, and why they cannot be listed."""
+def _read_progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
+    """Return the progress of the newest readable checkpoint, whether any checkpoint exists, and an error of listing them."""
     try:
         saved = checkpoint.list_checkpoints(run.checkpoints)
     except EnvironmentProblem as error:
@@ -101,7 +103,7 @@ def _progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
     return {}, bool(saved), None
 
 
-def _state(
+def _determine_state(
     run: RunDirectory, progress: dict[str, Any], *, has_checkpoint: bool, problem: str | None
 ) -> tuple[str, str | None]:
     """Return the state of a run in one word, and its reason or None."""
@@ -114,7 +116,7 @@ def _state(
         return "finished", f"stopped early: {progress['stop']}"
     if problem is not None:
         return "damaged", problem
-    error = _ERROR.fullmatch(_last_line(run.log))
+    error = _ERROR.fullmatch(_read_last_line(run.log))
     if error is not None:
         return ("diverged" if _NOT_FINITE.search(error[1]) else "failed"), error[1]
     if not has_checkpoint:
@@ -122,8 +124,8 @@ def _state(
     return "stopped", f"at step {step}; the same command resumes it"
 
 
-def _last_row(path: Path) -> dict[str, Any]:
-    for line in reversed(_tail(path)):
+def _read_last_row(path: Path) -> dict[str, Any]:
+    for line in reversed(_read_tail(path)):
         try:
             row = json.loads(line)
         except ValueError:
@@ -132,11 +134,11 @@ def _last_row(path: Path) -> dict[str, Any]:
     return {}
 
 
-def _last_line(path: Path) -> str:
-    return next((line for line in reversed(_tail(path)) if line.strip()), "")
+def _read_last_line(path: Path) -> str:
+    return next((line for line in reversed(_read_tail(path)) if line.strip()), "")
 
 
-def _tail(path: Path) -> list[str]:
+def _read_tail(path: Path) -> list[str]:
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -146,7 +148,7 @@ def _tail(path: Path) -> list[str]:
         return []
 
 
-def _updated(run: RunDirectory) -> str | None:
+def _last_modified(run: RunDirectory) -> str | None:
     times = [path.stat().st_mtime for path in (run.metrics, run.log, run.recipe, run.checkpoints) if path.exists()]
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(times))) if times else None
 

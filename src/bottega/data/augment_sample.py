@@ -63,4 +63,4 @@ def _parse_options(schema: Any, values: dict[str, Any]) -> Any:
         detail = error.errors(include_url=False)[0]
         key = ".".join(map(str, detail["loc"]))
         names = ", ".join(schema.model_fields)
-        raise UsageError(f"{key}: {detail['msg']}; the options of this medium are {names}") from None
+        raise UsageError(f"{key}: {detail['msg']}; options of this medium: {names}") from None

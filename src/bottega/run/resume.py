@@ -160,10 +160,10 @@ def check_frozen_unchanged(manifest: checkpoint.Manifest, now: Mapping[str, Any]
         old_hash, new_hash = str(before.get(name))[:12], str(now["frozen"].get(name))[:12]
         check_same_model(
             name,
-            now=now["frozen"].get(name),
-            before=before.get(name),
+            current_hash=now["frozen"].get(name),
+            recorded_hash=before.get(name),
             name=RECIPE_KEYS.get(name, name),
-            previous=f"content {old_hash}, now {new_hash}",
+            recorded=f"content {old_hash}, now {new_hash}",
         )
 
 

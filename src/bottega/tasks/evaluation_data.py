@@ -43,7 +43,7 @@ class DataRequest:
     split: str | None = None
 
     @property
-    def is_own(self) -> bool:
+    def uses_own_data(self) -> bool:
         """Whether the run's own data is evaluated."""
         return self.path is None and self.config is None
 
@@ -78,7 +78,7 @@ def choose_data(workload: Workload, recipe: Recipe, request: DataRequest) -> Eva
     """Return the samples that `request` selects. For training data of the run, its held-out split is used instead."""
     if request.split is not None and request.split not in SPLITS:
         raise UsageError(f"--split {request.split}: expected one of {', '.join(SPLITS)}")
-    if request.is_own:
+    if request.uses_own_data:
         if request.settings:
             raise UsageError(
                 f"{request.settings[0][0]}: applies to other data only; give that data with --data, or remove it"

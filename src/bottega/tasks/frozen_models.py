@@ -1,4 +1,4 @@
-"""Frozen models that a run is built on, identified by a hash of their files: the run works with no other."""
+"""Frozen models that a run is built on, identified by a hash of their files, so that a changed one is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from bottega.core.errors import BottegaError, CheckpointError
 from bottega.data.formats.fingerprint import hash_files
 
-SETTINGS = ("config.json", "mel.json")
+CONFIG_FILE, MEL_FILE = "config.json", "mel.json"
+CONFIG_FILES = (CONFIG_FILE, MEL_FILE)
 BASE = "base"
 """The frozen base model under injected layers; its hash is over tensors rather than files."""
 RECIPE_KEYS = {
@@ -41,8 +42,9 @@ RECIPE_KEYS = {
 
 def hash_model_folder(folder: Path) -> str:
     """Return a hash of the configuration and weights of the model in a folder."""
-    settings = [folder / name for name in SETTINGS if name == SETTINGS[0] or (folder / name).is_file()]
-    return hash_named_files([*settings, *sorted(folder.glob("*.safetensors"))])
+    mel = folder / MEL_FILE
+    configs = [folder / CONFIG_FILE, *([mel] if mel.is_file() else [])]
+    return hash_named_files([*configs, *sorted(folder.glob("*.safetensors"))])
 
 
 def hash_named_files(files: Iterable[Path]) -> str:
@@ -53,65 +55,70 @@ def hash_named_files(files: Iterable[Path]) -> str:
 
 
 def collect_frozen_hashes(*, latents: Any, codes: Any, text: Any) -> dict[str, str]:
-    """Return the hashes of a generator's frozen models by the names of `RECIPE_KEYS`; each argument may be None."""
+    """Return the hashes of a generator's frozen models by the names of `RECIPE_KEYS`.
+
+    `latents` is the metadata of the autoencoder, `codes` the code tokenizer, `text` the text condition; None where absent.
+    """
     hashes = {
         "autoencoder": latents.content if latents is not None else None,
         "tokenizer": codes.metadata.content if codes is not None else None,
         "text encoder": text.metadata.content if text is not None else None,
     }
     if hashes["text encoder"] is not None:
-        hashes["caption tokenizer"] = text.tokens.fingerprint  # which may be in another folder than the encoder
+        hashes["caption tokenizer"] = text.tokens.fingerprint  # its folder may differ from that of the encoder
     return {name: content for name, content in hashes.items() if content is not None}
 
 
 class FrozenModelMissing(CheckpointError):
-    """None of the folders in which a frozen model may be has a model."""
+    """No candidate folder contains the frozen model."""
 
 
-def check_same_model(kind: str, *, now: str | None, before: str | None, name: str, previous: str) -> None:
+def check_same_model(
+    kind: str, *, current_hash: str | None, recorded_hash: str | None, name: str, recorded: str
+) -> None:
     """Raise CheckpointError if a resumed run would use another frozen model than it started with."""
-    if now != before:
+    if current_hash != recorded_hash:
         raise CheckpointError(
-            f"{name}: is not the {kind} that this run started with ({previous}); restore it, or start over with --fresh"
+            f"{name} is not the {kind} that this run started with ({recorded}); restore it, or start over with --fresh"
         )
 
 
 def find_frozen_model(
     kind: str,
-    content: str | None,
+    expected_hash: str | None,
     candidates: Iterable[Callable[[], Path]],
     *,
-    recorded: str,
+    recorded_folder: str,
     owner: Path | None = None,
     hash_folder: Callable[[Path], str] = hash_model_folder,
 ) -> Path:
-    """Return the first of `candidates` whose model has the hash `content`; raise CheckpointError if none has.
+    """Return the first of `candidates` whose model has the hash `expected_hash`; raise CheckpointError if none has.
 
-    `recorded` is the folder at training time, for the message. `owner` is the run that has the model as a dependency, and so
+    `recorded_folder` is the folder at training time, for the message. `owner` is the run that has the model as a dependency, and so
     can train it again. `hash_folder` computes the hash of a folder.
     """
-    looked: list[Path] = []
-    other: Path | None = None
+    checked_folders: list[Path] = []
+    mismatched: Path | None = None
     for find_folder in candidates:
         try:
             folder = find_folder()
-            looked.append(folder)
+            checked_folders.append(folder)
             digest = hash_folder(folder)
         except BottegaError:
             continue
-        if digest == content:
+        if digest == expected_hash:
             return folder
-        other = other or folder
-    for folder in (old for path in looked for old in _list_previous_runs(path)):
+        mismatched = mismatched or folder
+    for folder in (old for path in checked_folders for old in _list_previous_runs(path)):
         try:
-            if hash_folder(folder) == content:
+            if hash_folder(folder) == expected_hash:
                 return folder
         except BottegaError:
             continue  # incomplete
-    if other is not None:
-        raise CheckpointError(f"{other}: is not the {kind} that this run was trained with; restore it")
+    if mismatched is not None:
+        raise CheckpointError(f"{mismatched} is not the {kind} that this run was trained with; restore it")
     remedy = f"bottega train {owner / 'recipe.yaml'} trains it again" if owner is not None else "restore it"
-    raise FrozenModelMissing(f"the {kind} of this run no longer exists: {recorded}; {remedy}")
+    raise FrozenModelMissing(f"the {kind} of this run no longer exists: {recorded_folder}; {remedy}")
 
 
 def _list_previous_runs(folder: Path) -> list[Path]:
@@ -119,5 +126,5 @@ def _list_previous_runs(folder: Path) -> list[Path]:
     run = folder.parent
     candidates = run.parent.glob(f"{run.name}.*/{folder.name}")
     return sorted(
-        old for old in candidates if any((old / name).is_file() for name in (SETTINGS[0], "model_index.json"))
+        old for old in candidates if any((old / name).is_file() for name in (CONFIG_FILE, "model_index.json"))
     )

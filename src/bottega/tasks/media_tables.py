@@ -110,7 +110,7 @@ class MediaTables:
                 # A model over patches would silently take the pixels of 16 x 8 for those of 8 x 16.
                 actual, expected = (" x ".join(map(str, sides)) for sides in (frame, self.frame))
                 raise DataError(
-                    f"{where}: is of {actual}, but this run was trained on {expected} "
+                    f"{where} is of {actual}, but this run was trained on {expected} "
                     "(height, width, channels); resize the data to that"
                 )
         self.check_rows(rows, where)

@@ -69,7 +69,7 @@ def load_plugin_flags(words: Sequence[str]) -> list[str]:
 
 
 def _missing_file() -> NoReturn:
-    raise UsageError(f"{FLAG}: needs a file: {FLAG} my_task.py")
+    raise UsageError(f"{FLAG} needs a file, such as {FLAG} my_task.py")
 
 
 def plugin_flags() -> list[str]:

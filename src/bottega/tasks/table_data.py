@@ -62,7 +62,7 @@ class TableData(TaskData):
             except DataError as error:
                 raise self._missing_error(recipe) or error from None
             if prepared.fingerprint != self._expected:
-                raise DataMissing(f"{self.describe_source()}: has changed since this run was trained on it; restore it")
+                raise DataMissing(f"{self.describe_source()} has changed since this run was trained on it; restore it")
             self._prepared = prepared
         return self._prepared
 

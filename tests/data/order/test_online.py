@@ -165,14 +165,14 @@ def test_zipped_sources_have_separate_streams() -> None:
 # Recipes
 
 
-def load(*words: str) -> Recipe:
-    sources, overrides = parse_overrides(words)
+def load(*arguments: str) -> Recipe:
+    sources, overrides = parse_overrides(arguments)
     return load_recipe(sources, overrides).recipe
 
 
 def test_online_recipe_has_no_length_unless_set() -> None:
-    for words in (["--online"], ["online=true"], ["data.online.replay=0.0"], ["data.online={replay: 0.25}"]):
-        recipe = load("routing", *words)
+    for arguments in (["--online"], ["online=true"], ["data.online.replay=0.0"], ["data.online={replay: 0.25}"]):
+        recipe = load("routing", *arguments)
         assert recipe.data.online is not None
         assert (recipe.training.max_steps, recipe.training.num_epochs) == (None, None)
     assert load("--online", "routing").data.online == load("routing", "data.online=true").data.online
@@ -194,7 +194,7 @@ def test_batch_size_is_the_global_one_of_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["training.num_epochs=2"], "training.num_epochs: a stream (data.online) is one pass over the data, got 2"),
         (
@@ -214,9 +214,9 @@ def test_batch_size_is_the_global_one_of_the_recipe() -> None:
         (["techniques=[maml]"], "data.online: maml draws episodes, and a stream"),
     ],
 )
-def test_settings_incompatible_with_a_stream_are_refused_in_one_line(words: list[str], message: str) -> None:
+def test_settings_incompatible_with_a_stream_are_refused_in_one_line(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        load("routing", "model.plasticity=false", "model.spike_threshold=null", "--online", *words)
+        load("routing", "model.plasticity=false", "model.spike_threshold=null", "--online", *arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

@@ -30,7 +30,7 @@ def test_every_sample_once_over_several_blocks(size: int) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.data())
-def test_seek_equals_prefix_and_epochs_may_be_mixed(data: st.DataObject) -> None:
+def test_any_index_of_any_epoch_can_be_read_alone(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 300))
     orders = {epoch: permute(np.arange(size), size=size, seed=3, epoch=epoch) for epoch in range(4)}
     pairs = data.draw(st.lists(st.tuples(st.integers(0, size - 1), st.integers(0, 3)), min_size=1))
@@ -62,9 +62,9 @@ def test_all_permutations_of_a_small_size_are_equally_likely(size: int) -> None:
     counts = Counter(map(tuple, orders.tolist()))
     permutations = list(itertools.permutations(range(size)))
     expected = trials / len(permutations)
-    chi_square = sum((counts[kind] - expected) ** 2 / expected for kind in permutations)
-    freedom = len(permutations) - 1
-    assert chi_square < freedom + 5 * (2 * freedom) ** 0.5
+    chi_square = sum((counts[order] - expected) ** 2 / expected for order in permutations)
+    degrees_of_freedom = len(permutations) - 1
+    assert chi_square < degrees_of_freedom + 5 * (2 * degrees_of_freedom) ** 0.5
 
 
 @pytest.mark.parametrize("size", [7, 100, 1000])
@@ -72,25 +72,28 @@ def test_positions_and_neighbours_are_uniform_over_seeds(size: int) -> None:
     trials = 4000
     pairs = np.stack([permute(np.array([0, 1]), size=size, seed=seed, epoch=0) for seed in range(trials)])
     gap = (pairs[:, 1] - pairs[:, 0]) % size - 1
-    for values, kinds in ((pairs[:, 0], size), (gap, size - 1)):
-        expected = trials / kinds
-        chi_square = ((np.bincount(values, minlength=kinds) - expected) ** 2 / expected).sum()
-        assert chi_square < kinds + 5 * (2 * kinds) ** 0.5
+    for values, num_values in ((pairs[:, 0], size), (gap, size - 1)):
+        expected = trials / num_values
+        chi_square = ((np.bincount(values, minlength=num_values) - expected) ** 2 / expected).sum()
+        assert chi_square < num_values + 5 * (2 * num_values) ** 0.5
 
 
-def test_large_permutations_run_in_blocks_with_about_two_rounds_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_permutations_run_in_blocks_with_about_two_passes_per_index(monkeypatch: pytest.MonkeyPatch) -> None:
     block_sizes = []
     monkeypatch.setattr(
         permutation,
         "_feistel",
-        lambda *v, _f=permutation._feistel, **k: (block_sizes.append(len(v[0])), _f(*v, **k))[1],
+        lambda values, *rest, _original=permutation._feistel, **options: (
+            block_sizes.append(len(values)),
+            _original(values, *rest, **options),
+        )[1],
     )
     positions = np.arange(1 << 18)
     permute(positions, size=len(positions) + 1, seed=0, epoch=0)
-    # The worst size: half of the domain lies outside, so that a position is scrambled twice on average.
+    # The worst size: half of the power-of-two domain is outside [0, size), so cycle walking takes two passes on average.
     assert sum(block_sizes) < 2.1 * len(positions)
     assert max(block_sizes) < 1 << 17, "a block does not fit in the processor's cache"
-    assert len(block_sizes) < 4 * 40
+    assert len(block_sizes) < 4 * 40, "one of the four blocks takes 40 passes"
 
 
 def test_indices_out_of_range_are_refused() -> None:

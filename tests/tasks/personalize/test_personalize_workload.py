@@ -24,7 +24,7 @@ from bottega.models.build import build_models
 from bottega.models.frozen.soft_prompts import SoftPrompts
 from bottega.run.saved import SavedRun, open_run
 from bottega.tasks.personalize.arms import ARMS, generate_arm
-from bottega.tasks.personalize.clip_judge import MIN_COSINE, Scores, pick_best
+from bottega.tasks.personalize.clip_scorer import MIN_COSINE, Scores, pick_best
 from bottega.tasks.personalize.config import Keywords
 from bottega.tasks.personalize.contact_sheets import GeneratedRow, UserSummary, write_contact_sheet
 from bottega.tasks.personalize.export import ExportConfig
@@ -100,7 +100,7 @@ def test_a_changed_base_model_is_refused(tmp_path: Path, bases: dict[str, Path],
     first = small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 4})
     perturb_last_tensor(tmp_path / file)
     key = f"model.{file.split('/')[0]}"
-    with pytest.raises(CheckpointError, match=f"{key}: is another {component} than this run began with"):
+    with pytest.raises(CheckpointError, match=f"{key} is not the {component} that this run started with"):
         small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
     with pytest.raises(CheckpointError, match=r"is not the .* that this run was trained with; restore it"):
         open_run(first.path)
@@ -120,7 +120,7 @@ def test_clip_may_be_missing_but_not_changed_and_a_base_model_may_be_restored(
     perturb_last_tensor(bases["clip"] / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"is not the CLIP that this run was trained with"):
         open_run(first.path)  # another CLIP would select and score differently
-    with pytest.raises(CheckpointError, match=r"model\.clip: is not the CLIP that this run started with"):
+    with pytest.raises(CheckpointError, match=r"model\.clip is not the CLIP that this run started with"):
         small_personal.train(tmp_path, name="mine", **models, **{"training.max_steps": 8})
     shutil.rmtree(bases["clip"])
     metadata = open_run(first.path).workload.metadata  # type: ignore[attr-defined]
@@ -417,10 +417,10 @@ def test_sample_best_takes_the_candidate_with_the_highest_score(saved: SavedRun)
     for number, (weights, score) in enumerate(zip(chosen, scores, strict=True)):
         assert np.array_equal(images[number], candidates[weightings.index(weights)][number])
         texts = {"likes": [keywords[number].texts[0]], "wishes": [records[number].wish_or_caption]}
-        judged = workload.image_sampler.load_judge("cpu").score_candidates(
+        scored = workload.image_sampler.load_clip_scorer("cpu").score_candidates(
             [array[number : number + 1] for array in candidates], **texts
         )
-        totals = [array.total(2 / 3) for (array,) in judged]
+        totals = [array.total(2 / 3) for (array,) in scored]
         assert score.total(2 / 3) == pytest.approx(max(totals), abs=1e-5)
 
 
@@ -454,7 +454,7 @@ def test_arms_differ_only_in_their_conditions(saved: SavedRun) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"wish": ""}, "wish '': is blank"),
+        ({"wish": ""}, "wish '' is blank"),
         ({"wish": ["a star", "  "]}, "is blank"),
         ({"wish": "x" * 2000}, "2,000 characters"),
         ({"count": 10**9, "user": "v1"}, "1,000,000,000 images are more than"),

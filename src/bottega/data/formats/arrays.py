@@ -140,7 +140,7 @@ def _open_arrays(file: Path, source: Source) -> list[Array]:
         if not array.shape or not 0 < array.row_bytes <= MAX_MEMBER_BYTES:
             description = f"{array.name!r} has shape {array.shape} of {array.dtype}"
             raise DataError(
-                f"{file}: {description}; the first axis must be the row, each of 1 to {MAX_MEMBER_BYTES} bytes"
+                f"{file}: {description}; the first axis must index rows, each of 1 to {MAX_MEMBER_BYTES} bytes"
             )
     if len({array.shape[0] for array in arrays}) > 1:
         lengths = ", ".join(f"{array.name} {array.shape[0]}" for array in arrays)

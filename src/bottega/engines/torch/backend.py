@@ -82,6 +82,7 @@ class TorchBackend(Backend):
             return []
         parameters = dict(models["model"].named_parameters())
         settings = resolve_parameter_settings(training, list(parameters), is_trainable=task.is_trainable)
+        # The scale of the learning rate is None for frozen parameters.
         trainable = {name: parameter for name, parameter in parameters.items() if settings[name].scale is not None}
         return describe_fallback(trainable, training.optimizer)
 
@@ -116,4 +117,4 @@ class TorchBackend(Backend):
         if World.from_environment().size == 1 or not ranks.is_lost_peer(error):
             return None
         monitor = heartbeat.Heartbeat.current
-        return monitor.describe_loss() if monitor is not None else "another rank is lost"
+        return monitor.describe_loss() if monitor is not None else "another rank was lost"

@@ -122,7 +122,7 @@ class CodesShape(BaseModel):
         if self.levels is not None:
             # Beyond 255 the margin that keeps the outermost levels reachable would be as wide as a level.
             if not self.levels or not all(2 <= level <= 255 for level in self.levels):
-                raise ValueError(f"levels {list(self.levels)}: each must be between 2 and 255")
+                raise ValueError(f"levels {list(self.levels)}: give at least one level, each between 2 and 255")
             if self.autoencoder.latent_channels != len(self.levels):
                 raise ValueError(
                     f"latent_channels {self.autoencoder.latent_channels} with {len(self.levels)} levels: "

@@ -86,7 +86,7 @@ def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
         return _from_diffusers({**DEFAULTS, **config}, path)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path}: is not the config of an autoencoder ({first})") from error
+        raise CheckpointError(f"{path} is not the config of an autoencoder ({first})") from error
 
 
 def _from_diffusers(config: Mapping[str, Any], path: Path) -> AutoencoderShape:

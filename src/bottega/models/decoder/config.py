@@ -69,7 +69,7 @@ class TransformerShape(BaseModel):
                 f"mixers: has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
             )
         if (self.ssm is not None) != self.has_ssm:
-            raise ValueError("ssm: must be given if a layer has a state space, and only then")
+            raise ValueError("ssm must be given if a layer is a state-space layer, and only then")
         for name, part in (("ssm", self.ssm), ("experts", self.experts)):
             if part is not None and part.hidden_size != self.hidden_size:
                 raise ValueError(

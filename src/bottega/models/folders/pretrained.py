@@ -106,7 +106,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         entries = read_json_object(index).get("weight_map", {})
         for file in entries.values():
             if Path(file).name != file or not (folder / file).is_file():
-                raise CheckpointError(f"{index}: names {file}, which is not in the folder; download it again")
+                raise CheckpointError(f"{index} names {file}, which is not in the folder; download it again")
         return {name: folder / file for name, file in entries.items()}
     file = folder / "model.safetensors"
     if file.is_file():
@@ -114,7 +114,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             with safe_open(file, framework="pt") as tensors:
                 return dict.fromkeys(tensors.keys(), file)
         except SafetensorError as error:
-            raise CheckpointError(f"{file}: is damaged ({error}); download it again") from error
+            raise CheckpointError(f"{file} is damaged ({error}); download it again") from error
     pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
     if pickles:
         raise CheckpointError(
@@ -137,4 +137,4 @@ def _copy_tensors(state: Mapping[str, Tensor], file: Path, names: list[str]) -> 
                 if not state[name].is_meta:
                     state[name].copy_(tensors.get_tensor(name))
     except SafetensorError as error:
-        raise CheckpointError(f"{file}: is damaged ({error}); download it again") from error
+        raise CheckpointError(f"{file} is damaged ({error}); download it again") from error

@@ -15,7 +15,7 @@ from bottega.core.errors import EnvironmentProblem, UsageError, first_line
 from bottega.core.rundir import is_run
 from bottega.models.folders.hub_access import offline_if_hub_unreachable
 
-CONFIG, INDEX, FINAL = "config.json", "model_index.json", "final"
+CONFIG, MODEL_INDEX, FINAL = "config.json", "model_index.json", "final"
 """Files that identify a model and a diffusers pipeline; the folder of a run's export."""
 PEFT, OWN_ADAPTER, ADAPTER = "adapter_config.json", "bottega.json", "adapter"
 """Files that identify an adapter of peft and one of ours; the folder of an export's adapter."""
@@ -76,7 +76,7 @@ def folder_kind(folder: Path) -> Kind:
     """Return what a folder holds, by the files in it; a pipeline may have a config.json too, and is still a pipeline."""
     if is_run(folder):
         return "run"
-    if (folder / INDEX).is_file():
+    if (folder / MODEL_INDEX).is_file():
         return "pipeline"
     if (folder / PEFT).is_file():
         return "adapter"

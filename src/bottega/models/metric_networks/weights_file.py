@@ -21,7 +21,7 @@ def read_weights(path: Path, *, convert: str) -> dict[str, Tensor]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: is damaged or not a safetensors file ({error})") from error
+        raise CheckpointError(f"{path} is damaged or not a safetensors file ({error})") from error
 
 
 def check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, fits: str) -> None:

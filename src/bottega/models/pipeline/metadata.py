@@ -18,8 +18,8 @@ from bottega.models.folders.json_object import read_json_object
 from bottega.models.folders.untrusted import load_transformers_config
 from bottega.models.pipeline.component import read_config
 from bottega.models.pipeline.model_index import (
-    INDEX,
     KEY,
+    MODEL_INDEX,
     T5,
     TRANSFORMER,
     PipelineComponents,
@@ -28,7 +28,7 @@ from bottega.models.pipeline.model_index import (
 )
 from bottega.models.pipeline.schedule import Objective, Schedule, is_flow_scheduler, read_schedule
 
-__all__ = ["INDEX", "T5_TOKENS", "PipelineMetadata", "read_pipeline_metadata", "resolve_pipeline"]
+__all__ = ["MODEL_INDEX", "T5_TOKENS", "PipelineMetadata", "read_pipeline_metadata", "resolve_pipeline"]
 
 T5_TOKENS = 256
 """Length of the T5 sequence in diffusers' pipelines; zeros of that length stand for an absent T5."""
@@ -84,7 +84,9 @@ class PipelineMetadata(BaseModel):
         if side % self.side_step:
             raise UsageError(f"{key}: {side} is not a multiple of {self.side_step}, which {self.folder} needs")
         if self.max_side is not None and side > self.max_side:
-            raise UsageError(f"{key}: {side} is more than {self.max_side}, the largest side of {self.folder}")
+            raise UsageError(
+                f"{key}: {side} is more than {self.max_side}, the largest image side that {self.folder} supports"
+            )
 
 
 class _TextEncoders(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from bottega.core.errors import UsageError
 from bottega.models.folders.json_object import read_json_object
-from bottega.models.folders.resolve import CONFIG, INDEX, ModelFolder, resolve_model
+from bottega.models.folders.resolve import CONFIG, MODEL_INDEX, ModelFolder, resolve_model
 from bottega.models.folders.untrusted import read_config_without_code
 
 KEY = "model.diffusion"
@@ -23,7 +23,7 @@ CONFIGS = (CONFIG, "tokenizer_config.json", "scheduler_config.json")
 STEMS = ("diffusion_pytorch_model", "model")
 VARIANT = "fp16"
 PICKLES = ("bin", "pt", "pth", "ckpt")
-DESCRIPTIONS = [INDEX, "*/*.json", "*/*.txt", "*/*.model"]
+DESCRIPTIONS = [MODEL_INDEX, "*/*.json", "*/*.txt", "*/*.model"]
 SHARD = "-?????-of-?????"
 
 
@@ -41,7 +41,7 @@ class PipelineComponents(NamedTuple):
     vae: Path
 
 
-def resolve_pipeline(name: str, *, key: str = KEY, required_file: str = INDEX) -> ModelFolder:
+def resolve_pipeline(name: str, *, key: str = KEY, required_file: str = MODEL_INDEX) -> ModelFolder:
     """Resolve a pipeline like `resolve_model`; from the hub, download half-precision files only where there are no others."""
     names = [*DENOISERS, *ENCODERS, "vae"]
     patterns = [*DESCRIPTIONS, *weight_patterns(names)]
@@ -69,9 +69,9 @@ def weights_variant(folder: Path) -> str | None:
 
 def read_pipeline_components(folder: Path) -> PipelineComponents:
     """Return the components of a pipeline; refuse one that is missing, of another class, or would run code."""
-    file = folder / INDEX
+    file = folder / MODEL_INDEX
     if not file.is_file():
-        raise UsageError(f"{KEY}: {folder} has no {INDEX}; use the folder of a saved diffusers pipeline")
+        raise UsageError(f"{KEY}: {folder} has no {MODEL_INDEX}; use the folder of a saved diffusers pipeline")
     index = read_json_object(file)
     classes = {name: _component_class(index, name, file) for name in USED}
     folders = {name: folder / name for name, kind in classes.items() if kind is not None}

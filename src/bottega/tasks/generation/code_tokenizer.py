@@ -119,7 +119,9 @@ class CodeTokenizer:
     def check(self, processor: Path) -> None:
         """Raise CheckpointError if a saved processor is of another tokenizer."""
         now, before = self.metadata, _read_saved(processor)
-        check_same_model(KIND, now=now.content, before=before.content, name=now.folder, previous=before.folder)
+        check_same_model(
+            KIND, current_hash=now.content, recorded_hash=before.content, name=now.folder, recorded=before.folder
+        )
 
 
 def resolve_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe) -> CodeTokenizer:
@@ -155,7 +157,7 @@ def reopen_code_tokenizer(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
     runs = processor.absolute().parent.parent
     candidates = [lambda: Path(metadata.folder), lambda: resolve_tokenizer_folder(recipe, name, runs_folder=runs)]
     owner = processor.parent if name.startswith(dependencies.PREFIX) else None
-    folder = find_frozen_model(KIND, metadata.content, candidates, recorded=metadata.folder, owner=owner)
+    folder = find_frozen_model(KIND, metadata.content, candidates, recorded_folder=metadata.folder, owner=owner)
     return CodeTokenizer(metadata.model_copy(update={"folder": str(folder)}), read_codes_config(folder)[0])
 
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from bottega.tasks.generation.workload import GenerationWorkload
 
 FORMAT, FORMAT_VERSION = "bottega-generator", 1
-INDEX = "model_index.json"
+MODEL_INDEX = "model_index.json"
 PARTS = ("unet", "transformer", "vae", "text_encoder", "tokenizer", "scheduler", "processor")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "special_tokens_map.json")
 
@@ -59,7 +59,7 @@ def export_generator(workload: GenerationWorkload, models: Models, folder: Path)
     (folder / "processor").mkdir(exist_ok=True)
     workload.processor.write(folder / "processor")
     if pipeline is not None:
-        _write_json(folder / INDEX, _index(workload, pipeline))
+        _write_json(folder / MODEL_INDEX, _index(workload, pipeline))
     _write_json(folder / CONFIG, _build_config(workload))
     return _card(workload, is_stock=pipeline is not None)
 
@@ -125,7 +125,7 @@ def _clear(folder: Path) -> None:
         return
     for part in PARTS:
         shutil.rmtree(folder / part, ignore_errors=True)
-    for file in (INDEX, WEIGHTS, CONFIG):
+    for file in (MODEL_INDEX, WEIGHTS, CONFIG):
         (folder / file).unlink(missing_ok=True)
 
 

@@ -24,7 +24,7 @@ from bottega.models.build import build_model
 from bottega.models.decoder.torch import Transformer
 from bottega.models.folders.pretrained import export_transformers, load_weights
 from bottega.models.pipeline.component import CONFIG, read_config
-from bottega.tasks.frozen_models import SETTINGS
+from bottega.tasks.frozen_models import CONFIG_FILES
 from bottega.tasks.generation.code_language import CodeLanguage
 from bottega.tasks.generation.code_tokenizer import TRANSFORMER
 from bottega.tasks.generation.sampling_options import sampling_option_names
@@ -45,7 +45,7 @@ def export_code_generator(workload: GenerationWorkload, models: Models, folder: 
     for part in (TOKENIZER, PROCESSOR):
         (folder / part).mkdir(exist_ok=True)
     source = Path(task.latents.folder)
-    for name in (*SETTINGS, WEIGHTS):
+    for name in (*CONFIG_FILES, WEIGHTS):
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / TOKENIZER / name)
     workload.processor.write(folder / PROCESSOR)

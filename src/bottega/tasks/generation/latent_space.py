@@ -52,7 +52,7 @@ class LatentMetadata(BaseModel):
     def check(self, before: LatentMetadata | None) -> None:
         """Raise CheckpointError if a resumed run started with another autoencoder."""
         folder, content = (before.folder, before.content) if before is not None else ("none", None)
-        check_same_model(KIND, now=self.content, before=content, name=self.folder, previous=folder)
+        check_same_model(KIND, current_hash=self.content, recorded_hash=content, name=self.folder, recorded=folder)
 
     def relocate(self, recipe: Recipe, processor: Path) -> LatentMetadata:
         """Return the metadata of a finished run with the current folder of its autoencoder.
@@ -66,7 +66,7 @@ class LatentMetadata(BaseModel):
             lambda: dependencies.dependencies_folder(runs) / recorded.parent.name / recorded.name,
         ]
         owner = processor.parent if str(recipe.model.vae).startswith(dependencies.PREFIX) else None  # type: ignore[attr-defined]
-        folder = find_frozen_model(KIND, self.content, candidates, recorded=self.folder, owner=owner)
+        folder = find_frozen_model(KIND, self.content, candidates, recorded_folder=self.folder, owner=owner)
         return self.model_copy(update={"folder": str(folder)})
 
 

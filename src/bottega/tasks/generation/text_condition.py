@@ -88,7 +88,7 @@ class TextCondition:
             try:
                 prompt.encode()
             except UnicodeEncodeError:
-                raise UsageError(f"--prompt {prompt!r}: is not valid Unicode text") from None
+                raise UsageError(f"--prompt {prompt!r} is not valid Unicode text") from None
         return self.tokens.encode(prompts)
 
     def save(self, processor: Path) -> None:
@@ -101,7 +101,13 @@ class TextCondition:
         """Raise CheckpointError if a saved processor is of another encoder or tokenizer."""
         before = _read_saved(processor)
         name, previous = self.metadata.encoder or "model.text", before.encoder or "its own"
-        check_same_model("text encoder", now=self.metadata.content, before=before.content, name=name, previous=previous)
+        check_same_model(
+            "text encoder",
+            current_hash=self.metadata.content,
+            recorded_hash=before.content,
+            name=name,
+            recorded=previous,
+        )
         if CaptionTokenizer(processor / FOLDER, before.max_tokens).fingerprint != self.tokens.fingerprint:
             raise CheckpointError(
                 f"{processor / FOLDER}: the tokens of the captions differ from those of this run; start over with "
@@ -147,7 +153,7 @@ def reopen_text_condition(recipe: ImageRecipe | AudioRecipe | VideoRecipe, proce
             lambda: recorded,
             lambda: resolve_encoder_folders(dependencies.resolve_reference(recipe, name, runs_folder=runs))[0],
         )
-        folder = find_frozen_model("text encoder", metadata.content, candidates, recorded=metadata.encoder)
+        folder = find_frozen_model("text encoder", metadata.content, candidates, recorded_folder=metadata.encoder)
         metadata = metadata.model_copy(update={"encoder": str(folder)})
     tokens = CaptionTokenizer(processor / FOLDER, metadata.max_tokens)
     return TextCondition(tokens, metadata, recipe.model.text, recipe.samples.prompts or metadata.prompts)

@@ -20,7 +20,7 @@ from bottega.core.types import Models
 from bottega.models.frozen.config import SoftPromptShape
 from bottega.tasks import dependencies
 from bottega.tasks.personalize.config import ConditionWeights, Keywords, PersonalizeSamples
-from bottega.tasks.personalize.frozen_models import DESCRIPTIONS, GENERATOR, JUDGE, LANGUAGE, FrozenModel
+from bottega.tasks.personalize.frozen_models import CLIP, DESCRIPTIONS, GENERATOR, LANGUAGE, FrozenModel
 
 if TYPE_CHECKING:
     from bottega.tasks.personalize.workload import PersonalizeWorkload
@@ -69,7 +69,7 @@ def export_personalize(workload: PersonalizeWorkload, models: Models, folder: Pa
     from safetensors.torch import save_file
 
     recipe, metadata = workload.recipe, workload.metadata
-    frozen = {LANGUAGE: metadata.language_model, GENERATOR: metadata.diffusion, JUDGE: metadata.clip}
+    frozen = {LANGUAGE: metadata.language_model, GENERATOR: metadata.diffusion, CLIP: metadata.clip}
     config = ExportConfig(
         shape=metadata.shape,
         frozen={key: PublishedModel.from_model(base) for key, base in frozen.items() if base is not None},

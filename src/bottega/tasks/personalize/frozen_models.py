@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from bottega.core.errors import CheckpointError
-from bottega.models.folders.resolve import INDEX
+from bottega.models.folders.resolve import MODEL_INDEX
 from bottega.models.frozen.config import SoftPromptShape
 from bottega.models.frozen.language import read_language_model_metadata
 from bottega.models.pipeline.metadata import PipelineMetadata, read_pipeline_metadata
@@ -32,9 +32,9 @@ from bottega.tasks.personalize.config import PersonalizeRecipe
 from bottega.tasks.personalize.language_tokenizer import hash_prompt_files
 
 METADATA_FILE = "personal.json"
-LANGUAGE, GENERATOR, JUDGE = "language_model", "diffusion", "clip"
+LANGUAGE, GENERATOR, CLIP = "language_model", "diffusion", "clip"
 """Keys of the recipe's model section."""
-DESCRIPTIONS = {LANGUAGE: "language model", GENERATOR: "image generator", JUDGE: "CLIP"}
+DESCRIPTIONS = {LANGUAGE: "language model", GENERATOR: "image generator", CLIP: "CLIP"}
 
 
 class FrozenModel(BaseModel):
@@ -46,7 +46,7 @@ class FrozenModel(BaseModel):
     """The value in the recipe: a folder, a hub name, or needs.<part>."""
     folder: str
     contents: dict[str, str]
-    """Component -> hash of all that decides what it computes."""
+    """Component -> hash of all files that affect its output."""
 
     @property
     def content(self) -> str:
@@ -71,13 +71,15 @@ class PersonalizeMetadata(BaseModel):
 
     def check_same_models(self, before: PersonalizeMetadata) -> bool:
         """Raise a CheckpointError if a model differs from that of `before`; return whether the shapes are equal."""
-        for key in (LANGUAGE, GENERATOR, JUDGE):
+        for key in (LANGUAGE, GENERATOR, CLIP):
             now, then = getattr(self, key), getattr(before, key)
-            if now is None or then is None:  # the CLIP is optional
+            if now is None or then is None:  # CLIP is optional
                 continue
             for name in sorted({*now.contents, *then.contents}):
                 contents = now.contents.get(name), then.contents.get(name)
-                check_same_model(name, now=contents[0], before=contents[1], name=f"model.{key}", previous=then.folder)
+                check_same_model(
+                    name, current_hash=contents[0], recorded_hash=contents[1], name=f"model.{key}", recorded=then.folder
+                )
         return self.shape == before.shape
 
     def relocate(self, recipe: PersonalizeRecipe, processor: Path) -> PersonalizeMetadata:
@@ -89,28 +91,28 @@ class PersonalizeMetadata(BaseModel):
             key: _relocate(getattr(self, key), key, recipe, processor) for key in (LANGUAGE, GENERATOR)
         }
         if self.clip is not None:
-            models[JUDGE] = _relocate_judge(self.clip, recipe, processor)
+            models[CLIP] = _relocate_clip(self.clip, recipe, processor)
         return self.model_copy(update=models)
 
 
 def find_frozen_models(recipe: PersonalizeRecipe) -> PersonalizeMetadata:
     """Find the frozen models of a new run; only their configurations are read, so that a mismatch is found early."""
     language, generator = (_find_model(recipe, key) for key in (LANGUAGE, GENERATOR))
-    clip = _find_model(recipe, JUDGE) if recipe.model.clip is not None else None
+    clip = _find_model(recipe, CLIP) if recipe.model.clip is not None else None
     shape = _build_shape(recipe, Path(language.folder), read_pipeline_metadata(generator.folder))
     return PersonalizeMetadata(shape=shape, language_model=language, diffusion=generator, clip=clip)
 
 
-def _build_shape(recipe: PersonalizeRecipe, folder: Path, image: PipelineMetadata) -> SoftPromptShape:
+def _build_shape(recipe: PersonalizeRecipe, folder: Path, pipeline: PipelineMetadata) -> SoftPromptShape:
     model, language = recipe.model, read_language_model_metadata(folder)
     language.require_prefixes(model.num_prefix_tokens)
-    image.check_side(recipe.data.image_size)
+    pipeline.check_side(recipe.data.image_size)
     return SoftPromptShape(
         hidden_size=language.hidden_size,
         num_layers=language.num_layers,
         num_kv_heads=language.num_kv_heads,
         head_size=language.head_size,
-        text_size=image.text_size,
+        text_size=pipeline.text_size,
         num_image_tokens=model.num_image_tokens,
         num_prefix_tokens=model.num_prefix_tokens,
         projection=model.prefix_projection,
@@ -120,28 +122,28 @@ def _build_shape(recipe: PersonalizeRecipe, folder: Path, image: PipelineMetadat
 def _find_model(recipe: PersonalizeRecipe, key: str) -> FrozenModel:
     name: str = getattr(recipe.model, key)
     folder = resolve_model_folder(recipe, key)
-    CHECKS[key](folder)  # before gigabytes are hashed
-    return FrozenModel(named=name, folder=str(folder), contents=HASHES[key](folder))
+    CHECK_FUNCTIONS[key](folder)  # before gigabytes are hashed
+    return FrozenModel(named=name, folder=str(folder), contents=HASH_FUNCTIONS[key](folder))
 
 
 def resolve_model_folder(recipe: PersonalizeRecipe, key: str, *, runs_folder: Path | None = None) -> Path:
     """Return the folder of a frozen model: the export of a dependency or of a run, a local folder, or one from the hub."""
     name: str = getattr(recipe.model, key)
-    kind: dict[str, Any] = {"required_file": INDEX, "find": resolve_pipeline} if key == GENERATOR else {}
+    options: dict[str, Any] = {"required_file": MODEL_INDEX, "find": resolve_pipeline} if key == GENERATOR else {}
     return dependencies.resolve_model_reference(
-        recipe, name, key=f"model.{key}", runs_folder=runs_folder, **kind
+        recipe, name, key=f"model.{key}", runs_folder=runs_folder, **options
     ).path.absolute()
 
 
 def _candidate_folders(
     model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path
 ) -> list[Callable[[], Path]]:
-    runs = processor.absolute().parent.parent
+    runs_folder = processor.absolute().parent.parent
     # The recorded folder first: resolving a hub name would use the network.
     return [
         lambda: _recorded_folder(model),
         lambda: resolve_model_folder(recipe, key),
-        lambda: resolve_model_folder(recipe, key, runs_folder=runs),
+        lambda: resolve_model_folder(recipe, key, runs_folder=runs_folder),
     ]
 
 
@@ -158,22 +160,22 @@ def _relocate(model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor
         DESCRIPTIONS[key],
         model.content,
         _candidate_folders(model, key, recipe, processor),
-        recorded=model.folder,
+        recorded_folder=model.folder,
         owner=processor.parent if is_dependency else None,
-        hash_folder=lambda folder: model.model_copy(update={"contents": HASHES[key](folder)}).content,
+        hash_folder=lambda folder: model.model_copy(update={"contents": HASH_FUNCTIONS[key](folder)}).content,
     )
     return model.model_copy(update={"folder": str(folder)})
 
 
-def _relocate_judge(model: FrozenModel, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel | None:
-    """Return None if the CLIP is missing: then no candidate is picked, with a note. Another CLIP is an error."""
+def _relocate_clip(model: FrozenModel, recipe: PersonalizeRecipe, processor: Path) -> FrozenModel | None:
+    """Return None if CLIP is missing: then only the first weighting is sampled. Raise if it is another CLIP."""
     try:
-        return _relocate(model, JUDGE, recipe, processor)
+        return _relocate(model, CLIP, recipe, processor)
     except FrozenModelMissing:
         return None
 
 
-# Hashes of all files that decide what a model computes, by component
+# Hashes of all files that affect the output of a model, by component
 
 
 def _hash_language_model(folder: Path) -> dict[str, str]:
@@ -191,19 +193,19 @@ def _hash_generator(folder: Path) -> dict[str, str]:
     return {f"image generator's {name}": content for name, content in hashes.items()}
 
 
-def _hash_judge(folder: Path) -> dict[str, str]:
+def _hash_clip(folder: Path) -> dict[str, str]:
     return {"CLIP": hash_model_folder(folder)}
 
 
-CHECKS: dict[str, Callable[[Path], object]] = {
+CHECK_FUNCTIONS: dict[str, Callable[[Path], object]] = {
     LANGUAGE: read_language_model_metadata,
     GENERATOR: read_pipeline_metadata,
-    JUDGE: check_clip,
+    CLIP: check_clip,
 }
-HASHES: dict[str, Callable[[Path], dict[str, str]]] = {
+HASH_FUNCTIONS: dict[str, Callable[[Path], dict[str, str]]] = {
     LANGUAGE: _hash_language_model,
     GENERATOR: _hash_generator,
-    JUDGE: _hash_judge,
+    CLIP: _hash_clip,
 }
 
 

@@ -18,7 +18,7 @@ from bottega.data.image.write import write_images
 from bottega.data.output_files import build_numbered_paths, explain_write_errors, is_folder, replace_previous_files
 from bottega.data.prepare.jobs import ProgressCallback
 from bottega.tasks.generation.sampling_options import check_guidance, check_steps, require_finite, uses_bfloat16
-from bottega.tasks.personalize.clip_judge import ClipJudge, Scores, pick_best
+from bottega.tasks.personalize.clip_scorer import ClipScorer, Scores, pick_best
 from bottega.tasks.personalize.config import ConditionWeights, PersonalizeRecipe
 from bottega.tasks.personalize.contact_sheets import MAX_HISTORY_SHOWN, GeneratedRow, UserSummary, write_contact_sheet
 from bottega.tasks.personalize.data.condition_tokens import ConditionTokenizer, RecordKeywords
@@ -144,16 +144,16 @@ class PersonalSampler:
     ) -> None:
         self.recipe, self.task, self.tokenizer = recipe, task, tokenizer
         self._clip, self._zero_unconditional = clip, zero_unconditional
-        self._judges: dict[str, ClipJudge] = {}
+        self._clip_scorers: dict[str, ClipScorer] = {}
 
-    def load_judge(self, device: Any) -> ClipJudge | None:
+    def load_clip_scorer(self, device: Any) -> ClipScorer | None:
         """Return the CLIP on `device`, loaded once, or None without model.clip."""
         if self._clip is None:
             return None
         name = str(device)
-        if name not in self._judges:
-            self._judges[name] = ClipJudge.load(Path(self._clip), device)
-        return self._judges[name]
+        if name not in self._clip_scorers:
+            self._clip_scorers[name] = ClipScorer.load(Path(self._clip), device)
+        return self._clip_scorers[name]
 
     def generate(
         self,
@@ -179,8 +179,8 @@ class PersonalSampler:
         ]
         notes = ["model.clip is not set, so the first of samples.weightings is used instead of the best"]
         summaries = tuple(summarize_user(request, words) for request, words in zip(requests, keywords, strict=True))
-        is_judged = self._clip is not None or len(self.recipe.samples.weightings) == 1
-        return PersonalImages(images, tuple(choices), summaries, images_per_request, () if is_judged else tuple(notes))
+        is_scored = self._clip is not None or len(self.recipe.samples.weightings) == 1
+        return PersonalImages(images, tuple(choices), summaries, images_per_request, () if is_scored else tuple(notes))
 
     def sample_best(
         self,
@@ -194,8 +194,8 @@ class PersonalSampler:
         **options: Any,
     ) -> tuple[np.ndarray, list[ConditionWeights], list[Scores | None]]:
         """Return one image for each record, the best of all weightings from the same noise, with weighting and scores."""
-        judge, weightings = self.load_judge(device), self.recipe.samples.weightings
-        tried = weightings if judge is not None else weightings[:1]
+        clip_scorer, weightings = self.load_clip_scorer(device), self.recipe.samples.weightings
+        tried = weightings if clip_scorer is not None else weightings[:1]
         candidates = []
         for number, weights in enumerate(tried):
             report = partial(_report_candidate, progress, number, len(tried))
@@ -204,10 +204,10 @@ class PersonalSampler:
                     models, records, keywords, weights=weights, device=device, seed=seed, progress=report, **options
                 )
             )
-        if judge is None:
+        if clip_scorer is None:
             return candidates[0], [tried[0]] * len(records), [None] * len(records)
         likes, wishes = [words.texts[0] for words in keywords], [record.wish_or_caption for record in records]
-        scores = judge.score_candidates(candidates, likes=likes, wishes=wishes)
+        scores = clip_scorer.score_candidates(candidates, likes=likes, wishes=wishes)
         picked = pick_best(scores, self.recipe.samples.preference_weight)
         images = np.stack([candidates[choice][row] for row, choice in enumerate(picked)])
         return images, [tried[choice] for choice in picked], [scores[choice][row] for row, choice in enumerate(picked)]

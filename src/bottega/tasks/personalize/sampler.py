@@ -121,7 +121,7 @@ class PersonalizeSampler(Sampler):
 def _check_wishes(wishes: list[str]) -> None:
     for wish in wishes:
         if not wish.strip():
-            raise UsageError(f'--wish {wish!r}: is blank; describe the image, such as --wish "a star"')
+            raise UsageError(f'--wish {wish!r} is blank; describe the image, such as --wish "a star"')
         if len(wish) > MAX_WISH_LENGTH:
             raise UsageError(f"--wish: has {len(wish):,} characters; shorten it to {MAX_WISH_LENGTH:,}")
 

@@ -203,7 +203,9 @@ class RoutingWorkload(Workload):
         """Return the label probabilities, float32 (n, labels), and the chosen experts, best first, (n, top_k)."""
         num_inputs = self.metadata.shape.num_inputs
         if rows.ndim != 2 or rows.shape[1] != num_inputs:
-            raise UsageError(f"this run reads rows of {num_inputs} numbers, (n, {num_inputs}), not {rows.shape}")
+            raise UsageError(
+                f"expected an array of shape (n, {num_inputs}), as this run was trained on; got {rows.shape}"
+            )
         probabilities = [np.zeros((0, len(self.classes)), np.float32)]
         chosen = [np.zeros((0, self.metadata.shape.experts.top_k), np.int64)]
         for first in range(0, len(rows), batch_size):

@@ -46,11 +46,11 @@ class ForgettingMatrix(Callback):
 
     name = "forgetting"
 
-    def __init__(self, names: tuple[str, ...], goal: BestMetric) -> None:
-        self.names, self.best_metric = names, goal
+    def __init__(self, names: tuple[str, ...], best_metric: BestMetric) -> None:
+        self.names, self.best_metric = names, best_metric
         self.first_steps: tuple[int, ...] = ()
         """The first step of each source."""
-        self.metric = goal.metric
+        self.metric = best_metric.metric
         self.rows: dict[int, list[float | None]] = {}
         self._progress = Progress()
 

@@ -169,7 +169,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
-        raise UsageError(f"{folder} is not the folder of a model: its config.json cannot be read")
+        raise UsageError(f"{folder} has no readable config.json; give a run or the folder of a saved model")
     return config
 
 

@@ -306,7 +306,7 @@ def _split_by_user(
     try:
         sides = assign_splits(SplitTable(keys), by_user, validation, test)
     except DataError as error:
-        raise DataError(f"{error} (a row is a user here)") from None
+        raise DataError(f"{error} (each row is a user)") from None
     side_of = dict(zip(users, sides.tolist(), strict=True))
     tables: dict[str, list[LocatedRecord]] = {
         name: [] for side, name in enumerate(NAMES) if side in set(side_of.values())

@@ -36,7 +36,7 @@ class Scores(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class ClipJudge:
+class ClipScorer:
     """A CLIP model with its tokenizer."""
 
     clip: Any
@@ -44,7 +44,7 @@ class ClipJudge:
     device: Any
 
     @classmethod
-    def load(cls, folder: Path, device: Any) -> ClipJudge:
+    def load(cls, folder: Path, device: Any) -> ClipScorer:
         """Load a CLIP model and its tokenizer from a folder."""
         return cls(load_clip(folder).to(device), load_clip_tokens(folder), device)
 
