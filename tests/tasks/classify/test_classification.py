@@ -78,7 +78,7 @@ def gradient(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_are_exact_under_any_split(name: str) -> None:
+def test_gradients_are_exact_under_any_micro_batch_split(name: str) -> None:
     classifier, batch = task(**LOSSES[name]), host_batch()
     models = build_models(classifier, 0)
     expected = gradient(classifier, models, batch)

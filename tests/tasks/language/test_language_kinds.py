@@ -68,7 +68,7 @@ def slices(batch: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"capacity_factor": 1.0}, {"balance": "bias", "gate": "sigmoid"}])
-def test_terms_metrics_and_stats_add_up_over_any_split(changes: dict[str, Any]) -> None:
+def test_terms_metrics_and_stats_add_up_over_any_micro_batch_split(changes: dict[str, Any]) -> None:
     task, batch = build_task(**changes), host_batch()
     models = build_skewed_models(task)
     total_output = compute_loss(task, models, batch)

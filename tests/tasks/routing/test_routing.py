@@ -222,7 +222,7 @@ def test_units_of_a_spiking_router_are_counted() -> None:
         assert float(total / count) == pytest.approx(float(torch.cat(rates, 1).detach().mean()), rel=1e-5)
 
 
-def test_load_entropy_of_a_step_is_that_of_its_batch_under_any_split() -> None:
+def test_load_entropy_of_a_step_is_that_of_its_batch_under_any_micro_batch_split() -> None:
     reports = []
     for micro in (None, 5):
         built_engine = engine(training(batch_size=16), task=task(), micro=micro)
