@@ -27,8 +27,12 @@ ALLOWED = {
     "src/bottega/tasks/recall/workload.py": {"facts"},
     "tests/tasks/recall/test_recall.py": {"facts"},
 }
-RIDDLES = re.compile(r"\bso many \w+ asks?\b|\bwhat who\b|(?<!there )\bis no (?!longer|more|less|such)[a-z]+", re.IGNORECASE)
-FIRST_WORDINGS = "src/bottega/tasks/personalize/data/tables.py"  # the wording of earlier versions, which cache keys contain
+RIDDLES = re.compile(
+    r"\bso many \w+ asks?\b|\bwhat who\b|(?<!there )\bis no (?!longer|more|less|such)[a-z]+", re.IGNORECASE
+)
+FIRST_WORDINGS = (
+    "src/bottega/tasks/personalize/data/tables.py"  # the wording of earlier versions, which cache keys contain
+)
 
 
 def iterate_names(tree: ast.Module) -> Iterator[tuple[str, int]]:

@@ -32,16 +32,16 @@ from bottega.analysis.personalize_truth import (
     ClipFieldClassifier,
     TruthFields,
     build_prompts,
+    find_sticker_classifier,
     find_truth_fields,
     match_keywords,
-    open_sticker_reader,
     preference_keys,
     score_fields,
     score_keywords,
 )
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import numpy_generator
-from bottega.tasks.measures.clip_scores import classify_zero_shot, cosine_similarity, similarity_to_history
+from bottega.tasks.metrics.clip_scores import classify_zero_shot, cosine_similarity, similarity_to_history
 from bottega.tasks.personalize.data.records import Item, Record
 from recorded_figures import record_figures, texts_of
 
@@ -412,7 +412,7 @@ def test_fields_named_in_the_wish_are_not_preferences() -> None:
     fields = find_truth_fields(people[:3], people)
     assert fields is not None
     assert (fields.preference, fields.wish) == (("colour", "pattern"), ("shape",))
-    assert fields.words["colour"] == WORDS["colour"]  # also those that only other users prefer
+    assert fields.values["colour"] == WORDS["colour"]  # also those that only other users prefer
     assert fields.columns == ("preference", "colour", "pattern", "wish")
     # Without a wish the caption is the prompt; it names every field, so none is left as a preference.
     without_wish = [record.model_copy(update={"wish": None}) for record in people]
@@ -501,7 +501,7 @@ def test_first_keyword_of_a_field_counts() -> None:
     assert not score_keywords(fields, [()] * 4, people)["preference"].any()
 
 
-def test_sticker_reader_applies_to_stickers_only() -> None:
+def test_sticker_classifier_applies_to_stickers_only() -> None:
     from bottega.data.embedded import stickers
 
     fields = TruthFields(
@@ -509,17 +509,17 @@ def test_sticker_reader_applies_to_stickers_only() -> None:
         ("shape",),
         {"colour": ("red", "blue"), "pattern": ("striped", "plain"), "shape": ("star", "moon")},
     )
-    reader = open_sticker_reader(fields)
-    assert reader is not None
+    classifier = find_sticker_classifier(fields)
+    assert classifier is not None
     images = np.stack(
         [
             stickers.draw_sticker(s, c, p, "white", rng=numpy_generator(0, s, c, p))
             for s, c, p in (("star", "red", "striped"), ("moon", "blue", "plain"))
         ]
     )
-    assert reader(images) == {"shape": ["star", "moon"], "colour": ["red", "blue"], "pattern": ["striped", "plain"]}
-    assert open_sticker_reader(TruthFields(("colour",), (), {"colour": WORDS["colour"]})) is None
-    assert open_sticker_reader(TruthFields(("mood",), (), {"mood": ("red", "blue")})) is None
+    assert classifier(images) == {"shape": ["star", "moon"], "colour": ["red", "blue"], "pattern": ["striped", "plain"]}
+    assert find_sticker_classifier(TruthFields(("colour",), (), {"colour": WORDS["colour"]})) is None
+    assert find_sticker_classifier(TruthFields(("mood",), (), {"mood": ("red", "blue")})) is None
 
 
 # Numbers

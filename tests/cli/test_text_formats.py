@@ -96,7 +96,7 @@ def test_columns_without_a_header_are_numbered(tmp_path: Path) -> None:
     assert read_pairs(by_field) == read_pairs(data)
     with pytest.raises(DataError, match="numbered 0 to 2"):
         prepare(tmp_path / "news.csv", **{**numbered, "data.train.label": 3})
-    with pytest.raises(DataError, match=r"label '3' has no name in data\.class_names, which names 0, 1, 2"):
+    with pytest.raises(DataError, match=r"label '3' has no name in data\.class_names, which has names for 0, 1, 2"):
         prepare(tmp_path / "news.csv", **numbered, **{"data.class_names": NAMES})
 
 

@@ -65,7 +65,7 @@ def test_resume_is_bit_exact(case: Case, tmp_path: Path, optimizer: str) -> None
         assert differing_tensors(end, resumed.state()) == [], f"cut at step {cut}"
 
 
-def test_the_mean_is_exact_under_any_split(case: Case, tmp_path: Path) -> None:
+def test_the_mean_is_exact_under_any_micro_batch_split(case: Case, tmp_path: Path) -> None:
     """With SGD a difference in a gradient is not amplified in the weights."""
     options = {"model.dropout": 0.0, "training.optimizer.name": "sgd", "training.learning_rate": 0.1}
     unsplit = build(case, tmp_path, **options)

@@ -85,7 +85,7 @@ def test_loss_is_the_weighted_sum_of_per_term_means() -> None:
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 @pytest.mark.parametrize("micro", [1, 3])
-def test_weights_after_steps_do_not_depend_on_the_split(name: str, micro: int) -> None:
+def test_weights_after_steps_do_not_depend_on_the_micro_batch_split(name: str, micro: int) -> None:
     options = training(optimizer={"name": name})
     unsplit, split = engine(options), engine(options, micro=micro)
     for torch_engine in (unsplit, split):

@@ -272,7 +272,7 @@ def test_constant_current_is_multiplied_once() -> None:
 
 
 def build_gate() -> SpikingGate:
-    model = SpikingGate(10, 4, SpikingShape(), group=3).double()
+    model = SpikingGate(10, 4, SpikingShape(), group_size=3).double()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(draw(*parameter.shape, seed=number, scale=0.5))

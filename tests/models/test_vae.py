@@ -268,7 +268,7 @@ def test_invalid_shapes_are_refused(changes: dict[str, Any], message: str) -> No
 def test_invalid_downsampling_and_export_are_refused() -> None:
     with pytest.raises(UsageError, match="6 is not a power of two"):
         stage_widths(64, 6)
-    with pytest.raises(UsageError, match="only that of images can be exported"):
+    with pytest.raises(UsageError, match="only image autoencoders can be exported"):
         small_model(dims=1).diffusers_config()
 
 

@@ -280,7 +280,7 @@ def test_maml_gradient_of_a_real_model_matches_finite_differences(name: str, tmp
 
 
 @pytest.mark.parametrize(("name", "method"), EACH)
-def test_the_mean_is_exact_under_any_split(name: str, method: str, tmp_path: Path) -> None:
+def test_the_mean_is_exact_under_any_micro_batch_split(name: str, method: str, tmp_path: Path) -> None:
     sgd = {"training.optimizer.name": "sgd", "training.learning_rate": 0.1}
     full, split = Subject(name, tmp_path, method, **sgd), Subject(name, tmp_path, method, **sgd)
     split.engine.micro_batch_size = 3

@@ -362,7 +362,7 @@ class SharedSynapses(nn.Module):
         shape = SpikingShape(time_steps=5, threshold=0.3)
         self.first, self.second = SpikingLayer(4, 4, shape), SpikingLayer(4, 4, shape)
         self.second.synapse = self.first.synapse
-        self.gate = SpikingGate(4, 2, shape, group=3)
+        self.gate = SpikingGate(4, 2, shape, group_size=3)
 
     def forward(self, x: Tensor) -> Tensor:
         spikes = self.second(self.first(x))

@@ -17,7 +17,7 @@ from bottega.data.sources.source import Source
 from bottega.plots.classification import plot_calibration, plot_confusion_matrix
 from bottega.plots.figure import try_plot
 from bottega.storage.durable import replacing_file
-from bottega.tasks.measures import classification as measures
+from bottega.tasks.metrics import classification
 
 PREDICTIONS, CONFUSION, CALIBRATION = "predictions.jsonl", "confusion.png", "calibration.png"
 """Files that an evaluation writes."""
@@ -32,7 +32,7 @@ class ClassifierPredictions:
         self.probabilities = rows["probability"]
         self.is_multi_label = "labels" in rows
         self.labels = rows["labels" if self.is_multi_label else "label"]
-        self.predicted = measures.decide_labels(self.probabilities, multi_label=self.is_multi_label)
+        self.predicted = classification.decide_labels(self.probabilities, multi_label=self.is_multi_label)
 
     def __len__(self) -> int:
         return len(self.probabilities)
@@ -41,12 +41,12 @@ class ClassifierPredictions:
     def confusion_matrix(self) -> np.ndarray:
         """Counts (classes, classes), or (classes, 2, 2) for multi-label data."""
         if self.is_multi_label:
-            return measures.confusion_matrices(self.labels, self.predicted)
-        return measures.confusion_matrix(self.labels, self.predicted, len(self.classes))
+            return classification.confusion_matrices(self.labels, self.predicted)
+        return classification.confusion_matrix(self.labels, self.predicted, len(self.classes))
 
     def class_metrics(self) -> dict[str, dict[str, float]]:
         """Return class -> precision, recall, f1 and support (its number of samples)."""
-        metrics = measures.per_class_metrics(self.confusion_matrix)
+        metrics = classification.per_class_metrics(self.confusion_matrix)
         columns = {
             "precision": metrics.precision,
             "recall": metrics.recall,
@@ -84,7 +84,7 @@ class ClassifierPredictions:
         with explain_write_errors(file), replacing_file(file) as temporary:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.to_rows())
             temporary.write_text(text, encoding="utf-8")
-        bins = measures.reliability_bins(*measures.confidences(self.probabilities, self.labels))
+        bins = classification.reliability_bins(*classification.confidences(self.probabilities, self.labels))
         plots: dict[str, Callable[[Path], None]] = {CALIBRATION: partial(plot_calibration, *bins)}
         if not self.is_multi_label:
             plots[CONFUSION] = partial(plot_confusion_matrix, self.confusion_matrix, self.classes)

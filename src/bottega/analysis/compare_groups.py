@@ -141,7 +141,7 @@ def read_member(path: Path) -> GroupMember:
     """Read a run: its recipe, its fold, and the fingerprint of its newest checkpoint."""
     recipe = load_saved_recipe(RunDirectory(path).must_exist().recipe)
     fold_match, split = re.fullmatch(r"fold-(\d+)", path.name), recipe.data.split
-    # The folder name has priority: repeats with other splits have several folds of the same number.
+    # The folder name has priority: repeats with different splits have several folds of the same number.
     fold = int(fold_match[1]) if fold_match else split.fold if split is not None and split.folds is not None else None
     saved = checkpoint.list_checkpoints(path / "checkpoints")
     fingerprint = saved[0][1].fingerprint if saved else {}

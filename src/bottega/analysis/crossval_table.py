@@ -12,7 +12,12 @@ import numpy as np
 
 from bottega.analysis.compare import CLIPPED_MARK, DIRECTION_TEXT, clip_to_bounds, format_table
 from bottega.analysis.statistics import mean_confidence_interval
-from bottega.tasks.measures import classification as measures
+from bottega.tasks.metrics.classification import (
+    average_metrics,
+    confusion_matrices,
+    confusion_matrix,
+    per_class_metrics,
+)
 from bottega.tasks.registry import TASKS
 
 CONFIDENCE_LEVEL = 0.95
@@ -51,16 +56,16 @@ def pool_predictions(rows: Sequence[dict[str, Any]], classes: Sequence[str]) -> 
         for i, row in enumerate(rows):
             labels[i, [class_index[name] for name in row["label"]]] = True
             predictions[i, [class_index[name] for name in row["predicted"]]] = True
-        matrix = measures.confusion_matrices(labels, predictions)
+        matrix = confusion_matrices(labels, predictions)
         metrics = {
             "exact_match": float((labels == predictions).all(1).mean()),
             "label_accuracy": float((labels == predictions).mean()),
         }
     else:
         label, predicted = (np.array([class_index[row[key]] for row in rows]) for key in ("label", "predicted"))
-        matrix = measures.confusion_matrix(label, predicted, len(classes))
+        matrix = confusion_matrix(label, predicted, len(classes))
         metrics = {"accuracy": float((label == predicted).mean())}
-    means = measures.average_metrics(measures.per_class_metrics(matrix))
+    means = average_metrics(per_class_metrics(matrix))
     return {**metrics, "macro_f1": means["macro_f1"], "weighted_f1": means["weighted_f1"]}, matrix
 
 

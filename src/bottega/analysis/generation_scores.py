@@ -23,11 +23,11 @@ from bottega.tasks.classify.media_workload import MediaClassifyWorkload
 from bottega.tasks.evaluation_data import EvaluationData
 from bottega.tasks.generation.requests import check_sample_memory
 from bottega.tasks.generation.workload import GenerationWorkload
-from bottega.tasks.measures.attributes import conditional_accuracy, parse_attributes
-from bottega.tasks.measures.frechet import distance_of_moments, feature_moments, frechet_distance
-from bottega.tasks.measures.motion import DIRECTIONS, motion_direction
-from bottega.tasks.measures.pitch import estimate_pitch, note_frequency, semitone_difference
-from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio
+from bottega.tasks.metrics.attributes import conditional_accuracy, parse_attributes
+from bottega.tasks.metrics.frechet import distance_of_moments, feature_moments, frechet_distance
+from bottega.tasks.metrics.motion import DIRECTIONS, motion_direction
+from bottega.tasks.metrics.pitch import estimate_pitch, note_frequency, semitone_difference
+from bottega.tasks.metrics.spread import nearest_distances, nearest_ratio, variance_ratio
 
 DEFAULT_COUNTS = {"image": 1000, "video": 1000, "audio": 250}
 """Default number of samples per medium, unless more are held out. Audio is slowest, because its phase is reconstructed."""

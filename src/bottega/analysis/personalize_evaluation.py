@@ -30,11 +30,11 @@ from bottega.analysis.personalize_contact_sheets import PersonRow, plot_arms, wr
 from bottega.analysis.personalize_metrics import STICKER_PREFIX, ImageMetrics, People
 from bottega.analysis.personalize_table import headline_measures
 from bottega.analysis.personalize_truth import (
-    MIN_READER_ACCURACY,
+    MIN_STICKER_ACCURACY,
     ClipFieldClassifier,
     TruthFields,
+    find_sticker_classifier,
     find_truth_fields,
-    open_sticker_reader,
     preference_keys,
     score_fields,
     score_keywords,
@@ -165,7 +165,7 @@ def _iterate_captions(generator: PersonalizedGenerator) -> Iterable[str]:
 def _build_metrics(
     generator: PersonalizedGenerator, people: People, fields: TruthFields | None, lpips: Path | None, notes: list[str]
 ) -> ImageMetrics:
-    clip_scorer, sticker_reader, clip_classifier = generator.clip_scorer, None, None
+    clip_scorer, sticker_classifier, clip_classifier = generator.clip_scorer, None, None
     if clip_scorer is None:
         notes.append("the recipe has no model.clip: CLIP scores and the arm picked are left out")
     if fields is not None:
@@ -174,7 +174,7 @@ def _build_metrics(
             if clip_scorer is not None
             else None
         )
-        sticker_reader = _open_reliable_reader(fields, people)
+        sticker_classifier = _find_reliable_sticker_classifier(fields, people)
     if lpips is not None:
         from bottega.models.metric_networks.perceptual import load_lpips
 
@@ -195,17 +195,17 @@ def _build_metrics(
         device=generator.device,
         fields=fields,
         clip_classifier=clip_classifier,
-        sticker_reader=sticker_reader,
+        sticker_classifier=sticker_classifier,
     )
 
 
-def _open_reliable_reader(fields: TruthFields, people: People) -> Any:
-    """Return the sticker reader if it reads the real targets reliably, else None: other data may use the same words."""
-    reader = open_sticker_reader(fields)
-    if reader is None:
+def _find_reliable_sticker_classifier(fields: TruthFields, people: People) -> Any:
+    """Return the sticker classifier if it is accurate on the real targets, else None: other data may have the same values."""
+    classifier = find_sticker_classifier(fields)
+    if classifier is None:
         return None
-    scores = score_fields(fields, reader(people.target_images), people.records)
-    return reader if min(float(values.mean()) for values in scores.values()) >= MIN_READER_ACCURACY else None
+    scores = score_fields(fields, classifier(people.target_images), people.records)
+    return classifier if min(float(values.mean()) for values in scores.values()) >= MIN_STICKER_ACCURACY else None
 
 
 def _iterate_arms(

@@ -13,12 +13,12 @@ import torch
 from bottega.analysis.personalize_arms import TARGET_ARM
 from bottega.analysis.personalize_truth import ClipFieldClassifier, FieldPredictions, TruthFields, score_fields
 from bottega.core.errors import UsageError
-from bottega.tasks.measures.clip_scores import cosine_similarity, similarity_to_history
-from bottega.tasks.measures.ssim import WINDOW, ssim
+from bottega.tasks.metrics.clip_scores import cosine_similarity, similarity_to_history
+from bottega.tasks.metrics.ssim import WINDOW, ssim
 from bottega.tasks.personalize.data.records import Record
 
 STICKER_PREFIX = "drawn_"
-"""Prefix of columns computed by the sticker reader, which is not a trained model."""
+"""Prefix of columns computed by the sticker classifier, which is not a trained model."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ImageMetrics:
     device: Any = "cpu"
     fields: TruthFields | None = None
     clip_classifier: ClipFieldClassifier | None = None
-    sticker_reader: Callable[[np.ndarray], FieldPredictions] | None = None
+    sticker_classifier: Callable[[np.ndarray], FieldPredictions] | None = None
 
     def measure_arm(self, arm: str, images: np.ndarray, **extra: Sequence[Any]) -> list[dict[str, Any]]:
         """Return a row for each image; `images` is uint8 (records, height, width, 3), `extra` are further columns."""
@@ -76,16 +76,16 @@ class ImageMetrics:
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
     def _classify(self, images: np.ndarray, embeddings: np.ndarray | None) -> dict[str, Sequence[Any]]:
-        """Return whether each image shows what it should, by CLIP and by the sticker reader."""
+        """Return whether each image shows what it should, by CLIP and by the sticker classifier."""
         columns: dict[str, Sequence[Any]] = {}
         if self.fields is None:
             return columns
-        predictions_by_reader: dict[str, FieldPredictions] = {}
+        predictions_by_classifier: dict[str, FieldPredictions] = {}
         if self.clip_classifier is not None and embeddings is not None:
-            predictions_by_reader[""] = self.clip_classifier.classify(embeddings)
-        if self.sticker_reader is not None:
-            predictions_by_reader[STICKER_PREFIX] = self.sticker_reader(images)
-        for prefix, predictions in predictions_by_reader.items():
+            predictions_by_classifier[""] = self.clip_classifier.classify(embeddings)
+        if self.sticker_classifier is not None:
+            predictions_by_classifier[STICKER_PREFIX] = self.sticker_classifier(images)
+        for prefix, predictions in predictions_by_classifier.items():
             for name, is_right in score_fields(self.fields, predictions, self.people.records).items():
                 columns[f"{prefix}{name}_accuracy"] = is_right.astype(int).tolist()
             name = prefix.rstrip("_") or "judge"

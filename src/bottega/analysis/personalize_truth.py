@@ -1,7 +1,7 @@
-"""Ground truth of personalised images, and classifiers that read it off an image: zero-shot CLIP and a sticker reader.
+"""Ground truth of personalised images, and classifiers that predict it from an image: zero-shot CLIP, and rules for stickers.
 
-The classes come from the data: each field of `Record.truth`, with all values that occur. A field that the wish names
-belongs to the wish; all others are preferences of the person.
+The classes come from the data: each field of `Record.truth`, with all values that occur. A field whose value
+occurs in the wish (the prompt of the person) belongs to the wish; all others are preferences of the person.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import product
 
 import numpy as np
 
-from bottega.tasks.measures.clip_scores import classify_zero_shot
+from bottega.tasks.metrics.clip_scores import classify_zero_shot
 from bottega.tasks.personalize.data.records import Record
 
 MAX_PROMPTS, MAX_TEXTS = 32, 4096
-"""Limits of captions per class and of texts in all: each text costs a forward pass of the text encoder."""
-MIN_READER_ACCURACY = 0.9
-"""Accuracy on the real targets that the sticker reader needs in order to be used as a metric."""
+"""Maximum number of prompts per class, and of prompts in total: each costs a forward pass of the text encoder."""
+MIN_STICKER_ACCURACY = 0.9
+"""Accuracy on the real targets that the sticker classifier needs in order to be used as a metric."""
 
 FieldPredictions = dict[str, list[str]]
 """Field -> the predicted value for each image."""
@@ -32,15 +32,15 @@ class TruthFields:
 
     preference: tuple[str, ...]
     wish: tuple[str, ...]
-    words: Mapping[str, tuple[str, ...]]
+    values: Mapping[str, tuple[str, ...]]
     """Field -> its values in all of the data."""
 
     @property
     def chance_accuracy(self) -> dict[str, float]:
         """Accuracy of a uniform guess, by column."""
-        accuracy = {name: 1 / len(self.words[name]) for name in self.preference}
+        accuracy = {name: 1 / len(self.values[name]) for name in self.preference}
         accuracy["preference"] = math.prod(accuracy.values())
-        accuracy["wish"] = math.prod(1 / len(self.words[name]) for name in self.wish)
+        accuracy["wish"] = math.prod(1 / len(self.values[name]) for name in self.wish)
         return {name: accuracy[name] for name in self.columns}
 
     @property
@@ -51,19 +51,22 @@ class TruthFields:
 
 
 def find_truth_fields(records: Sequence[Record], all_records: Iterable[Record]) -> TruthFields | None:
-    """Return the fields that all `records` have, with their values in `all_records` too; None where there are none."""
+    """Return the fields of all `records` that have several values in the data; None if there are none.
+
+    The values are those in `records` and in `all_records`.
+    """
     names = [name for name in records[0].truth if all(name in record.truth for record in records)] if records else []
     if not names:
         return None
-    words: dict[str, set[str]] = {name: set() for name in names}
+    values: dict[str, set[str]] = {name: set() for name in names}
     for record in (*records, *all_records):
         for name in names:
             if name in record.truth:
-                words[name].add(record.truth[name])
-    varying = [name for name in names if len(words[name]) > 1]
+                values[name].add(record.truth[name])
+    varying = [name for name in names if len(values[name]) > 1]
     wish = tuple(name for name in varying if all(_contains_word(r.wish_or_caption, r.truth[name]) for r in records))
     preference = tuple(name for name in varying if name not in wish)
-    return TruthFields(preference, wish, {name: tuple(sorted(words[name])) for name in varying}) if varying else None
+    return TruthFields(preference, wish, {name: tuple(sorted(values[name])) for name in varying}) if varying else None
 
 
 def preference_keys(
@@ -97,25 +100,26 @@ class PromptSet:
 def build_prompts(fields: TruthFields, captions: Iterable[str]) -> list[PromptSet]:
     """Build zero-shot prompts from captions of the data.
 
-    All fields share prompts where captions name all of them: four half-trained CLIPs read 55 % of real favourites so,
-    and 51 % one field at a time. Otherwise, or where that would be too many texts, each field has its own; a field that
-    no caption names is prompted by its bare words. All choices are filled into the same captions, so that the other
-    words of a caption favour none.
+    If some captions name all fields, one set of prompts covers all of them: four half-trained CLIPs then classified 55 %
+    of real target images correctly, against 51 % with one set for each field. If no caption does, or if there would be
+    too many prompts, each field has its own set; the prompts of a field that no caption names are its values alone. All
+    choices are filled into the same captions, so that the other words of a caption favour no choice.
     """
     distinct = sorted(set(captions))
-    names = tuple(fields.words)
+    names = tuple(fields.values)
     joint = _fill_captions(fields, names, distinct)
     if joint is not None:
         return [joint]
     by_field = {name: _fill_captions(fields, (name,), distinct) for name in names}
     return [
-        prompts or PromptSet((name,), [(word,) for word in fields.words[name]], [[word] for word in fields.words[name]])
+        prompts
+        or PromptSet((name,), [(word,) for word in fields.values[name]], [[word] for word in fields.values[name]])
         for name, prompts in by_field.items()
     ]
 
 
 def _fill_captions(fields: TruthFields, names: tuple[str, ...], captions: Sequence[str]) -> PromptSet | None:
-    field_of = {word.lower(): name for name in reversed(names) for word in fields.words[name]}
+    field_of = {word.lower(): name for name in reversed(names) for word in fields.values[name]}
     longest_first = sorted(field_of, key=len, reverse=True)
     pattern = re.compile(rf"(?:\b(an?)\s)?\b({'|'.join(map(re.escape, longest_first))})\b", re.IGNORECASE)
 
@@ -126,13 +130,13 @@ def _fill_captions(fields: TruthFields, names: tuple[str, ...], captions: Sequen
         words = dict(zip(names, choice, strict=True))
         return pattern.sub(lambda match: _match_article(match, words[field_of[match[2].lower()]]), text)
 
-    choices = list(product(*(fields.words[name] for name in names)))
+    choices = list(product(*(fields.values[name] for name in names)))
     limit = min(MAX_PROMPTS, MAX_TEXTS // len(choices))
     # Captions that differ only in these words count once.
-    fitting = list(
+    templates = list(
         dict.fromkeys(fill_words(text, choices[0]) for text in captions if find_fields(text) == sorted(names))
     )
-    chosen = [fitting[i * len(fitting) // limit] for i in range(limit)] if len(fitting) > limit else fitting
+    chosen = [templates[i * len(templates) // limit] for i in range(limit)] if len(templates) > limit else templates
     return (
         PromptSet(names, choices, [[fill_words(text, choice) for text in chosen] for choice in choices])
         if chosen
@@ -155,15 +159,15 @@ class ClipFieldClassifier:
     """Zero-shot classifier of the fields, on CLIP embeddings."""
 
     def __init__(
-        self, fields: TruthFields, captions: Iterable[str], texts: Callable[[Sequence[str]], np.ndarray]
+        self, fields: TruthFields, captions: Iterable[str], embed_texts: Callable[[Sequence[str]], np.ndarray]
     ) -> None:
         self.prompts = build_prompts(fields, captions)
-        self.vectors = [_mean_embeddings(prompts, texts) for prompts in self.prompts]
+        self.class_embeddings = [_mean_embeddings(prompts, embed_texts) for prompts in self.prompts]
 
     def classify(self, embeddings: np.ndarray) -> FieldPredictions:
         """Return the predicted values of each field for unit image embeddings (images, width)."""
         predictions: FieldPredictions = {}
-        for prompts, class_embeddings in zip(self.prompts, self.vectors, strict=True):
+        for prompts, class_embeddings in zip(self.prompts, self.class_embeddings, strict=True):
             chosen = [prompts.choices[i] for i in classify_zero_shot(embeddings, class_embeddings)]
             predictions |= {
                 name: [choice[position] for choice in chosen] for position, name in enumerate(prompts.names)
@@ -171,23 +175,25 @@ class ClipFieldClassifier:
         return predictions
 
 
-def _mean_embeddings(prompts: PromptSet, texts: Callable[[Sequence[str]], np.ndarray]) -> np.ndarray:
-    """Return the mean text embedding of each choice over its captions, (choices, width), as CLIP's prompt ensembles."""
-    embeddings = texts([text for choice_texts in prompts.texts for text in choice_texts])
+def _mean_embeddings(prompts: PromptSet, embed_texts: Callable[[Sequence[str]], np.ndarray]) -> np.ndarray:
+    """Return the mean text embedding of each choice over its captions, (choices, width), like CLIP's prompt ensembles."""
+    embeddings = embed_texts([text for choice_texts in prompts.texts for text in choice_texts])
     return embeddings.reshape(len(prompts.choices), -1, embeddings.shape[1]).astype(np.float64).mean(1)
 
 
-def open_sticker_reader(fields: TruthFields) -> Callable[[np.ndarray], FieldPredictions] | None:
+def find_sticker_classifier(fields: TruthFields) -> Callable[[np.ndarray], FieldPredictions] | None:
     """Return a rule-based classifier of synthetic stickers; None where the values of the fields are not those of stickers."""
     from bottega.data.embedded import stickers
 
     classes = {"shape": stickers.SHAPES, "colour": stickers.COLOURS, "pattern": stickers.PATTERNS}
-    if not fields.words.keys() <= classes.keys() or any(set(fields.words[n]) - set(classes[n]) for n in fields.words):
+    if not fields.values.keys() <= classes.keys() or any(
+        set(fields.values[n]) - set(classes[n]) for n in fields.values
+    ):
         return None
     from bottega.data.embedded.sticker_recognition import recognise_stickers
 
     return lambda images: {
-        name: list(values) for name, values in recognise_stickers(images).items() if name in fields.words
+        name: list(values) for name, values in recognise_stickers(images).items() if name in fields.values
     }
 
 
@@ -197,7 +203,7 @@ def score_fields(
     """Return column -> whether each image is right, bool (images,): in all preferences, in each of them, and in the wish."""
     by_field = {
         name: np.array([predictions[name][i] == record.truth[name] for i, record in enumerate(records)], bool)
-        for name in fields.words
+        for name in fields.values
     }
     scores = {name: by_field[name] for name in fields.preference}
     for column, names in (("preference", fields.preference), ("wish", fields.wish)):
@@ -207,11 +213,11 @@ def score_fields(
 
 
 def match_keywords(fields: TruthFields, keywords: Sequence[str]) -> dict[str, str]:
-    """Return field -> the value that the keywords name first; listing all values does not name all of them."""
+    """Return field -> the value that the keywords name first; later ones are ignored, so that listing all values does not help."""
     matches: dict[str, str] = {}
     text = ", ".join(keywords)
     for name in fields.preference:
-        starts = {w: m.start() for w in fields.words[name] if (m := re.search(rf"\b{re.escape(w)}\b", text, re.I))}
+        starts = {w: m.start() for w in fields.values[name] if (m := re.search(rf"\b{re.escape(w)}\b", text, re.I))}
         if starts:
             matches[name] = min(starts, key=lambda word: starts[word])
     return matches

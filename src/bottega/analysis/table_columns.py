@@ -84,7 +84,7 @@ def format_columns(report: dict[str, Any]) -> str:
     path = shlex.quote(report["path"])
     text, label = _guess_columns(report["columns"])
     hints = [
-        "no column has a usual name for texts; set the columns to read:",
+        "no column has a common name of a text column; set the columns to read:",
         f"  bottega data classify --data {path} data.train.field={text} data.train.label={label}",
         f"  bottega data routing --data {path} data.train.label={label}",
     ]

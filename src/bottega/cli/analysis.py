@@ -108,7 +108,9 @@ def _crossval_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--stratified", action="store_const", dest="by", const="stratified", help="--by stratified")
     parser.add_argument("--field", help="with --by group or hash: rows with the same value of this field stay together")
-    parser.add_argument("--repeats", type=int, default=1, help="repetitions with other splits (default: 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=1, help="number of repetitions, each with different folds (default: 1)"
+    )
     parser.add_argument(
         "--jobs", default="auto", help="folds trained in parallel (default: auto, as many as fit on the machine)"
     )

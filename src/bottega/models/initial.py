@@ -32,7 +32,7 @@ def initial_value(
         return np.ones(shape, np.float32)
     value = numpy_generator(seed, name).standard_normal(shape, dtype=np.float32)
     if len(shape) == 3 and kind.endswith("_proj"):
-        owner, std = name, 1 / math.sqrt(shape[-1])  # experts, stacked: [experts, outs, ins]
+        owner, std = name, 1 / math.sqrt(shape[-1])  # experts, stacked: [experts, out_features, in_features]
     value *= std / math.sqrt(2 * residual_layers) if owner.endswith(RESIDUAL_OUTPUTS) else std
     return value
 

@@ -85,11 +85,11 @@ class UNet(nn.Module):
         self.compiled = torch.compile(self.unet.forward, dynamic=False)
 
 
-def resolve_unet_shape(start: Path | None, *, grid: tuple[int, ...], **sizes: Any) -> UNetShape:
+def resolve_unet_shape(base_folder: Path | None, *, grid: tuple[int, ...], **sizes: Any) -> UNetShape:
     """Return the shape by the recipe's sizes or the folder it starts from; refuse one that does not fit the samples."""
     if len(grid) != 2:
         raise UsageError("model.backbone: unet supports images and mel spectrograms only; use dit")
-    config = read_unet_config(start) if start is not None else None
+    config = read_unet_config(base_folder) if base_folder is not None else None
     shape = UNetShape(grid=(grid[0], grid[1]), config=config, **sizes)
     unet_config(shape)
     return shape

@@ -178,7 +178,7 @@ def media_data(
     tables: MediaTables,
     *,
     prepared: PreparedData | None,
-    expected: str | None,
+    expected_fingerprint: str | None,
     notes: Callable[[PreparedData], list[str]] = lambda prepared: [],
 ) -> TableData:
     """Return the data of a run whose samples are what `tables` reads."""
@@ -188,6 +188,6 @@ def media_data(
         read_table=tables.read,
         read_external=tables.read_external,
         prepared=prepared,
-        expected=expected,
+        expected_fingerprint=expected_fingerprint,
         notes=lambda prepared: [*tables.notes(prepared), *notes(prepared)],
     )

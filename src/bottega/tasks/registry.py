@@ -16,7 +16,17 @@ from bottega.core.model_spec import resolve_reference
 if TYPE_CHECKING:
     from bottega.tasks.workload import Workload
 
-FIRST = ("language", "classify", "generation", "autoencode", "align", "personalize", "routing", "recall", "multitask")
+LISTED_FIRST = (
+    "language",
+    "classify",
+    "generation",
+    "autoencode",
+    "align",
+    "personalize",
+    "routing",
+    "recall",
+    "multitask",
+)
 """Order in which tasks are listed; others follow by name."""
 
 
@@ -29,7 +39,7 @@ def _load_installed() -> None:
 def _iterate_bundled() -> Iterator[TaskSpec]:
     """Yield the SPEC, or the SPECS, of each spec.py in a folder beside this file; these import no framework."""
     names = {path.parent.name for path in Path(__file__).parent.glob("*/spec.py")}
-    for name in (*FIRST, *sorted(names - {*FIRST})):
+    for name in (*LISTED_FIRST, *sorted(names - {*LISTED_FIRST})):
         module = import_module(f"bottega.tasks.{name}.spec")
         yield from getattr(module, "SPECS", None) or (module.SPEC,)
 

@@ -39,7 +39,7 @@ class TableData(TaskData):
         read_table: ReadTable,
         read_external: Callable[[ExternalData], Source],
         prepared: PreparedData | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
         notes: Callable[[PreparedData], list[str]] = lambda prepared: [],
         derived_fingerprint: Callable[[], str | None] = lambda: None,
     ) -> None:
@@ -49,7 +49,7 @@ class TableData(TaskData):
         """
         self.recipe = recipe
         self._prepare, self._read_table, self._read_external = prepare, read_table, read_external
-        self._prepared, self._expected = prepared, expected
+        self._prepared, self._expected = prepared, expected_fingerprint
         self._extra_notes, self._derive = notes, derived_fingerprint
 
     @property

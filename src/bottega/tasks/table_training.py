@@ -92,7 +92,7 @@ class TableTraining(Workload, Sampler):
         recipe: Any,
         statistics: Mapping[str, Any],
         prepared: PreparedData | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
     ) -> None:
         self.recipe, self.statistics = recipe, statistics
         self.task: Task = self.build_task()
@@ -102,7 +102,7 @@ class TableTraining(Workload, Sampler):
             read_table=_read_table,
             read_external=self._read_external,
             prepared=prepared,
-            expected=expected,
+            expected_fingerprint=expected_fingerprint,
         )
         self.processor = FileProcessor(
             STATISTICS,
@@ -153,7 +153,7 @@ class TableTraining(Workload, Sampler):
     @classmethod
     def reopen(cls, recipe: Recipe, processor: Path, fingerprint: str) -> Self:
         """Return the workload of a finished run, with the statistics it saved."""
-        return cls(recipe, read_metadata(processor / STATISTICS, json.loads), expected=fingerprint)
+        return cls(recipe, read_metadata(processor / STATISTICS, json.loads), expected_fingerprint=fingerprint)
 
     @classmethod
     def prepare(cls, recipe: Recipe, progress: ProgressCallback, cache: Path | None = None) -> PreparedData:

@@ -206,7 +206,7 @@ def test_flac_of_unknown_length_is_read() -> None:
 def test_the_limit_counts_the_samples_of_all_channels() -> None:
     stereo = encode_wav(np.stack([build_voice(), build_voice()], axis=1), RATE)
     decode_audio(stereo, limit_samples=2 * len(build_voice()))
-    with pytest.raises(Unreadable, match="limit is 88,199"):
+    with pytest.raises(Unreadable, match="limit over all channels is 88,199"):
         decode_audio(stereo, limit_samples=2 * len(build_voice()) - 1)
     with pytest.raises(Unreadable, match="limit"):
         decode_audio(encode_audio("aac", build_voice()), limit_samples=len(build_voice()) // 2)

@@ -27,7 +27,7 @@ GERMAN = "Der Regen fiel auf das Dach des Hauses, und es war dunkel, als wir nac
         ("one two", Filter(min_words=3), "too few words"),
         ("我们晚上回到家的时候", Filter(min_words=5), None),
         ("ab!?", Filter(max_symbol_share=0.5), None),
-        ("ab!?#", Filter(max_symbol_share=0.5), "too many signs"),
+        ("ab!?#", Filter(max_symbol_share=0.5), "too many symbols"),
         ("a\nb\na\nb", Filter(max_repeated_share=0.5), None),
         ("a\nb\na\na", Filter(max_repeated_share=0.49), "repeated lines"),
         (ENGLISH, Filter(languages=("en",)), None),
@@ -65,7 +65,7 @@ def test_any_text_has_a_drop_reason_or_none(text: str) -> None:
     assert find_drop_reason(text, options) in {
         None,
         "too few words",
-        "too many signs",
+        "too many symbols",
         "repeated lines",
         "unknown language",
         "other language",

@@ -102,7 +102,7 @@ def gradients(model: Any, batches: list[Batch]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("cut", [1, 3])
-def test_gradients_are_the_same_under_any_split(cut: int) -> None:
+def test_gradients_are_the_same_under_any_micro_batch_split(cut: int) -> None:
     model, batch = build_models(TASK, 0)["model"].eval(), real_batch()
     parts = [{n: v[:cut] for n, v in batch.items()}, {n: v[cut:] for n, v in batch.items()}]
     unsplit, split = gradients(model, [batch]), gradients(model, parts)

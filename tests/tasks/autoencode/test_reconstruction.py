@@ -1,4 +1,4 @@
-"""The autoencoder tasks: split-invariant sums and counts, padding, loss terms and overfitting."""
+"""The autoencoder tasks: sums and counts over micro-batches, padding, loss terms and overfitting."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def smooth_images(count: int = 8, side: int = 16) -> np.ndarray:
     return (0.8 * np.sin(2 * math.pi * (waves[0] * x[..., None] + waves[1] * y[..., None]) + phase)).astype(np.float32)
 
 
-def on_device(batch: Host) -> dict[str, torch.Tensor]:
+def to_tensors(batch: Host) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def compute_loss(task: Task, models: dict[str, Any], batch: Host, *, first: int = 0, step: int = 0) -> Any:
     positions = torch.arange(first, first + len(batch["image"]))
-    return task.loss(models, on_device(batch), Noise(0, step, positions, torch))
+    return task.loss(models, to_tensors(batch), Noise(0, step, positions, torch))
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_sums_and_counts_do_not_depend_on_the_split(name: str) -> None:
+def test_sums_and_counts_do_not_depend_on_the_micro_batches(name: str) -> None:
     task, batch = TASKS[name], {"image": smooth_images(4)}
     models = build_models(task, 0)
     total_output = compute_loss(task, models, batch)

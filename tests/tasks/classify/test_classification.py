@@ -1,4 +1,4 @@
-"""Text classifiers, multi-label targets and losses: split invariance, reference values from torch, dropout and metrics."""
+"""Text classifiers, multi-label targets and losses: sums over micro-batches, reference values from torch, dropout and metrics."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def host_batch(rows: int = 6, *, length: int = 9) -> dict[str, np.ndarray]:
     }
 
 
-def on_device(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def to_tensors(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
@@ -73,12 +73,12 @@ def gradient(
     count = sum(classifier.counts(part)["loss"] for part, _ in parts)
     models["model"].zero_grad()
     for part, rng in parts:
-        (classifier.loss(models, on_device(part), rng).terms["loss"][0] / count).backward()
+        (classifier.loss(models, to_tensors(part), rng).terms["loss"][0] / count).backward()
     return torch.cat([p.grad.flatten() for p in models["model"].parameters()])
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_are_exact_under_any_split(name: str) -> None:
+def test_gradients_are_exact_under_any_micro_batch_split(name: str) -> None:
     classifier, batch = task(**LOSSES[name]), host_batch()
     models = build_models(classifier, 0)
     expected = gradient(classifier, models, batch)
@@ -98,19 +98,19 @@ def test_padding_does_not_count(name: str) -> None:
     filled = {key: np.concatenate([array, array[:2]]) for key, array in wide.items()}
     filled["weight"] = np.array([1.0] * 6 + [0.0] * 2, np.float32)
     assert classifier.counts(filled) == pytest.approx(classifier.counts(batch))
-    output, expected = (classifier.loss(models, on_device(b), noise(0, len(b["label"]))) for b in (filled, batch))
+    output, expected = (classifier.loss(models, to_tensors(b), noise(0, len(b["label"]))) for b in (filled, batch))
     assert output.terms["loss"][0].item() == pytest.approx(expected.terms["loss"][0].item(), rel=1e-5)
     for key, (value, count) in expected.metrics.items():
         assert [x.item() for x in output.metrics[key]] == pytest.approx([value.item(), count.item()])
 
 
 def mean_loss(classifier: Classification, models: dict[str, Any], batch: dict[str, np.ndarray]) -> float:
-    total = classifier.loss(models, on_device(batch), noise(0, len(batch["label"]))).terms["loss"][0].item()
+    total = classifier.loss(models, to_tensors(batch), noise(0, len(batch["label"]))).terms["loss"][0].item()
     return total / classifier.counts(batch)["loss"]
 
 
 def compute_logits(models: dict[str, Any], batch: dict[str, np.ndarray]) -> torch.Tensor:
-    return task().predict(models, on_device(batch))
+    return task().predict(models, to_tensors(batch))
 
 
 def test_weighted_means_match_torch() -> None:
@@ -177,7 +177,7 @@ class Recorder(torch.nn.Module):
 
 
 def record_input_ids(model: Recorder, batch: dict[str, np.ndarray], rng: Noise, rate: float = 0.3) -> torch.Tensor:
-    task(word_dropout=rate, unknown=UNKNOWN).loss({"model": model}, on_device(batch), rng)
+    task(word_dropout=rate, unknown=UNKNOWN).loss({"model": model}, to_tensors(batch), rng)
     return model.input_ids
 
 
@@ -193,7 +193,7 @@ def test_word_dropout_applies_in_training_only_and_not_to_padding() -> None:
     assert torch.equal(record_input_ids(model.eval(), batch, noise(0, 400)), ids)
 
 
-def test_word_dropout_does_not_depend_on_splits_or_padding() -> None:
+def test_word_dropout_does_not_depend_on_micro_batches_or_padding() -> None:
     model, batch = Recorder(), host_batch(6, length=20)
     expected = record_input_ids(model, batch, noise(0, 6))
     assert torch.equal(
@@ -211,7 +211,7 @@ def test_multi_label_metrics_match_their_definitions() -> None:
 
     batch = host_batch(3)
     batch["labels"] = np.array([[1, 0, 0], [1, 0, 0], [1, 1, 0]], np.float32)
-    output = task(multi_label=True).loss({"model": Fixed()}, on_device(batch), noise(0, 3))
+    output = task(multi_label=True).loss({"model": Fixed()}, to_tensors(batch), noise(0, 3))
     assert [x.item() for x in output.metrics["exact_match"]] == [1, 3]
     assert [x.item() for x in output.metrics["label_accuracy"]] == pytest.approx([1 + 2 / 3, 3])
     assert "accuracy" not in output.metrics
@@ -221,7 +221,9 @@ def test_multi_label_metrics_match_their_definitions() -> None:
 def test_score_returns_the_classification_metrics(several: bool) -> None:
     classifier, batch = task(multi_label=several), host_batch(60)
     models = build_models(classifier, 0)
-    rows = {name: array.numpy() for name, array in classifier.loss(models, on_device(batch), noise(0, 60)).rows.items()}
+    rows = {
+        name: array.numpy() for name, array in classifier.loss(models, to_tensors(batch), noise(0, 60)).rows.items()
+    }
     key = "labels" if several else "label"
     assert sorted(rows) == [key, "probability"]
     np.testing.assert_array_equal(rows[key], batch[key])
@@ -273,7 +275,7 @@ def test_text_models_learn_a_keyword(shape: Any) -> None:
         batch["label"] = rng.integers(0, 3, 16).astype(np.int32)
         batch["input_ids"][np.arange(16), rng.integers(0, 9, 16)] = 2 + batch["label"]
         batch["attention_mask"][:] = 1
-        output = classifier.loss(models, on_device(batch), noise(0, 16, step=step))
+        output = classifier.loss(models, to_tensors(batch), noise(0, 16, step=step))
         optimizer.zero_grad()
         (output.terms["loss"][0] / 16).backward()
         optimizer.step()

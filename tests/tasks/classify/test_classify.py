@@ -1,4 +1,4 @@
-"""The classification task: split-invariant sums, padding, reference values of the loss, and learning.
+"""The classification task: sums over micro-batches, padding, reference values of the loss, and learning.
 
 Texts, multi-label targets and other losses are tested in test_classification.py.
 """
@@ -28,15 +28,15 @@ def host_batch(rows: int = 4, **more: Any) -> dict[str, np.ndarray]:
     return {"image": images, "label": (np.arange(rows) % 4).astype(np.int32), **more}
 
 
-def on_device(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def to_tensors(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def loss(models: dict[str, Any], batch: dict[str, np.ndarray], task: Classification = TASK) -> Any:
-    return task.loss(models, on_device(batch), RNG)
+    return task.loss(models, to_tensors(batch), RNG)
 
 
-def test_the_mean_does_not_depend_on_the_split() -> None:
+def test_sums_do_not_depend_on_the_micro_batches() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     parts = [{name: array[i : i + 1] for name, array in batch.items()} for i in range(4)]
     assert sum(TASK.counts(part)["loss"] for part in parts) == TASK.counts(batch)["loss"] == 4
@@ -65,7 +65,7 @@ def test_a_zero_head_has_the_loss_of_uniform_predictions() -> None:
 
 def test_accuracy_counts_the_largest_logit() -> None:
     models, batch = build_models(TASK, 0), host_batch()
-    logits = models["model"](on_device(batch)["image"])
+    logits = models["model"](to_tensors(batch)["image"])
     batch["label"] = logits.argmax(dim=1).numpy().astype(np.int32)
     correct, count = loss(models, batch).metrics["accuracy"]
     assert (correct.item(), count.item()) == (4, 4)
@@ -78,7 +78,7 @@ def test_label_smoothing_matches_its_formula() -> None:
     """Szegedy et al. (2016): (1 - e) H(onehot, p) + e H(uniform, p)."""
     models, batch = build_models(TASK, 0), host_batch()
     smooth = loss(models, batch, Classification(key="image", shape=SHAPE, label_smoothing=0.2)).terms["loss"][0]
-    uniform = -models["model"](on_device(batch)["image"]).log_softmax(1).mean(1).sum()
+    uniform = -models["model"](to_tensors(batch)["image"]).log_softmax(1).mean(1).sum()
     assert smooth.item() == pytest.approx((0.8 * loss(models, batch).terms["loss"][0] + 0.2 * uniform).item(), rel=1e-5)
 
 
@@ -115,7 +115,7 @@ def test_classifiers_of_each_medium_learn_the_bright_region(key: Any, grid: tupl
         label = rng.integers(0, 4, 16).astype(np.int32)
         for row, quarter in enumerate(label):
             x[row, ..., 2 * quarter : 2 * quarter + 2, :] += 2
-        output = task.loss(models, on_device({key: x, "label": label}), RNG)
+        output = task.loss(models, to_tensors({key: x, "label": label}), RNG)
         optimizer.zero_grad()
         (output.terms["loss"][0] / 16).backward()
         optimizer.step()

@@ -1,4 +1,4 @@
-"""The language task: split-invariant counts and sums, padding, metrics, and learning."""
+"""The language task: counts and sums over micro-batches, padding, metrics, and learning."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def host_batch(rows: int = 4, **more: Any) -> dict[str, np.ndarray]:
     return {"input_ids": np.random.default_rng(0).integers(0, 50, (rows, 13)), **more}
 
 
-def on_device(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+def to_tensors(batch: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
 def total(models: dict[str, Any], batch: dict[str, np.ndarray]) -> float:
-    return TASK.loss(models, on_device(batch), RNG).terms["loss"][0].item()
+    return TASK.loss(models, to_tensors(batch), RNG).terms["loss"][0].item()
 
 
-def test_the_mean_does_not_depend_on_the_split() -> None:
+def test_sums_do_not_depend_on_the_micro_batches() -> None:
     models, batch = build_models(TASK, 0), host_batch()
     parts = [{name: array[i : i + 1] for name, array in batch.items()} for i in range(4)]
     assert sum(TASK.counts(part)["loss"] for part in parts) == TASK.counts(batch)["loss"] == 4 * 12
@@ -73,7 +73,7 @@ def test_document_boundaries_change_the_loss() -> None:
 def test_bits_per_byte_is_a_sum_and_its_count() -> None:
     models = build_models(TASK, 0)
     batch = host_batch(3, bytes=np.array([30, 40, 50]), weight=np.array([1, 1, 0], np.float32))
-    loss = TASK.loss(models, on_device(batch), RNG)
+    loss = TASK.loss(models, to_tensors(batch), RNG)
     bits, size = loss.metrics["bits_per_byte"]
     assert size.item() == 70
     assert bits.item() == pytest.approx(loss.terms["loss"][0].item() / math.log(2))
@@ -91,7 +91,7 @@ def test_summary_adds_the_perplexity() -> None:
 
 
 def test_prediction_gives_the_logits_of_the_inputs() -> None:
-    models, batch = build_models(TASK, 0), on_device(host_batch())
+    models, batch = build_models(TASK, 0), to_tensors(host_batch())
     models["model"].eval()
     logits = TASK.predict(models, batch)
     assert logits.shape == (4, 12, 50)
@@ -119,7 +119,7 @@ def test_a_deterministic_sequence_is_learned() -> None:
     generator = np.random.default_rng(0)
     for _ in range(80):
         batch = {"input_ids": (generator.integers(0, 50, (16, 1)) + np.arange(13)) % 50}
-        loss = TASK.loss(models, on_device(batch), RNG).terms["loss"][0] / TASK.counts(batch)["loss"]
+        loss = TASK.loss(models, to_tensors(batch), RNG).terms["loss"][0] / TASK.counts(batch)["loss"]
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

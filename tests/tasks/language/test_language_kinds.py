@@ -1,4 +1,4 @@
-"""Language models with experts and state spaces: split-invariant losses and metrics, router updates, and cached decoding."""
+"""Language models with experts and state spaces: losses and metrics that do not depend on micro-batches, router updates, and cached decoding."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def host_batch(rows: int = 4, **more: Any) -> dict[str, Any]:
 
 
 def compute_loss(task: Language, models: dict[str, Any], batch: dict[str, Any]) -> Loss:
-    on_device = {name: torch.from_numpy(array) for name, array in batch.items()}
-    return task.loss(models, on_device, Noise(0, 0, np.arange(len(batch["input_ids"]))))
+    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+    return task.loss(models, tensors, Noise(0, 0, np.arange(len(batch["input_ids"]))))
 
 
 def build_skewed_models(task: Language) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def slices(batch: dict[str, Any], *sizes: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"capacity_factor": 1.0}, {"balance": "bias", "gate": "sigmoid"}])
-def test_terms_metrics_and_stats_add_up_over_any_split(changes: dict[str, Any]) -> None:
+def test_terms_metrics_and_stats_add_up_over_any_micro_batch_split(changes: dict[str, Any]) -> None:
     task, batch = build_task(**changes), host_batch()
     models = build_skewed_models(task)
     total_output = compute_loss(task, models, batch)

@@ -107,7 +107,7 @@ def test_other_data_must_name_its_part(run: Path, tmp_path: Path) -> None:
     more = small_texts.write_texts(tmp_path, "more.jsonl", count=30, seed=9)
     metrics = bottega.load(run).evaluate(f"topics={more}")
     assert {name.partition("/")[0] for name in metrics} == {"loss", "topics"}
-    with pytest.raises(UsageError, match="give the part it belongs to: text=PATH or topics=PATH"):
+    with pytest.raises(UsageError, match="does not name a part of the recipe; write text=PATH or topics=PATH"):
         bottega.load(run).evaluate(more)
 
 

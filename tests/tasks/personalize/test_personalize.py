@@ -85,7 +85,7 @@ def test_only_the_soft_prompts_are_trained(task: Personalize, models: Models, ba
     assert sum(p.numel() for p in models["model"].parameters()) == task.shape.num_parameters
 
 
-def test_the_loss_is_a_sum_over_rows_whatever_the_split(
+def test_the_loss_is_a_sum_over_rows_whatever_the_micro_batch_split(
     task: Personalize, models: Models, batch: dict[str, Tensor]
 ) -> None:
     task = copy_task(task, keyword_dropout=0.5)

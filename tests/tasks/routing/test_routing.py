@@ -1,4 +1,4 @@
-"""The routing task: split invariance of its sums, gradients of its loss terms, state updates and routing metrics."""
+"""The routing task: sums that do not depend on micro-batches, gradients of its loss terms, state updates and routing metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bottega.models.experts.config import ExpertsShape
 from bottega.models.routing.config import RoutingShape
 from bottega.models.spiking.config import SpikingShape
 from bottega.models.ssm.config import SSMShape
-from bottega.tasks.measures import routing as measures
+from bottega.tasks.metrics.routing import count_rule_experts, expert_load, load_entropy, normalised_mutual_information
 from bottega.tasks.routing.task import RoutingTask
 from toy_task import engine, loader, train_steps, training
 
@@ -222,7 +222,7 @@ def test_units_of_a_spiking_router_are_counted() -> None:
         assert float(total / count) == pytest.approx(float(torch.cat(rates, 1).detach().mean()), rel=1e-5)
 
 
-def test_load_entropy_of_a_step_is_that_of_its_batch_under_any_split() -> None:
+def test_load_entropy_of_a_step_is_that_of_its_batch_under_any_micro_batch_split() -> None:
     reports = []
     for micro in (None, 5):
         built_engine = engine(training(batch_size=16), task=task(), micro=micro)
@@ -239,18 +239,18 @@ def test_load_entropy_of_a_step_is_that_of_its_batch_under_any_split() -> None:
     built_engine = engine(training(batch_size=16), task=routing_task)
     first = loader(source, of=built_engine, batch_size=16).batch(0)["x"]
     chosen_experts = routing_task.predict(models, torch.from_numpy(first)).routing.chosen
-    assert a[0] == pytest.approx(measures.load_entropy(measures.expert_load(chosen_experts.numpy(), 3)), rel=1e-5)
+    assert a[0] == pytest.approx(load_entropy(expert_load(chosen_experts.numpy(), 3)), rel=1e-5)
 
 
 # Metrics
 
 
 def test_load_entropy_is_one_for_even_and_zero_for_collapsed_load() -> None:
-    assert measures.load_entropy(measures.expert_load(np.arange(40)[:, None] % 4, 4)) == pytest.approx(1.0)
-    assert measures.load_entropy(measures.expert_load(np.zeros((40, 1), int), 4)) == 0.0
-    half = measures.load_entropy(measures.expert_load(np.arange(40)[:, None] % 2, 4))
+    assert load_entropy(expert_load(np.arange(40)[:, None] % 4, 4)) == pytest.approx(1.0)
+    assert load_entropy(expert_load(np.zeros((40, 1), int), 4)) == 0.0
+    half = load_entropy(expert_load(np.arange(40)[:, None] % 2, 4))
     assert half == pytest.approx(0.5)
-    assert math.isnan(measures.load_entropy(np.ones(1)))
+    assert math.isnan(load_entropy(np.ones(1)))
 
 
 def test_mutual_information_of_rule_and_expert() -> None:
@@ -258,9 +258,7 @@ def test_mutual_information_of_rule_and_expert() -> None:
     rule = rng.integers(0, 4, 20_000)
 
     def information(chosen: np.ndarray, experts: int = 4) -> float:
-        return measures.normalised_mutual_information(
-            measures.count_rule_experts(rule, chosen, num_rules=4, num_experts=experts)
-        )
+        return normalised_mutual_information(count_rule_experts(rule, chosen, num_rules=4, num_experts=experts))
 
     assert information(rule) == pytest.approx(1.0)
     assert information(np.array([2, 0, 3, 1])[rule]) == pytest.approx(1.0), (

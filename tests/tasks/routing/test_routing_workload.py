@@ -234,7 +234,7 @@ def test_invalid_model_settings_are_refused_by_key(changes: dict[str, Any], mess
             "model.num_experts: 5 experts, but model.routing_loss_weight 0.5 needs one for each of the 3 rules",
             2,
         ),
-        (("label",), {}, "rows.npz: has rows without a label", 3),
+        (("label",), {}, "rows.npz: its rows have no labels", 3),
         ((), {"model.trunk": "state_space", "model.ssm_head_size": 7}, "head_size 7 does not divide", 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""Decode audio files to samples, and encode samples as wav or flac; a damaged file is an error, never half read."""
+"""Decode audio files to samples, and encode samples as wav or flac; never part of a damaged file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bottega.data.records.record import Unreadable
 LIMIT_SAMPLES = 1 << 28
 """Over all channels: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
 VALID_SAMPLE_RATES = range(1000, 768_001)
-"""Other rates are damage: one second at 1 Hz would be resampled to 48,000 times its size."""
+"""Rates outside this range are treated as damage: one second at 1 Hz would be resampled to 48,000 times its size."""
 BLOCK = 1 << 20
 # libsndfile reports this for a FLAC that was written to a pipe, and then cannot read it.
 UNKNOWN_FRAMES = 1 << 62
@@ -209,7 +209,10 @@ def _check_limits(rate: int, channels: int, frames: int, limit: int) -> None:
             f"the sample rate is {rate:,} Hz; it must be between {VALID_SAMPLE_RATES.start:,} and {VALID_SAMPLE_RATES.stop - 1:,}"
         )
     if frames * channels > limit:
-        raise Unreadable(f"too long: {frames:,} samples in {channels} channels; the limit is {limit:,} in total")
+        raise Unreadable(
+            f"too long: {frames:,} samples per channel, {channels} channels; the limit over all channels is {limit:,}; "
+            "split the file"
+        )
 
 
 def _concatenate(blocks: list[np.ndarray], channels: int) -> np.ndarray:
@@ -259,7 +262,7 @@ def _decode_with_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
     with _open_with_av(file) as (container, stream):
         seconds = _stated_seconds(container, stream)
         _check_limits(stream.rate, stream.channels, round((seconds or 0) * stream.rate), limit)
-        planar = _import_av().AudioResampler(format="fltp")
+        resampler = _import_av().AudioResampler(format="fltp")
         blocks: list[np.ndarray] = []
         rate, total, end = stream.rate, 0, 0.0
         for packet in container.demux():
@@ -270,7 +273,7 @@ def _decode_with_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
             for frame in packet.decode():
                 # HE-AAC decodes to twice the rate that its container states.
                 rate = frame.sample_rate
-                blocks += [part.to_ndarray().T for part in planar.resample(frame)]
+                blocks += [part.to_ndarray().T for part in resampler.resample(frame)]
                 total += frame.samples
                 _check_limits(rate, stream.channels, total, limit)
         samples = _concatenate(blocks, stream.channels)

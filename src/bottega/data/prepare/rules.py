@@ -125,8 +125,8 @@ class Rules:
             return self.class_names.get(label, label)
         numbers = ", ".join(list(self.class_names)[:6]) + (", ..." if len(self.class_names) > 6 else "")
         raise Unreadable(
-            f"label {label!r} has no name in data.class_names, which names {numbers}; write {{number: name}} if classes "
-            "are not counted from 0"
+            f"label {label!r} has no name in data.class_names, which has names for {numbers}; "
+            "add one, or write data.class_names as {{number: name}} if classes are not counted from 0"
         )
 
     def _clean_and_filter(self, record: Record, *, starts: bool, ends: bool) -> Record | BadRecord | DroppedRecord:

@@ -47,7 +47,7 @@ def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
     minimum = 2 * len(SYMBOLS) + 2
     if vocab_size < minimum:
         raise UsageError(
-            f"vocab_size: expected at least {minimum} (all bytes, alone and at the end of words), got {vocab_size}"
+            f"vocab_size: expected at least {minimum} (each byte within and at the end of words, and 2 special tokens), got {vocab_size}"
         )
     learner = _core(models.BPE(continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD))
     # The trainer counts only word ends that occur, so it may return a few more merges than fit.

@@ -10,16 +10,16 @@ from bottega.config.data import Filter
 from bottega.core.errors import UsageError
 from bottega.data.text.languages import LANGUAGES, count_words, detect_language
 
-_ASCII_NO_SIGN = bytes(code for code in range(128) if chr(code).isalnum() or chr(code).isspace())
-_ASCII_SPACE = bytes(code for code in range(128) if chr(code).isspace())
+_ASCII_NON_SYMBOLS = bytes(code for code in range(128) if chr(code).isalnum() or chr(code).isspace())
+_ASCII_SPACES = bytes(code for code in range(128) if chr(code).isspace())
 # The two written forms of Norwegian, one language in our tables. "no" must be quoted in YAML, where it means false.
-_SAME = {"nb": "no", "nn": "no"}
+_LANGUAGE_ALIASES = {"nb": "no", "nn": "no"}
 
 
 def check_filter(options: Filter) -> None:
     """Raise `UsageError` for a language code that cannot be detected, because it would drop every text."""
     for code in options.languages or ():
-        if _code(code) not in LANGUAGES:
+        if _normalize_code(code) not in LANGUAGES:
             near = difflib.get_close_matches(code.lower()[:2], sorted(LANGUAGES), n=1, cutoff=0.9)
             remedy = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(sorted(LANGUAGES))}"
             raise UsageError(f"data.filter.languages: {code!r} is not a language that can be detected; {remedy}")
@@ -34,36 +34,40 @@ def find_drop_reason(text: str, options: Filter) -> str | None:
     if options.min_words is not None and count_words(text) < options.min_words:
         return "too few words"
     if options.max_symbol_share is not None and symbol_fraction(text) > options.max_symbol_share:
-        return "too many signs"
+        return "too many symbols"
     if options.max_repeated_share is not None and repeated_line_fraction(text) > options.max_repeated_share:
         return "repeated lines"
     if options.languages is not None:
         code, _ = detect_language(text)
         if not code:
             return "unknown language"
-        if code not in map(_code, options.languages):
+        if code not in map(_normalize_code, options.languages):
             return "other language"
     return None
 
 
 def symbol_fraction(text: str) -> float:
-    """Return the fraction of symbols among characters other than white space: not a letter, digit or combining mark.
+    """Return the fraction of symbols among the characters that are not white space.
 
-    Punctuation counts, so that no list decides what is ordinary: Shakespeare has 0.06, the source of argparse 0.16.
+    A symbol is not a letter, digit or combining mark. Punctuation counts, so that no list of ordinary punctuation is
+    needed: Shakespeare has 0.06, the source of argparse 0.16.
     """
     if text.isascii():
         raw = text.encode()
-        signs, spaces = len(raw.translate(None, _ASCII_NO_SIGN)), len(raw) - len(raw.translate(None, _ASCII_SPACE))
+        symbols, spaces = (
+            len(raw.translate(None, _ASCII_NON_SYMBOLS)),
+            len(raw) - len(raw.translate(None, _ASCII_SPACES)),
+        )
     else:
         # Vowel signs of Hindi or Thai are marks (category M), not letters; str.isalnum knows only letters.
         counts = Counter(text)
-        spaces = sum(number for sign, number in counts.items() if sign.isspace())
-        signs = sum(
-            number
-            for sign, number in counts.items()
-            if not (sign.isalnum() or sign.isspace() or unicodedata.category(sign)[0] == "M")
+        spaces = sum(count for character, count in counts.items() if character.isspace())
+        symbols = sum(
+            count
+            for character, count in counts.items()
+            if not (character.isalnum() or character.isspace() or unicodedata.category(character)[0] == "M")
         )
-    return signs / max(len(text) - spaces, 1)
+    return symbols / max(len(text) - spaces, 1)
 
 
 def repeated_line_fraction(text: str) -> float:
@@ -72,7 +76,7 @@ def repeated_line_fraction(text: str) -> float:
     return 1 - len(set(lines)) / len(lines) if lines else 0.0
 
 
-def _code(code: str) -> str:
-    """Return the language code: en for EN and en-GB."""
+def _normalize_code(code: str) -> str:
+    """Return the language code without case and region: en for EN and en-GB."""
     code = code.lower().replace("_", "-").partition("-")[0]
-    return _SAME.get(code, code)
+    return _LANGUAGE_ALIASES.get(code, code)

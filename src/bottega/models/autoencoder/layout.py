@@ -1,4 +1,4 @@
-"""Reads and writes folders of autoencoders in the layout of diffusers: config.json and safetensors."""
+"""Read and write autoencoders in the folder layout of diffusers: config.json and safetensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.pipeline.component import CONFIG, read_component, read_config, write_component
 
-OURS = "BottegaAutoencoder"
-"""The class name in the config of audio and video autoencoders, which diffusers has no equal class for."""
+BOTTEGA_CLASS = "BottegaAutoencoder"
+"""The class name in the config of audio and video autoencoders, which have no equivalent in diffusers."""
 
 DEFAULTS: dict[str, Any] = {
     "in_channels": 3,
@@ -40,7 +40,9 @@ DEFAULTS: dict[str, Any] = {
 def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, Any]:
     """Return the arguments of an AutoencoderKL with this shape."""
     if shape.dims != 2:
-        raise UsageError(f"diffusers has no autoencoder over {shape.dims} axes; only that of images can be exported")
+        raise UsageError(
+            f"diffusers has no autoencoder for data with {shape.dims} axes; only image autoencoders can be exported"
+        )
     stages = len(shape.widths)
     return {
         "in_channels": shape.channels,
@@ -64,9 +66,9 @@ def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, 
 def export_autoencoder(
     state: Mapping[str, Tensor], shape: AutoencoderShape, folder: Path | str, *, sample_size: int = 256
 ) -> Path:
-    """Write config.json and weights; AutoencoderKL.from_pretrained opens those of images."""
+    """Write config.json and weights; AutoencoderKL.from_pretrained can load image autoencoders."""
     folder = Path(folder)
-    config: dict[str, Any] = {"_class_name": OURS, **shape.model_dump(mode="json")}
+    config: dict[str, Any] = {"_class_name": BOTTEGA_CLASS, **shape.model_dump(mode="json")}
     if shape.dims == 2:
         config = {"_class_name": "AutoencoderKL", **diffusers_config(shape, sample_size=sample_size)}
     write_component(folder, config, state)
@@ -74,23 +76,23 @@ def export_autoencoder(
 
 
 def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
-    """Return the shape of a folder's autoencoder; refuse one that our model does not compute exactly."""
+    """Return the shape of a folder's autoencoder; raise `UsageError` if our model would not compute exactly the same."""
     path = Path(folder) / CONFIG
     config = read_config(Path(folder))
     kind = config.get("_class_name", "AutoencoderKL")
-    if kind not in ("AutoencoderKL", OURS):
+    if kind not in ("AutoencoderKL", BOTTEGA_CLASS):
         raise UsageError(f"{path}: {kind} is not supported; supported: AutoencoderKL")
     try:
-        if kind == OURS:
+        if kind == BOTTEGA_CLASS:
             return AutoencoderShape(**{key: value for key, value in config.items() if not key.startswith("_")})
         return _from_diffusers({**DEFAULTS, **config}, path)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
-        first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path} is not the config of an autoencoder ({first})") from error
+        reason = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
+        raise CheckpointError(f"{path} is not the config of an autoencoder ({reason})") from error
 
 
 def _from_diffusers(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
-    _check_exact(config, path)
+    _check_supported(config, path)
     shape = AutoencoderShape(
         channels=config["in_channels"],
         latent_channels=config["latent_channels"],
@@ -110,8 +112,8 @@ def _from_diffusers(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
     return shape
 
 
-def _check_exact(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse options that would load without an error and compute something else."""
+def _check_supported(config: Mapping[str, Any], path: Path) -> None:
+    """Raise `UsageError` for options that our model lacks: their weights could load, but the outputs would differ."""
     down, up = config["down_block_types"], config["up_block_types"]
     problems = {
         f"out_channels {config['out_channels']}": config["out_channels"] != config["in_channels"],
@@ -138,8 +140,8 @@ def read_autoencoder_tensors(folder: Path | str, expected: Mapping[str, Tensor])
         )
     for name, tensor in expected.items():
         # Some early files store the attention's matrices as 1 x 1 convolutions.
-        is_matrix = tensor.dim() == 2 and tensors[name].shape == (*tensor.shape, 1, 1)
-        if tensors[name].shape != tensor.shape and not is_matrix:
+        is_1x1_conv = tensor.dim() == 2 and tensors[name].shape == (*tensor.shape, 1, 1)
+        if tensors[name].shape != tensor.shape and not is_1x1_conv:
             raise CheckpointError(
                 f"{folder}: {name} has shape {list(tensors[name].shape)}, its config.json needs {list(tensor.shape)}"
             )

@@ -23,11 +23,11 @@ from bottega.models.initial_conv import initialise_convolutional
 MAX_GROUPS = 8
 
 
-def convolution(ins: int, outs: int, kernel: tuple[int, ...], *, stride: tuple[int, ...]) -> nn.Module:
+def convolution(in_channels: int, out_channels: int, kernel: tuple[int, ...], *, stride: tuple[int, ...]) -> nn.Module:
     """Return a 2D or 3D convolution with padding that keeps the sides at stride 1."""
     kind: Callable[..., nn.Module] = nn.Conv2d if len(kernel) == 2 else nn.Conv3d
     padding = tuple(side // 2 for side in kernel)
-    return kind(ins, outs, kernel, stride=stride, padding=padding, bias=False)
+    return kind(in_channels, out_channels, kernel, stride=stride, padding=padding, bias=False)
 
 
 def group_norm(channels: int) -> nn.Module:
@@ -41,19 +41,21 @@ class Block(nn.Module):
     For video the first convolution works within each frame, at a third of the cost; the second spans time.
     """
 
-    def __init__(self, ins: int, outs: int, stride: tuple[int, ...]) -> None:
+    def __init__(self, in_channels: int, out_channels: int, stride: tuple[int, ...]) -> None:
         super().__init__()
         is_flat = len(stride) == 2
         inner, outer = ((3, 3), (3, 3)) if is_flat else ((1, 3, 3), (3, 3, 3))
         # The convolution that spans time strides over it; otherwise every second frame would be ignored.
         first, second = (stride, (1, 1)) if is_flat else ((1, *stride[1:]), (stride[0], 1, 1))
-        self.norm1 = group_norm(ins)
-        self.conv1 = convolution(ins, outs, inner, stride=first)
-        self.norm2 = group_norm(outs)
-        self.conv2 = convolution(outs, outs, outer, stride=second)
+        self.norm1 = group_norm(in_channels)
+        self.conv1 = convolution(in_channels, out_channels, inner, stride=first)
+        self.norm2 = group_norm(out_channels)
+        self.conv2 = convolution(out_channels, out_channels, outer, stride=second)
         self.stride = stride
         single = (1,) * len(stride)
-        self.widen = convolution(ins, outs, single, stride=single) if ins != outs else None
+        self.widen = (
+            convolution(in_channels, out_channels, single, stride=single) if in_channels != out_channels else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         added = self.conv2(F.silu(self.norm2(self.conv1(F.silu(self.norm1(x))))))
@@ -72,14 +74,14 @@ class ConvNet(nn.Module):
         self.shape = shape
         sides = len(shape.grid)
         self.stem = convolution(shape.channels + sides, shape.hidden_size, (3,) * sides, stride=shape.stem)
-        blocks, ins = [], shape.hidden_size
-        for stride, outs in zip(shape.stages, shape.widths, strict=True):
+        blocks, in_channels = [], shape.hidden_size
+        for stride, out_channels in zip(shape.stages, shape.widths, strict=True):
             for number in range(shape.num_layers):
-                blocks.append(Block(ins, outs, stride if number == 0 else (1,) * sides))
-                ins = outs
+                blocks.append(Block(in_channels, out_channels, stride if number == 0 else (1,) * sides))
+                in_channels = out_channels
         self.blocks = nn.ModuleList(blocks)
-        self.norm = group_norm(ins)
-        self.head = nn.Linear(ins, shape.num_labels)
+        self.norm = group_norm(in_channels)
+        self.head = nn.Linear(in_channels, shape.num_labels)
         self.checkpoint_blocks = False
 
     def forward(self, x: Tensor) -> Tensor:

@@ -89,10 +89,10 @@ class MLP(nn.Module):
         if torch.compiler.is_compiling():
             # The product is the largest activation of a block and cheap to recompute from its factors: 3 GiB less at
             # 64 x 1,024 tokens. The compiler removes the unused second matrix product.
-            return checkpoint(self._mix, gate, up, use_reentrant=False)
-        return self._mix(gate, up)
+            return checkpoint(self._project_down, gate, up, use_reentrant=False)
+        return self._project_down(gate, up)
 
-    def _mix(self, gate: Tensor, up: Tensor) -> Tensor:
+    def _project_down(self, gate: Tensor, up: Tensor) -> Tensor:
         return self.down_proj(F.silu(gate) * up)
 
 
@@ -119,22 +119,22 @@ class Block(nn.Module):
         self.dropout = shape.dropout
         self.compiled: Callable[..., Any] | None = None
 
-    def forward(self, x: Tensor, residual: Tensor, sequence: SequenceContext, cache: LayerCache | None = None) -> Any:
+    def forward(self, x: Tensor, delta: Tensor, sequence: SequenceContext, cache: LayerCache | None = None) -> Any:
         """Return what `compute` returns, compiled where possible."""
         # Dispatched here rather than by the caller, so that FSDP's hooks run outside the compiled region.
         if self.compiled is not None and self.training and cache is None and self._can_capture_graph(x):
-            return self.compiled(self, x, residual, sequence)
-        return self.compute(x, residual, sequence, cache)
+            return self.compiled(self, x, delta, sequence)
+        return self.compute(x, delta, sequence, cache)
 
     def compute(
-        self, x: Tensor, residual: Tensor, sequence: SequenceContext, cache: LayerCache | None = None
+        self, x: Tensor, delta: Tensor, sequence: SequenceContext, cache: LayerCache | None = None
     ) -> BlockOutput:
-        """Return the residual stream, the output still to be added to it, and with experts their routing.
+        """Return the residual stream, the output still to be added to it (`delta`), and with experts their routing.
 
-        The next block adds the output (`residual`), where addition and norm fuse into one kernel; at the end of a block the
+        The next block adds `delta`, where addition and norm fuse into one kernel; at the end of a block the
         addition would be a separate pass over memory.
         """
-        x = x + residual
+        x = x + delta
         mixed = self._drop(self._mix(self.input_layernorm(x), sequence, cache))
         if self.mlp is None:
             return x, mixed
@@ -198,8 +198,8 @@ class Transformer(nn.Module):
     ) -> Any:
         """Return logits (B, T, V); with targets (B, T), the summed negative log likelihood of those that are not -100.
 
-        A model with experts also returns `LayerRoutings`, where there are targets or `token_mask` (B, T) selects the tokens
-        of its statistics.
+        A model with experts also returns `LayerRoutings` if `targets` or `token_mask` is given; `token_mask` (B, T) selects
+        the tokens that routing statistics count (default: those with a target).
         """
         if token_mask is None and targets is not None and self.shape.experts is not None:
             token_mask = targets != IGNORE_INDEX
@@ -239,18 +239,17 @@ class Transformer(nn.Module):
             x = x.bfloat16()
         if self.shape.dropout:
             x = F.dropout(x, self.shape.dropout, self.training)
-        residual = (
-            0 * x
-        )  # has the shape and gradient of later ones, so that the first block uses the same compiled graph
+        # Not None: with the shape and gradient of later ones, the first block uses the same compiled graph.
+        delta = 0 * x
         routings: list[Routing] = []
         for i, block in enumerate(self.model.layers):
             if self.checkpoint_blocks and self.training and cache is None:
-                output = checkpoint(block, x, residual, sequence, use_reentrant=False, preserve_rng_state=True)
+                output = checkpoint(block, x, delta, sequence, use_reentrant=False, preserve_rng_state=True)
             else:
-                output = block(x, residual, sequence, cache.layers[i] if cache is not None else None)
-            x, residual = output[:2]
+                output = block(x, delta, sequence, cache.layers[i] if cache is not None else None)
+            x, delta = output[:2]
             routings += output[2:]
-        return self.model.norm(x + residual), tuple(routings)
+        return self.model.norm(x + delta), tuple(routings)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., D)."""
@@ -269,7 +268,7 @@ class Transformer(nn.Module):
             block.compiled = compiled
 
     def reset_buffers(self) -> None:
-        """Recompute the rotary tables on the device of the weights; they are in no state dict."""
+        """Recompute the rotary tables on the device of the weights; they are not in the state dict."""
         cos, sin = compute_rotary_tables(self.shape, self.model.norm.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -321,6 +320,6 @@ class Transformer(nn.Module):
 
 
 def initialise_decoder(model: Transformer, seed: int, *, residual_layers: int) -> None:
-    """Set every parameter by its name, and draw the experts that are dropped in the first step."""
+    """Initialise every parameter from the seed and its name, and draw the experts that are dropped in the first step."""
     initialise(model, seed, residual_layers=residual_layers)
     drop_initial_experts(model, seed)

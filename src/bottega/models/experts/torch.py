@@ -111,7 +111,9 @@ class Experts(nn.Module):
         self.router = Router(shape)
         units = shape.spiking_units
         self.gate = (
-            SpikingGate(width, shape.num_experts, units, group=SPIKING_UNITS_PER_EXPERT) if units is not None else None
+            SpikingGate(width, shape.num_experts, units, group_size=SPIKING_UNITS_PER_EXPERT)
+            if units is not None
+            else None
         )
         self.experts = StackedExperts(width, shape.expert_size, shape.num_experts, activation=activation)
         self.shared = FeedForward(width, shape.shared_width, activation=activation) if shape.num_shared else None

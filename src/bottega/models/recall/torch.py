@@ -138,7 +138,7 @@ class LastingRecall(Transformer):
     """
 
     codes: Tensor
-    """(tokens, k): a function of the seed, and therefore in no state dict."""
+    """(tokens, k): a function of the seed, and therefore not in the state dict."""
 
     def __init__(
         self, shape: TransformerShape, *, num_values: int, memory: MemoryShape | None, temperature: float, seed: int

@@ -37,7 +37,9 @@ class SpikingNet(nn.Module):
         super().__init__()
         self.shape = shape
         widths = (shape.num_inputs, *(shape.hidden_size,) * shape.num_layers)
-        self.layers = nn.ModuleList(SpikingLayer(ins, outs, shape.neuron) for ins, outs in pairwise(widths))
+        self.layers = nn.ModuleList(
+            SpikingLayer(in_features, out_features, shape.neuron) for in_features, out_features in pairwise(widths)
+        )
         self.head = nn.Linear(shape.hidden_size, shape.num_labels)
         self.checkpoint_blocks = False
 

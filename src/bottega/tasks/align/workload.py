@@ -56,7 +56,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     """Prepare the data of a recipe, train a tokenizer on its captions, and choose the model."""
     checked = _check_recipe(recipe)
     prepared = prepare_media(checked, progress=progress)
-    start = find_base_folder(checked)
+    base_folder = find_base_folder(checked)
     tables = [prepared.table(name) for name in prepared.training_tables]
     texts = {text.strip() for table in tables for text in read_captions(table)}
     if not any(texts):
@@ -64,15 +64,15 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     if len(texts) < 2:
         raise DataError("data.train: all captions are equal, so there are no negatives; give each image its own")
     frame = load_image_encoder(prepared).bucket_shape(0)
-    if start is not None:
-        shape, tokens = read_clip_shape(start, key="model.from"), load_clip_tokens(start, key="model.from")
+    if base_folder is not None:
+        shape, tokens = read_clip_shape(base_folder, key="model.from"), load_clip_tokens(base_folder, key="model.from")
     else:
         model = checked.model
         folder = train_clip_tokenizer(tables, content=prepared.fingerprint, vocab_size=model.vocab_size)
         tokens = CaptionTokenizer(folder, model.max_tokens)
         shape = _build_shape(checked, frame, tokens)
     metadata = AlignMetadata(shape=shape, frame=frame, tokens=tokens.fingerprint)
-    return AlignWorkload(checked, metadata, tokens, prepared=prepared, start=start)
+    return AlignWorkload(checked, metadata, tokens, prepared=prepared, base_folder=base_folder)
 
 
 def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> AlignWorkload:
@@ -80,7 +80,11 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> AlignW
     checked, metadata = _check_recipe(recipe), _read_metadata(processor)
     tokens = CaptionTokenizer(processor / TOKENS, metadata.shape.max_tokens)
     return AlignWorkload(
-        checked, metadata, tokens, expected=fingerprint, start=find_base_folder(checked, processor=processor)
+        checked,
+        metadata,
+        tokens,
+        expected_fingerprint=fingerprint,
+        base_folder=find_base_folder(checked, processor=processor),
     )
 
 
@@ -131,15 +135,15 @@ class AlignWorkload(Workload):
         tokens: CaptionTokenizer,
         *,
         prepared: PreparedData | None = None,
-        expected: str | None = None,
-        start: Path | None = None,
+        expected_fingerprint: str | None = None,
+        base_folder: Path | None = None,
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have."""
         self.recipe, self.metadata, self.tokens = recipe, metadata, tokens
         self.task: Alignment = Alignment(
             shape=metadata.shape,
             negatives=recipe.model.negatives,
-            pretrained=str(start) if start is not None else None,
+            pretrained=str(base_folder) if base_folder is not None else None,
         )
         model = recipe.model
         negatives: Any = {"count": model.negatives, "hard_fraction": model.hard_negatives, "seed": recipe.seed}
@@ -150,7 +154,10 @@ class AlignWorkload(Workload):
             to_samples=lambda rows: ContrastiveRows(rows, rows.table, tokens, **negatives),
         )
         self.data: TableData = media_data(
-            self.tables, prepared=prepared, expected=expected, notes=lambda _: _overridden_sizes(recipe, metadata)
+            self.tables,
+            prepared=prepared,
+            expected_fingerprint=expected_fingerprint,
+            notes=lambda _: _overridden_sizes(recipe, metadata),
         )
         self.processor = MediaProcessor(metadata, read=_read_saved, write_files=self._write_files)
         self.sampler = AlignSampler(recipe, self.tables, self.data, tokens)

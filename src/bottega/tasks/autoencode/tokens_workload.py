@@ -78,7 +78,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Tokens
     """Return the workload of a finished run, from its saved processor."""
     assert isinstance(recipe, TokensRecipe)
     mel = MelProcessor.load(processor) if isinstance(recipe, AudioTokensRecipe) else None
-    return TokensWorkload(recipe, _read_metadata(processor), mel, expected=fingerprint)
+    return TokensWorkload(recipe, _read_metadata(processor), mel, expected_fingerprint=fingerprint)
 
 
 @final
@@ -94,7 +94,7 @@ class TokensWorkload(Workload):
         mel: MelProcessor | None,
         *,
         prepared: PreparedData | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have."""
         self.recipe, self.metadata, self.shape, self.mel = recipe, metadata, metadata.shape, mel
@@ -113,7 +113,7 @@ class TokensWorkload(Workload):
         )
         frame = (*metadata.grid, self.shape.autoencoder.channels)
         self.tables = MediaTables(recipe, frame=frame, classes=Classes(()), mel=mel)
-        self.data: TableData = media_data(self.tables, prepared=prepared, expected=expected)
+        self.data: TableData = media_data(self.tables, prepared=prepared, expected_fingerprint=expected_fingerprint)
         self.processor = MediaProcessor(metadata, read=_read_metadata, write_files=self._write_metadata, mel=mel)
         self.sampler = TokensSampler(recipe, mel, self.data, key=self.key)
 

@@ -62,16 +62,20 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     """Prepare the data of a recipe and choose the model."""
     checked = _check_recipe(recipe)
     prepared = prepare_media(checked, progress=progress)
-    start = resolve_autoencoder_folder(checked, checked.model.from_, key="model.from") if checked.model.from_ else None
+    base_folder = (
+        resolve_autoencoder_folder(checked, checked.model.from_, key="model.from") if checked.model.from_ else None
+    )
     mel = _fit_mel(checked, prepared) if isinstance(checked, AudioVaeRecipe) else None
-    return VaeWorkload(checked, _measure(checked, prepared, mel, start), mel, prepared=prepared, start=start)
+    return VaeWorkload(
+        checked, _measure(checked, prepared, mel, base_folder), mel, prepared=prepared, base_folder=base_folder
+    )
 
 
 def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> VaeWorkload:
     """Return the workload of a finished run, from its saved processor."""
     checked = _check_recipe(recipe)
     mel = MelProcessor.load(processor) if isinstance(checked, AudioVaeRecipe) else None
-    return VaeWorkload(checked, _read_metadata(processor), mel, expected=fingerprint)
+    return VaeWorkload(checked, _read_metadata(processor), mel, expected_fingerprint=fingerprint)
 
 
 def _check_recipe(recipe: Recipe) -> MediaVaeRecipe:
@@ -105,8 +109,8 @@ class VaeWorkload(Workload):
         mel: MelProcessor | None,
         *,
         prepared: PreparedData | None = None,
-        expected: str | None = None,
-        start: Path | None = None,
+        expected_fingerprint: str | None = None,
+        base_folder: Path | None = None,
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have."""
         self.recipe, self.metadata, self.mel = recipe, metadata, mel
@@ -118,11 +122,11 @@ class VaeWorkload(Workload):
             kl_weight=recipe.model.kl_weight,
             distance=recipe.model.distance,
             value_range=2.0,
-            pretrained=str(start) if start is not None else None,
+            pretrained=str(base_folder) if base_folder is not None else None,
         )
         frame = (*metadata.grid[-2:], metadata.shape.channels)
         self.tables = MediaTables(recipe, frame=frame, classes=Classes(()), mel=mel)
-        self.data: TableData = media_data(self.tables, prepared=prepared, expected=expected)
+        self.data: TableData = media_data(self.tables, prepared=prepared, expected_fingerprint=expected_fingerprint)
         self.processor = MediaProcessor(metadata, read=_read_metadata, write_files=self._write_metadata, mel=mel)
         self.sampler = VaeSampler(recipe, metadata, self.tables, self.data, key=self.key)
 
@@ -205,7 +209,7 @@ def _fit_mel(recipe: AudioVaeRecipe, prepared: PreparedData) -> MelProcessor:
 
 
 def _measure(
-    recipe: MediaVaeRecipe, prepared: PreparedData, mel: MelProcessor | None, start: Path | None
+    recipe: MediaVaeRecipe, prepared: PreparedData, mel: MelProcessor | None, base_folder: Path | None
 ) -> VaeMetadata:
     model, fps, more = recipe.model, None, dict[str, Any]()
     if isinstance(recipe, AudioVaeRecipe):
@@ -225,9 +229,9 @@ def _measure(
     else:
         height, width, channels = load_image_encoder(prepared).bucket_shape(0)
         grid = (height, width)
-    if start is not None:
+    if base_folder is not None:
         # Sizes that the recipe has no key for are those of the weights.
-        base = read_autoencoder_shape(start)
+        base = read_autoencoder_shape(base_folder)
         more |= {name: getattr(base, name) for name in ("norm_groups", "mid_attention", "quant_conv")}
     try:
         shape = AutoencoderShape(

@@ -88,7 +88,9 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Worklo
     mel = MelProcessor.load(processor) if isinstance(checked, AudioClassifyRecipe) else None
     objective = Objective.load(checked.loss, processor)
     shape, classes = _read_shape(processor), _read_classes(processor)
-    return MediaClassifyWorkload(checked, shape, classes, mel, objective, expected=fingerprint, processor=processor)
+    return MediaClassifyWorkload(
+        checked, shape, classes, mel, objective, expected_fingerprint=fingerprint, processor=processor
+    )
 
 
 def _check_recipe(recipe: Recipe) -> MediaRecipe:
@@ -111,21 +113,21 @@ class MediaClassifyWorkload(Workload):
         objective: Objective,
         *,
         prepared: PreparedData | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
         processor: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
         self.recipe = recipe
         self.shape, self.classes, self.mel, self.objective = shape, classes, mel, objective
         self.batch_key: Literal["image", "mel", "video"] = "mel" if recipe.data.input == "audio" else recipe.data.input
-        start = find_base_folder(recipe, processor=processor)
+        base_folder = find_base_folder(recipe, processor=processor)
         self.task: Classification = Classification(
             key=self.batch_key,
             shape=shape,
             label_smoothing=recipe.training.label_smoothing,
             **objective.task_fields,
             **_firing_rate_fields(recipe),
-            pretrained=str(_check_base_model(start, shape)) if start is not None else None,
+            pretrained=str(_check_base_model(base_folder, shape)) if base_folder is not None else None,
         )
         self.metrics = (*text_classify.SINGLE_LABEL_METRICS, *(("objective",) if self.task.has_modified_loss else ()))
         if isinstance(shape, SpikingNetShape):
@@ -140,7 +142,7 @@ class MediaClassifyWorkload(Workload):
         self.data = media_data(
             self.tables,
             prepared=prepared,
-            expected=expected,
+            expected_fingerprint=expected_fingerprint,
             notes=lambda prepared: describe_rare_classes(prepared, classes),
         )
         self.processor = MediaProcessor(

@@ -23,7 +23,7 @@ from bottega.models.spiking.units import activity_sums, firing_rate_penalties, u
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.tasks.classify.losses import LossName, find_loss
 from bottega.tasks.classify.losses.base import ClassificationLoss
-from bottega.tasks.measures import classification
+from bottega.tasks.metrics import classification
 
 DRAWS_MULTIPLE = 64
 """Random numbers for a text are drawn in multiples of this: on a GPU each size is compiled anew, and the first numbers are

@@ -69,7 +69,13 @@ def reopen_workload(recipe: ClassifyRecipe, processor: Path, fingerprint: str) -
     # Shape and classes are read from there: the data, or the model that the run started from, may be gone.
     classes, shape, objective = _read_classes(processor), _read_shape(processor), Objective.load(recipe.loss, processor)
     return TextClassifyWorkload(
-        recipe, Tokenizer.load(processor), classes, shape, objective, expected=fingerprint, processor=processor
+        recipe,
+        Tokenizer.load(processor),
+        classes,
+        shape,
+        objective,
+        expected_fingerprint=fingerprint,
+        processor=processor,
     )
 
 
@@ -95,14 +101,14 @@ class TextClassifyWorkload(Workload):
         objective: Objective,
         *,
         prepared: PreparedData | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
         processor: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
         self.recipe, self.tokenizer, self.classes, self.shape = recipe, tokenizer, classes, shape
         self.objective = objective
         self._processor = processor
-        start = find_base_folder(recipe, processor=processor)
+        base_folder = find_base_folder(recipe, processor=processor)
         unknown = tokenizer.unk_token_id if recipe.model.word_dropout else None
         self.task: Classification = Classification(
             key="text",
@@ -112,7 +118,7 @@ class TextClassifyWorkload(Workload):
             multi_label=recipe.data.multi_label,
             word_dropout=recipe.model.word_dropout,
             unknown=unknown,
-            pretrained=str(start) if start is not None else None,
+            pretrained=str(base_folder) if base_folder is not None else None,
         )
         self.metrics = MULTI_LABEL_METRICS if recipe.data.multi_label else SINGLE_LABEL_METRICS
         self.metrics += ("objective",) if self.task.has_modified_loss else ()
@@ -122,7 +128,7 @@ class TextClassifyWorkload(Workload):
             read_table=self._read_table,
             read_external=self._read_external,
             prepared=prepared,
-            expected=expected,
+            expected_fingerprint=expected_fingerprint,
             notes=self._notes,
         )
         self.processor = TextClassifyProcessor(tokenizer, classes, shape, objective)
@@ -266,10 +272,10 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
     """Return the dimensions of the model: those of the recipe, and defaults for the rest."""
     model = recipe.model
     if model.kind == "pretrained":
-        start = find_base_folder(recipe)
-        assert start is not None, "the recipe schema requires model.from"
+        base_folder = find_base_folder(recipe)
+        assert base_folder is not None, "the recipe schema requires model.from"
         shape = read_pretrained_shape(
-            start,
+            base_folder,
             names,
             multi_label=recipe.data.multi_label,
             dropout=model.dropout,

@@ -88,17 +88,19 @@ class CodeTokenizer:
         return CodeGeneratorShape(backbone=backbone, condition=condition)
 
     def build_task(
-        self, key: str, shape: CodeGeneratorShape, *, condition_dropout: float, start: Path | None
+        self, key: str, shape: CodeGeneratorShape, *, condition_dropout: float, base_folder: Path | None
     ) -> CodeLanguage:
         """Return the task; `start` is the folder of an exported generator to start from."""
-        if start is not None and not (start / TRANSFORMER).is_dir():
-            raise UsageError(f"model.from: {start} is not an exported generator over codes; give one, or remove it")
+        if base_folder is not None and not (base_folder / TRANSFORMER).is_dir():
+            raise UsageError(
+                f"model.from: {base_folder} is not an exported generator over codes; give one, or remove it"
+            )
         return CodeLanguage(
             key=key,
             shape=shape,
             latents=FrozenCodes(folder=self.metadata.folder),
             condition_dropout=condition_dropout,
-            pretrained=str(start / TRANSFORMER) if start is not None else None,
+            pretrained=str(base_folder / TRANSFORMER) if base_folder is not None else None,
         )
 
     def match_mel(self, own: MelProcessor) -> MelProcessor:

@@ -15,7 +15,7 @@ from bottega.tasks.generation.metadata import GeneratorMetadata
 from bottega.tasks.generation.paths import NoisePath
 from bottega.tasks.generation.task import Generation
 from bottega.tasks.generation.text_condition import TextCondition
-from bottega.tasks.measures.attributes import shared_rows
+from bottega.tasks.metrics.attributes import shared_rows
 
 
 def build_shape(
@@ -27,7 +27,7 @@ def build_shape(
     condition_size: int,
     codes: CodeTokenizer | None,
     text: TextCondition | None,
-    start: Path | None,
+    base_folder: Path | None,
 ) -> GeneratorShape | CodeGeneratorShape:
     """Return the shape of the model for samples or latents of these sides: (grid, channels)."""
     grid, channels = sides
@@ -51,7 +51,7 @@ def build_shape(
             if model.dropout:
                 raise UsageError(f"model.dropout: {model.dropout:g} has no effect: a unet has no dropout; remove it")
             has_vector = model.condition in ("class", "vector")
-            unet = resolve_unet_shape(start, **common, stages=model.stages, has_vector=has_vector)
+            unet = resolve_unet_shape(base_folder, **common, stages=model.stages, has_vector=has_vector)
             backbone: DiTShape | UNetShape = unet
             if has_vector:
                 condition = condition.model_copy(update={"hidden_size": condition_vector_size(unet)})
@@ -70,13 +70,13 @@ def build_task(
     *,
     codes: CodeTokenizer | None,
     text: TextCondition | None,
-    start: Path | None,
+    base_folder: Path | None,
 ) -> Any:
     """Return the task: `Generation`, or `CodeLanguage` over the codes of a tokenizer. `key` is the batch field."""
     shape, dropout = metadata.shape, model.condition_dropout if model.condition != "none" else 0.0
     if isinstance(shape, CodeGeneratorShape):
         assert codes is not None
-        return codes.build_task(key, shape, condition_dropout=dropout, start=start)
+        return codes.build_task(key, shape, condition_dropout=dropout, base_folder=base_folder)
     return Generation(
         key=key,
         shape=shape,
@@ -88,7 +88,7 @@ def build_task(
             shift=model.time_shift or 1.0,
         ),
         condition_dropout=dropout,
-        pretrained=str(start) if start is not None else None,
+        pretrained=str(base_folder) if base_folder is not None else None,
         latents=metadata.latents.build_latents() if metadata.latents is not None else None,
         **(text.task_fields if text is not None else {}),
     )

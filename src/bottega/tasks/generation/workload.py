@@ -50,10 +50,10 @@ def open_workload(recipe: Recipe, *, progress: Progress) -> GenerationWorkload:
     codes = resolve_code_tokenizer(checked) if model.backbone == "tokens" else None
     space = open_latent_space(checked, checked.task)
     text = open_text_condition(checked, prepared) if model.condition == "text" else None
-    start = find_base_folder(checked)
+    base_folder = find_base_folder(checked)
     medium = _open_medium(checked, prepared, space=space, codes=codes)
-    metadata = _measure(checked, prepared, medium, codes=codes, space=space, text=text, start=start)
-    task = build_task(model, medium.key, metadata, codes=codes, text=text, start=start)
+    metadata = _measure(checked, prepared, medium, codes=codes, space=space, text=text, base_folder=base_folder)
+    task = build_task(model, medium.key, metadata, codes=codes, text=text, base_folder=base_folder)
     # Now rather than hours later, when the first sample is drawn.
     resolve_sampling_options(checked, task, {}, prefix="samples.")
     tables = _media_tables(checked, medium, metadata, text)
@@ -69,14 +69,16 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Genera
     model = checked.model
     codes = reopen_code_tokenizer(checked, processor) if model.backbone == "tokens" else None
     text = reopen_text_condition(checked, processor) if model.condition == "text" else None
-    start = find_base_folder(checked, processor=processor)
+    base_folder = find_base_folder(checked, processor=processor)
     metadata = read_generator_metadata(processor)
     if metadata.latents is not None:
         metadata = metadata.model_copy(update={"latents": metadata.latents.relocate(checked, processor)})
     medium = _reopen_medium(checked, processor, metadata)
-    task = build_task(model, medium.key, metadata, codes=codes, text=text, start=start)
+    task = build_task(model, medium.key, metadata, codes=codes, text=text, base_folder=base_folder)
     tables = _media_tables(checked, medium, metadata, text)
-    return GenerationWorkload(checked, medium, metadata, task, tables, codes=codes, text=text, expected=fingerprint)
+    return GenerationWorkload(
+        checked, medium, metadata, task, tables, codes=codes, text=text, expected_fingerprint=fingerprint
+    )
 
 
 @final
@@ -100,7 +102,7 @@ class GenerationWorkload(Workload):
         codes: CodeTokenizer | None,
         text: TextCondition | None,
         prepared: PreparedData | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
         latents: Mapping[str, Table] | None = None,
     ) -> None:
         """Take either prepared data, or the fingerprint that the data of a finished run must have.
@@ -119,7 +121,7 @@ class GenerationWorkload(Workload):
             read_table=self._read_table,
             read_external=tables.read_external,
             prepared=prepared,
-            expected=expected,
+            expected_fingerprint=expected_fingerprint,
             notes=tables.notes,
         )
         self.processor = MediaProcessor(
@@ -235,7 +237,7 @@ def _measure(
     codes: CodeTokenizer | None,
     space: LatentSpace | None,
     text: TextCondition | None,
-    start: Path | None,
+    base_folder: Path | None,
 ) -> GeneratorMetadata:
     """Return the shapes and classes of the prepared data; raises where the recipe states others."""
     classes, num_classes = tuple(prepared.classes.names), recipe.model.num_classes
@@ -251,7 +253,7 @@ def _measure(
         condition_size=_condition_size(recipe, prepared),
         codes=codes,
         text=text,
-        start=start,
+        base_folder=base_folder,
     )
     fps = medium.fps if isinstance(medium, VideoMedium) else None
     return GeneratorMetadata(shape=shape, classes=classes, fps=fps, latents=latents)

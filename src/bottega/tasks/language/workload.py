@@ -67,7 +67,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Langua
             f"cannot read {processor / SHAPE}; run the training command again to rewrite it"
         ) from None
     return LanguageWorkload(
-        recipe, Tokenizer.load(processor), None, shape=shape, expected=fingerprint, processor=processor
+        recipe, Tokenizer.load(processor), None, shape=shape, expected_fingerprint=fingerprint, processor=processor
     )
 
 
@@ -85,17 +85,19 @@ class LanguageWorkload(Workload):
         prepared: PreparedData | None,
         *,
         shape: TransformerShape | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
         processor: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
         self.recipe, self.tokenizer = recipe, tokenizer
         self._processor = processor
         self.shape = shape or resolve_decoder_shape(recipe, tokenizer.vocab_size)
         self.sequence_length = recipe.data.sequence_length or self.shape.context
-        start = find_base_folder(recipe, processor=processor)
+        base_folder = find_base_folder(recipe, processor=processor)
         weights = recipe.model.model_dump(include={"balance_weight", "z_weight"}, exclude_none=True)
-        self.task: Language = Language(shape=self.shape, pretrained=str(start) if start else None, **weights)
+        self.task: Language = Language(
+            shape=self.shape, pretrained=str(base_folder) if base_folder else None, **weights
+        )
         self.metrics = (*type(self).metrics, *self.task.evaluation_metrics)
         self.data = TableData(
             recipe,
@@ -103,7 +105,7 @@ class LanguageWorkload(Workload):
             read_table=self._read_table,
             read_external=self._read_external,
             prepared=prepared,
-            expected=expected,
+            expected_fingerprint=expected_fingerprint,
         )
         self.processor = LanguageProcessor(tokenizer, self.shape)
         self.sampler: LanguageSampler = LanguageSampler(recipe, tokenizer)
@@ -303,9 +305,9 @@ def resolve_decoder_shape(recipe: LanguageRecipe, vocab_size: int) -> Transforme
 
 def _resolve_base_dimensions(recipe: LanguageRecipe, explicit: dict[str, Any], vocab_size: int) -> dict[str, Any]:
     """Return the dimensions of the model that a recipe starts from; raise UsageError if the recipe sets other ones."""
-    start = find_base_folder(recipe)
-    assert start is not None, "the recipe has model.from"
-    shape = read_decoder_shape(start)
+    base_folder = find_base_folder(recipe)
+    assert base_folder is not None, "the recipe has model.from"
+    shape = read_decoder_shape(base_folder)
     base = shape_to_recipe_keys(shape)
     # transformer is also the default, so it may stand for any kind of the folder.
     kind = {"kind": recipe.model.kind} if recipe.model.kind != "transformer" else {}

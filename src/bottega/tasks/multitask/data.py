@@ -90,7 +90,7 @@ class MultitaskData(TaskData):
         name, is_named, path = text.partition("=")
         if not is_named or name not in self.parts:
             choices = " or ".join(f"{name}=PATH" for name in self.parts)
-            raise UsageError(f"--data {text}: give the part it belongs to: {choices}")
+            raise UsageError(f"--data {text}: does not name a part of the recipe; write {choices}")
         return name, path
 
 

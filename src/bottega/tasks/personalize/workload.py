@@ -62,7 +62,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Person
     metadata = read_metadata(processor / METADATA_FILE, PersonalizeMetadata.model_validate_json)
     answers = read_cached_answers(processor / ANSWERS_FILE)
     return PersonalizeWorkload(
-        recipe, metadata.relocate(recipe, processor), None, expected=fingerprint, resumed=answers
+        recipe, metadata.relocate(recipe, processor), None, expected_fingerprint=fingerprint, resumed=answers
     )
 
 
@@ -117,7 +117,7 @@ class PersonalizeWorkload(Workload):
         metadata: PersonalizeMetadata,
         prepared: PreparedData | None,
         *,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
         resumed: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         """Take either prepared data, or for a finished run the fingerprint that it must have.
@@ -148,7 +148,7 @@ class PersonalizeWorkload(Workload):
             read_table=self._read_table,
             read_external=self._read_external,
             prepared=prepared,
-            expected=expected,
+            expected_fingerprint=expected_fingerprint,
             notes=lambda prepared: generator.notes,
             derived_fingerprint=self.run_keywords.hash_tables,
         )

@@ -70,7 +70,7 @@ class RoutingMetadata(BaseModel):
             raise DataError(f"{where}: {problem}")
 
 
-def apply_start_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMetadata:
+def apply_pretrained_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMetadata:
     """Return `metadata` with the input scale that the pretrained weights in `folder` were trained with.
 
     Raises a UsageError that names all differences if the network or its labels differ.
@@ -78,10 +78,10 @@ def apply_start_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMetadat
     try:
         config = json.loads((folder / CONFIG).read_bytes())
         del config["model_type"]
-        start = RoutingMetadata.model_validate(config)
+        pretrained = RoutingMetadata.model_validate(config)
     except (OSError, ValueError, KeyError, TypeError):
         raise UsageError(f"model.from: {folder} is not an exported routing model; give one, or remove it") from None
-    differences = _find_differences(start.shape, metadata.shape)
+    differences = _find_differences(pretrained.shape, metadata.shape)
     if differences:
         listed = ", ".join(
             f"{DATA_FIELDS.get(key, key)} {format_value(theirs)} (here {format_value(ours)})"
@@ -93,12 +93,12 @@ def apply_start_scale(folder: Path, metadata: RoutingMetadata) -> RoutingMetadat
         data = "give it data like those it was trained on" if differences.keys() & DATA_FIELDS.keys() else ""
         remedy = "; ".join(filter(None, (data, f"set {' '.join(changes)}" if changes else "")))
         raise UsageError(f"model.from: {folder} has {listed}; {remedy}")
-    for theirs, ours in zip(start.classes, metadata.classes, strict=True):
+    for theirs, ours in zip(pretrained.classes, metadata.classes, strict=True):
         if theirs != ours:
             raise UsageError(
                 f"model.from: {folder} has label {theirs} where the data here has {ours}; use data with the same labels"
             )
-    return metadata.model_copy(update={"mean": start.mean, "scale": start.scale})
+    return metadata.model_copy(update={"mean": pretrained.mean, "scale": pretrained.scale})
 
 
 def _find_differences(theirs: BaseModel, ours: BaseModel) -> dict[str, tuple[Any, Any]]:

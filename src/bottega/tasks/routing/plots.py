@@ -8,7 +8,7 @@ import numpy as np
 
 from bottega.plots.heatmap import plot_experts
 from bottega.plots.spikes import plot_spikes
-from bottega.tasks.measures import routing as measures
+from bottega.tasks.metrics.routing import load_entropy, normalised_mutual_information
 
 MAX_SAMPLES = 4
 """Samples in a raster plot, side by side."""
@@ -32,9 +32,9 @@ def describe_routing(
     lines = [f"accuracy      {accuracy:.4f} on {samples}{optimum}"]
     if len(load) > 1:
         lines.append(f"load          {'  '.join(f'{fraction:.3f}' for fraction in load)}")
-        lines.append(f"load entropy  {measures.load_entropy(load):.4f} (1 is an even load)")
+        lines.append(f"load entropy  {load_entropy(load):.4f} (1 is an even load)")
     if counts is not None and len(load) > 1:
-        information = measures.normalised_mutual_information(counts)
+        information = normalised_mutual_information(counts)
         lines.append(
             f"information   {information:.4f} (normalised mutual information of rule and {_name_expert(top_k)})"
         )

@@ -24,8 +24,8 @@ from bottega.models.spiking.units import (
     unit_activity,
     unit_activity_metrics,
 )
-from bottega.tasks.measures import classification
-from bottega.tasks.measures import routing as measures
+from bottega.tasks.metrics import classification
+from bottega.tasks.metrics.routing import routing_metrics
 
 EXPERTS = "experts"
 """Name of the expert layer in the model, and prefix of its statistics."""
@@ -100,7 +100,7 @@ class RoutingTask(Task):
 
     def score(self, rows: Rows) -> dict[str, float]:
         rule = rows.get("rule")
-        routing = measures.routing_metrics(rows["chosen"], self.shape.experts.num_experts, rule=rule)
+        routing = routing_metrics(rows["chosen"], self.shape.experts.num_experts, rule=rule)
         units = unit_activity_metrics(rows["units"]) if "units" in rows else {}
         return {**routing, **units, **classification.classification_metrics(rows["probability"], rows["label"])}
 

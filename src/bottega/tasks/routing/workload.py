@@ -34,11 +34,11 @@ from bottega.models.ssm.config import SSMShape
 from bottega.plots.figure import try_plot
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.classify.objective import includes_unseen_classes
-from bottega.tasks.measures import routing as measures
 from bottega.tasks.metadata import read_metadata
+from bottega.tasks.metrics.routing import count_rule_experts, expert_load
 from bottega.tasks.processor import FileProcessor
 from bottega.tasks.routing.config import RoutingModel, RoutingRecipe, rules_problem
-from bottega.tasks.routing.metadata import CONFIG, METADATA_FILE, RoutingMetadata, apply_start_scale
+from bottega.tasks.routing.metadata import CONFIG, METADATA_FILE, RoutingMetadata, apply_pretrained_scale
 from bottega.tasks.routing.plots import describe_routing, draw_experts, draw_raster
 from bottega.tasks.routing.predict import predict_rows
 from bottega.tasks.routing.task import RoutingTask
@@ -59,7 +59,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
     prepared = prepare_vectors(recipe.data, progress=progress)
     if not len(prepared.classes):
         raise DataError(
-            f"{_data_name(recipe)}: has rows without a label, but routing is trained on labelled rows; "
+            f"{_data_name(recipe)}: its rows have no labels, but routing is trained on labelled rows; "
             "set data.train.label to the column of the labels"
         )
     _check_labels(recipe, prepared)
@@ -81,7 +81,7 @@ def open_workload(recipe: Recipe, *, progress: Callable[[str, int, int], None]) 
         has_bayes="bayes_accuracy" in prepared.metadata,
         columns=_input_columns(prepared),
     )
-    _check_rules(recipe, num_rules)
+    _check_num_rules(recipe, num_rules)
     return RoutingWorkload(recipe, metadata, prepared=prepared)
 
 
@@ -89,7 +89,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Routin
     """Open the workload of a finished run from its `processor` folder."""
     assert isinstance(recipe, RoutingRecipe)
     metadata = read_metadata(processor / METADATA_FILE, RoutingMetadata.model_validate_json)
-    return RoutingWorkload(recipe, metadata, expected=fingerprint, processor=processor)
+    return RoutingWorkload(recipe, metadata, expected_fingerprint=fingerprint, processor=processor)
 
 
 @final
@@ -104,13 +104,13 @@ class RoutingWorkload(Workload):
         metadata: RoutingMetadata,
         *,
         prepared: PreparedData | None = None,
-        expected: str | None = None,
+        expected_fingerprint: str | None = None,
         processor: Path | None = None,
     ) -> None:
-        """Open with `prepared` data, or reopen from a finished run's `processor` folder and data fingerprint, `expected`."""
-        start = find_base_folder(recipe, processor=processor)
-        if start is not None:
-            metadata = apply_start_scale(start, metadata)
+        """Open with `prepared` data, or reopen from a finished run's `processor` folder and its data fingerprint."""
+        base_folder = find_base_folder(recipe, processor=processor)
+        if base_folder is not None:
+            metadata = apply_pretrained_scale(base_folder, metadata)
         self.recipe, self.metadata, self.classes = recipe, metadata, Classes(metadata.classes)
         model = recipe.model
         self.task: RoutingTask = RoutingTask(
@@ -125,7 +125,7 @@ class RoutingWorkload(Workload):
             firing_weight=model.firing_weight,
             mean=metadata.mean,
             scale=metadata.scale,
-            pretrained=str(start) if start is not None else None,
+            pretrained=str(base_folder) if base_folder is not None else None,
         )
         self.metrics = self.task.evaluation_metrics
         self.data = TableData(
@@ -134,7 +134,7 @@ class RoutingWorkload(Workload):
             read_table=self._read_table,
             read_external=self._read_external,
             prepared=prepared,
-            expected=expected,
+            expected_fingerprint=expected_fingerprint,
             notes=self._notes,
         )
         self.processor = FileProcessor(
@@ -188,7 +188,7 @@ class RoutingWorkload(Workload):
         key = rows.table.row("key", first) if rows.table is not None else f"row {first}"
         raise DataError(
             f"{key}: has rule {rows.rules[first]}, but this run has {experts} experts, for the rules 0 to {experts - 1}; "
-            "remove such rows, or the column rule"
+            "remove such rows, or the column 'rule'"
         )
 
     @torch.no_grad()
@@ -221,7 +221,7 @@ class RoutingWorkload(Workload):
         return read_number_rows(SourceOptions(path=path, **options), self.metadata.columns)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
-        """Write model.safetensors and a config.json that describes the network in full, since no other library has it."""
+        """Write model.safetensors and a config.json that describes the network in full, since no other library implements it."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {"model_type": MODEL_TYPE, **self.metadata.model_dump()}
         (folder / CONFIG).write_text(json.dumps(config, indent=1) + "\n")
@@ -254,10 +254,8 @@ class RoutingSampler(Sampler):
         experts, rule = self.metadata.shape.experts.num_experts, rows.get("rule")
         counts = None
         if rule is not None and self.metadata.num_rules is not None and experts > 1:
-            counts = measures.count_rule_experts(
-                rule, chosen[:, 0], num_rules=self.metadata.num_rules, num_experts=experts
-            )
-        load = measures.expert_load(chosen, experts)
+            counts = count_rule_experts(rule, chosen[:, 0], num_rules=self.metadata.num_rules, num_experts=experts)
+        load = expert_load(chosen, experts)
         spikes = outputs[0].spikes
         text = describe_routing(
             accuracy=float((predicted == rows["label"]).mean()),
@@ -347,14 +345,14 @@ def _check_labels(recipe: RoutingRecipe, prepared: PreparedData) -> None:
         )
 
 
-def _check_rules(recipe: RoutingRecipe, num_rules: int | None) -> None:
+def _check_num_rules(recipe: RoutingRecipe, num_rules: int | None) -> None:
     model = recipe.model
     if not model.routing_loss_weight:
         return
     if num_rules is None:
         raise UsageError(
             f"model.routing_loss_weight: {model.routing_loss_weight} needs the correct expert of each row, but "
-            f"{_data_name(recipe)} has no column rule; set it to 0"
+            f"{_data_name(recipe)} has no column 'rule'; add it, or set model.routing_loss_weight=0"
         )
     problem = rules_problem(model, num_rules)
     if problem is not None:

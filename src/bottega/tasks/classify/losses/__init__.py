@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from bottega.tasks.classify.losses.base import ClassificationLoss
 
-FIRST = ("cross_entropy", "focal")
+LISTED_FIRST = ("cross_entropy", "focal")
 """Losses listed first; the others follow in alphabetical order."""
 
 
 def loss_names() -> tuple[str, ...]:
     """Return the name of every loss, from the files in this folder."""
     files = {file.stem for file in Path(__file__).parent.glob("*.py")} - {"__init__", "base"}
-    return (*FIRST, *sorted(files - {*FIRST}))
+    return (*LISTED_FIRST, *sorted(files - {*LISTED_FIRST}))
 
 
 def find_loss(name: str) -> type[ClassificationLoss]:

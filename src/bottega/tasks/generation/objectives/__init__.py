@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from bottega.tasks.generation.objectives.base import Objective
 
-FIRST = ("flow", "noise", "v")
+LISTED_FIRST = ("flow", "noise", "v")
 """Order in which objectives are listed; others follow by name."""
 
 
 def objective_names() -> tuple[str, ...]:
     """Return the name of every objective, from the files of this folder."""
     files = {file.stem for file in Path(__file__).parent.glob("*.py")} - {"__init__", "base"}
-    return (*FIRST, *sorted(files - {*FIRST}))
+    return (*LISTED_FIRST, *sorted(files - {*LISTED_FIRST}))
 
 
 def find_objective(name: str) -> type[Objective]:

@@ -9,8 +9,8 @@ import pytest
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import numpy_generator
-from bottega.tasks.measures import frechet
-from bottega.tasks.measures.frechet import distance_of_moments, feature_moments, frechet_distance
+from bottega.tasks.metrics import frechet
+from bottega.tasks.metrics.frechet import distance_of_moments, feature_moments, frechet_distance
 
 
 def draw_with_moments(name: str, mean: np.ndarray, root: np.ndarray, n: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bottega.core.noise import numpy_generator
-from bottega.tasks.measures.motion import DIRECTIONS, motion_direction
+from bottega.tasks.metrics.motion import DIRECTIONS, motion_direction
 
 SIDE = 16
 STEPS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}

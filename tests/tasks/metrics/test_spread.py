@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.noise import numpy_generator
-from bottega.tasks.measures.spread import nearest_distances, nearest_ratio, variance_ratio
+from bottega.tasks.metrics.spread import nearest_distances, nearest_ratio, variance_ratio
 
 
 def dataset(name: str, n: int) -> tuple[np.ndarray, np.ndarray]:

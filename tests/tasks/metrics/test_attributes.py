@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bottega.tasks.measures.attributes import conditional_accuracy, parse_attributes, shared_rows
+from bottega.tasks.metrics.attributes import conditional_accuracy, parse_attributes, shared_rows
 
 NAMES = ["digit=0 direction=left", "digit=0 direction=up", "digit=1 direction=left", "direction=up digit=1"]
 

@@ -12,7 +12,7 @@ from scipy.ndimage import correlate
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import numpy_generator
-from bottega.tasks.measures.ssim import gaussian_window, ssim
+from bottega.tasks.metrics.ssim import gaussian_window, ssim
 
 
 def draw_images(seed: int, *, n: int = 2, height: int = 17, width: int = 14) -> np.ndarray:

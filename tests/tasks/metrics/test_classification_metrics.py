@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.noise import numpy_generator
-from bottega.tasks.measures.classification import (
+from bottega.tasks.metrics.classification import (
     auroc,
     average_metrics,
     class_auroc,

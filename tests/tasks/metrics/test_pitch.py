@@ -10,7 +10,7 @@ import pytest
 
 from bottega.core.noise import numpy_generator
 from bottega.data.audio.spectrogram import MelSpectrogram
-from bottega.tasks.measures.pitch import estimate_pitch, note_frequency, semitone_difference
+from bottega.tasks.metrics.pitch import estimate_pitch, note_frequency, semitone_difference
 
 RATE = 8000
 
