@@ -387,7 +387,7 @@ def test_auto_in_plan_and_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert load_recipe([name, {**values, **AUTO}]).recipe.run_name() != load_recipe([name, values]).recipe.run_name()
     with pytest.raises(UsageError, match=r"training\.learning_rate: expected a number.*got 'fast'"):
         load_recipe([name, {"training.learning_rate": "fast"}])
-    with pytest.raises(UsageError, match=r"training\.learning_rate: .*greater than 0"):
+    with pytest.raises(UsageError, match=r"training\.learning_rate: .*above 0"):
         load_recipe([name, {"training.learning_rate": 0}])
 
 

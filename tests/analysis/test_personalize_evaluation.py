@@ -327,7 +327,7 @@ def test_without_clip_its_metrics_are_left_out(generator: FakeGenerator, tmp_pat
 def test_few_users_are_reported_without_significance_tests(generator: FakeGenerator, tmp_path: Path) -> None:
     result = generator.evaluate(tmp_path, clip_scorer=Oracle(), count=4)
     assert result["tests"] == []
-    assert any("4 people" in note for note in result["notes"])
+    assert any("4 users" in note for note in result["notes"])
     alone = generator.evaluate(tmp_path, clip_scorer=Oracle(), count=1)
     assert "shuffled" not in alone["arms"]
     assert alone["arms"]["both"]["preference_accuracy"]["mean"] == 1

@@ -361,12 +361,12 @@ def test_missing_labels_are_refused(train: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("task", "changes", "parts"),
     [
-        ("image", {"data.image_size": 0}, ["data.image_size", "greater than 0"]),
+        ("image", {"data.image_size": 0}, ["data.image_size", "above 0"]),
         ("image", {"data.image_size": 9000}, ["data.image_size", "at most 8192"]),
         ("image", {"data.image_size": 9}, ["model.patch_size", "2 do not divide a side of 9", "1, 3, 9 do"]),
         ("image", {"model.condition_dropout": 0, "samples.guidance": 3}, ["samples.guidance 3", "condition_dropout"]),
         ("audio", {"data.hop_size": 200}, ["hop_size", "200 is more than half of fft_size 256", "usually 64"]),
-        ("audio", {"data.hop_size": 0}, ["data.hop_size", "greater than 0"]),
+        ("audio", {"data.hop_size": 0}, ["data.hop_size", "above 0"]),
         ("audio", {"data.fft_size": 1}, ["data.fft_size", "at least 2"]),
         ("audio", {"data.fft_size": 10**8}, ["data.fft_size", "at most 65536"]),
         ("audio", {"data.num_mels": 500}, ["num_mels=500 is too many for fft_size=256"]),
@@ -374,7 +374,7 @@ def test_missing_labels_are_refused(train: Any, tmp_path: Path) -> None:
         ("audio", {"data.seconds": 1100}, ["model.patch_size", "275,004 patches", "limit of 262,144"]),
         ("audio", {"model.patch_size": 3}, ["model.patch_size", "3 do not divide a side of 8"]),
         ("audio", {"model.vocoder": "/nowhere"}, ["model.vocoder", "no config.json in /nowhere"]),
-        ("video", {"data.image_size": 0}, ["data.image_size", "greater than 0"]),
+        ("video", {"data.image_size": 0}, ["data.image_size", "above 0"]),
         ("video", {"data.num_frames": 20_000}, ["data.num_frames", "at most 10000"]),
         ("video", {"data.num_frames": 10_000, "data.image_size": 16}, ["model.patch_size", "640,000 patches"]),
         ("video", {"model.temporal_patch_size": 3}, ["model.temporal_patch_size", "3 do not divide a side of 4"]),

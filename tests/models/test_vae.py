@@ -132,7 +132,7 @@ def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"diffusion_pytorch_model\.bin is a pickle"):
         load_autoencoder(tmp_path)
     (tmp_path / "diffusion_pytorch_model.bin").unlink()
-    with pytest.raises(CheckpointError, match="use the folder of a saved"):
+    with pytest.raises(CheckpointError, match="give the folder of a saved"):
         load_autoencoder(tmp_path)
 
 

@@ -81,7 +81,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         if evaluation.arm == other.arm and evaluation.file.resolve() == other.file.resolve():
             run = parse_arm(other.group.name)[0]
             raise UsageError(
-                f"the arm {evaluation.arm} of {run} is given twice; name two, such as {run}:none {run}:both"
+                f"the arm {evaluation.arm} of {run} is given twice; give two, such as {run}:none {run}:both"
             )
     require_same_metric([evaluation.group for evaluation in evaluations])
     _check_same_people(evaluations)
@@ -125,7 +125,7 @@ def _read_evaluation(name: str, label: str, split: str) -> ArmEvaluation:
     file = run / EVALUATION / split / PEOPLE
     command = f"bottega evaluate {run}{' --split test' if split == 'test' else ''}"
     if not file.is_file():
-        raise UsageError(f"{run} has no evaluation over the people of {split}; run {command} first")
+        raise UsageError(f"{run} has no evaluation over the users of {split}; run {command} first")
     rows = []
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
@@ -153,7 +153,7 @@ def _check_same_people(evaluations: Sequence[ArmEvaluation]) -> None:
         differing = [user for user in users if first.get(user) != second.get(user)]
         if differing:
             raise UsageError(
-                f"{evaluations[0].group.name} and {other.group.name} were evaluated on different people or wishes, "
+                f"{evaluations[0].group.name} and {other.group.name} were evaluated on different users or wishes, "
                 f"{len(differing):,} of {len(users):,}, the first {differing[0]!r}; evaluate both on the same data with the same --count"
             )
 
@@ -170,7 +170,9 @@ def _choose_metric(evaluations: Sequence[ArmEvaluation], metric: str | None) -> 
     if metric is None:
         metric = next((name for name in DEFAULT_METRICS if name in available), available[0] if available else "")
     if metric not in available:
-        raise UsageError(f"--metric {metric}: not in all evaluations; it can be {', '.join(available) or 'nothing'}")
+        raise UsageError(
+            f"--metric {metric}: is not measured in all evaluations; choose from {', '.join(available) or 'none'}"
+        )
     return metric
 
 

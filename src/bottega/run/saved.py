@@ -165,7 +165,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
         from_ = getattr(recipe.model, "from_", None)
         raise CheckpointError(
             f"{directory.path}: model.from {from_} is not the base model that this run was trained with "
-            f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore that one"
+            f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore it"
         )
     engine.load_weights(state, folder)
     return SavedRun(directory, folder, recipe, workload, engine, progress, injected, base_hash)
@@ -198,7 +198,7 @@ def _read(
                 if path != folder
             ]
             remedy = (
-                f"choose one of the steps {', '.join(others)} with --checkpoint"
+                f"choose from the steps {', '.join(others)} with --checkpoint"
                 if others
                 else "there is no other checkpoint; train the run again"
             )
@@ -243,7 +243,7 @@ def choose_checkpoint(directory: RunDirectory, which: str, *, needs_best: bool =
             raise CheckpointError(f"{directory.path} {problem}")
         return newest if which == "last" else _choose_best(directory, newest, needs_best=needs_best)
     if not which.isdigit():
-        raise UsageError(f"--checkpoint {which}: must be best, last or a step number")
+        raise UsageError(f"--checkpoint {which}: expected best, last or a step number")
     path = folder / checkpoints.step_folder_name(int(which))
     if not path.is_dir():
         steps = ", ".join(str(m.step) for _, m in reversed(checkpoints.list_checkpoints(folder)))

@@ -70,7 +70,7 @@ class EvaluationData:
         assert self.split is not None
         samples = workload.data.split(self.split)
         if samples is None:
-            raise UsageError(f"this run has no {self.split} data; name other data with --data")
+            raise UsageError(f"this run has no {self.split} data; give other data with --data")
         return samples
 
 
@@ -135,7 +135,7 @@ def _open_request(recipe: Recipe, request: DataRequest) -> tuple[ExternalData, s
         if held_out is not None:
             return replace(_open_held_out(data, held_out, str(name)), fields=fields), name
     if data.train.path is None and data.train.kind == "auto":
-        raise UsageError(f"{request.config} names no data; set data.test.path or data.train.path")
+        raise UsageError(f"{request.config} has no data; set data.test.path or data.train.path")
     return ExternalData(data.train, fields=fields), None
 
 

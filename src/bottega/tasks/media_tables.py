@@ -151,7 +151,9 @@ class MediaProcessor(FolderProcessor):
         except MetadataMissing:
             return False
         if previous != self.metadata:
-            raise DataError("the data gives other sizes or classes than this run has; start over with --fresh")
+            raise DataError(
+                "the sizes or the classes of the data differ from those of this run; start over with --fresh"
+            )
         return (self.mel is None or _has_mel(folder, self.mel)) and self.has_files(folder)
 
     def write(self, folder: Path) -> None:
@@ -169,7 +171,7 @@ def _has_mel(folder: Path, mel: MelProcessor) -> bool:
     close = np.allclose((previous.scale.mean, previous.scale.std), (mel.scale.mean, mel.scale.std), rtol=0, atol=1e-3)
     if previous.model_copy(update={"scale": mel.scale}) != mel or not close:
         raise DataError(
-            "the data gives spectrograms of another form or loudness than this run has; start over with --fresh"
+            "the shape or the loudness of the spectrograms differs from that of this run; start over with --fresh"
         )
     return True
 

@@ -147,7 +147,7 @@ def plugin_change_note(recipe: Recipe, run: Path) -> str | None:
     plugin, recorded = _LOADED.get(recipe.task), _read_record(run)
     if plugin is None or recorded.get("sha256") in (None, plugin.sha256):
         return None
-    return f"the plugin {plugin.name} has changed since this run began; what it computes may have, too"
+    return f"the plugin {plugin.name} has changed since this run began; its results may have changed too"
 
 
 def missing_plugin_hint(run: Path) -> str | None:

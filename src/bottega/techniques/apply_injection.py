@@ -62,7 +62,7 @@ def _check(task: InjectedTask, model: Any, recipe: Recipe) -> tuple[str, ...]:
     freeze = recipe.training.freeze or ()
     if BACKBONE in freeze and not any(part == BACKBONE for part, _ in model.named_children()):
         # Resolved to layers it would leave out the injected layers of the last block, which is not what is meant.
-        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} already freezes the base model; leave it out")
+        raise UsageError(f"training.freeze: {BACKBONE}: {task.key} already freezes the base model; remove it")
     task.check_patterns(freeze, model, key="training.freeze")
     return tuple(task.notes(model))
 

@@ -191,6 +191,6 @@ def test_end_of_text_has_the_largest_id_and_ends_every_text(tokens: CaptionToken
 
 
 def test_vocabulary_smaller_than_the_byte_alphabet_is_refused() -> None:
-    with pytest.raises(UsageError, match="less than 514"):
+    with pytest.raises(UsageError, match="expected at least 514"):
         train_clip_bpe(CAPTIONS, vocab_size=513)
     assert train_clip_bpe(CAPTIONS, vocab_size=520).vocab_size <= 520

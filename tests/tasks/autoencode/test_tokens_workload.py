@@ -289,7 +289,7 @@ def test_a_changed_tokenizer_is_refused(
         ({"model.tokenizer": None}, "model.tokenizer: missing"),
         ({"model.tokenizer": "needs.other"}, "needs.other"),
         ({"model.tokenizer": "nowhere"}, "has no tokenizer"),
-        ({"model.condition": "text"}, "model.condition: backbone tokens does not support text"),
+        ({"model.condition": "text"}, "model.condition: text is not supported with backbone tokens"),
         ({"model.vae": "somewhere"}, "model.vae"),
         ({"model.num_heads": 3}, "model.hidden_size: 32"),
         ({"data.normalise": "unit"}, "normalise symmetric, not unit"),

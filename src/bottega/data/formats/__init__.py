@@ -175,7 +175,7 @@ class SourceFiles:
 def find_files(source: Source) -> SourceFiles:
     """Return the files of a source and their format. Remote files are downloaded first, once."""
     if source.kind == "synthetic":
-        raise UsageError("data of kind synthetic is generated and has no files; leave path out")
+        raise UsageError("data of kind synthetic is generated and has no files; remove path")
     if source.kind == "embedded" and source.path is not None:
         from bottega.data.formats import embedded
 
@@ -186,7 +186,7 @@ def find_files(source: Source) -> SourceFiles:
         listing = embedded.list_standard_library()
         return SourceFiles(source, "embedded", listing.root, listing.files)
     if source.path is None:
-        raise UsageError(f"data of kind {source.kind} needs a path")
+        raise UsageError(f"data of kind {source.kind} needs a path; set data.train.path")
     path = source.path
     if "://" in path:
         from bottega.data.formats.remote import download
@@ -232,7 +232,7 @@ def _find_several(source: Source, first: str) -> SourceFiles:
     for path in paths:
         if _is_prepared(Path(path).expanduser()):
             raise UsageError(
-                f"{path} holds prepared shards, which cannot be joined with other paths; give it alone as data.train"
+                f"{path} contains prepared shards, which cannot be joined with other paths; give it alone as data.train"
             )
     kind = explicit or _detect_kind(listing)[0]
     return SourceFiles(source, kind, listing.root, listing.files)
@@ -283,7 +283,7 @@ def _detect_kind(listing: files.Listing) -> tuple[str, list[Path]]:
         return _most_common_kind(kinds, at_least=1.0), listing.files
     kinds = {file: kind for file in files.drop_documentation_files(listing) if (kind := _file_kind(file)) is not None}
     if not kinds:
-        raise DataError(f"{listing.root} holds no file of a supported kind ({', '.join(FORMATS)})")
+        raise DataError(f"{listing.root} has no file of a supported kind ({', '.join(FORMATS)})")
     counted = kinds
     if any(kind in MEDIA for kind in kinds.values()):
         from bottega.data.formats.metadata import TABLES

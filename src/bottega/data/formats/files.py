@@ -73,7 +73,7 @@ def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Pat
     files = [file for listing in listings for file in (choose(listing) if listing.is_folder else listing.files)]
     files = list(dict.fromkeys(files))
     if not files:
-        raise DataError(f"{', '.join(paths)}: no files in any of them; name files or folders that hold the data")
+        raise DataError(f"{', '.join(paths)}: no files in any of them; give files or folders with data")
     root = Path(os.path.commonpath([file.absolute().parent for file in files]))
     return Listing(root, [file.absolute() for file in files], is_folder=False)
 
@@ -139,7 +139,7 @@ def expand_ranges(pattern: str) -> Iterator[str]:
     width = len(first) if first.startswith("0") else 0
     if abs(int(last) - int(first)) >= MAX_EXPANDED:
         raise UsageError(
-            f"{pattern} stands for {abs(int(last) - int(first)) + 1:,} files; at most {MAX_EXPANDED:,} are allowed"
+            f"{pattern} expands to {abs(int(last) - int(first)) + 1:,} files; at most {MAX_EXPANDED:,} are allowed"
         )
     step = 1 if int(last) >= int(first) else -1
     for number in range(int(first), int(last) + step, step):

@@ -115,7 +115,7 @@ def _check_labels(images: Path, labels: Path) -> None:
     with open_decompressed(labels) as stream:
         dtype, second = _read_header(stream, labels)
     if len(second) != 1 or dtype.kind not in "iu":
-        raise DataError(f"{labels} holds {dtype} of shape {second}; labels must be integers, one per row")
+        raise DataError(f"{labels} contains {dtype} of shape {second}; labels must be integers, one per row")
     if first[0] != second[0]:
         raise DataError(f"{images} has {first[0]} rows and {labels} has {second[0]}; give files that belong together")
 

@@ -62,7 +62,8 @@ def download(address: str) -> Path:
     scheme = address.partition("://")[0].lower()
     if scheme not in SCHEMES:
         raise UsageError(
-            f"{strip_credentials(address)}: unsupported scheme; use one of {', '.join(f'{name}://' for name in SCHEMES)}"
+            f"{strip_credentials(address)}: unsupported scheme; choose from "
+            f"{', '.join(f'{name}://' for name in SCHEMES)}"
         )
     if scheme == "file":
         return Path(unquote(urlsplit(address).path))
@@ -73,7 +74,7 @@ def download(address: str) -> Path:
     except BottegaError:
         raise
     except FileNotFoundError as error:
-        raise DataError(f"{strip_credentials(address)} does not exist") from error
+        raise DataError(f"{strip_credentials(address)} does not exist; check the address") from error
     except Exception as error:
         _unreachable(address, error)
     return entry if is_folder else entry / next(iter(files))
@@ -163,7 +164,9 @@ def _common(names: list[str]) -> str:
 def _safe(name: str, address: str) -> str:
     """Return a name that stays below the folder it is joined to, or raise DataError; stores allow any text as a name."""
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name:
-        raise DataError(f"{strip_credentials(address)} holds a file named {name!r}, which cannot be copied to a folder")
+        raise DataError(
+            f"{strip_credentials(address)} contains a file named {name!r}, which cannot be copied to a folder"
+        )
     return name
 
 

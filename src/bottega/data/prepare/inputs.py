@@ -111,7 +111,8 @@ def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
     for input in inputs:
         if input.source_files.kind in INCOMPATIBLE_KINDS[medium]:
             raise DataError(
-                f"{input.source_files.root} holds {input.source_files.kind}, but the task needs {MEDIUM_NAMES.get(medium, medium)}; "
+                f"{input.source_files.root} contains {input.source_files.kind}, but the task needs "
+                f"{MEDIUM_NAMES.get(medium, medium)}; "
                 "give other data, or set data.train.kind if it was detected wrongly"
             )
 
@@ -165,9 +166,9 @@ def _find_held_out(source: Source, table: str) -> SourceFiles:
 def _find(source: Source, key: str) -> SourceFiles:
     files = find_utf8_files(source)
     if files.kind == "shards":
-        raise UsageError(f"{key}: {source.path} holds prepared shards, which can only be given alone, as data.train")
+        raise UsageError(f"{key}: {source.path} contains prepared shards, which can only be given alone, as data.train")
     if source.split is not None and files.split_name is None and files.kind not in KINDS_WITH_SPLITS:
-        raise UsageError(f"{key}.split: {files.kind} has no split named {source.split!r}; leave it out")
+        raise UsageError(f"{key}.split: {files.kind} has no split named {source.split!r}; remove it")
     is_compressed_text = files.kind == "text" and len(files.paths) == 1 and compression.is_compressed(files.paths[0])
     return _decompress(files) if is_compressed_text else files
 
@@ -179,7 +180,7 @@ def find_utf8_files(source: Source) -> SourceFiles:
         return files
     if files.kind not in TEXT_KINDS:
         raise UsageError(
-            f"encoding: {files.root} is {files.kind}, which defines its own text encoding; leave encoding out"
+            f"encoding: {files.root} is {files.kind}, which defines its own text encoding; remove encoding"
         )
     names = [files.relative_name(file) for file in files.paths]
     hashes = [f"{content} {name}" for content, name in zip(hash_files(files.paths), names, strict=True)]

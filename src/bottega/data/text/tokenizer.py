@@ -138,7 +138,7 @@ class Tokenizer:
         """Open what `save` wrote, or any tokenizer.json or its folder (kind `pretrained`)."""
         path = folder if folder.is_file() else folder / "tokenizer.json"
         if not path.is_file():
-            raise DataError(f"{folder} has no tokenizer.json; name a folder that has one")
+            raise DataError(f"{folder} has no tokenizer.json; give a folder that has one")
         try:
             with convert_panics(str(path)):
                 core = tokenizers.Tokenizer.from_str(read_tokenizer(path))
@@ -263,7 +263,8 @@ def _utf8(text: str, problem: type[BottegaError]) -> bytes:
         return text.encode()
     except UnicodeEncodeError as error:
         raise problem(
-            f"the text has half a surrogate pair ({text[error.start]!r}) at character {error.start}; it is not valid Unicode"
+            f"the text has an unpaired surrogate ({text[error.start]!r}) at character {error.start}; it is not valid "
+            "Unicode"
         ) from error
 
 
@@ -275,7 +276,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{path} must contain a JSON object, but contains a JSON value of type {type(fields).__name__}")
+        raise DataError(f"{path}: expected a JSON object, got a {type(fields).__name__}")
     return fields
 
 

@@ -106,7 +106,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
         entries = read_json_object(index).get("weight_map", {})
         for file in entries.values():
             if Path(file).name != file or not (folder / file).is_file():
-                raise CheckpointError(f"{index} names {file}, which is not in the folder; download it again")
+                raise CheckpointError(f"{index} lists {file}, which is not in the folder; download it again")
         return {name: folder / file for name, file in entries.items()}
     file = folder / "model.safetensors"
     if file.is_file():
@@ -121,7 +121,9 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
             f"{folder}: {pickles[0]} is a pickle, which can run code and is never opened; "
             "convert it with transformers: model.save_pretrained(folder, safe_serialization=True)"
         )
-    raise CheckpointError(f"{folder}: no model.safetensors and no model.safetensors.index.json in it")
+    raise CheckpointError(
+        f"{folder} has neither model.safetensors nor model.safetensors.index.json; give the folder of a saved model"
+    )
 
 
 def _copy_tensors(state: Mapping[str, Tensor], file: Path, names: list[str]) -> None:

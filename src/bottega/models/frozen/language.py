@@ -62,7 +62,9 @@ def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
     hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
     vocab_size = getattr(text, "vocab_size", None)
     if not isinstance(hidden, int) or not isinstance(layers, int) or not isinstance(vocab_size, int):
-        raise UsageError(f"{KEY}: {folder} holds a {config.model_type}, which is not a language model")
+        raise UsageError(
+            f"{KEY}: {folder} contains a {config.model_type}, which is not a language model; use a causal language model"
+        )
     # A model without attention has no heads; it takes no prefixes either, so their shape is never used.
     heads = getattr(text, "num_attention_heads", None) or 1
     positions = getattr(text, "max_position_embeddings", None)
@@ -339,7 +341,7 @@ def _read_config(folder: Path) -> Any:
 
     if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
         raise UsageError(
-            f"{KEY}: {folder} holds a {config.model_type}, which does not generate text; use a causal language model"
+            f"{KEY}: {folder} contains a {config.model_type}, which does not generate text; use a causal language model"
         )
     return config
 

@@ -162,7 +162,7 @@ def load_generator(model: Generator, folder: Path | str, *, require_all: bool = 
     for name, tensor in required.items():
         if name not in loaded:
             other = next((theirs for theirs in loaded if theirs not in own), None)
-            holds = f", and holds {other} {list(loaded[other].shape)}" if other is not None else ""
+            holds = f", and contains {other} {list(loaded[other].shape)}" if other is not None else ""
             raise UsageError(f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{holds}")
         if loaded[name].shape != tensor.shape:
             raise UsageError(
@@ -172,7 +172,7 @@ def load_generator(model: Generator, folder: Path | str, *, require_all: bool = 
     extra = next((name for name in loaded if name not in own), None)
     if extra is not None:
         raise UsageError(
-            f"model.from: {folder} holds {extra} {list(loaded[extra].shape)}, which the recipe's model does not have"
+            f"model.from: {folder} contains {extra} {list(loaded[extra].shape)}, which the recipe's model does not have"
         )
     model.load_state_dict({**own, **loaded})
 

@@ -19,7 +19,7 @@ def read_weights(path: Path, *, convert: str) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror or error})") from error
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
     except SafetensorError as error:
         raise CheckpointError(f"{path} is damaged or not a safetensors file ({error})") from error
 

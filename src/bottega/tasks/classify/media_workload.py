@@ -96,7 +96,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Worklo
 def _check_recipe(recipe: Recipe) -> MediaRecipe:
     assert isinstance(recipe, MediaRecipe)
     if not isinstance(recipe, AudioClassifyRecipe) and recipe.data.buckets is not None:
-        raise UsageError("data.buckets: a classifier reads images of one size; leave it out")
+        raise UsageError("data.buckets: a classifier reads images of one size; remove it")
     return recipe
 
 
@@ -277,15 +277,17 @@ def _check_base_model(folder: Path, shape: Shape) -> Path:
         config = json.loads((folder / CONFIG).read_bytes())
         base = SHAPES.validate_python(config["shape"])
     except (OSError, ValueError, KeyError, TypeError):
-        raise UsageError(f"model.from: {folder} is not an exported classifier of images, audio or video") from None
+        raise UsageError(
+            f"model.from: {folder} is not an exported classifier of images, audio or video; give one, or remove it"
+        ) from None
     if type(base) is not type(shape):
         kind = "spiking" if isinstance(base, SpikingNetShape) else "convnet"
-        raise UsageError(f"model.from: {folder} has a {kind} network; set model.kind={kind}, or name another folder")
+        raise UsageError(f"model.from: {folder} has a {kind} network; set model.kind={kind}, or give another folder")
     for key in ("hidden_size", "num_layers", "num_labels", "channels", "grid"):
         needed, actual = getattr(shape, key), getattr(base, key)
         if needed != actual:
             raise UsageError(
-                f"model.from: {folder} has {key} {actual}, but this run needs {needed}; name another folder"
+                f"model.from: {folder} has {key} {actual}, but this run needs {needed}; give another folder"
             )
     return folder
 

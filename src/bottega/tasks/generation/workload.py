@@ -207,7 +207,7 @@ class GenerationWorkload(Workload):
 def _check_recipe(recipe: Recipe) -> GeneratorRecipe:
     assert isinstance(recipe, GeneratorRecipe)
     if isinstance(recipe, ImageRecipe) and recipe.data.buckets is not None:
-        raise UsageError("data.buckets: a generator needs images of one shape; leave it out")
+        raise UsageError("data.buckets: a generator needs images of one shape; remove it")
     if isinstance(recipe, VideoRecipe) and recipe.model.backbone == "unet":
         raise UsageError("model.backbone: unet is for images and mel spectrograms; use dit for video")
     return recipe
@@ -242,7 +242,7 @@ def _measure(
     """Return the shapes and classes of the prepared data; raises where the recipe states others."""
     classes, num_classes = tuple(prepared.classes.names), recipe.model.num_classes
     if recipe.model.condition == "class" and num_classes is not None and len(classes) != num_classes:
-        raise DataError(f"model.num_classes: {num_classes}, but the data has {len(classes)} classes; leave it out")
+        raise DataError(f"model.num_classes: {num_classes}, but the data has {len(classes)} classes; remove it")
     sides = medium.sides(prepared)
     latents = space.metadata(*sides) if space is not None else None
     shape = build_shape(
@@ -265,9 +265,7 @@ def _condition_size(recipe: GeneratorRecipe, prepared: PreparedData) -> int:
         return 0
     size, expected = len(_condition_vectors(recipe, prepared, 1)[0]), recipe.model.condition_size
     if expected is not None and expected != size:
-        raise DataError(
-            f"model.condition_size: {expected}, but the vectors of the data have {size} numbers; leave it out"
-        )
+        raise DataError(f"model.condition_size: {expected}, but the vectors of the data have {size} numbers; remove it")
     return size
 
 

@@ -138,7 +138,7 @@ def _task_name(recipe: Recipe) -> str:
 def _read_folder(folder: Path, workload: Workload) -> Teacher:
     """Open a model folder of transformers, or an exported run."""
     if folder_kind(folder) == "adapter":
-        raise UsageError(f"{folder} is an adapter, not a whole model; give the run that it was exported from")
+        raise UsageError(f"{folder} is an adapter, not a complete model; give the run that it was exported from")
     if not isinstance(workload, LanguageWorkload | TextClassifyWorkload | MediaClassifyWorkload):
         raise UsageError(f"{folder} is not a run; for {workload.unit} the teacher must be the directory of a run")
     if not (folder / "config.json").is_file():

@@ -133,13 +133,13 @@ def _divide_into_tasks(plan: TrainingPlan, options: MamlOptions, recipe: Recipe)
         raise _invalid("by", "null", "samples have no labels and only one source", "add data.sources or labels")
     is_classify = recipe.task == "classify"
     if options.ways is not None and not (is_classify and by == "label"):
-        raise _invalid("ways", options.ways, "ways applies only to task classify, by label", "leave it out")
+        raise _invalid("ways", options.ways, "ways applies only to task classify, by label", "remove it")
     if options.ways == 1:
-        raise _invalid("ways", 1, "an episode needs at least two classes", "set it to 2 or more, or leave it out")
+        raise _invalid("ways", 1, "an episode needs at least two classes", "set it to 2 or more, or remove it")
     loss = getattr(recipe, "loss", None)
     if is_classify and by == "label" and loss is not None and loss.class_weights is not None:
         raise UsageError(
-            "loss.class_weights: maml renumbers the classes in each episode and draws all equally often; leave it out"
+            "loss.class_weights: maml renumbers the classes in each episode and draws all equally often; remove it"
         )
 
     def tasks(part: Source) -> np.ndarray:

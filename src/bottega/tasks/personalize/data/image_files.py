@@ -86,7 +86,7 @@ def locate_image(root: Path, name: str) -> Path | BadRecord:
         base = root.resolve()
         path = (base / name).resolve()
         if not path.is_relative_to(base):
-            reason = f"the picture {name} lies outside {root}; name that folder with data.pictures, or move the picture into it"
+            reason = f"the image file {name} is outside {root}; set data.pictures to its folder, or move the file"
             return BadRecord(name, name, reason, is_unsafe=True)
         if path.is_file():
             return path

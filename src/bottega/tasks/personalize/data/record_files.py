@@ -105,17 +105,17 @@ def read_records(data: PersonalizeData) -> RecordTables:
 def _check_options(data: PersonalizeData) -> None:
     for key in ("sources", "replay", "online", "curriculum"):
         if getattr(data, key) is not None:
-            raise UsageError(f"data.{key}: user records come from one source (data.train); leave it out")
+            raise UsageError(f"data.{key}: user records come from one source (data.train); remove it")
     if data.split is not None and data.split.by not in ("fraction", "hash", "group"):
         raise UsageError(f"data.split.by={data.split.by}: records are always split by user; use fraction or hash")
     if data.train.kind == "embedded":
         for key in ("collection", "pictures", "captions", "min_score"):
             if getattr(data, key) is not None:
                 raise UsageError(
-                    f"data.{key}: does not apply to the embedded data; leave it out, or give your own data with --data"
+                    f"data.{key}: does not apply to the embedded data; remove it, or give your own data with --data"
                 )
     if data.min_score is not None and data.collection != "flickr":
-        raise UsageError("data.min_score: applies to data.collection=flickr only; leave it out")
+        raise UsageError("data.min_score: applies to data.collection=flickr only; remove it")
     if data.pictures is not None and not Path(data.pictures).expanduser().is_dir():
         raise UsageError(f"data.pictures: {data.pictures} is not a folder; correct it")
     for name in ("train", "validation", "test"):
@@ -134,7 +134,7 @@ def _find_tables(data: PersonalizeData) -> dict[str, _Location]:
     splits = _find_split_files(train) if train.is_dir() else {}
     if train.is_dir() and not splits and data.collection is None:
         raise DataError(
-            f"{train} has no train.jsonl or train.json; name a record file, or the layout of the folder with "
+            f"{train} has no train.jsonl or train.json; give a record file, or the layout of the folder with "
             "data.collection=flickr, pog or ser"
         )
     # A folder brings its own splits, as prepared shards do.
@@ -155,7 +155,7 @@ def _find_tables(data: PersonalizeData) -> dict[str, _Location]:
         path = _resolve_path(held_out, name)
         own_splits = _find_split_files(path) if path.is_dir() else {}
         if path.is_dir() and name not in own_splits and data.collection is None:
-            raise DataError(f"data.{name}.path: {path} has no {name}.jsonl; name a record file")
+            raise DataError(f"data.{name}.path: {path} has no {name}.jsonl; give a record file")
         locations[name] = _Location(path, own_splits.get(name, () if path.is_dir() else (path,)), held_out)
     return locations
 
@@ -167,14 +167,14 @@ def _resolve_path(source: Source, name: str) -> Path:
         return materialise_people()
     if source.path is None:
         remedy = "with --data PATH" if name == "train" else f"with data.{name}.path=PATH"
-        raise UsageError(f"data.{name}.path: missing; name a record file or a folder {remedy}")
+        raise UsageError(f"data.{name}.path: missing; give a record file or a folder {remedy}")
     if "://" in source.path:
         from bottega.data.formats.remote import download
 
         return download(source.path)
     path = Path(source.path).expanduser()
     if not path.exists():
-        raise DataError(f"data.{name}.path: {path} does not exist; name a record file or a folder")
+        raise DataError(f"data.{name}.path: {path} does not exist; give a record file or a folder")
     return path
 
 
