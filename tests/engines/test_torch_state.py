@@ -146,7 +146,7 @@ def add_moment(files: Any) -> None:
         (drop, r"head\.bias is missing"),
         (add, r"extra\.weight is not in the model"),
         (drop_average, r"ema\.safetensors .* norm\.bias is missing"),
-        (no_average, r"ema\.safetensors is missing"),
+        (no_average, r"ema\.safetensors does not exist"),
         (drop_moment, r"optimizer\.safetensors .* first\.weight/exp_avg_sq is missing"),
         (drop_parameter, r"second\.weight/exp_avg is missing"),
         (reshape_moment, r"first\.weight/exp_avg is torch\.float32 \(8,\)"),
