@@ -30,7 +30,9 @@ AUGMENTATIONS: dict[str, Callable[[RandomKey], np.ndarray]] = {
     "gain": lambda draw: change_gain(AUDIO, 6, random_key=draw),
     "time": lambda draw: mask_time(AUDIO, 0.4, random_key=draw),
     "band": lambda draw: mask_frequency_band(AUDIO, 0.4, rate=RATE, random_key=draw),
-    "spectrogram": lambda draw: mask_spectrogram(AUDIO.reshape(80, 50), time=0.4, frequency=0.4, random_key=draw),
+    "spectrogram": lambda draw: mask_spectrogram(
+        AUDIO.reshape(80, 50), max_time_fraction=0.4, max_frequency_fraction=0.4, random_key=draw
+    ),
 }
 
 
@@ -92,14 +94,21 @@ def test_a_spectrogram_is_masked_in_time_and_in_bands() -> None:
     frames = np.random.default_rng(1).standard_normal((100, 64)).astype(np.float32)
     times, bands = [], []
     for i in range(NUM_DRAWS):
-        changed = mask_spectrogram(frames, time=0.3, frequency=0.5, random_key=(0, 0, i), value=-11.5) == -11.5
+        changed = (
+            mask_spectrogram(
+                frames, max_time_fraction=0.3, max_frequency_fraction=0.5, random_key=(0, 0, i), value=-11.5
+            )
+            == -11.5
+        )
         times.append(changed.all(1).mean())
         bands.append(changed.all(0).mean())
     assert max(times) == 0.3
     assert max(bands) == 0.5
     assert np.mean(times) == pytest.approx(0.15, abs=0.02)
     assert np.mean(bands) == pytest.approx(0.25, abs=0.03)
-    np.testing.assert_array_equal(mask_spectrogram(frames, time=0, frequency=0, random_key=(0, 0, 0)), frames)
+    np.testing.assert_array_equal(
+        mask_spectrogram(frames, max_time_fraction=0, max_frequency_fraction=0, random_key=(0, 0, 0)), frames
+    )
 
 
 @given(st.integers(0, 300), st.integers(1, 300), st.sampled_from(["random", "start", "centre"]), st.integers(0, 50))

@@ -215,7 +215,7 @@ def test_sample_description(tmp_path: Path) -> None:
 def test_invalid_tables_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the table has no rows"):
         AudioRows(write_table(tmp_path / "none", []), sample_rate=RATE)
-    with pytest.raises(DataError, match="1 rows and 2 labels"):
+    with pytest.raises(DataError, match="has 1 rows, but there are 2 labels"):
         AudioRows(write_table(tmp_path / "one", [build_tone(0.1)]), sample_rate=RATE, labels=np.array([0, 1]))
 
 

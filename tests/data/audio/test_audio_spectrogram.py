@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bottega.core.errors import DataError, UsageError
-from bottega.data.audio.spectrogram import MelSpectrogram, hertz_to_mel, istft, mel_filter_bank, mel_to_hertz, stft
+from bottega.data.audio.spectrogram import (
+    MelSpectrogram,
+    build_mel_filter_bank,
+    hertz_to_mel,
+    istft,
+    mel_to_hertz,
+    stft,
+)
 
 DATA = os.environ.get("BOTTEGA_DATA")
 
@@ -44,7 +51,7 @@ def test_mel_scale_is_slaneys() -> None:
 
 @pytest.mark.parametrize(("rate", "fft_size", "mels"), [(8000, 1024, 64), (16000, 1024, 64), (22050, 1024, 80)])
 def test_each_mel_band_is_a_triangle_of_unit_area(rate: int, fft_size: int, mels: int) -> None:
-    bank = mel_filter_bank(sample_rate=rate, fft_size=fft_size, num_mels=mels, low=0.0, high=rate / 2)
+    bank = build_mel_filter_bank(sample_rate=rate, fft_size=fft_size, num_mels=mels, low=0.0, high=rate / 2)
     assert bank.shape == (mels, fft_size // 2 + 1)
     assert (bank >= 0).all()
     # Sampled at the FFT frequencies, a narrow triangle has its area only approximately.

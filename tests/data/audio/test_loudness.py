@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bottega.data.audio.encoder import resample_audio, resampled_length
+from bottega.data.audio.encoder import compute_resampled_length, resample_audio
 from bottega.data.audio.loudness import (
     apply_k_weighting,
     compute_block_powers,
-    k_weighting_filters,
+    design_k_weighting_filters,
     measure_loudness,
     normalise_level,
 )
@@ -27,7 +27,7 @@ def build_sine(hertz: float, seconds: float, rate: int, amplitude: float = 1.0) 
 @given(st.integers(1, 5000), RATES, RATES)
 def test_resampled_length_follows_the_rate_ratio(length: int, rate: int, to: int) -> None:
     out = resample_audio(np.ones(length, np.float32), rate=rate, to=to)
-    assert len(out) == resampled_length(length, rate=rate, to=to)
+    assert len(out) == compute_resampled_length(length, rate=rate, to=to)
     assert abs(len(out) - length * to / rate) <= 0.5
     assert out.dtype == np.float32
 
@@ -51,7 +51,7 @@ def test_resampling_removes_aliases() -> None:
 
 def test_k_weighting_filters_match_the_standard_at_48_khz() -> None:
     """ITU-R BS.1770-4, tables 1 and 2."""
-    shelf, high_pass = k_weighting_filters(48000)
+    shelf, high_pass = design_k_weighting_filters(48000)
     np.testing.assert_allclose(shelf[0], [1.53512485958697, -2.69169618940638, 1.19839281085285], atol=1e-8)
     np.testing.assert_allclose(shelf[1], [1, -1.69065929318241, 0.73248077421585], atol=1e-8)
     np.testing.assert_allclose(high_pass[0], [1, -2, 1])
@@ -67,7 +67,7 @@ def test_k_weighting_equals_the_direct_recursion() -> None:
     rate = 16000
     audio = np.random.default_rng(0).standard_normal(6000)
     expected = audio
-    for b, a in k_weighting_filters(rate):
+    for b, a in design_k_weighting_filters(rate):
         out = np.zeros_like(expected)
         for i in range(len(expected)):
             out[i] = sum(b[j] * expected[i - j] for j in range(3) if i >= j)
@@ -79,7 +79,7 @@ def test_k_weighting_equals_the_direct_recursion() -> None:
 def test_k_weighting_does_not_depend_on_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     audio = np.random.default_rng(1).standard_normal((50_000, 2))
     expected = apply_k_weighting(audio, 8000)
-    monkeypatch.setattr("bottega.data.audio.loudness.CHUNK", 7001)
+    monkeypatch.setattr("bottega.data.audio.loudness.CHUNK_SAMPLES", 7001)
     np.testing.assert_allclose(apply_k_weighting(audio, 8000), expected, atol=1e-11)
 
 

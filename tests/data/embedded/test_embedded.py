@@ -140,7 +140,7 @@ def test_held_out_clips_show_digit_images_not_used_in_training(
         return set(clips["picture"][[int(key.rpartition(":")[2]) for key in keys]].tolist())
 
     fraction = 0.2 if target == "classify/video" else 0.1
-    assert len(prepared.table("validation")) == pytest.approx(fraction * moving_digits.COUNT, abs=4)
+    assert len(prepared.table("validation")) == pytest.approx(fraction * moving_digits.NUM_CLIPS, abs=4)
     assert not image_numbers("validation") & image_numbers("train")
     assert len(image_numbers("validation") | image_numbers("train")) == len(np.unique(clips["picture"]))
     for table in ("train", "validation"):
@@ -200,14 +200,14 @@ def test_image_tasks_share_the_digits(tmp_path: Path) -> None:
 
 def test_tones_are_in_tune(audio_arrays: dict[str, np.ndarray]) -> None:
     """The peak near the note, measured to 0.03 Hz; an integer number of samples per period would be 33 cents off."""
-    detuned = tones.compute_pitches(np.array([numpy_generator("tones", i).random() for i in range(tones.COUNT)]))
-    semitones = np.arange(tones.COUNT) % 13
+    detuned = tones.compute_pitches(np.array([numpy_generator("tones", i).random() for i in range(tones.NUM_CLIPS)]))
+    semitones = np.arange(tones.NUM_CLIPS) % 13
     equal = 440 * 2 ** ((semitones - 9) / 12)
     np.testing.assert_allclose(1200 * np.log2(detuned / equal), 0, atol=10)
     assert np.ptp(1200 * np.log2(detuned / equal)) > 19.9
     np.testing.assert_array_equal(audio_arrays["label"], np.array(tones.NOTES)[semitones])
 
-    indices = np.arange(0, tones.COUNT, 7)  # every note, both kinds
+    indices = np.arange(0, tones.NUM_CLIPS, 7)  # every note, both kinds
     size = 1 << 18
     for i in indices.tolist():
         windowed = audio_arrays["audio"][i] / 32768 * np.hanning(tones.NUM_SAMPLES)

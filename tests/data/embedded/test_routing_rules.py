@@ -11,14 +11,14 @@ import pytest
 from bottega.analysis.data_report import describe_data, format_report
 from bottega.core.errors import DataError, UsageError
 from bottega.data.embedded.rules import (
-    BLOCK,
-    STREAM,
+    SAMPLES_PER_BLOCK,
+    SAMPLES_PER_SPLIT,
     RuleOptions,
-    bayes_accuracy,
+    compute_bayes_accuracy,
+    compute_label_posterior,
+    compute_rule_posterior,
     draw_samples,
     get_rule_family,
-    label_posterior,
-    rule_posterior,
 )
 from bottega.data.numbers.config import MAX_RULES, RoutingData
 from bottega.data.order.episodes import Episodes, group_by_label, group_by_source
@@ -62,12 +62,12 @@ def prepare_rules(**data: Any) -> PreparedData:
 def test_bayes_accuracy_matches_the_posterior(options: RuleOptions) -> None:
     """Within four standard errors of 200,000 samples, for the mean of the largest posterior and its calibration."""
     samples = draw_samples(options, 17, 200_000)
-    posterior = label_posterior(options, samples["x"])
+    posterior = compute_label_posterior(options, samples["x"])
     np.testing.assert_allclose(posterior.sum(axis=1), 1.0, atol=1e-12)
     best, is_right = posterior.max(axis=1), posterior.argmax(axis=1) == samples["label"]
     error = 4 * np.sqrt((best * (1 - best)).mean() / len(best))
     assert abs(is_right.mean() - best.mean()) < error
-    assert abs(bayes_accuracy(options) - best.mean()) < error
+    assert abs(compute_bayes_accuracy(options) - best.mean()) < error
     for low, high in ((0.0, 0.5), (0.5, 0.7), (0.7, 0.9)):  # also for ambiguous samples
         selected = (best >= low) & (best < high)
         if selected.sum() > 500:
@@ -79,13 +79,13 @@ def test_hiding_the_gate_or_the_content_lowers_accuracy(options: RuleOptions) ->
     """Without the gate inputs or the content inputs, the best prediction is worse than with all inputs."""
     samples = draw_samples(options, 0, 40_000)
     x, label = samples["x"], samples["label"]
-    full_accuracy = (label_posterior(options, x).argmax(axis=1) == label).mean()
+    full_accuracy = (compute_label_posterior(options, x).argmax(axis=1) == label).mean()
     for hidden in (slice(0, options.gate_inputs), slice(options.gate_inputs, None)):
         if options.num_rules == 1 and hidden.start == 0:
             continue  # a single rule needs no gate
         masked = x.copy()
         masked[:, hidden] = 0
-        assert (label_posterior(options, masked).argmax(axis=1) == label).mean() < full_accuracy - 0.05
+        assert (compute_label_posterior(options, masked).argmax(axis=1) == label).mean() < full_accuracy - 0.05
 
 
 def test_rules_are_distinct_and_give_different_labels() -> None:
@@ -115,9 +115,9 @@ def test_hard_rules_are_not_linearly_separable() -> None:
         weights = np.linalg.lstsq(x[:half], target[:half], rcond=None)[0]
         return float(((x[half:] @ weights).argmax(axis=1) == samples["label"][selected][half:]).mean())
 
-    assert linear_accuracy(RuleOptions()) > bayes_accuracy(RuleOptions()) - 0.05
+    assert linear_accuracy(RuleOptions()) > compute_bayes_accuracy(RuleOptions()) - 0.05
     hard = RuleOptions(difficulty="hard")
-    assert linear_accuracy(hard) < bayes_accuracy(hard) - 0.3
+    assert linear_accuracy(hard) < compute_bayes_accuracy(hard) - 0.3
 
 
 def test_rule_overlap_decreases_with_separation() -> None:
@@ -125,7 +125,7 @@ def test_rule_overlap_decreases_with_separation() -> None:
     for separation in (1.0, 2.0, 4.0, 8.0):
         options = RuleOptions(separation=separation)
         samples = draw_samples(options, 0, 20_000)
-        posterior = rule_posterior(options, samples["x"])
+        posterior = compute_rule_posterior(options, samples["x"])
         accuracies.append(float((posterior.argmax(axis=1) == samples["rule"]).mean()))
         gates = get_rule_family(options).gates
         distances = np.linalg.norm(gates[:, None] - gates[None], axis=-1)[~np.eye(4, dtype=bool)]
@@ -137,13 +137,13 @@ def test_rule_overlap_decreases_with_separation() -> None:
 
 def test_a_sample_is_a_function_of_the_seed_and_its_index() -> None:
     options = RuleOptions(num_inputs=16)
-    samples = draw_samples(options, 0, 3 * BLOCK)
-    for first, count in ((0, 1), (BLOCK - 3, 7), (1500, 1000)):
+    samples = draw_samples(options, 0, 3 * SAMPLES_PER_BLOCK)
+    for first, count in ((0, 1), (SAMPLES_PER_BLOCK - 3, 7), (1500, 1000)):
         for name, values in draw_samples(options, first, count).items():
             np.testing.assert_array_equal(values, samples[name][first : first + count])
     assert {name: values.dtype.str for name, values in samples.items()} == {"x": "<f4", "label": "<i4", "rule": "<i4"}
-    assert len(np.unique(draw_samples(options, STREAM, BLOCK)["x"][:, 0])) > 500
-    assert not np.isin(draw_samples(options, STREAM, 50)["x"][:, 0], samples["x"][:50, 0]).all()
+    assert len(np.unique(draw_samples(options, SAMPLES_PER_SPLIT, SAMPLES_PER_BLOCK)["x"][:, 0])) > 500
+    assert not np.isin(draw_samples(options, SAMPLES_PER_SPLIT, 50)["x"][:, 0], samples["x"][:50, 0]).all()
     for other in (RuleOptions(num_inputs=16, rule_seed=1), RuleOptions(num_inputs=16, rule=1)):
         assert not np.array_equal(draw_samples(other, 0, 10)["x"], samples["x"][:10])
         assert not np.array_equal(get_rule_family(other).labels, get_rule_family(options).labels)
@@ -169,7 +169,7 @@ def test_prepared_data_records_rules_classes_and_bayes_accuracy() -> None:
     options = RuleOptions(num_inputs=20)
     for table, accuracy in prepared.metadata["bayes_accuracy"].items():
         x = prepared.table(table).values("x").reshape(-1, 20)
-        assert accuracy == pytest.approx(label_posterior(options, x).max(axis=1).mean(), abs=1e-5)
+        assert accuracy == pytest.approx(compute_label_posterior(options, x).max(axis=1).mean(), abs=1e-5)
     report = describe_data(open_preview(prepared))
     assert sum(report["rules"]["train"].values()) == 240
     text = format_report({**report, "examples": [], "pictures": []})
@@ -193,7 +193,7 @@ def test_a_batch_has_inputs_label_and_rule() -> None:
 
 def test_samples_are_drawn_by_the_block() -> None:
     options = RuleOptions(num_inputs=20, rule_seed=77)
-    few, many = (count_operations(lambda n=n: draw_samples(options, 0, n * BLOCK)) for n in (1, 9))
+    few, many = (count_operations(lambda n=n: draw_samples(options, 0, n * SAMPLES_PER_BLOCK)) for n in (1, 9))
     assert many - few < 8 * 200
     assert len(draw_samples(options, 0, 70_000)["label"]) == 70_000
 
@@ -211,9 +211,9 @@ def test_sequence_of_rules_is_evaluated_per_rule() -> None:
     assert sum(prepared.metadata["by_source"]["validation"]) == 40
     x = prepared.table("test").values("x").reshape(-1, 16)
     for rule, part in ((1, x[:30]), (2, x[30:])):
-        expected = draw_samples(RuleOptions(num_inputs=16, rule=rule), 2 * STREAM + (rule - 1) * (STREAM >> 10), 30)[
-            "x"
-        ]
+        expected = draw_samples(
+            RuleOptions(num_inputs=16, rule=rule), 2 * SAMPLES_PER_SPLIT + (rule - 1) * (SAMPLES_PER_SPLIT >> 10), 30
+        )["x"]
         np.testing.assert_array_equal(part, expected)
     order = Sequential((5, 3), seed=0)
     assert order.size == 8  # sources of the same form can be ordered sequentially

@@ -107,7 +107,7 @@ def test_captions_match_the_drawn_attributes(arrays: dict[str, np.ndarray]) -> N
 
 
 def test_all_pairs_variant_contains_every_pair(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.data.embedded.stickers.COPIES", 1)
+    monkeypatch.setattr("bottega.data.embedded.stickers.NUM_COPIES", 1)
     monkeypatch.setitem(CACHE_NAMES, "stickers-all", "stickers-all-test")
     folder = materialise_embedded("image", "stickers-all")
     colours, patterns = (np.load(folder / f"{name}.npy").tolist() for name in ("colour", "pattern"))

@@ -17,7 +17,7 @@ from bottega.core.engine import EvaluationOutput, Snapshot
 from bottega.core.errors import DataError, UsageError
 from bottega.core.trainer import Cadences, Trainer
 from bottega.core.types import Batch
-from bottega.data.loading.loader import BLOCK, Loader, iter_eval_batches
+from bottega.data.loading.loader import POSITIONS_AT_ONCE, Loader, iter_eval_batches
 from bottega.data.order.orders import CurriculumOrder, CurriculumStage, Mixture
 from bottega.data.sources.source import ArraySource
 from fake_engine import FakeEngine
@@ -202,7 +202,7 @@ def test_padding_keeps_the_weights_a_source_has() -> None:
 def test_step_overhead_is_bounded(samples: int) -> None:
     stream = Loader(ArraySource({"x": np.arange(samples)}), 8, seed=0)(0)
     next(stream)
-    steps = 2 * BLOCK // 8  # the order is cached for a block of positions
+    steps = 2 * POSITIONS_AT_ONCE // 8  # the order is cached for a block of positions
     assert count_operations(lambda: list(islice(stream, steps))) < 20 * steps
 
 

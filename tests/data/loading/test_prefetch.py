@@ -250,7 +250,7 @@ def test_workers_die_with_their_parent_even_in_the_middle_of_a_batch(tmp_path: A
 @pytest.mark.parametrize("depth", [0, 2])
 def test_stopped_worker_is_replaced_and_reported(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP neither ends the process nor closes its socket, so waiting for it would never return."""
-    monkeypatch.setattr("bottega.data.loading.prefetch.STOPPED", 0.5)
+    monkeypatch.setattr("bottega.data.loading.prefetch.STOPPED_SECONDS", 0.5)
     warnings: list[str] = []
     stream = dataclasses.replace(build_loader(workers=2, depth=depth), warn=warnings.append)(0)
     expected = build_loader()(0)
@@ -265,7 +265,7 @@ def test_stopped_worker_is_replaced_and_reported(depth: int, monkeypatch: pytest
 
 
 def test_slow_worker_is_reported_and_a_signal_interrupts_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bottega.data.loading.prefetch.SLOW", 1.0)
+    monkeypatch.setattr("bottega.data.loading.prefetch.FIRST_WARNING_SECONDS", 1.0)
     warnings: list[str] = []
     with StopSignals() as stop:
         stream = prefetch(

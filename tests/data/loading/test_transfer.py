@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bottega.data.loading.transfer import LARGE, Receiver, Sender
+from bottega.data.loading.transfer import MIN_SHARED_BYTES, Receiver, Sender
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def endpoints() -> Any:
     receiver.connection.close()
 
 
-def build_batch(number: int, size: int = LARGE) -> dict[str, Any]:
+def build_batch(number: int, size: int = MIN_SHARED_BYTES) -> dict[str, Any]:
     rng = np.random.default_rng(number)
     return {
         "image": rng.normal(size=(2, size // 8)).astype(np.float32),
@@ -41,7 +41,7 @@ def check_equal(got: dict[str, Any], expected: dict[str, Any]) -> None:
             assert np.array_equal(got[name], value)
 
 
-@pytest.mark.parametrize("size", [16, LARGE - 8, LARGE, 3 * LARGE + 8])
+@pytest.mark.parametrize("size", [16, MIN_SHARED_BYTES - 8, MIN_SHARED_BYTES, 3 * MIN_SHARED_BYTES + 8])
 def test_batches_arrive_unchanged_and_writable(endpoints: Any, size: int) -> None:
     sender, receiver = endpoints
     sender.send(build_batch(1, size))
@@ -70,8 +70,10 @@ def test_held_memory_is_not_overwritten_and_freed_memory_is_reused(endpoints: An
 
 def test_larger_batch_gets_a_larger_segment(endpoints: Any) -> None:
     sender, receiver = endpoints
-    for size in (LARGE, 2 * LARGE, LARGE):
+    for size in (MIN_SHARED_BYTES, 2 * MIN_SHARED_BYTES, MIN_SHARED_BYTES):
         sender.send(build_batch(size, size))
         check_equal(receiver.receive()[0], build_batch(size, size))
         sender.release(receiver.take_freed())
-    assert [len(view) >= size for view, size in zip(sender.segments, (LARGE, 2 * LARGE), strict=True)] == [True, True]
+    assert [
+        len(view) >= size for view, size in zip(sender.segments, (MIN_SHARED_BYTES, 2 * MIN_SHARED_BYTES), strict=True)
+    ] == [True, True]

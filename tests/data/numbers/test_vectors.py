@@ -116,8 +116,8 @@ def test_row_with_other_columns_is_refused() -> None:
         ({"a": 1, "b": "abc"}, "column 'b' is 'abc', which is not a number"),
         ({"a": 1, "b": ""}, "column 'b' has no value"),
         ({"a": 1}, "has no column 'b'; the inputs are 'a', 'b': add what is missing"),
-        ({"a": 1, "b": 2, "c": 3}, "has unknown columns 'c'; .*: remove them"),
-        ({"a": 1, "c": 3}, "has no column 'b' and has unknown columns 'c'; .*: rename them"),
+        ({"a": 1, "b": 2, "c": 3}, "has an unknown column 'c'; .*: remove it"),
+        ({"a": 1, "c": 3}, "has no column 'b' and has an unknown column 'c'; .*: rename the columns"),
     ):
         with pytest.raises(Unreadable, match=message):
             encode_row(fields, layout=layout)
@@ -140,7 +140,7 @@ def test_invalid_tables_are_refused(tmp_path: Path) -> None:
         VectorRows(write_table(tmp_path, []))
     with pytest.raises(DataError, match=r"must have shape \(samples, d\), got \(3,\)"):
         VectorRows(np.zeros(3))
-    with pytest.raises(DataError, match="20 rows and 3 labels"):
+    with pytest.raises(DataError, match="has 20 rows, but there are 3 labels"):
         VectorRows(X, labels=np.zeros(3))
 
 

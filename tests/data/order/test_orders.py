@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bottega.config.data import Curriculum
 from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import derive_seed
-from bottega.data.loading.loader import BLOCK, Cursor, Loader
+from bottega.data.loading.loader import POSITIONS_AT_ONCE, Cursor, Loader
 from bottega.data.loading.prefetch import prefetch
 from bottega.data.order import curriculum
 from bottega.data.order.orders import (
@@ -126,7 +126,7 @@ class AllOrders:
     """One step of every order at once, so that workers are started once for all of them."""
 
     def __init__(self, **options: Any) -> None:
-        self.cursors = {name: Cursor(make_loader(name, **options), block=BLOCK) for name in ORDERS}
+        self.cursors = {name: Cursor(make_loader(name, **options), block=POSITIONS_AT_ONCE) for name in ORDERS}
 
     def __call__(self, step: int) -> dict[str, Any]:
         return {name: cursor(step)["x"] for name, cursor in self.cursors.items()}

@@ -29,7 +29,7 @@ from bottega.data.prepare.rules import DroppedRecord, Rules, read_records
 from bottega.data.records import fields
 from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.classes import read_text_column
-from bottega.data.text.duplicates import PERMUTATIONS
+from bottega.data.text.duplicates import NUM_PERMUTATIONS
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.classify.config import ClassifyData
 from bottega.tasks.classify.prepare import prepare_classify
@@ -233,13 +233,13 @@ def test_signatures_of_selected_rows_are_concatenated(selected: list[list[bool]]
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
         scan: Any = Parts(Path(folder))
-        signatures = [rng.integers(0, 9, (len(rows), PERMUTATIONS), np.uint32) for rows in selected]
+        signatures = [rng.integers(0, 9, (len(rows), NUM_PERMUTATIONS), np.uint32) for rows in selected]
         for number, part in enumerate(signatures):
             scan.job_folder(number).mkdir()
             np.save(scan.job_folder(number) / "signatures.npy", part)
         rows = np.array([row for part in selected for row in part], bool)
         result = scanning._signatures(scan, rows, [len(part) for part in selected])
-        np.testing.assert_array_equal(result, np.concatenate([np.empty((0, PERMUTATIONS)), *signatures])[rows])
+        np.testing.assert_array_equal(result, np.concatenate([np.empty((0, NUM_PERMUTATIONS)), *signatures])[rows])
 
 
 def test_signatures_are_held_in_memory_once(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_signatures_are_held_in_memory_once(tmp_path: Path) -> None:
     scan: Any = Parts()
     for number in range(8):
         scan.job_folder(number).mkdir()
-        np.save(scan.job_folder(number) / "signatures.npy", np.zeros((2000, PERMUTATIONS), np.uint32))
+        np.save(scan.job_folder(number) / "signatures.npy", np.zeros((2000, NUM_PERMUTATIONS), np.uint32))
     rows = np.ones(16000, bool)
     tracemalloc.start()
     signatures = scanning._signatures(scan, rows, [2000] * 8)

@@ -144,7 +144,7 @@ def test_label_replaces_a_missing_caption(table: Table, trained: Path) -> None:
 
 def test_record_without_caption_and_label_is_named(tmp_path: Path, trained: Path) -> None:
     uncaptioned = write_table(tmp_path / "train", [*ROWS, ("", "")])
-    with pytest.raises(DataError, match=r"^4\.png: has neither caption nor label, like 1 of 5 .*model\.condition=none"):
+    with pytest.raises(DataError, match=r"^4\.png: has neither caption nor label \(1 of 5 .*model\.condition=none"):
         make_rows(uncaptioned, CaptionTokenizer(trained, 8))
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from bottega.core.noise import numpy_generator
 from bottega.data.text import synonyms as synonym_module
 from bottega.data.text.augment import augment_text, make_augmented_copies
-from bottega.data.text.synonyms import find_synonyms, synonym_source
+from bottega.data.text.synonyms import find_synonym_source, find_synonyms
 
 TECHNIQUES = ("synonym_replacement", "random_insertion", "random_swap", "random_deletion")
 # All words differ, and three have synonyms.
@@ -24,10 +24,10 @@ REVIEW = "It was a good story, told by an (old) friend of mine; nobody else coul
 
 @pytest.fixture(autouse=True)
 def _clear_caches() -> Any:
-    synonym_module._lookup.cache_clear()
+    synonym_module._load_lookup.cache_clear()
     find_synonyms.cache_clear()
     yield
-    synonym_module._lookup.cache_clear()
+    synonym_module._load_lookup.cache_clear()
     find_synonyms.cache_clear()
 
 
@@ -173,7 +173,7 @@ def test_copy_depends_on_seed_key_and_number() -> None:
 def test_synonym_table_is_symmetric_and_lower_case() -> None:
     table = synonym_module._build_table()
     assert len(table) >= 400
-    assert synonym_source() == "table"
+    assert find_synonym_source() == "table"
     for word, others in table.items():
         assert others, word
         assert word not in others
@@ -199,7 +199,7 @@ def _fake_nltk(monkeypatch: pytest.MonkeyPatch, lookup: Any) -> None:
 def test_wordnet_is_used_where_available(monkeypatch: pytest.MonkeyPatch) -> None:
     sense = SimpleNamespace(lemma_names=lambda: ["good", "goodness", "well_done", "Well", "sound"])
     _fake_nltk(monkeypatch, lambda word: [sense] if word == "good" else [])
-    assert synonym_source() == "nltk"
+    assert find_synonym_source() == "nltk"
     assert find_synonyms("Good") == ("Goodness", "Sound")
 
 
@@ -208,7 +208,7 @@ def test_wordnet_without_data_falls_back_to_the_table(monkeypatch: pytest.Monkey
         raise LookupError("Resource wordnet not found")
 
     _fake_nltk(monkeypatch, missing)
-    assert synonym_source() == "table"
+    assert find_synonym_source() == "table"
     assert find_synonyms("good")
 
 

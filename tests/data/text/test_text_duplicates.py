@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bottega.core.noise import numpy_generator
 from bottega.data.text.duplicates import (
-    PERMUTATIONS,
+    NUM_PERMUTATIONS,
     SHINGLE_WORDS,
     choose_bands,
     estimate_similarity,
@@ -78,13 +78,13 @@ def test_similarity_estimate_is_within_three_standard_errors(fraction: float) ->
         first = make_document(name)
         second = change_words(first, fraction, name)
         true, estimated = jaccard(first, second), estimate_similarity(*compute_signatures([first, second]))
-        scale = np.sqrt(true * (1 - true) / PERMUTATIONS)
+        scale = np.sqrt(true * (1 - true) / NUM_PERMUTATIONS)
         errors.append(estimated - true)
         num_outliers += abs(estimated - true) > 3 * scale + 1e-12
     # Three standard errors are exceeded once in 370; twice in 40 pairs is next to impossible.
     assert num_outliers <= 1
     # Unbiased: the standard error of the mean of 40 errors is a sixth of one error.
-    assert abs(np.mean(errors)) <= 3 * 0.5 / np.sqrt(PERMUTATIONS * 40)
+    assert abs(np.mean(errors)) <= 3 * 0.5 / np.sqrt(NUM_PERMUTATIONS * 40)
 
 
 def test_near_duplicates_are_detected_and_others_are_not() -> None:
@@ -129,7 +129,7 @@ def test_many_equal_texts_leave_one_with_few_comparisons() -> None:
 
 def test_dissimilar_first_text_of_a_band_hides_no_duplicates() -> None:
     number, rows = choose_bands(0.8)
-    second = numpy_generator(0, "row").integers(0, 2**32, PERMUTATIONS, dtype=np.uint32)
+    second = numpy_generator(0, "row").integers(0, 2**32, NUM_PERMUTATIONS, dtype=np.uint32)
     third = second.copy()
     third[rows : number * rows : rows] += 1  # All bands differ but the first, and 108 of 128 values are equal.
     first = second + np.uint32(7)
@@ -140,9 +140,9 @@ def test_dissimilar_first_text_of_a_band_hides_no_duplicates() -> None:
 def test_bands_detect_pairs_at_the_threshold() -> None:
     for threshold in (0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.99, 1.0):
         number, rows = choose_bands(threshold)
-        assert number * rows <= PERMUTATIONS
+        assert number * rows <= NUM_PERMUTATIONS
         assert 1 - (1 - threshold**rows) ** number >= 0.99
-    assert choose_bands(1.0) == (1, PERMUTATIONS)
+    assert choose_bands(1.0) == (1, NUM_PERMUTATIONS)
     assert choose_bands(0.8)[1] > choose_bands(0.5)[1]
 
 
@@ -153,7 +153,7 @@ def test_signatures_of_short_and_wordless_texts() -> None:
     assert estimate_similarity(minhash_signature("good not bad"), minhash_signature("bad not good")) < 0.8
     assert estimate_similarity(minhash_signature("!!!"), minhash_signature("???")) < 0.1
     assert estimate_similarity(minhash_signature(""), minhash_signature(" \n")) == 1
-    assert find_near_unique(np.empty((0, PERMUTATIONS), np.uint32), 0.8).tolist() == []
+    assert find_near_unique(np.empty((0, NUM_PERMUTATIONS), np.uint32), 0.8).tolist() == []
     assert minhash_signature("x").dtype == np.uint32
 
 
@@ -165,7 +165,7 @@ def test_chinese_is_compared_by_characters() -> None:
 @given(st.text(max_size=100))
 def test_any_text_has_a_signature(text: str) -> None:
     assert np.array_equal(minhash_signature(text), minhash_signature(text))
-    assert minhash_signature(text).shape == (PERMUTATIONS,)
+    assert minhash_signature(text).shape == (NUM_PERMUTATIONS,)
 
 
 def test_signatures_do_not_loop_over_words() -> None:

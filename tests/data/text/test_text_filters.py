@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from bottega.config.data import Filter
 from bottega.core.errors import UsageError
-from bottega.data.text.filters import check_filter, find_drop_reason, repeated_line_fraction, symbol_fraction
+from bottega.data.text.filters import (
+    check_filter,
+    compute_repeated_line_fraction,
+    compute_symbol_fraction,
+    find_drop_reason,
+)
 
 ENGLISH = "The rain fell on the roof of the house, and it was dark when we came home."
 GERMAN = "Der Regen fiel auf das Dach des Hauses, und es war dunkel, als wir nach Hause kamen."
@@ -42,21 +47,23 @@ def test_drop_reasons(text: str, options: Filter, reason: str | None) -> None:
 
 
 def test_fractions_of_symbols_and_repeated_lines() -> None:
-    assert symbol_fraction("a, b.") == pytest.approx(2 / 4)
-    assert symbol_fraction("é, b.") == pytest.approx(2 / 4)
-    assert symbol_fraction("_") == 1
-    assert symbol_fraction(" \n") == symbol_fraction("") == 0
-    assert symbol_fraction("नमस्ते") == 0  # A quarter of ordinary Hindi are combining marks, which are not symbols.
-    assert symbol_fraction(ENGLISH) < 0.06
-    assert repeated_line_fraction("a\n\n b \n\na\n\n") == pytest.approx(1 / 3)
-    assert repeated_line_fraction("") == 0
+    assert compute_symbol_fraction("a, b.") == pytest.approx(2 / 4)
+    assert compute_symbol_fraction("é, b.") == pytest.approx(2 / 4)
+    assert compute_symbol_fraction("_") == 1
+    assert compute_symbol_fraction(" \n") == compute_symbol_fraction("") == 0
+    assert (
+        compute_symbol_fraction("नमस्ते") == 0
+    )  # A quarter of ordinary Hindi are combining marks, which are not symbols.
+    assert compute_symbol_fraction(ENGLISH) < 0.06
+    assert compute_repeated_line_fraction("a\n\n b \n\na\n\n") == pytest.approx(1 / 3)
+    assert compute_repeated_line_fraction("") == 0
 
 
 @given(st.text(st.characters(max_codepoint=127)))
 def test_ascii_fast_path_counts_the_same(text: str) -> None:
     num_symbols = sum(not sign.isalnum() and not sign.isspace() for sign in text)
     num_visible = sum(not sign.isspace() for sign in text)
-    assert symbol_fraction(text) == pytest.approx(num_symbols / max(num_visible, 1))
+    assert compute_symbol_fraction(text) == pytest.approx(num_symbols / max(num_visible, 1))
 
 
 @given(st.text())
@@ -70,8 +77,8 @@ def test_any_text_has_a_drop_reason_or_none(text: str) -> None:
         "unknown language",
         "other language",
     }
-    assert 0 <= symbol_fraction(text) <= 1
-    assert 0 <= repeated_line_fraction(text) < 1
+    assert 0 <= compute_symbol_fraction(text) <= 1
+    assert 0 <= compute_repeated_line_fraction(text) < 1
 
 
 def test_undetectable_language_is_refused_by_name() -> None:

@@ -152,7 +152,7 @@ def test_arrays_need_a_frame_rate_and_are_resampled(tmp_path: Path) -> None:
 
 
 def test_video_above_the_memory_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "MAX_BYTES", 8 * 8 * 3 * 4)
+    monkeypatch.setattr(encoding, "MAX_VIDEO_BYTES", 8 * 8 * 3 * 4)
     assert list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": build_video(4), "fps": 10})))
     with pytest.raises(Unreadable, match="more than 4 frames"):
         list(VideoEncoder((8, 8)).rows(Record("a", "", {"video": build_video(5), "fps": 10})))
@@ -173,7 +173,7 @@ def measure_double_counting() -> float:
 def test_frames_are_not_copied_in_memory(monkeypatch: pytest.MonkeyPatch, is_file: bool, length: int) -> None:
     # Larger than the stored size, so that each stored frame is a separate array.
     large = build_video(length, size=(96, 96))
-    monkeypatch.setattr(encoding, "BLOCK", 32 * 64 * 64 * 3)
+    monkeypatch.setattr(encoding, "BLOCK_BYTES", 32 * 64 * 64 * 3)
     monkeypatch.setattr(encoding, "decode_frames", lambda data, **options: (8.0, iter(large)))
     tracemalloc.start()
     (row,) = VideoEncoder((64, 64), fps=8).rows(Record("a", "", {"video": b"a file" if is_file else large}))

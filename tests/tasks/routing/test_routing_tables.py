@@ -61,9 +61,9 @@ def test_the_order_of_columns_does_not_matter(run: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (["other", *NAMES[1:], "label"], "has no column 'c0' and has unknown columns 'other'"),
+        (["other", *NAMES[1:], "label"], "has no column 'c0' and has an unknown column 'other'"),
         ([*NAMES[:-1], "label"], "has no column 'c7'; the inputs are 'c0'"),
-        ([*NAMES, "other", "label"], "has unknown columns 'other'"),
+        ([*NAMES, "other", "label"], "has an unknown column 'other'"),
     ],
 )
 def test_missing_and_unknown_columns_are_refused_by_name(

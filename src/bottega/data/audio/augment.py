@@ -45,8 +45,8 @@ def change_gain(audio: np.ndarray, decibels: float, *, random_key: RandomKey) ->
 
 
 def mask_time(audio: np.ndarray, max_fraction: float, *, random_key: RandomKey) -> np.ndarray:
-    """Silence one random span of up to `max_fraction` of the waveform; half of that on average."""
-    start, width = _span(numpy_generator("audio time mask", *random_key), len(audio), max_fraction)
+    """Silence one random span of at most `max_fraction` of the waveform, on average half as much."""
+    start, width = _draw_span(numpy_generator("audio time mask", *random_key), len(audio), max_fraction)
     audio = audio.copy()
     audio[start : start + width] = 0
     return audio
@@ -54,30 +54,37 @@ def mask_time(audio: np.ndarray, max_fraction: float, *, random_key: RandomKey) 
 
 def mask_frequency_band(audio: np.ndarray, max_fraction: float, *, rate: int, random_key: RandomKey) -> np.ndarray:
     """Remove one random frequency band of up to `max_fraction` of the mel scale."""
-    random = numpy_generator("audio frequency mask", *random_key)
-    top = float(hertz_to_mel(np.array(rate / 2)))
-    width = top * max_fraction * random.random()
-    low = (top - width) * random.random()
-    first, last = mel_to_hertz(np.array([low, low + width]))
+    rng = numpy_generator("audio frequency mask", *random_key)
+    max_mel = float(hertz_to_mel(np.array(rate / 2)))
+    width = max_mel * max_fraction * rng.random()
+    low_mel = (max_mel - width) * rng.random()
+    low_hertz, high_hertz = mel_to_hertz(np.array([low_mel, low_mel + width]))
     spectrum = np.fft.rfft(audio)
     hertz = np.fft.rfftfreq(len(audio), 1 / rate)
-    spectrum[(hertz >= first) & (hertz < last)] = 0
+    spectrum[(hertz >= low_hertz) & (hertz < high_hertz)] = 0
     return np.fft.irfft(spectrum, len(audio)).astype(np.float32)
 
 
 def mask_spectrogram(
-    frames: np.ndarray, *, time: float, frequency: float, random_key: RandomKey, value: float | None = None
+    frames: np.ndarray,
+    *,
+    max_time_fraction: float,
+    max_frequency_fraction: float,
+    random_key: RandomKey,
+    value: float | None = None,
 ) -> np.ndarray:
-    """Apply SpecAugment (Park et al., 2019) to `(frames, bands)`: mask one span of time and one of frequency.
+    """Apply SpecAugment (Park et al., 2019) to `(frames, bands)`: mask one random span of time and one of frequency.
 
-    Masked values become `value`, or the mean of the spectrogram if it is None.
+    Masked values become `value`, or the mean of the spectrogram if `value` is None.
     """
     frames = frames.copy()
     fill = frames.mean() if value is None else value
-    start, width = _span(numpy_generator("spectrogram time mask", *random_key), frames.shape[0], time)
-    low, bands = _span(numpy_generator("spectrogram frequency mask", *random_key), frames.shape[1], frequency)
+    start, width = _draw_span(numpy_generator("spectrogram time mask", *random_key), frames.shape[0], max_time_fraction)
+    first_band, num_bands = _draw_span(
+        numpy_generator("spectrogram frequency mask", *random_key), frames.shape[1], max_frequency_fraction
+    )
     frames[start : start + width] = fill
-    frames[:, low : low + bands] = fill
+    frames[:, first_band : first_band + num_bands] = fill
     return frames
 
 
@@ -91,7 +98,7 @@ def choose_crop_start(length: int, num_samples: int, *, crop: CropPosition, rand
     return int(numpy_generator("audio crop", *random_key).integers(0, excess, endpoint=True))
 
 
-def _span(random: np.random.Generator, length: int, max_fraction: float) -> tuple[int, int]:
+def _draw_span(rng: np.random.Generator, length: int, max_fraction: float) -> tuple[int, int]:
     """Return start and width of a random span."""
-    width = int(random.integers(0, int(max_fraction * length), endpoint=True))
-    return int(random.integers(0, length - width, endpoint=True)), width
+    width = int(rng.integers(0, int(max_fraction * length), endpoint=True))
+    return int(rng.integers(0, length - width, endpoint=True)), width

@@ -37,7 +37,7 @@ class AudioData(MediaData):
     augmentation: AudioAugmentation | None = Field(None, description="augmentation of the training audio")
 
     @model_validator(mode="after")
-    def _overlaps(self) -> Self:
+    def _check_overlap(self) -> Self:
         if self.hop_size > self.fft_size // 2:
             raise ValueError(
                 f"hop_size: {self.hop_size} is more than half of fft_size {self.fft_size}, so audio between windows would "

@@ -13,7 +13,7 @@ from bottega.data.records.record import Unreadable
 
 Container = Literal["wav", "aiff", "caf", "w64", "au", "flac", "ogg", "mp3", "matroska", "mp4", "other"]
 
-# The first four bytes, and a word at an offset that tells the formats apart.
+# The possible first four bytes of a format, and the offset and value of further bytes that identify it.
 MAGIC: dict[Container, tuple[tuple[bytes, ...], int, bytes]] = {
     "wav": ((b"RIFF", b"RIFX", b"RF64"), 8, b"WAVE"),
     "aiff": ((b"FORM",), 8, b"AIF"),
@@ -27,7 +27,7 @@ MAGIC: dict[Container, tuple[tuple[bytes, ...], int, bytes]] = {
 
 
 class ChunkLayout(NamedTuple):
-    """How a container is divided into chunks, each of a name, a length and content."""
+    """How a container is divided into chunks, which consist of a name, a length and content."""
 
     start: int
     header_format: str
@@ -46,12 +46,13 @@ CHUNK_LAYOUTS: dict[Container, ChunkLayout] = {
     ),
 }
 # Placeholder lengths of programs that write to a pipe: ffmpeg, sox, and the CAF standard.
-UNKNOWN_LENGTH = frozenset((0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, -1))
-KILOBITS = (
+UNKNOWN_LENGTHS = frozenset((0xFFFFFFFF, 0x7FFFFFFF, 0x7FFFF000, -1))
+# Bit rates of MPEG layer III, of versions 2 and 2.5, then of version 1.
+MP3_KILOBITS = (
     (8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
     (32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
 )
-RATES = (44100, 48000, 32000)
+MP3_SAMPLE_RATES = (44100, 48000, 32000)
 
 
 def detect_container(file: BinaryIO) -> Container:
@@ -61,10 +62,10 @@ def detect_container(file: BinaryIO) -> Container:
     file.seek(0)
     if head[4:8] == b"ftyp":
         return "mp4"
-    for kind, (magic, at, word) in MAGIC.items():
-        if head[:4] in magic and head[at : at + len(word)] == word:
+    for kind, (first_bytes, at, marker) in MAGIC.items():
+        if head[:4] in first_bytes and head[at : at + len(marker)] == marker:
             return kind
-    return "mp3" if head[:3] == b"ID3" or _mpeg_frame(head[:4]) else "other"
+    return "mp3" if head[:3] == b"ID3" or _compute_frame_bytes(head[:4]) else "other"
 
 
 def check_complete(file: BinaryIO, kind: Container) -> None:
@@ -87,18 +88,18 @@ def check_complete(file: BinaryIO, kind: Container) -> None:
 
 def mp3_states_length(file: BinaryIO) -> bool:
     """Return whether an mp3 states its length; if not, the number of samples that a decoder reports is an estimate."""
-    return _xing(file, _after_tag(file)) is not None
+    return _read_xing_bytes(file, _find_first_frame(file)) is not None
 
 
 def _check_chunks(file: BinaryIO, size: int, layout: ChunkLayout) -> None:
     file.seek(0)
     magic = file.read(4)
-    head = struct.Struct(layout.header_format.replace("<", ">") if magic == b"RIFX" else layout.header_format)
+    header = struct.Struct(layout.header_format.replace("<", ">") if magic == b"RIFX" else layout.header_format)
     at, has_audio, long_length = layout.start, False, None
-    while at + head.size <= size:
+    while at + header.size <= size:
         file.seek(at)
-        name, length = head.unpack(file.read(head.size))
-        length -= head.size if layout.length_includes_header else 0
+        name, length = header.unpack(file.read(header.size))
+        length -= header.size if layout.length_includes_header else 0
         if has_audio and (not name[:4].isascii() or not name[:4].decode().isprintable() or at + length > size):
             break
         if name == b"ds64":
@@ -109,14 +110,14 @@ def _check_chunks(file: BinaryIO, size: int, layout: ChunkLayout) -> None:
             has_audio = True
             if magic == b"RF64" and long_length is not None:
                 length = long_length
-            elif length in UNKNOWN_LENGTH and not 0 <= length <= size:
+            elif length in UNKNOWN_LENGTHS and not 0 <= length <= size:
                 return
-        if length < 0 or at + head.size + length > size:
+        if length < 0 or at + header.size + length > size:
             raise Unreadable(
                 f"truncated: the header states {length:,} bytes of {name[:4].decode('ascii', 'replace')!r}, "
-                f"the file has {size - at - head.size:,}"
+                f"the file has {size - at - header.size:,}"
             )
-        at += head.size + length
+        at += header.size + length
         at += -at % layout.align
     if not has_audio:
         raise Unreadable(f"contains no audio: there is no {layout.audio_chunk[:4].decode()!r} chunk")
@@ -157,30 +158,33 @@ def _check_pages(file: BinaryIO, size: int) -> None:
 
 def _check_segment(file: BinaryIO, size: int) -> None:
     """Matroska and WebM: one element follows the header and contains the rest of the file."""
-    _, length, at = _element(file, 0)
-    _, length, at = _element(file, at + length)
+    _, length, at = _read_ebml_element(file, 0)
+    _, length, at = _read_ebml_element(file, at + length)
     if length >= 0 and at + length > size:
         raise Unreadable(f"truncated: the header states {length:,} bytes, the file has {size - at:,}")
 
 
-def _element(file: BinaryIO, at: int) -> tuple[int, int, int]:
+def _read_ebml_element(file: BinaryIO, at: int) -> tuple[int, int, int]:
     """Return the id, length (-1 if unknown) and content offset of the EBML element at byte `at`."""
     file.seek(at)
     raw = file.read(12)
     if len(raw) < 12 or not raw[0] & 0xF0:
         raise Unreadable(f"truncated or damaged: no EBML element at byte {at:,}")
     width = 9 - raw[0].bit_length()
-    bits = raw[width].bit_length()
-    if not bits:
+    length_bits = raw[width].bit_length()
+    if not length_bits:
         raise Unreadable(f"damaged: the element at byte {at:,} has no length")
-    end = width + 9 - bits
-    length = int.from_bytes(raw[width:end], "big") - (1 << 7 * (9 - bits))
-    unknown = length == (1 << 7 * (9 - bits)) - 1
-    return int.from_bytes(raw[:width], "big"), -1 if unknown else length, at + end
+    end = width + 9 - length_bits
+    length = int.from_bytes(raw[width:end], "big") - (1 << 7 * (9 - length_bits))
+    is_unknown = length == (1 << 7 * (9 - length_bits)) - 1
+    return int.from_bytes(raw[:width], "big"), -1 if is_unknown else length, at + end
 
 
 def _check_boxes(file: BinaryIO, size: int) -> None:
-    """MP4, M4A, QuickTime: boxes of length, name, content; length 1 means a 64-bit length follows, 0 to the end."""
+    """MP4, M4A, QuickTime: boxes of length, name and content.
+
+    A length of 1 means that a 64-bit length follows the name; a length of 0 means that the box extends to the end.
+    """
     at = 0
     while at + 16 <= size:
         file.seek(at)
@@ -196,15 +200,15 @@ def _check_boxes(file: BinaryIO, size: int) -> None:
 
 def _check_frames(file: BinaryIO, size: int) -> None:
     """Mp3: compare with the byte count of the Xing header if there is one, else walk through the frames."""
-    at = _after_tag(file)
-    stated = _xing(file, at)
-    if stated is not None:
-        if at + stated > size:
-            raise Unreadable(f"truncated: the header states {stated:,} bytes, the file has {size - at:,}")
+    at = _find_first_frame(file)
+    stated_bytes = _read_xing_bytes(file, at)
+    if stated_bytes is not None:
+        if at + stated_bytes > size:
+            raise Unreadable(f"truncated: the header states {stated_bytes:,} bytes, the file has {size - at:,}")
         return
     while at + 4 <= size:
         file.seek(at)
-        length = _mpeg_frame(file.read(4))
+        length = _compute_frame_bytes(file.read(4))
         if not length:
             return
         at += length
@@ -212,7 +216,7 @@ def _check_frames(file: BinaryIO, size: int) -> None:
         raise Unreadable(f"truncated: the last frame ends at byte {at:,}, the file at {size:,}")
 
 
-def _after_tag(file: BinaryIO) -> int:
+def _find_first_frame(file: BinaryIO) -> int:
     """Return the offset of the first frame, after the ID3v2 tag, whose length is stored in 7 bits per byte."""
     file.seek(0)
     head = file.read(10)
@@ -222,26 +226,28 @@ def _after_tag(file: BinaryIO) -> int:
     return 10 + length + (10 if head[5] & 0x10 else 0)
 
 
-def _xing(file: BinaryIO, at: int) -> int | None:
-    """Return the byte count of all frames that LAME and others store in a first, silent frame; None without one."""
+def _read_xing_bytes(file: BinaryIO, at: int) -> int | None:
+    """Return the byte count of all frames, which LAME and others store in a silent first frame; None if it is missing."""
     file.seek(at)
     frame = file.read(64)
-    # After the side information, whose size depends on version and channels.
+    # The Xing header follows the side information, whose size depends on version and channels.
     for offset in (13, 21, 36):
         if frame[offset : offset + 4] in (b"Xing", b"Info") and len(frame) >= offset + 16:
-            flags, _, count = struct.unpack(">III", frame[offset + 4 : offset + 16])
+            flags, _, num_bytes = struct.unpack(">III", frame[offset + 4 : offset + 16])
             # Bit 0: the number of frames is present; bit 1: the number of bytes, which comes second.
-            return count if flags & 3 == 3 else None
+            return num_bytes if flags & 3 == 3 else None
     return None
 
 
-def _mpeg_frame(head: bytes) -> int:
-    """Return the bytes of a layer III frame with this header; 0 for another header or a free bit rate."""
+def _compute_frame_bytes(head: bytes) -> int:
+    """Return the length in bytes of the layer III frame with this header; 0 for any other header or a free bit rate."""
     if len(head) < 4 or head[0] != 0xFF or head[1] & 0xE6 != 0xE2:
         return 0
-    version, bits, rate = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3
-    if version == 1 or bits in (0, 15) or rate == 3:
+    version, bit_rate_index, sample_rate_index = head[1] >> 3 & 3, head[2] >> 4, head[2] >> 2 & 3
+    if version == 1 or bit_rate_index in (0, 15) or sample_rate_index == 3:
         return 0
     is_version_1 = version == 3
-    hertz = RATES[rate] // (1 if is_version_1 else 2 if version == 2 else 4)
-    return (144 if is_version_1 else 72) * KILOBITS[is_version_1][bits - 1] * 1000 // hertz + (head[2] >> 1 & 1)
+    hertz = MP3_SAMPLE_RATES[sample_rate_index] // (1 if is_version_1 else 2 if version == 2 else 4)
+    return (144 if is_version_1 else 72) * MP3_KILOBITS[is_version_1][bit_rate_index - 1] * 1000 // hertz + (
+        head[2] >> 1 & 1
+    )

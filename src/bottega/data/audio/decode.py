@@ -1,4 +1,7 @@
-"""Decode audio files to samples, and encode samples as wav or flac; never part of a damaged file."""
+"""Decode audio files to samples, and encode samples as wav or flac.
+
+A damaged file raises `Unreadable`, and is never decoded in part.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from bottega.data.audio.container import Container, check_complete, detect_conta
 from bottega.data.records.record import Unreadable
 
 LIMIT_SAMPLES = 1 << 28
-"""Over all channels: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
+"""Maximum number of samples over all channels: 1 GiB in memory, 93 minutes of one channel at 48 kHz."""
 VALID_SAMPLE_RATES = range(1000, 768_001)
 """Rates outside this range are treated as damage: one second at 1 Hz would be resampled to 48,000 times its size."""
-BLOCK = 1 << 20
+BLOCK_FRAMES = 1 << 20
 # libsndfile reports this for a FLAC that was written to a pipe, and then cannot read it.
 UNKNOWN_FRAMES = 1 << 62
 # Other demuxers of PyAV follow playlists to further files and URLs; these read only the file itself.
@@ -33,7 +36,7 @@ class AudioHeader(NamedTuple):
     sample_rate: int
     channels: int
     frames: int | None
-    """As stated by the header; None if it states no length."""
+    """Samples per channel as the header states them; None if it states no length."""
 
 
 def decode_audio(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> tuple[np.ndarray, int]:
@@ -56,8 +59,8 @@ def decode_audio(data: bytes | Path, *, limit_samples: int = LIMIT_SAMPLES) -> t
     if not len(samples):
         raise Unreadable("contains no samples")
     if not np.isfinite(samples).all():
-        at = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
-        raise Unreadable(f"sample {at:,} is not finite")
+        position = int(np.flatnonzero(~np.isfinite(samples).all(1))[0])
+        raise Unreadable(f"sample {position:,} is not finite")
     return samples, rate
 
 
@@ -71,7 +74,7 @@ def read_audio_header(data: bytes | Path) -> AudioHeader:
             with sound_file:
                 return AudioHeader(sound_file.samplerate, sound_file.channels, sound_file.frames)
         with _open_with_av(file) as (container, stream):
-            seconds = _stated_seconds(container, stream)
+            seconds = _read_stated_seconds(container, stream)
             frames = None if seconds is None else round(seconds * stream.rate)
             return AudioHeader(stream.rate, stream.channels, frames)
 
@@ -187,19 +190,19 @@ def _open_with_soundfile(file: BinaryIO, kind: Container) -> Any:
 
 def _decode_with_soundfile(sound_file: Any, limit: int, *, has_exact_length: bool) -> tuple[np.ndarray, int]:
     soundfile = _import_soundfile()
-    stated = sound_file.frames
-    _check_limits(sound_file.samplerate, sound_file.channels, stated, limit)
-    blocks, total = [], 0
+    stated_frames = sound_file.frames
+    _check_limits(sound_file.samplerate, sound_file.channels, stated_frames, limit)
+    blocks, num_decoded = [], 0
     try:
         # In blocks: a wrong length in the header must not allocate memory for samples that do not exist.
-        while len(block := sound_file.read(BLOCK, dtype="float32", always_2d=True)):
+        while len(block := sound_file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
             blocks.append(block)
-            total += len(block)
-            _check_limits(sound_file.samplerate, sound_file.channels, total, limit)
+            num_decoded += len(block)
+            _check_limits(sound_file.samplerate, sound_file.channels, num_decoded, limit)
     except soundfile.LibsndfileError as error:
-        raise Unreadable(f"damaged or truncated after {total:,} samples: {_format_reason(error)}") from error
-    if has_exact_length and total < stated:
-        raise Unreadable(f"truncated: the header states {stated:,} samples, {total:,} could be decoded")
+        raise Unreadable(f"damaged or truncated after {num_decoded:,} samples: {_format_reason(error)}") from error
+    if has_exact_length and num_decoded < stated_frames:
+        raise Unreadable(f"truncated: the header states {stated_frames:,} samples, {num_decoded:,} could be decoded")
     return _concatenate(blocks, sound_file.channels), sound_file.samplerate
 
 
@@ -249,7 +252,7 @@ def _open_with_av(file: BinaryIO) -> Iterator[tuple[Any, Any]]:
         raise Unreadable(f"damaged, truncated or not an audio file: {reason}") from error
 
 
-def _stated_seconds(container: Any, stream: Any) -> float | None:
+def _read_stated_seconds(container: Any, stream: Any) -> float | None:
     """Return the duration that the container states; None for raw AAC, whose duration is an estimate."""
     if container.format.name == "aac":
         return None
@@ -260,28 +263,30 @@ def _stated_seconds(container: Any, stream: Any) -> float | None:
 
 def _decode_with_av(file: BinaryIO, limit: int) -> tuple[np.ndarray, int]:
     with _open_with_av(file) as (container, stream):
-        seconds = _stated_seconds(container, stream)
+        seconds = _read_stated_seconds(container, stream)
         _check_limits(stream.rate, stream.channels, round((seconds or 0) * stream.rate), limit)
         resampler = _import_av().AudioResampler(format="fltp")
         blocks: list[np.ndarray] = []
-        rate, total, end = stream.rate, 0, 0.0
+        rate, num_decoded, end_seconds = stream.rate, 0, 0.0
         for packet in container.demux():
             if packet.pts is not None:
-                end = max(end, float((packet.pts + (packet.duration or 0)) * packet.time_base))
+                end_seconds = max(end_seconds, float((packet.pts + (packet.duration or 0)) * packet.time_base))
             if packet.stream.index != stream.index:
                 continue
             for frame in packet.decode():
                 # HE-AAC decodes to twice the rate that its container states.
                 rate = frame.sample_rate
                 blocks += [part.to_ndarray().T for part in resampler.resample(frame)]
-                total += frame.samples
-                _check_limits(rate, stream.channels, total, limit)
+                num_decoded += frame.samples
+                _check_limits(rate, stream.channels, num_decoded, limit)
         samples = _concatenate(blocks, stream.channels)
         if container.format.name.startswith("mov") and stream.duration is not None and seconds is not None:
             return _trim_padding(samples, round(seconds * rate), rate), rate
         # The container states the length of its longest stream, so the packets of all streams count.
-        if seconds is not None and end < seconds - 0.25:
-            raise Unreadable(f"truncated: the header states {seconds:.2f} s, the last packet ends at {end:.2f} s")
+        if seconds is not None and end_seconds < seconds - 0.25:
+            raise Unreadable(
+                f"truncated: the header states {seconds:.2f} s, the last packet ends at {end_seconds:.2f} s"
+            )
         return samples, rate
 
 

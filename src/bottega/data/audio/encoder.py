@@ -17,8 +17,8 @@ from bottega.data.records.fields import read_annotations, read_condition
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.shards import TEXT, Column
 
-ENCODED = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff", "webm", "mp4")
-AUDIO_FIELDS = ("audio", *ENCODED, "sound", "file", "video")
+ENCODED_AUDIO_FIELDS = ("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac", "aiff", "webm", "mp4")
+AUDIO_FIELDS = ("audio", *ENCODED_AUDIO_FIELDS, "sound", "file", "video")
 SAMPLE_RATE_FIELDS = ("sample_rate", "sampling_rate", "samplerate", "rate", "sr")
 FULL_SCALE = {"u1": 128, "i2": 1 << 15, "i4": 1 << 31}
 
@@ -76,9 +76,11 @@ class AudioEncoder(Encoder):
         return Waveform(_to_samples(value), _check_rate(rate))
 
     def _resample(self, waveform: Waveform) -> np.ndarray:
-        length = resampled_length(len(waveform.samples), rate=waveform.rate, to=self.sample_rate)
+        length = compute_resampled_length(len(waveform.samples), rate=waveform.rate, to=self.sample_rate)
         if not 0 < length <= self.limit_samples:
-            raise Unreadable(f"{length:,} samples at {self.sample_rate} Hz; there must be 1 to {self.limit_samples:,}")
+            raise Unreadable(
+                f"has {length:,} samples at {self.sample_rate} Hz; there must be 1 to {self.limit_samples:,}"
+            )
         return resample_audio(waveform.samples, rate=waveform.rate, to=self.sample_rate)
 
 
@@ -122,14 +124,14 @@ def _to_samples(value: Any) -> np.ndarray:
         array = np.asarray(value)
     except ValueError as error:
         raise Unreadable(f"not an array of samples: {error}") from error
-    kind = array.dtype.str[1:]
-    if array.ndim not in (1, 2) or array.size == 0 or (array.dtype.kind != "f" and kind not in FULL_SCALE):
+    type_code = array.dtype.str[1:]
+    if array.ndim not in (1, 2) or array.size == 0 or (array.dtype.kind != "f" and type_code not in FULL_SCALE):
         raise Unreadable(
             f"an array of {array.dtype} with shape {array.shape} is not audio; expected floats from -1 to 1, int16, int32 or uint8, "
             "of shape (samples,) or (samples, channels)"
         )
-    if kind in FULL_SCALE:
-        array = (array.astype(np.float64) - (128 if kind == "u1" else 0)) / FULL_SCALE[kind]
+    if type_code in FULL_SCALE:
+        array = (array.astype(np.float64) - (128 if type_code == "u1" else 0)) / FULL_SCALE[type_code]
     if array.ndim == 2:
         # Both (channels, samples) and (samples, channels) are common; there are always more samples.
         array = array.mean(axis=int(np.argmin(array.shape)))
@@ -139,21 +141,21 @@ def _to_samples(value: Any) -> np.ndarray:
 
 
 def _check_rate(value: Any) -> int:
-    scalar = np.asarray(value).reshape(-1)
-    if scalar.dtype.kind not in "iuf" or len(scalar) != 1 or float(scalar[0]) not in decode.VALID_SAMPLE_RATES:
+    values = np.asarray(value).reshape(-1)
+    if values.dtype.kind not in "iuf" or len(values) != 1 or float(values[0]) not in decode.VALID_SAMPLE_RATES:
         raise Unreadable(
             f"an array of samples needs its sample rate in hertz in a field such as sample_rate; got {value!r}"
         )
-    return int(scalar[0])
+    return int(values[0])
 
 
-def resampled_length(num_samples: int, *, rate: int, to: int) -> int:
+def compute_resampled_length(num_samples: int, *, rate: int, to: int) -> int:
     """Return num_samples * to / rate, rounded half up."""
     return (2 * num_samples * to + rate) // (2 * rate)
 
 
 def resample_audio(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
-    """Resample `(samples,)` or `(samples, channels)` from `rate` to `to`, as float32 of `resampled_length` samples.
+    """Resample `(samples,)` or `(samples, channels)` from `rate` to `to`, as float32 of `compute_resampled_length` samples.
 
     Uses soxr's HQ: flat up to 0.92 of the lower Nyquist frequency, and 130 dB of attenuation above it (measured from 48 to
     16 kHz). Equal rates return the input itself.
@@ -165,9 +167,9 @@ def resample_audio(audio: np.ndarray, *, rate: int, to: int) -> np.ndarray:
         import soxr
     except ImportError as error:
         raise EnvironmentProblem(f"resampling needs soxr; pip install 'bottega[audio]' ({error})") from error
-    length = resampled_length(len(audio), rate=rate, to=to)
-    out: np.ndarray = soxr.resample(audio, rate, to, quality="HQ")
-    # soxr rounds alike; in case a version does not, cut a sample or add a silent one.
-    if len(out) < length:
-        out = np.concatenate((out, np.zeros((length - len(out), *out.shape[1:]), np.float32)))
-    return out[:length]
+    length = compute_resampled_length(len(audio), rate=rate, to=to)
+    resampled: np.ndarray = soxr.resample(audio, rate, to, quality="HQ")
+    # soxr rounds in the same way; in case a version does not, cut a sample or add a silent one.
+    if len(resampled) < length:
+        resampled = np.concatenate((resampled, np.zeros((length - len(resampled), *resampled.shape[1:]), np.float32)))
+    return resampled[:length]

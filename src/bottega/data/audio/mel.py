@@ -15,14 +15,14 @@ from bottega.data.audio.source import AudioRows
 from bottega.data.audio.spectrogram import MAGNITUDE_FLOOR, MelSpectrogram
 from bottega.data.sources.source import Source
 
-FILE = "mel.json"
+MEL_FILE = "mel.json"
 REMEDY = "run the training command again to rewrite it"
-NUM_MEASURED = 512
-"""Clips of three seconds that the scale is measured on; fewer if they are longer."""
-MAX_MEASURED_SAMPLES = NUM_MEASURED << 16
+MAX_MEASURED_CLIPS = 512
+"""Number of clips that the scale is measured on; fewer if they are longer than 65,536 samples."""
+MAX_MEASURED_SAMPLES = MAX_MEASURED_CLIPS << 16
 MAX_CACHE_BYTES = 256 << 20
 # Limits on the clips and samples whose spectra are in memory at once while the scale is measured.
-CHUNK, CHUNK_SAMPLES = 32, 1 << 22
+MAX_CLIPS_AT_ONCE, MAX_SAMPLES_AT_ONCE = 32, 1 << 22
 
 
 @final
@@ -39,7 +39,7 @@ class MelScale(BaseModel):
         return ((log_mel - self.mean) / (2 * self.std)).astype(np.float32)
 
     def undo(self, x: np.ndarray) -> np.ndarray:
-        """Return the log-mel values of standardised ones."""
+        """Return the log-mel values of standardised values."""
         return (x.astype(np.float32) * (2 * self.std) + self.mean).astype(np.float32)
 
 
@@ -52,7 +52,7 @@ class MelProcessor(BaseModel):
     mel: MelSpectrogram
     scale: MelScale
     frames: int = Field(gt=0)
-    """At least as many as `num_samples` need; the rest is silence."""
+    """At least as many frames as `num_samples` need; the others are silence."""
     num_samples: int = Field(gt=0)
 
     @property
@@ -83,25 +83,25 @@ class MelProcessor(BaseModel):
 
     def notes(self) -> list[str]:
         """Return warnings about the data: silence, or mel bands that contain no frequency."""
-        mel, lines = self.mel, []
+        mel, notes = self.mel, []
         if self.scale.mean <= math.log(MAGNITUDE_FLOOR) + 1e-3:
-            lines.append("all clips that were measured are silent; check data.train.path and data.train.field")
+            notes.append("all clips that were measured are silent; check data.train.path and data.train.field")
         if mel.num_empty_bands:
-            lines.append(
+            notes.append(
                 f"{mel.num_empty_bands} of {mel.num_mels} mel bands are narrower than the frequency resolution of fft_size "
                 f"{mel.fft_size} and stay nearly empty; lower data.num_mels or raise data.fft_size"
             )
-        return lines
+        return notes
 
     def save(self, folder: Path) -> None:
         """Write `mel.json` into `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(self.model_dump_json(indent=1) + "\n")
+        (folder / MEL_FILE).write_text(self.model_dump_json(indent=1) + "\n")
 
     @classmethod
     def load(cls, folder: Path) -> MelProcessor:
         """Read `mel.json` from `folder`; raise `CheckpointError` if it is missing or invalid."""
-        path = folder / FILE
+        path = folder / MEL_FILE
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as error:
@@ -109,33 +109,34 @@ class MelProcessor(BaseModel):
         except (ValidationError, UsageError) as error:
             reason = str(error)
             if isinstance(error, ValidationError):
-                first = error.errors()[0]
-                reason = f"{'.'.join(map(str, first['loc'])) or 'its content'}: {first['msg']}"
+                first_error = error.errors()[0]
+                reason = f"{'.'.join(map(str, first_error['loc'])) or 'its content'}: {first_error['msg']}"
             raise CheckpointError(f"{path} is not a valid mel processor: {reason}; {REMEDY}") from error
 
 
 def fit_mel_processor(source: Source, mel: MelSpectrogram, *, num_samples: int, multiple: int = 1) -> MelProcessor:
     """Return a processor scaled to the audio of `source`; `frames` becomes a multiple of `multiple`, such as a patch size."""
     frames = -(-mel.num_frames(num_samples) // multiple) * multiple
-    plain = MelProcessor(mel=mel, scale=MelScale(mean=0, std=0.5), frames=frames, num_samples=num_samples)
-    return plain.model_copy(update={"scale": measure_mel_scale(source, plain)})
+    unscaled = MelProcessor(mel=mel, scale=MelScale(mean=0, std=0.5), frames=frames, num_samples=num_samples)
+    return unscaled.model_copy(update={"scale": measure_mel_scale(source, unscaled)})
 
 
 def measure_mel_scale(source: Source, processor: MelProcessor) -> MelScale:
     """Return mean and standard deviation of up to 512 evenly spaced clips, as epoch 0 crops them."""
-    num_clips = min(NUM_MEASURED, max(2, MAX_MEASURED_SAMPLES // processor.num_samples), len(source))
-    chunk = min(CHUNK, max(1, CHUNK_SAMPLES // processor.num_samples))
+    num_clips = min(MAX_MEASURED_CLIPS, max(2, MAX_MEASURED_SAMPLES // processor.num_samples), len(source))
+    clips_at_once = min(MAX_CLIPS_AT_ONCE, max(1, MAX_SAMPLES_AT_ONCE // processor.num_samples))
     index = np.unique(np.linspace(0, len(source) - 1, num_clips).astype(np.int64))
     count, total, squares = 0, 0.0, 0.0
-    for first in range(0, len(index), chunk):
-        part = index[first : first + chunk]
-        values = processor.log_mel(source.rows(part, np.zeros_like(part))["audio"]).astype(np.float64)
+    for first in range(0, len(index), clips_at_once):
+        clip_index = index[first : first + clips_at_once]
+        values = processor.log_mel(source.rows(clip_index, np.zeros_like(clip_index))["audio"]).astype(np.float64)
         count += values.size
         total += float(values.sum())
         squares += float((values**2).sum())
     mean = total / count
     deviation = max(squares / count - mean**2, 0.0) ** 0.5
-    # Rounded, so that a CPU that sums in another order gets the same; silence has a deviation of 0, hence the minimum.
+    # Rounded, so that a CPU that sums in a different order gets the same values. Silence has a deviation of 0, hence the
+    # minimum.
     return MelScale(mean=round(mean, 4), std=max(round(deviation, 4), 1e-3))
 
 
@@ -148,9 +149,9 @@ class MelRows(Source):
 
     def __init__(self, source: AudioRows, processor: MelProcessor) -> None:
         self.source, self.processor = source, processor
-        size = len(source) * 4 * processor.frames * processor.mel.num_mels
+        num_bytes = len(source) * 4 * processor.frames * processor.mel.num_mels
         self.is_deterministic = (
-            find_deterministic_samples(source) if size <= MAX_CACHE_BYTES else np.zeros(len(source), np.bool_)
+            find_deterministic_samples(source) if num_bytes <= MAX_CACHE_BYTES else np.zeros(len(source), np.bool_)
         )
         self._mels: np.ndarray | None = None
         self._is_cached = np.zeros(len(source), np.bool_)
@@ -171,13 +172,13 @@ class MelRows(Source):
         self._cache(index, mel, is_new & self.is_deterministic[index])
         return {"mel": mel, **rows}
 
-    def _cache(self, index: np.ndarray, mel: np.ndarray, selected: np.ndarray) -> None:
-        if not selected.any():
+    def _cache(self, index: np.ndarray, mel: np.ndarray, is_selected: np.ndarray) -> None:
+        if not is_selected.any():
             return
         if self._mels is None:
             self._mels = np.empty((len(self), *self.processor.shape), np.float32)
-        self._mels[index[selected]] = mel[selected]
-        self._is_cached[index[selected]] = True
+        self._mels[index[is_selected]] = mel[is_selected]
+        self._is_cached[index[is_selected]] = True
 
     def __getstate__(self) -> dict[str, Any]:
         # Worker processes fill caches of their own.

@@ -15,7 +15,7 @@ from bottega.data.sources.source import Source
 from bottega.data.tables.classes import Conditions
 from bottega.data.tables.shards import Table
 
-LONGEST_BYTES = 1 << 30
+MAX_CLIP_BYTES = 1 << 30
 
 
 @final
@@ -48,7 +48,7 @@ class AudioRows(Source):
         if not len(table):
             raise DataError(f"{table.folder}: the table has no rows; check data.train.path")
         if labels is not None and len(labels) != len(table):
-            raise DataError(f"{table.folder}: {len(table)} rows and {len(labels)} labels")
+            raise DataError(f"{table.folder}: the table has {len(table)} rows, but there are {len(labels)} labels")
         assert labels is None or conditions is None, "conditions bring their own labels"
         self.table, self.sample_rate, self.content, self.seed = table, sample_rate, content, seed
         self.crop: CropPosition = "centre" if crop == "random" and not train else crop
@@ -89,7 +89,7 @@ class AudioRows(Source):
 
     def describe(self, index: int, epoch: int) -> str:
         length, rate = len(self.table.row("audio", index)), self.sample_rate
-        start = self._crop_start(index, epoch)
+        start = self._choose_crop_start(index, epoch)
         stop = min(length, start + self.num_samples)
         part = f"used from {start / rate:.2f} to {stop / rate:.2f} s"
         lines = [
@@ -103,13 +103,13 @@ class AudioRows(Source):
         return "\n".join((*lines, *([caption] if caption else [])))
 
     def _load_clip(self, number: int, epoch: int) -> np.ndarray:
-        start = self._crop_start(number, epoch)
+        start = self._choose_crop_start(number, epoch)
         clip = self.table.row("audio", number)[start : start + self.num_samples]
         if self.augmentation is None:
             return clip
         return augment_audio(clip, self.augmentation, rate=self.sample_rate, random_key=(self.seed, epoch, number))
 
-    def _crop_start(self, number: int, epoch: int) -> int:
+    def _choose_crop_start(self, number: int, epoch: int) -> int:
         ends = self.table.ends("audio")
         length = int(ends[number]) - (int(ends[number - 1]) if number else 0)
         return choose_crop_start(length, self.num_samples, crop=self.crop, random_key=(self.seed, epoch, number))
@@ -117,10 +117,10 @@ class AudioRows(Source):
     def _find_longest(self) -> int:
         lengths = self.table.lengths("audio")
         longest = int(lengths.max())
-        if longest * 4 > LONGEST_BYTES:
+        if longest * 4 > MAX_CLIP_BYTES:
             key = self.table.row("key", int(lengths.argmax()))
             raise UsageError(
-                f"data.seconds: must be set, because all clips would get the length of {key}, {longest / self.sample_rate:.0f} s"
+                f"data.seconds: must be set, because all clips would be padded to the length of {key}, {longest / self.sample_rate:.0f} s"
             )
         return longest
 

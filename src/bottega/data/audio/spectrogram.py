@@ -18,6 +18,7 @@ from bottega.core.noise import numpy_generator
 MAGNITUDE_FLOOR = 1e-5
 """Smallest magnitude before the logarithm; 16-bit silence has less than this in every band."""
 EMPTY_BAND_HEIGHT = 0.1
+"""A band counts as empty if its triangle of height 1 is lower than this at all FFT frequencies."""
 MOMENTUM = 0.99
 SETTINGS_FILE = "mel.json"
 # 2,048 windows of 1,024 samples are 8 MiB; more does not fit the cache.
@@ -30,9 +31,9 @@ def stft(audio: np.ndarray, *, fft_size: int, hop_size: int) -> np.ndarray:
     Uses Hann windows and reflection padding at both ends. The precision is that of the input.
     """
     num_frames = count_frames(audio.shape[-1], hop_size)
-    half = fft_size // 2
-    after = (num_frames - 1) * hop_size + fft_size - half - audio.shape[-1]
-    padded = np.pad(audio, [(0, 0)] * (audio.ndim - 1) + [(half, after)], mode="reflect")
+    left_padding = fft_size // 2
+    right_padding = (num_frames - 1) * hop_size + fft_size - left_padding - audio.shape[-1]
+    padded = np.pad(audio, [(0, 0)] * (audio.ndim - 1) + [(left_padding, right_padding)], mode="reflect")
     windows = np.lib.stride_tricks.sliding_window_view(padded, fft_size, axis=-1)[..., ::hop_size, :]
     return np.fft.rfft(windows * hann_window(fft_size).astype(audio.dtype, copy=False), axis=-1)
 
@@ -43,8 +44,8 @@ def istft(spectrum: np.ndarray, *, fft_size: int, hop_size: int, length: int) ->
     overlap = -(-fft_size // hop_size)
     windows = np.fft.irfft(spectrum, n=fft_size, axis=-1)
     pieces = np.zeros((*spectrum.shape[:-1], overlap, hop_size), windows.dtype)
-    flat = pieces.reshape(*spectrum.shape[:-1], overlap * hop_size)
-    np.multiply(windows, hann_window(fft_size).astype(windows.dtype, copy=False), out=flat[..., :fft_size])
+    flat_pieces = pieces.reshape(*spectrum.shape[:-1], overlap * hop_size)
+    np.multiply(windows, hann_window(fft_size).astype(windows.dtype, copy=False), out=flat_pieces[..., :fft_size])
     total = np.zeros((*spectrum.shape[:-2], num_frames + overlap - 1, hop_size), windows.dtype)
     for i in range(overlap):
         total[..., i : i + num_frames, :] += pieces[..., i, :]
@@ -86,19 +87,19 @@ def mel_to_hertz(mel: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=16)
-def mel_filter_bank(*, sample_rate: int, fft_size: int, num_mels: int, low: float, high: float) -> np.ndarray:
+def build_mel_filter_bank(*, sample_rate: int, fft_size: int, num_mels: int, low: float, high: float) -> np.ndarray:
     """Return triangular filters `(M, F)`, evenly spaced in mel, each of area 1 in hertz, so that white noise is flat."""
-    triangles, width = _triangles(sample_rate, fft_size, num_mels, low, high)
-    empty = int((triangles.max(1) == 0).sum())
-    if empty:
+    triangles, width = _build_triangles(sample_rate, fft_size, num_mels, low, high)
+    num_empty = int((triangles.max(1) == 0).sum())
+    if num_empty:
         raise UsageError(
-            f"num_mels={num_mels} is too many for fft_size={fft_size} at {sample_rate} Hz: {empty} of the bands contain "
+            f"num_mels={num_mels} is too many for fft_size={fft_size} at {sample_rate} Hz: {num_empty} of the bands contain "
             "no FFT frequency; lower num_mels or raise fft_size"
         )
     return (triangles * 2 / width).astype(np.float32)
 
 
-def _triangles(
+def _build_triangles(
     sample_rate: int, fft_size: int, num_mels: int, low: float, high: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return triangles `(M, F)` of height 1, and their widths in hertz `(M, 1)`."""
@@ -126,7 +127,7 @@ class MelSpectrogram(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> MelSpectrogram:
+    def _check_settings(self) -> MelSpectrogram:
         if self.hop_size > self.fft_size // 2:
             raise UsageError(
                 f"hop_size={self.hop_size} is more than half of fft_size={self.fft_size}, so audio between windows would "
@@ -148,7 +149,7 @@ class MelSpectrogram(BaseModel):
     @property
     def filter_bank(self) -> np.ndarray:
         """The mel filters `(M, F)`."""
-        return mel_filter_bank(
+        return build_mel_filter_bank(
             sample_rate=self.sample_rate,
             fft_size=self.fft_size,
             num_mels=self.num_mels,
@@ -159,7 +160,7 @@ class MelSpectrogram(BaseModel):
     @property
     def num_empty_bands(self) -> int:
         """The number of bands whose filter has no FFT frequency near its peak and so stays nearly empty."""
-        triangles, _ = _triangles(self.sample_rate, self.fft_size, self.num_mels, self.low, self.highest_hertz)
+        triangles, _ = _build_triangles(self.sample_rate, self.fft_size, self.num_mels, self.low, self.highest_hertz)
         return int((triangles.max(1) < EMPTY_BAND_HEIGHT).sum())
 
     def num_frames(self, num_samples: int) -> int:
@@ -169,9 +170,9 @@ class MelSpectrogram(BaseModel):
     def encode(self, audio: np.ndarray) -> np.ndarray:
         """Return log magnitudes, float32 `(T, M)` or `(batch, T, M)`, of `(N,)` or `(batch, N)`; at least log(1e-5) = -11.5."""
         if audio.ndim > 1:
-            rows = max(1, MAX_FRAMES_AT_ONCE // self.num_frames(audio.shape[-1]))
-            if len(audio) > rows:
-                parts = [self.encode(audio[i : i + rows]) for i in range(0, len(audio), rows)]
+            max_rows = max(1, MAX_FRAMES_AT_ONCE // self.num_frames(audio.shape[-1]))
+            if len(audio) > max_rows:
+                parts = [self.encode(audio[i : i + max_rows]) for i in range(0, len(audio), max_rows)]
                 return np.concatenate(parts)
         magnitude = np.abs(self._stft(audio.astype(np.float32, copy=False)))
         return np.log(np.maximum(magnitude @ self.filter_bank.T, MAGNITUDE_FLOOR))
@@ -219,9 +220,11 @@ class MelSpectrogram(BaseModel):
         except OSError as error:
             raise DataError(f"cannot read {path}: {error.strerror}") from error
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "its content"
-            raise DataError(f"{path}: {where}: {first['msg']}; expected the settings of a mel spectrogram") from error
+            first_error = error.errors()[0]
+            where = ".".join(map(str, first_error["loc"])) or "its content"
+            raise DataError(
+                f"{path}: {where}: {first_error['msg']}; expected the settings of a mel spectrogram"
+            ) from error
 
     def _stft(self, audio: np.ndarray) -> np.ndarray:
         return stft(audio, fft_size=self.fft_size, hop_size=self.hop_size)
@@ -242,12 +245,12 @@ class MelSpectrogram(BaseModel):
         """
         bank = self.filter_bank
         gram, target = bank.T @ bank, mel @ bank
-        rate = 1 / np.linalg.norm(gram, 2)
+        step_size = 1 / np.linalg.norm(gram, 2)
         estimate = accelerated = np.maximum(mel @ np.linalg.pinv(bank).T, 0)
         weight = 1.0
         for _ in range(32):
-            step = np.maximum(accelerated - rate * (accelerated @ gram - target), 0)
+            next_estimate = np.maximum(accelerated - step_size * (accelerated @ gram - target), 0)
             next_weight = (1 + np.sqrt(1 + 4 * weight**2)) / 2
-            accelerated = step + np.float32((weight - 1) / next_weight) * (step - estimate)
-            estimate, weight = step, next_weight
+            accelerated = next_estimate + np.float32((weight - 1) / next_weight) * (next_estimate - estimate)
+            estimate, weight = next_estimate, next_weight
         return estimate

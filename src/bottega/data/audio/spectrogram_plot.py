@@ -11,8 +11,8 @@ from bottega.data.audio.spectrogram import stft
 from bottega.plots import spectrogram
 
 RANGE_DECIBELS = 80
-WIDTH, HEIGHT = 1000, 240
-"""Columns and rows that are computed for a panel, about the pixels that it takes."""
+PANEL_WIDTH, PANEL_HEIGHT = 1000, 240
+"""Columns and rows that are computed for a panel, about as many as it has pixels."""
 
 TitledWaveform = tuple[str, np.ndarray, int]
 """Title, samples (n,), sample rate."""
@@ -35,7 +35,7 @@ def plot_spectrograms(waveforms: Sequence[TitledWaveform], path: Path) -> None:
             spectrogram.Panel(
                 title,
                 f"{len(mono) / rate:.2f} s   {rate:,} Hz   {level}",
-                compute_decibels(mono, rate, WIDTH, HEIGHT),
+                compute_decibels(mono, rate, PANEL_WIDTH, PANEL_HEIGHT),
                 seconds=len(mono) / rate,
                 kilohertz=rate / 2000,
             )
@@ -56,9 +56,9 @@ def compute_decibels(audio: np.ndarray, rate: int, width: int, height: int) -> n
     starts, inverse = np.unique(np.minimum(columns[:-1].astype(int), len(magnitude) - 1), return_inverse=True)
     peaks = np.maximum.reduceat(magnitude, starts, axis=0)[inverse]
     bins = np.linspace(fft_size // 2, 0, height)
-    low = np.minimum(bins.astype(int), fft_size // 2 - 1)
-    part = (bins - low).astype(np.float32)[:, None]
+    lower_bins = np.minimum(bins.astype(int), fft_size // 2 - 1)
+    upper_weight = (bins - lower_bins).astype(np.float32)[:, None]
     level = 20 * np.log10(np.maximum(peaks.T, 1e-7))
-    level = level[low] * (1 - part) + level[low + 1] * part
+    level = level[lower_bins] * (1 - upper_weight) + level[lower_bins + 1] * upper_weight
     # Silence stays dark: its rounding noise is not blown up to full brightness.
     return np.clip(level - max(level.max(), -40), -RANGE_DECIBELS, 0)

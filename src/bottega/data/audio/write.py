@@ -20,8 +20,8 @@ from bottega.storage.durable import replacing_file
 WRITABLE_SUFFIXES = (".wav", ".flac", ".ogg")
 SILENCE_SECONDS = 0.2
 """Pause between clips in one file."""
-BLOCK = 1 << 16
-# A plot of more is taller than image viewers like to open.
+BLOCK_SAMPLES = 1 << 16
+# A plot of more spectrograms would be too tall for many image viewers.
 MAX_SPECTROGRAMS = 16
 
 
@@ -31,13 +31,13 @@ def write_audio(samples: np.ndarray, rate: int, path: Path) -> float:
     A waveform that exceeds ±1 would be clipped, which is audible, so all of it is scaled down. Returns the factor, 1.0 if
     nothing was scaled. Values that are not finite become 0.
     """
-    kind = require_suffix(path, WRITABLE_SUFFIXES)
+    suffix = require_suffix(path, WRITABLE_SUFFIXES)
     scaled, factor = _scale_to_range(samples)
     with replacing_file(path) as temporary:
-        if kind == ".ogg":
+        if suffix == ".ogg":
             temporary.write_bytes(_encode_ogg(scaled, rate))
         else:
-            temporary.write_bytes(encode_wav(scaled, rate) if kind == ".wav" else encode_flac(scaled, rate))
+            temporary.write_bytes(encode_wav(scaled, rate) if suffix == ".wav" else encode_flac(scaled, rate))
     return factor
 
 
@@ -46,8 +46,9 @@ def write_audio_files(
 ) -> list[Path]:
     """Write waveforms, `(clips, samples)` or of different lengths, and return the paths of the files.
 
-    A `path` without a suffix is a folder and gets 00.wav, ... and spectrograms.png. Else all clips go into that file one
-    after the other, with a PNG of the same name for the spectrograms of the first 16. Without matplotlib there is no PNG.
+    A `path` without a suffix is a folder and gets 00.wav, ... and spectrograms.png. Otherwise all clips are written one after
+    the other into the file `path`, and the spectrograms of the first 16 into a PNG of the same name. Without matplotlib
+    there is no PNG.
     """
     assert len(waveforms), "no waveforms"
     if is_folder(path):
@@ -58,8 +59,11 @@ def write_audio_files(
         files, plot = [path], path.with_suffix(".png")
         write_audio(join_with_silence([_scale_to_range(samples)[0] for samples in waveforms], rate), rate, path)
     names = captions if captions is not None else [f"{number:02d}" for number in range(len(waveforms))]
-    titled = [_make_titled(name, samples, rate) for name, samples in zip(names, waveforms, strict=True)]
-    return [*files, *([plot] if try_plot(partial(plot_spectrograms, titled[:MAX_SPECTROGRAMS]), plot) else [])]
+    titled_waveforms = [_add_title(name, samples, rate) for name, samples in zip(names, waveforms, strict=True)]
+    return [
+        *files,
+        *([plot] if try_plot(partial(plot_spectrograms, titled_waveforms[:MAX_SPECTROGRAMS]), plot) else []),
+    ]
 
 
 def join_with_silence(waveforms: Sequence[np.ndarray], rate: int) -> np.ndarray:
@@ -78,7 +82,7 @@ def _scale_to_range(samples: np.ndarray) -> tuple[np.ndarray, float]:
     return (scaled if factor == 1 else scaled * np.float32(factor)), factor
 
 
-def _make_titled(name: str, samples: np.ndarray, rate: int) -> TitledWaveform:
+def _add_title(name: str, samples: np.ndarray, rate: int) -> TitledWaveform:
     """Return title, samples and rate for the plot; the title says how the samples were changed."""
     scaled, factor = _scale_to_range(samples)
     num_non_finite = int((~np.isfinite(samples)).sum())
@@ -88,13 +92,13 @@ def _make_titled(name: str, samples: np.ndarray, rate: int) -> TitledWaveform:
 
 
 def _encode_ogg(samples: np.ndarray, rate: int) -> bytes:
-    # In memory: for a full disk the library only says "System error". In blocks: it keeps one Vorbis write on the stack, and
-    # a minute of audio in one call crashes the process.
-    out = io.BytesIO()
-    with _import_soundfile().SoundFile(out, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
-        for start in range(0, len(samples), BLOCK):
-            file.write(samples[start : start + BLOCK])
-    return out.getvalue()
+    # In memory, because for a full disk the library only says "System error". In blocks, because it keeps the samples of one
+    # Vorbis write on the stack, and a minute of audio in one call crashes the process.
+    encoded = io.BytesIO()
+    with _import_soundfile().SoundFile(encoded, "w", rate, 1, format="OGG", subtype="VORBIS") as file:
+        for start in range(0, len(samples), BLOCK_SAMPLES):
+            file.write(samples[start : start + BLOCK_SAMPLES])
+    return encoded.getvalue()
 
 
 def _import_soundfile() -> Any:

@@ -15,7 +15,7 @@ from bottega.data.tables.cache import default_cache, get_or_build
 Medium = Literal["image", "audio", "video"]
 D = TypeVar("D", bound=Data)
 
-# With the hash of the content (checked by a test), so that the data of another release is never used for it.
+# Each name ends with a hash of the content, which a test checks, so that the data of another release is never used.
 CACHE_NAMES = {
     "image": "digits-4c8d689d662ed659",
     "audio": "tones-9103e7c7cba55082",
@@ -53,28 +53,28 @@ def check_embedded_name(name: str | None, *names: str) -> None:
 def materialise_embedded(medium: Medium, dataset: str | None = None) -> Path:
     """Write an embedded dataset to the cache and return its folder of .npy files, one per field."""
     check_embedded_name(dataset, *(STICKERS if medium == "image" else ()))
-    chosen = dataset or medium
-    name = CACHE_NAMES[chosen].rpartition("-")[0]
+    cache_key = dataset or medium
+    name = CACHE_NAMES[cache_key].rpartition("-")[0]
 
     def build(folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
-        for field, values in _build_fields(chosen).items():
+        for field, values in _build_fields(cache_key).items():
             # Little-endian everywhere: the bytes of the files are the fingerprint of the data.
             np.save(folder / name / f"{field}.npy", values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
 
-    return get_or_build(default_cache() / "embedded", CACHE_NAMES[chosen], build) / name
+    return get_or_build(default_cache() / "embedded", CACHE_NAMES[cache_key], build) / name
 
 
-def _build_fields(chosen: str) -> dict[str, np.ndarray]:
-    if chosen in STICKERS:
+def _build_fields(dataset: str) -> dict[str, np.ndarray]:
+    if dataset in STICKERS:
         from bottega.data.embedded import stickers
 
-        return stickers.build_fields(stickers.TRAINING_PAIRS if chosen == "stickers" else stickers.PAIRS)
-    if chosen == "image":
+        return stickers.build_fields(stickers.TRAINING_PAIRS if dataset == "stickers" else stickers.PAIRS)
+    if dataset == "image":
         from bottega.data.embedded import digits
 
         return digits.build_fields()
-    if chosen == "audio":
+    if dataset == "audio":
         from bottega.data.embedded import tones
 
         return tones.build_fields()

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 FILE = Path(__file__).with_name("digits.npz")
-INK = 16
+MAX_INK = 16
 """Largest value of a pixel, which counts the black pixels of a 4 x 4 block of the scan."""
 
 
@@ -28,6 +28,6 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Return the images, white on black, uint8 `(images, 8, 8)`, and their digits, uint8 `(images,)`."""
     with np.load(FILE, allow_pickle=False) as stored:
         counts, labels = stored["image"], stored["label"]
-    pixels = np.rint(np.arange(INK + 1) * (255 / INK)).astype(np.uint8)[counts]
+    pixels = np.rint(np.arange(MAX_INK + 1) * (255 / MAX_INK)).astype(np.uint8)[counts]
     pixels.flags.writeable = labels.flags.writeable = False
     return pixels, labels

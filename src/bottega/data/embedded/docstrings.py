@@ -1,9 +1,9 @@
 """Docstrings of Python's standard library: 2,508 of functions, classes and methods, from 11 packages.
 
 docstrings.jsonl.gz beside this file was made by tools/docstrings.py from the sources of Python 3.11.7, Copyright (c) 2001
-Python Software Foundation; All Rights Reserved, under the licence in docstrings.LICENSE. Changed against the sources: at
-least five words, cut at 600 characters, nothing that nearly repeats another, at most 400 of a package, and in place of
-the package names (also those within other words) an underscore, because they give the answer away.
+Python Software Foundation; All Rights Reserved, under the licence in docstrings.LICENSE. It differs from the sources:
+docstrings of fewer than five words and near duplicates are left out, each is cut at 600 characters, there are at most 400
+of a package, and package names (even within other words) are replaced by an underscore, because they would reveal the label.
 """
 
 from __future__ import annotations

@@ -31,16 +31,16 @@ from bottega.data.numbers.config import (
 )
 from bottega.data.tables.cache import default_cache, get_or_build
 
-BLOCK = 1024
-"""Samples drawn by one generator; a generator per sample would take most of the time."""
-STEP = 1 << 10
-"""Inputs are multiples of 1 / STEP, so that the last bits of a matrix product, which differ between processors, are not in
-the data or its fingerprint."""
-STREAM = 1 << 40
+SAMPLES_PER_BLOCK = 1024
+"""Number of samples drawn by one generator; a generator for each sample would take most of the time."""
+STEPS_PER_UNIT = 1 << 10
+"""Inputs are multiples of 1 / STEPS_PER_UNIT, so that the last bits of a matrix product, which differ between processors,
+are not in the data or its fingerprint."""
+SAMPLES_PER_SPLIT = 1 << 40
 """Range of sample numbers of one split, so that held-out samples have other numbers than training samples."""
 NUM_BAYES_SAMPLES = 1 << 17
 """Samples over which the Bayes accuracy is averaged."""
-# Increase it when the same options would give other samples.
+# Part of the cache key. Increase it when the same options would give different samples.
 FORMAT = 4
 
 
@@ -82,14 +82,18 @@ class RuleFamily:
     def gates(self) -> np.ndarray:
         """Gate points (R, gate inputs), all at equal distance from each other."""
         o = self.options
-        return _orthonormal_rows(o.num_rules, o.gate_inputs, o.rule_seed, "gates", o.rule) * (o.separation / np.sqrt(2))
+        return _draw_orthonormal_rows(o.num_rules, o.gate_inputs, o.rule_seed, "gates", o.rule) * (
+            o.separation / np.sqrt(2)
+        )
 
     @cached_property
     def cells(self) -> np.ndarray:
         """Cell points (K, content inputs)."""
         o = self.options
         inputs = o.num_inputs - o.gate_inputs
-        frame = _orthonormal_rows(count_content_dimensions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells")
+        frame = _draw_orthonormal_rows(
+            count_content_dimensions(o.num_labels, o.difficulty), inputs, o.rule_seed, "cells"
+        )
         if o.difficulty == "plain":
             return frame * (o.separation / np.sqrt(2))
         side = compute_grid_side(o.num_labels)
@@ -102,7 +106,7 @@ class RuleFamily:
     def labels(self) -> np.ndarray:
         """Label of each cell under each rule, (R, K).
 
-        Of C consecutive rules no two agree on any cell, and no two rules are equal; each uses all labels.
+        Among C consecutive rules, no two agree on any cell. No two rules are equal, and each rule uses all labels.
         """
         o, C = self.options, self.options.num_labels
         rng = numpy_generator("rules", o.rule_seed, "labels", o.rule)
@@ -110,7 +114,7 @@ class RuleFamily:
         rows: list[np.ndarray] = []
         while len(rows) < o.num_rules:
             drawn = rng.permuted(np.tile(np.arange(C)[:, None], (1, o.num_cells)), axis=0)
-            # A random rule of 64 labels and 128 cells uses all labels once in 6,000 times; a Latin square always does.
+            # Only one in 6,000 random rules of 64 labels and 128 cells uses all labels; with a Latin square every rule does.
             drawn[:, latin_cells] = (rng.permutation(C)[:, None] + rng.permutation(C)) % C
             new = drawn[: o.num_rules - len(rows)]
             if not any((row == old).all() for row in new for old in rows):
@@ -124,59 +128,62 @@ def get_rule_family(options: RuleOptions) -> RuleFamily:
     return RuleFamily(options)
 
 
-def _orthonormal_rows(rows: int, columns: int, *seed: object) -> np.ndarray:
+def _draw_orthonormal_rows(num_rows: int, num_columns: int, *seed: object) -> np.ndarray:
     """Return randomly rotated orthonormal rows (rows, columns)."""
-    q, r = np.linalg.qr(numpy_generator("rules", *seed).standard_normal((columns, rows)))
-    # Fixes the signs, which depend on the LAPACK library.
+    q, r = np.linalg.qr(numpy_generator("rules", *seed).standard_normal((num_columns, num_rows)))
+    # The signs depend on the LAPACK library, so make the diagonal of r positive.
     return (q * np.sign(np.diagonal(r))).T
 
 
 def draw_samples(options: RuleOptions, first: int, count: int) -> dict[str, np.ndarray]:
     """Return samples `first` to `first + count`, each a function of its number: x float32 (n, d), label and rule int32 (n)."""
     parts: dict[str, list[np.ndarray]] = {"x": [], "label": [], "rule": []}
-    for block in range(first // BLOCK, -(-(first + count) // BLOCK)):
-        start = block * BLOCK
-        inside = slice(max(0, first - start), min(BLOCK, first + count - start))
+    for block in range(first // SAMPLES_PER_BLOCK, -(-(first + count) // SAMPLES_PER_BLOCK)):
+        start = block * SAMPLES_PER_BLOCK
+        selected = slice(max(0, first - start), min(SAMPLES_PER_BLOCK, first + count - start))
         for name, values in _draw_block(options, block).items():
-            parts[name].append(values[inside])
+            parts[name].append(values[selected])
     return {name: np.concatenate(values) for name, values in parts.items()}
 
 
 def _draw_block(options: RuleOptions, block: int) -> dict[str, np.ndarray]:
     family, C = get_rule_family(options), options.num_labels
     rng = numpy_generator("rules", options.rule_seed, "block", options.rule, block)
-    rule = rng.integers(options.num_rules, size=BLOCK)
-    cell = rng.integers(options.num_cells, size=BLOCK)
-    x = rng.standard_normal((BLOCK, options.num_inputs))
-    is_flipped, other = rng.random(BLOCK) < options.label_noise, rng.integers(1, C, size=BLOCK)
+    rule = rng.integers(options.num_rules, size=SAMPLES_PER_BLOCK)
+    cell = rng.integers(options.num_cells, size=SAMPLES_PER_BLOCK)
+    x = rng.standard_normal((SAMPLES_PER_BLOCK, options.num_inputs))
+    is_flipped = rng.random(SAMPLES_PER_BLOCK) < options.label_noise
+    label_shift = rng.integers(1, C, size=SAMPLES_PER_BLOCK)
     x[:, : options.gate_inputs] += family.gates[rule]
     x[:, options.gate_inputs :] += family.cells[cell]
-    label = (family.labels[rule, cell] + np.where(is_flipped, other, 0)) % C
+    label = (family.labels[rule, cell] + np.where(is_flipped, label_shift, 0)) % C
     return {
-        "x": (np.rint(x * STEP) / STEP).astype(np.float32),
+        "x": (np.rint(x * STEPS_PER_UNIT) / STEPS_PER_UNIT).astype(np.float32),
         "label": label.astype(np.int32),
         "rule": rule.astype(np.int32),
     }
 
 
-def label_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
+def compute_label_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
     """Return the posterior of the label, `(samples, labels)`, of x `(samples, d)`, from the true densities."""
     family, C = get_rule_family(options), options.num_labels
     x = np.asarray(x, np.float64)
-    rule = _posterior(x[:, : options.gate_inputs], family.gates)
-    cell = _posterior(x[:, options.gate_inputs :], family.cells)
-    clean = np.zeros((len(x), C))
+    rule_probability = _compute_posterior(x[:, : options.gate_inputs], family.gates)
+    cell_probability = _compute_posterior(x[:, options.gate_inputs :], family.cells)
+    clean_posterior = np.zeros((len(x), C))
     for label in range(C):
-        clean[:, label] = np.einsum("nr,nr->n", rule, cell @ (family.labels == label).T)
-    return (1 - options.label_noise) * clean + options.label_noise * (1 - clean) / (C - 1)
+        clean_posterior[:, label] = np.einsum(
+            "nr,nr->n", rule_probability, cell_probability @ (family.labels == label).T
+        )
+    return (1 - options.label_noise) * clean_posterior + options.label_noise * (1 - clean_posterior) / (C - 1)
 
 
-def rule_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
+def compute_rule_posterior(options: RuleOptions, x: np.ndarray) -> np.ndarray:
     """Return the posterior of the rule, `(samples, rules)`."""
-    return _posterior(np.asarray(x, np.float64)[:, : options.gate_inputs], get_rule_family(options).gates)
+    return _compute_posterior(np.asarray(x, np.float64)[:, : options.gate_inputs], get_rule_family(options).gates)
 
 
-def _posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
+def _compute_posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
     """Return the posterior (n, points) of x (n, d) for unit Gaussians around equally likely points."""
     logits = x @ points.T - (points**2).sum(axis=1) / 2
     likelihood = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -184,12 +191,12 @@ def _posterior(x: np.ndarray, points: np.ndarray) -> np.ndarray:
 
 
 @cache
-def bayes_accuracy(options: RuleOptions) -> float:
+def compute_bayes_accuracy(options: RuleOptions) -> float:
     """Return the Bayes accuracy: the mean of the largest posterior, over samples that are not used for training."""
     total = 0.0
-    for block in range(NUM_BAYES_SAMPLES // BLOCK):
-        x = draw_samples(options, 3 * STREAM + block * BLOCK, BLOCK)["x"]
-        total += float(label_posterior(options, x).max(axis=1).sum())
+    for block in range(NUM_BAYES_SAMPLES // SAMPLES_PER_BLOCK):
+        x = draw_samples(options, 3 * SAMPLES_PER_SPLIT + block * SAMPLES_PER_BLOCK, SAMPLES_PER_BLOCK)["x"]
+        total += float(compute_label_posterior(options, x).max(axis=1).sum())
     return total / NUM_BAYES_SAMPLES
 
 
@@ -210,15 +217,17 @@ def build_rule_options(data: RoutingData, *, rule: int | None) -> RuleOptions:
 def materialise_training(data: RoutingData, source: RoutingSource, *, number: int) -> Path:
     """Write the training samples of a source of the recipe; sources differ by `number`, even with the same rule."""
     options = build_rule_options(data, rule=source.rule)
-    return materialise_rules(options, first=number * (STREAM >> 10), count=source.num_samples or data.num_samples)
+    return materialise_rules(
+        options, first=number * (SAMPLES_PER_SPLIT >> 10), count=source.num_samples or data.num_samples
+    )
 
 
 def materialise_held_out(data: RoutingData, part: RoutingHeldOut, *, table: str) -> Iterator[Path]:
     """Yield folders of held-out samples of the rules in `part.rules`, or of all training rules."""
     training_rules = [source.rule for source in data.sources or (data.train,) if source.kind == "synthetic"]
-    stream = {"validation": 1, "test": 2}[table] * STREAM
+    first_of_split = {"validation": 1, "test": 2}[table] * SAMPLES_PER_SPLIT
     for number, rule in enumerate(part.rules or training_rules):
-        first = stream + number * (STREAM >> 10)
+        first = first_of_split + number * (SAMPLES_PER_SPLIT >> 10)
         yield materialise_rules(
             build_rule_options(data, rule=rule), first=first, count=part.num_samples or data.num_samples
         )
@@ -232,8 +241,10 @@ def materialise_rules(options: RuleOptions, *, first: int, count: int) -> Path:
     def build(folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
         fields = draw_samples(options, first, count)
-        best = label_posterior(options, fields["x"]).max(axis=1)
-        fields["bayes"] = (np.rint(best * STEP * STEP) / (STEP * STEP)).astype(np.float32)
+        best_probability = compute_label_posterior(options, fields["x"]).max(axis=1)
+        fields["bayes"] = (
+            np.rint(best_probability * STEPS_PER_UNIT * STEPS_PER_UNIT) / (STEPS_PER_UNIT * STEPS_PER_UNIT)
+        ).astype(np.float32)
         for field, values in fields.items():
             np.save(folder / name / f"{field}.npy", values.astype(values.dtype.newbyteorder("<")), allow_pickle=False)
 

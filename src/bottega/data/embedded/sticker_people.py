@@ -1,7 +1,8 @@
 """Synthetic users who like stickers: their histories, requests and targets, with known favourite colours and patterns.
 
-Each user has a favourite colour and a favourite pattern; of six liked stickers five have the colour, and five the pattern.
-The request names a shape that none of the six has. Training users like training pairs, all others held-out pairs.
+Each user has a favourite colour and a favourite pattern: five of six liked stickers have the colour, and five have the
+pattern. The request names a shape that none of the six has. The favourites of training users are training pairs, those of
+all other users are held-out pairs.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from bottega.data.embedded.stickers import (
 )
 from bottega.data.tables.cache import default_cache, get_or_build
 
-# With the hash of the content (checked by a test), as for other embedded data.
+# The name ends with a hash of the content, which a test checks.
 CACHE_NAME = "people-20476f5a93bb2f07"
 TABLES = ("train", "validation", "test")
 HISTORY_LENGTH = 6
-TRAINING, HELD_OUT_PEOPLE = 300, 48
-# Records of each training user, each with another history and request.
+NUM_TRAINING_USERS, NUM_HELD_OUT_USERS = 300, 48
+# Records of each training user, each with a different history and request.
 RECORDS_PER_USER = 4
 FIRST_USER_ID = {"train": 1000, "validation": 0, "test": 100}
 # Images per shape, pair and background in the catalogue of histories and targets.
-COPIES = 2
+NUM_COPIES = 2
 
 Sticker = tuple[str, str, str, str]
 """Shape, colour, pattern, background."""
@@ -49,7 +50,7 @@ def materialise_people() -> Path:
     def build(folder: Path) -> None:
         pictures = folder / "people" / "pictures"
         pictures.mkdir(parents=True, exist_ok=True)
-        for number, (sticker, copy) in enumerate(product(CATALOGUE, range(COPIES))):
+        for number, (sticker, copy) in enumerate(product(CATALOGUE, range(NUM_COPIES))):
             pixels = draw_sticker(*sticker, rng=numpy_generator("catalogue", *sticker, copy))
             (pictures / f"{number:04d}.png").write_bytes(encode_png(pixels))
         for table in TABLES:
@@ -62,38 +63,43 @@ def materialise_people() -> Path:
 CATALOGUE: tuple[Sticker, ...] = tuple(
     (shape, colour, pattern, background) for (colour, pattern), shape, background in product(PAIRS, SHAPES, BACKGROUNDS)
 )
-NUMBERS = {sticker: number for number, sticker in enumerate(CATALOGUE)}
+CATALOGUE_INDEX = {sticker: number for number, sticker in enumerate(CATALOGUE)}
 
 
 def build_records(table: str) -> list[dict[str, Any]]:
     """Return the records of all users of a table."""
-    liked = {"train": TRAINING_PAIRS, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}[table]
-    people, times = (TRAINING, RECORDS_PER_USER) if table == "train" else (HELD_OUT_PEOPLE, 1)
+    pairs = {"train": TRAINING_PAIRS, "validation": VALIDATION_PAIRS, "test": TEST_PAIRS}[table]
+    num_users, records_per_user = (
+        (NUM_TRAINING_USERS, RECORDS_PER_USER) if table == "train" else (NUM_HELD_OUT_USERS, 1)
+    )
     return [
-        _record(
+        _build_record(
             f"{FIRST_USER_ID[table] + number}",
-            liked[number % len(liked)],
-            rng=numpy_generator("people", table, number, time),
+            pairs[number % len(pairs)],
+            rng=numpy_generator("people", table, number, record),
         )
-        for number in range(people)
-        for time in range(times)
+        for number in range(num_users)
+        for record in range(records_per_user)
     ]
 
 
-def _record(user: str, pair: Pair, *, rng: np.random.Generator) -> dict[str, Any]:
-    wished = _choose(SHAPES, rng)
+def _build_record(user: str, pair: Pair, *, rng: np.random.Generator) -> dict[str, Any]:
+    requested_shape = _choose(SHAPES, rng)
     # No sticker is liked twice.
-    candidates = list(product([shape for shape in SHAPES if shape != wished], BACKGROUNDS))
-    chosen = [candidates[number] for number in rng.permutation(len(candidates))[:HISTORY_LENGTH]]
+    candidates = list(product([shape for shape in SHAPES if shape != requested_shape], BACKGROUNDS))
+    shapes_and_backgrounds = [candidates[number] for number in rng.permutation(len(candidates))[:HISTORY_LENGTH]]
     pairs = sample_liked_pairs(pair, rng=rng)
-    liked = [(shape, *shown, background) for (shape, background), shown in zip(chosen, pairs, strict=True)]
+    liked = [
+        (shape, *liked_pair, background)
+        for (shape, background), liked_pair in zip(shapes_and_backgrounds, pairs, strict=True)
+    ]
     colour, pattern = pair
     return {
         "user": user,
-        "history": [_item(sticker, rng) for sticker in liked],
-        "target": _item((wished, colour, pattern, _choose(BACKGROUNDS, rng)), rng),
-        "wish": format_caption(wished),
-        "truth": {"shape": wished, "colour": colour, "pattern": pattern},
+        "history": [_build_item(sticker, rng) for sticker in liked],
+        "target": _build_item((requested_shape, colour, pattern, _choose(BACKGROUNDS, rng)), rng),
+        "wish": format_caption(requested_shape),
+        "truth": {"shape": requested_shape, "colour": colour, "pattern": pattern},
     }
 
 
@@ -102,28 +108,28 @@ def sample_liked_pairs(
 ) -> list[Pair]:
     """Return (colour, pattern) of liked stickers: the favourite, except for `num_exceptions` random colours and patterns.
 
-    Other pairs than the favourite are always training pairs, so only the favourite can be held out.
+    All other pairs are training pairs, so only the favourite can be a held-out pair.
     """
-    colours, patterns = ([favourite[part]] * count for part in (0, 1))
+    colours, patterns = ([favourite[attribute]] * count for attribute in (0, 1))
     for number in rng.permutation(count)[:num_exceptions]:
         colours[number] = ""
     for number in rng.permutation(count)[:num_exceptions]:
         patterns[number] = ""
     pairs = []
     for colour, pattern in zip(colours, patterns, strict=True):
-        fitting = [
+        matching_pairs = [
             pair
             for pair in TRAINING_PAIRS
             if (pair[0] == colour or (not colour and pair[0] != favourite[0]))
             and (pair[1] == pattern or (not pattern and pair[1] != favourite[1]))
         ]
-        pairs.append(favourite if colour and pattern else _choose(fitting, rng))
+        pairs.append(favourite if colour and pattern else _choose(matching_pairs, rng))
     return pairs
 
 
-def _item(sticker: Sticker, rng: np.random.Generator) -> dict[str, str]:
+def _build_item(sticker: Sticker, rng: np.random.Generator) -> dict[str, str]:
     shape, colour, pattern, background = sticker
-    number = f"{NUMBERS[sticker] * COPIES + int(rng.integers(COPIES)):04d}"
+    number = f"{CATALOGUE_INDEX[sticker] * NUM_COPIES + int(rng.integers(NUM_COPIES)):04d}"
     caption = format_caption(shape, colour, pattern, background)
     return {"id": number, "caption": caption, "image": f"pictures/{number}.png"}
 
@@ -138,10 +144,10 @@ def encode_png(pixels: np.ndarray) -> bytes:
     rows = np.concatenate((np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)), axis=1).tobytes()
     assert len(rows) < 1 << 16, "a stored deflate block holds less than 64 KiB"
     size = len(rows).to_bytes(2, "little")
-    stored = b"\x01" + size + bytes(255 - byte for byte in size) + rows
-    packed = b"\x78\x01" + stored + zlib.adler32(rows).to_bytes(4, "big")
+    deflate_block = b"\x01" + size + bytes(255 - byte for byte in size) + rows
+    zlib_stream = b"\x78\x01" + deflate_block + zlib.adler32(rows).to_bytes(4, "big")
     header = width.to_bytes(4, "big") + height.to_bytes(4, "big") + bytes((8, 2, 0, 0, 0))
-    chunks = ((b"IHDR", header), (b"IDAT", packed), (b"IEND", b""))
+    chunks = ((b"IHDR", header), (b"IDAT", zlib_stream), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         len(content).to_bytes(4, "big") + name + content + zlib.crc32(name + content).to_bytes(4, "big")
         for name, content in chunks

@@ -17,7 +17,7 @@ from bottega.data.embedded.stickers import (
     COLOURS,
     INK,
     PATTERNS,
-    POINTS,
+    POINTS_PER_SIDE,
     RGB,
     SHAPES,
     SIDE,
@@ -27,11 +27,11 @@ from bottega.data.image.resize import resize_image
 
 NO_STICKER = "none"
 """Attribute of an image without a sticker."""
-# Smallest fraction of an image's variance that a matching drawing explains.
+# A drawing that explains a smaller fraction of the image's variance does not match it.
 MIN_EXPLAINED_VARIANCE = 0.3
-PLACES = (-2, -1, 0, 1, 2)
+OFFSETS = (-2, -1, 0, 1, 2)
 RADII = (10.9, 11.75, 12.6)
-AT_ONCE = 16
+IMAGES_AT_ONCE = 16
 
 
 @dataclass(frozen=True)
@@ -58,39 +58,39 @@ def match_drawings(images: np.ndarray) -> DrawingMatch:
     assert images.shape[3] == 3, f"expected (N, h, w, 3), got {images.shape}"
     if images.shape[1:3] != (SIDE, SIDE):
         images = np.stack([resize_image(image, (SIDE, SIDE), mode="stretch") for image in images])
-    best: list[tuple[str, str, str, str]] = []
-    explained = np.empty(len(images))
-    for start in range(0, len(images), AT_ONCE):
-        part = images[start : start + AT_ONCE].reshape(-1, SIDE * SIDE, 3).astype(np.float32) / 255
-        names, error = _nearest(part)
-        total = np.square(part - part.mean(axis=1, keepdims=True)).sum(axis=(1, 2))
-        explained[start : start + AT_ONCE] = 1 - error / np.maximum(total, 1e-6)
-        best += names
-    shown = [
+    best_names: list[tuple[str, str, str, str]] = []
+    explained_variance = np.empty(len(images))
+    for start in range(0, len(images), IMAGES_AT_ONCE):
+        chunk = images[start : start + IMAGES_AT_ONCE].reshape(-1, SIDE * SIDE, 3).astype(np.float32) / 255
+        names, error = _find_nearest(chunk)
+        variance = np.square(chunk - chunk.mean(axis=1, keepdims=True)).sum(axis=(1, 2))
+        explained_variance[start : start + IMAGES_AT_ONCE] = 1 - error / np.maximum(variance, 1e-6)
+        best_names += names
+    matched_names = [
         names if fraction >= MIN_EXPLAINED_VARIANCE else (NO_STICKER,) * 4
-        for names, fraction in zip(best, explained, strict=True)
+        for names, fraction in zip(best_names, explained_variance, strict=True)
     ]
-    shape, colour, pattern, background = ([names[part] for names in shown] for part in range(4))
-    return DrawingMatch(shape, colour, pattern, background, explained)
+    shape, colour, pattern, background = ([names[attribute] for names in matched_names] for attribute in range(4))
+    return DrawingMatch(shape, colour, pattern, background, explained_variance)
 
 
-def _nearest(part: np.ndarray) -> tuple[list[tuple[str, str, str, str]], np.ndarray]:
+def _find_nearest(images: np.ndarray) -> tuple[list[tuple[str, str, str, str]], np.ndarray]:
     """Return the attributes of the nearest drawing of images, float32 (N, P, 3), and its squared error (N)."""
-    drawings = _drawings()
-    # One product for all images: image by image takes six times as long.
-    channels = np.ascontiguousarray(part.transpose(0, 2, 1)).reshape(-1, SIDE * SIDE)
-    error = (-2 * drawings.steps) @ (channels @ drawings.masks).reshape(len(part), 6, -1)
+    drawings = _build_drawings()
+    # One matrix product for all images: a product for each image takes six times as long.
+    channels = np.ascontiguousarray(images.transpose(0, 2, 1)).reshape(-1, SIDE * SIDE)
+    error = (-2 * drawings.steps) @ (channels @ drawings.masks).reshape(len(images), 6, -1)
     error += drawings.own
-    # The error of the background alone, the same for all drawings on it.
-    error += np.square(part[:, None] - drawings.backgrounds[:, None]).sum(axis=(2, 3))[:, :, None]
-    flat = error.reshape(len(part), -1)
-    where = flat.argmin(axis=1)
+    # The error of the background alone, which all drawings on it have in common.
+    error += np.square(images[:, None] - drawings.backgrounds[:, None]).sum(axis=(2, 3))[:, :, None]
+    flat = error.reshape(len(images), -1)
+    nearest = flat.argmin(axis=1)
     names = []
-    for number in where.tolist():
+    for number in nearest.tolist():
         pair, geometry = divmod(number, error.shape[2])
         (shape, pattern), (colour, background) = drawings.geometries[geometry], PALETTE[pair]
         names.append((shape, colour, pattern, background))
-    return names, flat[np.arange(len(part)), where]
+    return names, flat[np.arange(len(images)), nearest]
 
 
 PALETTE = tuple(product(COLOURS, BACKGROUNDS))
@@ -112,20 +112,20 @@ class Drawings:
 
 
 @cache
-def _drawings() -> Drawings:
+def _build_drawings() -> Drawings:
     geometries, painted, inked = [], [], []
-    for shape, pattern, radius, right, down in product(SHAPES, PATTERNS, RADII, PLACES, PLACES):
-        covered = compute_coverage(shape, pattern, center_x=SIDE / 2 + right, center_y=SIDE / 2 + down, radius=radius)
+    for shape, pattern, radius, right, down in product(SHAPES, PATTERNS, RADII, OFFSETS, OFFSETS):
+        coverage = compute_coverage(shape, pattern, center_x=SIDE / 2 + right, center_y=SIDE / 2 + down, radius=radius)
         geometries.append((shape, pattern))
-        painted.append(covered[0])
-        inked.append(covered[1])
-    both = np.array((painted, inked), np.float32).reshape(2, len(geometries), SIDE * SIDE) / POINTS**2
+        painted.append(coverage[0])
+        inked.append(coverage[1])
+    coverages = np.array((painted, inked), np.float32).reshape(2, len(geometries), SIDE * SIDE) / POINTS_PER_SIDE**2
     rgb = {name: np.array(value, np.float32) / 255 for name, value in {**RGB, "ink": INK}.items()}
     backgrounds = np.stack([rgb[background] for _, background in PALETTE])
     # [C, channel, painted or inked]
     steps = np.stack([np.stack((rgb[colour], rgb["ink"]), axis=1) for colour, _ in PALETTE]) - backgrounds[:, :, None]
-    products = np.einsum("xgp,ygp->xyg", both, both)
+    products = np.einsum("xgp,ygp->xyg", coverages, coverages)
     own = np.einsum("ckx,cky,xyg->cg", steps, steps, products)
-    own += 2 * np.einsum("ck,ckx,xg->cg", backgrounds, steps, both.sum(axis=2))
-    masks = np.ascontiguousarray(both.reshape(-1, SIDE * SIDE).T)
+    own += 2 * np.einsum("ck,ckx,xg->cg", backgrounds, steps, coverages.sum(axis=2))
+    masks = np.ascontiguousarray(coverages.reshape(-1, SIDE * SIDE).T)
     return Drawings(geometries, masks, steps.reshape(len(PALETTE), 6), backgrounds, own.astype(np.float32))

@@ -51,9 +51,9 @@ def materialise_texts(name: str) -> Path:
 def build_texts(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> list[str]:
     """Return all texts in random order."""
     rng = numpy_generator("sticker texts", len(pairs))
-    texts = [_history(pairs, rng) for _ in range(NUM_HISTORIES)]
-    texts += [_wishes(pairs, rng) for _ in range(NUM_WISHES)]
-    texts += [f"{_caption(pairs, rng)}\n" for _ in range(NUM_CAPTIONS)]
+    texts = [_build_history(pairs, rng) for _ in range(NUM_HISTORIES)]
+    texts += [_build_wishes(pairs, rng) for _ in range(NUM_WISHES)]
+    texts += [f"{_choose_caption(pairs, rng)}\n" for _ in range(NUM_CAPTIONS)]
     return [texts[number] for number in rng.permutation(len(texts))]
 
 
@@ -68,7 +68,7 @@ def format_target_text(wish: str, answer: str) -> str:
     return f"wish: {wish}\nshows: {answer}\n"
 
 
-def _history(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
+def _build_history(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
     """Return a random history: half have the length of a user's, and half have one exception, as users have."""
     favourite = _choose(pairs, rng)
     count = HISTORY_LENGTH if rng.random() < 0.5 else int(rng.integers(3, 8))
@@ -86,19 +86,19 @@ def _history(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
     return wish + format_preference_text(liked, format_keywords(*favourite, favourite_shape))
 
 
-def _wishes(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
+def _build_wishes(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
     count = int(rng.integers(1, 5))
-    return "".join(_wish(_choose(SHAPES, rng), _choose(pairs, rng), rng) for _ in range(count))
+    return "".join(_build_wish(_choose(SHAPES, rng), _choose(pairs, rng), rng) for _ in range(count))
 
 
-def _wish(shape: str, pair: Pair, rng: np.random.Generator) -> str:
+def _build_wish(shape: str, pair: Pair, rng: np.random.Generator) -> str:
     colour, pattern = pair
     attributes = [(None, None), (None, None), (colour, None), (None, pattern), (colour, pattern)][int(rng.integers(5))]
     background = _choose((None, None, *BACKGROUNDS), rng)
     return format_target_text(format_caption(shape, *attributes, background), format_keywords(*attributes, shape))
 
 
-def _caption(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
+def _choose_caption(pairs: tuple[Pair, ...], rng: np.random.Generator) -> str:
     shape, (colour, pattern), background = _choose(SHAPES, rng), _choose(pairs, rng), _choose(BACKGROUNDS, rng)
     return str(_choose(list_caption_forms(shape, colour, pattern, background), rng))
 

@@ -1,7 +1,7 @@
 """Stickers drawn by code: a shape in one colour and pattern on a background, 32 x 32 pixels, with captions.
 
-Users like a colour and a pattern. Ten of the forty pairs are held out: "stickers" never shows or names one, so a model
-that draws a held-out pair has generalised.
+Users like a colour and a pattern. Ten of the forty pairs are held out: the dataset "stickers" never shows or names them,
+so a model that draws a held-out pair has generalised.
 
 Only + - * / and square roots are used, which are exact to the last bit on every processor. u, v: right and down from the
 centre of a shape, in units of its radius. depth: distance inside the shape, in the same unit; negative is outside.
@@ -17,11 +17,11 @@ import numpy as np
 from bottega.core.noise import numpy_generator
 
 SIDE = 32
-# Sample points per side of a pixel, which shows their mean.
-POINTS = 4
+# A pixel is the mean of this many sample points per side.
+POINTS_PER_SIDE = 4
 # An autoencoder with one latent per 4 x 4 pixels loses details below three pixels; stripes, dots and frames are larger.
-RADIUS = (10.5, 13.0)
-SHIFT = 2.0
+RADIUS_RANGE = (10.5, 13.0)
+MAX_SHIFT = 2.0
 
 SHAPES = ("circle", "square", "triangle", "star", "heart", "cross", "diamond", "moon")
 COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink")
@@ -64,12 +64,12 @@ HELD_OUT_PAIRS: frozenset[Pair] = frozenset(VALIDATION_PAIRS + TEST_PAIRS)
 TRAINING_PAIRS: tuple[Pair, ...] = tuple(pair for pair in PAIRS if pair not in HELD_OUT_PAIRS)
 
 # Images per shape, pair and background.
-COPIES = 10
+NUM_COPIES = 10
 
 
 def build_fields(pairs: tuple[Pair, ...] = TRAINING_PAIRS) -> dict[str, np.ndarray]:
     """Return the fields image, uint8 `(images, 32, 32, 3)`, caption and attributes, in random order."""
-    stickers = [(*attributes, copy) for copy in range(COPIES) for attributes in product(SHAPES, pairs, BACKGROUNDS)]
+    stickers = [(*attributes, copy) for copy in range(NUM_COPIES) for attributes in product(SHAPES, pairs, BACKGROUNDS)]
     order = numpy_generator("stickers", len(stickers)).permutation(len(stickers))
     stickers = [stickers[number] for number in order]
     images = np.empty((len(stickers), SIDE, SIDE, 3), np.uint8)
@@ -121,9 +121,9 @@ def list_caption_forms(shape: str, colour: str, pattern: str, background: str) -
 
 def draw_sticker(shape: str, colour: str, pattern: str, background: str, *, rng: np.random.Generator) -> np.ndarray:
     """Return a sticker, uint8 (32, 32, 3), at a position and size drawn from `rng`."""
-    radius = RADIUS[0] + (RADIUS[1] - RADIUS[0]) * rng.random()
-    right, down = SIDE / 2 + SHIFT * (2 * rng.random(2) - 1)
-    return render_sticker(shape, colour, pattern, background, center_x=right, center_y=down, radius=radius)
+    radius = RADIUS_RANGE[0] + (RADIUS_RANGE[1] - RADIUS_RANGE[0]) * rng.random()
+    center_x, center_y = SIDE / 2 + MAX_SHIFT * (2 * rng.random(2) - 1)
+    return render_sticker(shape, colour, pattern, background, center_x=center_x, center_y=center_y, radius=radius)
 
 
 def render_sticker(
@@ -131,33 +131,33 @@ def render_sticker(
 ) -> np.ndarray:
     """Return a sticker, uint8 (32, 32, 3), at a given centre and radius in pixels."""
     painted, inked = compute_coverage(shape, pattern, center_x=center_x, center_y=center_y, radius=radius)
-    counts = np.stack((painted, inked, POINTS**2 - painted - inked), axis=2)
+    counts = np.stack((painted, inked, POINTS_PER_SIDE**2 - painted - inked), axis=2)
     total = counts @ np.array((RGB[colour], INK, RGB[background]))
-    return ((total + POINTS**2 // 2) // POINTS**2).astype(np.uint8)
+    return ((total + POINTS_PER_SIDE**2 // 2) // POINTS_PER_SIDE**2).astype(np.uint8)
 
 
 def compute_coverage(
     shape: str, pattern: str, *, center_x: float, center_y: float, radius: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return how many of the 16 points of each pixel show the colour, and how many the ink, both (32, 32)."""
-    points = (np.arange(SIDE * POINTS) + 0.5) / POINTS
+    points = (np.arange(SIDE * POINTS_PER_SIDE) + 0.5) / POINTS_PER_SIDE
     u, v = ((points - center_x) / radius)[None, :], ((points - center_y) / radius)[:, None]
-    depth = DEPTHS[shape](u, v)
-    inked = INKED[pattern](u, v, depth)
+    depth = DEPTH_FUNCTIONS[shape](u, v)
+    inked = INK_FUNCTIONS[pattern](u, v, depth)
     return _count_points((depth > 0) & ~inked), _count_points((depth > 0) & inked)
 
 
 def _count_points(points: np.ndarray) -> np.ndarray:
     """Return how many points of each pixel are set, (32, 32)."""
-    return points.reshape(SIDE, POINTS, SIDE, POINTS).sum(axis=(1, 3))
+    return points.reshape(SIDE, POINTS_PER_SIDE, SIDE, POINTS_PER_SIDE).sum(axis=(1, 3))
 
 
-def _distance(u: np.ndarray, v: np.ndarray) -> np.ndarray:
+def _compute_distance(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.sqrt(u * u + v * v)
 
 
 def _circle(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return 0.95 - _distance(u, v)
+    return 0.95 - _compute_distance(u, v)
 
 
 def _square(u: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -180,9 +180,9 @@ def _star(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 def _heart(u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """A square on its tip, and a circle on each of its upper sides."""
-    low = v - 0.08
-    tip = (0.8 - np.abs(u) - np.abs(low)) / 1.41421356
-    return np.maximum(tip, 0.5656854 - _distance(np.abs(u) - 0.4, low + 0.4))
+    shifted_v = v - 0.08
+    tip = (0.8 - np.abs(u) - np.abs(shifted_v)) / 1.41421356
+    return np.maximum(tip, 0.5656854 - _compute_distance(np.abs(u) - 0.4, shifted_v + 0.4))
 
 
 def _cross(u: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -195,10 +195,10 @@ def _diamond(u: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 
 def _moon(u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return np.minimum(1.0 - _distance(u, v), _distance(u - 0.55, v + 0.25) - 0.62)
+    return np.minimum(1.0 - _compute_distance(u, v), _compute_distance(u - 0.55, v + 0.25) - 0.62)
 
 
-DEPTHS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+DEPTH_FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "circle": _circle,
     "square": _square,
     "triangle": _triangle,
@@ -210,8 +210,8 @@ DEPTHS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 }
 
 
-def _is_odd(along: np.ndarray, width: float) -> np.ndarray:
-    return np.floor(along / width) % 2 == 1
+def _is_odd(position: np.ndarray, width: float) -> np.ndarray:
+    return np.floor(position / width) % 2 == 1
 
 
 def _plain(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
@@ -224,7 +224,7 @@ def _striped(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
 
 def _dotted(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
     width = 0.62
-    return _distance(u - width * np.floor(u / width + 0.5), v - width * np.floor(v / width + 0.5)) < 0.2
+    return _compute_distance(u - width * np.floor(u / width + 0.5), v - width * np.floor(v / width + 0.5)) < 0.2
 
 
 def _checked(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
@@ -235,7 +235,7 @@ def _framed(u: np.ndarray, v: np.ndarray, depth: np.ndarray) -> np.ndarray:
     return depth < 0.24
 
 
-INKED: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+INK_FUNCTIONS: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
     "plain": _plain,
     "striped": _striped,
     "dotted": _dotted,

@@ -15,32 +15,32 @@ import numpy as np
 
 from bottega.core.noise import numpy_generator
 
-COUNT = 1950
+NUM_CLIPS = 1950
 RATE = 8000
 # 64 frames of a mel spectrogram at a hop of 128; 1.008 seconds.
 NUM_SAMPLES = 63 * 128
 NOTES = ("C4", "C#4", "D4", "D#4", "E4", "F4", "F#4", "G4", "G#4", "A4", "A#4", "B4", "C5")
 C4, SEMITONE, LOG_2 = 261.6255653005986, 1.0594630943592953, 0.6931471805599453
-CENTS = 10
-"""Largest detuning of a clip."""
-HARMONICS = 6
-LONGEST_PERIOD = 32
+MAX_CENTS = 10
+"""Largest detuning of a clip, in hundredths of a semitone."""
+NUM_HARMONICS = 6
+MAX_PERIOD = 32
 
 
 def build_fields() -> dict[str, np.ndarray]:
     """Return the fields audio, int16 `(clips, samples)`, label and sample_rate."""
-    number = np.arange(COUNT)
-    draws = np.stack([numpy_generator("tones", i).random(10 + LONGEST_PERIOD) for i in range(COUNT)])
+    number = np.arange(NUM_CLIPS)
+    draws = np.stack([numpy_generator("tones", i).random(10 + MAX_PERIOD) for i in range(NUM_CLIPS)])
     is_string = number // len(NOTES) % 2 == 0
     hertz, loudness = compute_pitches(draws[:, 0]), 0.1 + 0.7 * draws[:, 1]
-    audio = np.empty((COUNT, NUM_SAMPLES))
+    audio = np.empty((NUM_CLIPS, NUM_SAMPLES))
     audio[is_string] = _pluck_strings(hertz[is_string], draws[is_string, 2:])
     audio[~is_string] = _play_harmonics(hertz[~is_string], draws[~is_string, 2:])
     audio *= (loudness / np.abs(audio).max(axis=1))[:, None]
     return {
         "audio": np.rint(audio * 32767).astype(np.int16),
         "label": np.array(NOTES)[number % len(NOTES)],
-        "sample_rate": np.full(COUNT, RATE, np.int32),
+        "sample_rate": np.full(NUM_CLIPS, RATE, np.int32),
     }
 
 
@@ -48,52 +48,53 @@ def compute_pitches(draw: np.ndarray) -> np.ndarray:
     """Return the frequencies in hertz, (n,), of the notes in turn, each detuned by a draw in 0..1."""
     notes = C4 * np.cumprod([1, *[SEMITONE] * (len(NOTES) - 1)])
     # e^x with an error below 1e-9 for 10 cents.
-    x = (2 * draw - 1) * CENTS * (LOG_2 / 1200)
+    x = (2 * draw - 1) * MAX_CENTS * (LOG_2 / 1200)
     return notes[np.arange(len(draw)) % len(NOTES)] * (1 + x * (1 + x / 2 * (1 + x / 3)))
 
 
 def _pluck_strings(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
     """Return plucked strings (B, samples); draws (B, 8 + 32) decide decay, brightness and the burst."""
     period, turns = RATE / hertz, hertz / RATE
-    seconds, dull = 0.2 + 0.8 * draws[:, 0], 0.02 + 0.1 * draws[:, 1]
-    keep = 1 - period / (seconds * RATE)
-    # The lowpass (dull/2, 1 - dull, dull/2) takes one sample at every frequency; whole + part is the rest.
+    seconds, lowpass = 0.2 + 0.8 * draws[:, 0], 0.02 + 0.1 * draws[:, 1]
+    decay = 1 - period / (seconds * RATE)
+    # The filter (lowpass/2, 1 - lowpass, lowpass/2) delays by one sample at every frequency. The rest of the period is
+    # whole_samples in the delay line and a fraction in the allpass filter.
     whole_samples = np.floor(period - 1.5).astype(int)
-    part = period - 1 - whole_samples
-    allpass = _sine(turns * (1 - part) / 2) / _sine(turns * (1 + part) / 2)
+    fraction = period - 1 - whole_samples
+    allpass = _sine(turns * (1 - fraction) / 2) / _sine(turns * (1 + fraction) / 2)
 
-    # Noise for one period, of mean 0, because only `keep` would damp an offset. Sums are over the first axis, row by
-    # row: along the last one, their order depends on the processor.
-    is_inside = np.arange(LONGEST_PERIOD)[:, None] < np.floor(period)
+    # Noise for one period, of mean 0, because only `decay` would damp an offset. Sums are over the first axis, row by
+    # row: along the last axis, the order of summation depends on the processor.
+    is_inside = np.arange(MAX_PERIOD)[:, None] < np.floor(period)
     burst = np.where(is_inside, np.ascontiguousarray(2 * draws[:, 8:].T - 1), 0)
     burst -= is_inside * (burst.sum(axis=0) / np.floor(period))
     count = len(hertz)
     audio = np.zeros((NUM_SAMPLES + 2, count))
-    smooth = np.zeros((LONGEST_PERIOD + NUM_SAMPLES) * count)
-    taken = np.arange(count) + (LONGEST_PERIOD - whole_samples) * count
-    before = passed = np.zeros(count)
+    smooth = np.zeros((MAX_PERIOD + NUM_SAMPLES) * count)
+    read_positions = np.arange(count) + (MAX_PERIOD - whole_samples) * count
+    previous = passed = np.zeros(count)
     for i in range(NUM_SAMPLES):
-        delayed = smooth[taken + i * count]
-        passed = allpass * (delayed - passed) + before
-        before = delayed
-        now = keep * passed
-        if i < LONGEST_PERIOD:
-            now = now + burst[i]
-        audio[i + 2] = now
-        start = (LONGEST_PERIOD + i) * count
-        smooth[start : start + count] = dull / 2 * (now + audio[i]) + (1 - dull) * audio[i + 1]
+        delayed = smooth[read_positions + i * count]
+        passed = allpass * (delayed - passed) + previous
+        previous = delayed
+        sample = decay * passed
+        if i < MAX_PERIOD:
+            sample = sample + burst[i]
+        audio[i + 2] = sample
+        start = (MAX_PERIOD + i) * count
+        smooth[start : start + count] = lowpass / 2 * (sample + audio[i]) + (1 - lowpass) * audio[i + 1]
     return audio[2:].T
 
 
 def _play_harmonics(hertz: np.ndarray, draws: np.ndarray) -> np.ndarray:
     """Return harmonic tones (B, samples); draws decide decay, brightness, attack and the phases of the harmonics."""
-    seconds, bright, attack = 0.2 + 0.8 * draws[:, 0], 0.2 + 0.5 * draws[:, 1], 0.005 + 0.025 * draws[:, 2]
-    harmonic = np.arange(1, HARMONICS + 1)[:, None]
+    seconds, brightness, attack = 0.2 + 0.8 * draws[:, 0], 0.2 + 0.5 * draws[:, 1], 0.005 + 0.025 * draws[:, 2]
+    harmonic = np.arange(1, NUM_HARMONICS + 1)[:, None]
     turns = hertz / RATE * harmonic
-    keep = 1 - 1 / (seconds * RATE)
-    cosine, sine = keep * _sine(turns + 0.25), keep * _sine(turns)
-    strength = np.cumprod(np.broadcast_to(bright, turns.shape), axis=0)
-    phase = draws[:, 8 : 8 + HARMONICS].T
+    decay = 1 - 1 / (seconds * RATE)
+    cosine, sine = decay * _sine(turns + 0.25), decay * _sine(turns)
+    strength = np.cumprod(np.broadcast_to(brightness, turns.shape), axis=0)
+    phase = draws[:, 8 : 8 + NUM_HARMONICS].T
     x, y = strength * _sine(phase + 0.25), strength * _sine(phase)
     audio = np.empty((NUM_SAMPLES, len(hertz)))
     for i in range(NUM_SAMPLES):

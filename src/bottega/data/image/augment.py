@@ -48,7 +48,7 @@ def sample_transform(options: ImageAugmentation, *, seed: int, epoch: int, index
 def augment_images(
     pixels: np.ndarray, options: ImageAugmentation, *, seed: int, epoch: np.ndarray, index: np.ndarray
 ) -> np.ndarray:
-    """Augment samples, uint8 `(batch, ..., height, width, channels)`, in place; they are `index` in their `epoch`."""
+    """Augment samples, uint8 `(batch, ..., height, width, channels)`, in place; each by its `index` and `epoch`, `(batch,)`."""
     if not options.enabled or not (options.crop or options.flip or options.colour_jitter):
         return pixels
     for sample, sample_epoch, sample_index in zip(pixels, epoch.tolist(), index.tolist(), strict=True):
@@ -75,7 +75,7 @@ def apply_transform(pixels: np.ndarray, transform: ImageTransform) -> None:
         pixels[...] = _jitter_colours(pixels, transform)
 
 
-def _jitter_colours(pixels: np.ndarray, change: ImageTransform) -> np.ndarray:
+def _jitter_colours(pixels: np.ndarray, transform: ImageTransform) -> np.ndarray:
     """Change brightness, then contrast around the mean grey of the sample, then saturation around each pixel's grey.
 
     The three are one matrix and one offset, so that pixels are rounded and clipped only once.
@@ -85,22 +85,22 @@ def _jitter_colours(pixels: np.ndarray, change: ImageTransform) -> np.ndarray:
     sums = pixels.reshape(-1, width * channels).sum(axis=0, dtype=np.int64).reshape(width, channels).sum(axis=0)
     weights = LUMA_WEIGHTS if channels == 3 else np.ones(1, dtype=np.float32)
     mean = float(weights @ sums) / (len(pixels) * height * width)
-    gain, offset = change.brightness * change.contrast, (1 - change.contrast) * change.brightness * mean
+    gain, offset = transform.brightness * transform.contrast, (1 - transform.contrast) * transform.brightness * mean
     if channels == 1:
         table = np.clip(np.rint(np.arange(256) * gain + offset), 0, 255).astype(np.uint8)
         return table[pixels]
-    grey = [gain * (1 - change.saturation) * weight for weight in LUMA_WEIGHTS.tolist()]
-    diagonal = gain * change.saturation
-    red = (grey[0] + diagonal, grey[1], grey[2], offset)
-    green = (grey[0], grey[1] + diagonal, grey[2], offset)
-    blue = (grey[0], grey[1], grey[2] + diagonal, offset)
+    grey_weights = [gain * (1 - transform.saturation) * weight for weight in LUMA_WEIGHTS.tolist()]
+    diagonal = gain * transform.saturation
+    red = (grey_weights[0] + diagonal, grey_weights[1], grey_weights[2], offset)
+    green = (grey_weights[0], grey_weights[1] + diagonal, grey_weights[2], offset)
+    blue = (grey_weights[0], grey_weights[1], grey_weights[2] + diagonal, offset)
     image = import_pillow().fromarray(pixels.reshape(-1, width, 3))
     return np.asarray(image.convert("RGB", red + green + blue)).reshape(pixels.shape)
 
 
 def normalise_pixels(pixels: np.ndarray, *, mode: Normalisation, out: np.ndarray | None = None) -> np.ndarray:
     """Return float32 (pixel / 255 - mean) / std of uint8 `(..., channels)`, written into `out` if given."""
-    scale, offset = _scale_and_offset(mode, pixels.shape[-1])
+    scale, offset = _compute_scale_and_offset(mode, pixels.shape[-1])
     out = np.empty(pixels.shape, dtype=np.float32) if out is None else out
     # Converting first and computing in place handles 4.4 billion pixels a second on one core; multiplying while converting
     # handles 3.4, a look-up table of 256 values 1.
@@ -115,7 +115,7 @@ def normalise_pixels(pixels: np.ndarray, *, mode: Normalisation, out: np.ndarray
 
 def denormalise_pixels(values: np.ndarray, *, mode: Normalisation) -> np.ndarray:
     """Invert `normalise_pixels`: return uint8, clipped to the range of a pixel."""
-    scale, offset = _scale_and_offset(mode, values.shape[-1])
+    scale, offset = _compute_scale_and_offset(mode, values.shape[-1])
     return np.clip(np.rint((np.asarray(values, dtype=np.float32) + offset) / scale), 0, 255).astype(np.uint8)
 
 
@@ -126,15 +126,15 @@ def _normalise_channels(out: np.ndarray, scale: np.ndarray, offset: np.ndarray) 
     np.subtract(rows, np.tile(offset, width), out=rows)
 
 
-def _scale_and_offset(how: Normalisation, channels: int) -> tuple[np.ndarray, np.ndarray]:
+def _compute_scale_and_offset(mode: Normalisation, channels: int) -> tuple[np.ndarray, np.ndarray]:
     """Return scale and offset of value = pixel * scale - offset for each channel."""
     mean: Any
     std: Any
-    if how == "standard":
+    if mode == "standard":
         mean, std = IMAGENET_MEAN, IMAGENET_STD
         if channels == 1:  # the luma-weighted mean of the colour statistics
             mean, std = mean @ LUMA_WEIGHTS, std @ LUMA_WEIGHTS
     else:
-        mean, std = (np.float32(0.5), np.float32(0.5)) if how == "symmetric" else (np.float32(0), np.float32(1))
+        mean, std = (np.float32(0.5), np.float32(0.5)) if mode == "symmetric" else (np.float32(0), np.float32(1))
     scale, offset = 1 / (255 * std), mean / std
     return np.broadcast_to(scale, channels), np.broadcast_to(offset, channels)

@@ -40,9 +40,9 @@ class Canvas:
         if right > left and bottom > top:
             self.pen.rectangle([round(v * SCALE) for v in (left, top, right, bottom)], fill=fill)
 
-    def draw_line(self, *ends: float, fill: str = INK, thick: float = 1) -> None:
+    def draw_line(self, *coordinates: float, fill: str = INK, width: float = 1) -> None:
         """Draw a line through points given as x, y, x, y, ..."""
-        self.pen.line([round(value * SCALE) for value in ends], fill=fill, width=round(thick * SCALE))
+        self.pen.line([round(value * SCALE) for value in coordinates], fill=fill, width=round(width * SCALE))
 
     def paste_image(self, x: float, y: float, pixels: np.ndarray, side: float) -> None:
         """Paste an image, uint8 `(height, width, 3)`, centred in a square with a thin border.

@@ -1,4 +1,4 @@
-"""Fit captions below thumbnails: printable characters, two lines, without the words that all have in common."""
+"""Fit captions below thumbnails: printable characters, two lines, without words that all captions have in common."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 Measure = Callable[[str], float]
-LINES = 2
+MAX_LINES = 2
 # Pillow's default font has ASCII and these characters, and draws a box for any other.
-SIGNS = frozenset("©«»°±·‹›⁄")
-UNKNOWN = "?"
+FONT_SYMBOLS = frozenset("©«»°±·‹›⁄")
+PLACEHOLDER = "?"
 # Characters that Unicode does not decompose.
-PLAIN = str.maketrans(
+ASCII_REPLACEMENTS = str.maketrans(
     {"ß": "ss", "ø": "o", "Ø": "O", "ł": "l", "Ł": "L", "æ": "ae", "Æ": "AE", "œ": "oe", "Œ": "OE", "đ": "d", "ð": "d"}
     | {"þ": "th", "ı": "i", "–": "-", "—": "-", "„": '"', "‚": "'", "‘": "'", "’": "'", "“": '"', "”": '"', "×": "x"}
 )
@@ -21,30 +21,31 @@ PLAIN = str.maketrans(
 def to_printable(text: str) -> str:
     """Return the text on one line, without accents and characters the font lacks; "?" if nothing is left."""
     text = " ".join(text.split())
-    plain = unicodedata.normalize("NFKD", text.translate(PLAIN))
-    shown = "".join(letter for letter in plain if letter in SIGNS or " " <= letter <= "~")
-    return " ".join(shown.split()) or (UNKNOWN if text else "")
+    decomposed = unicodedata.normalize("NFKD", text.translate(ASCII_REPLACEMENTS))
+    printable = "".join(character for character in decomposed if character in FONT_SYMBOLS or " " <= character <= "~")
+    return " ".join(printable.split()) or (PLACEHOLDER if text else "")
 
 
 def fit_captions(texts: Sequence[str], width: float, measure: Measure) -> list[list[str]]:
     """Wrap each caption to at most two lines of `width`, as measured by `measure`.
 
-    If one would be truncated, the words that all captions begin or end with are dropped, because they tell nothing apart.
+    If a caption would be truncated, the words that all captions begin or end with are dropped, because they do not help to
+    tell captions apart.
     """
-    plain = [to_printable(text) for text in texts]
-    if any(_wrap(text, width, measure)[1] for text in plain):
-        plain = _drop_common_words(plain)
-    fitting = []
-    for text in plain:
+    captions = [to_printable(text) for text in texts]
+    if any(_wrap(text, width, measure)[1] for text in captions):
+        captions = _drop_common_words(captions)
+    fitted = []
+    for text in captions:
         lines, rest = _wrap(text, width, measure)
-        fitting.append([*lines[:-1], _truncate(f"{lines[-1]} {rest}", width, measure)] if rest else lines)
-    return fitting
+        fitted.append([*lines[:-1], _truncate(f"{lines[-1]} {rest}", width, measure)] if rest else lines)
+    return fitted
 
 
 def _wrap(text: str, width: float, measure: Measure) -> tuple[list[str], str]:
     """Return the lines of a text, broken between words if possible, and the rest that does not fit."""
     lines: list[str] = []
-    while text and len(lines) < LINES:
+    while text and len(lines) < MAX_LINES:
         end = _count_fitting(text, width, measure)
         if end < len(text) and text[end] != " ":
             end = max(text.rfind(" ", 0, end), 0) or end
@@ -55,10 +56,10 @@ def _wrap(text: str, width: float, measure: Measure) -> tuple[list[str], str]:
 
 def _count_fitting(text: str, width: float, measure: Measure) -> int:
     """Return how many characters fit on a line, at least 1."""
-    end = min(len(text), int(width))  # no character is narrower than a pixel
-    while end > 1 and measure(text[:end]) > width:
-        end -= 1
-    return max(end, 1)
+    num_characters = min(len(text), int(width))  # no character is narrower than a pixel
+    while num_characters > 1 and measure(text[:num_characters]) > width:
+        num_characters -= 1
+    return max(num_characters, 1)
 
 
 def _truncate(text: str, width: float, measure: Measure) -> str:
@@ -71,11 +72,11 @@ def _drop_common_words(texts: list[str]) -> list[str]:
     if len(set(texts)) < 2:
         return texts
     # Keep at least one word of the shortest caption.
-    spare = min(map(len, captions)) - 1
-    first = min(_count_common_words(captions), spare)
-    last = min(_count_common_words([caption[::-1] for caption in captions]), spare - first)
-    before, after = "..." if first else "", "..." if last else ""
-    return [before + " ".join(caption[first : len(caption) - last]) + after for caption in captions]
+    max_dropped = min(map(len, captions)) - 1
+    num_first = min(_count_common_words(captions), max_dropped)
+    num_last = min(_count_common_words([caption[::-1] for caption in captions]), max_dropped - num_first)
+    prefix, suffix = "..." if num_first else "", "..." if num_last else ""
+    return [prefix + " ".join(caption[num_first : len(caption) - num_last]) + suffix for caption in captions]
 
 
 def _count_common_words(captions: list[list[str]]) -> int:

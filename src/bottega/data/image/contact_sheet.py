@@ -11,12 +11,12 @@ import numpy as np
 from bottega.data.image.caption import fit_captions
 from bottega.data.image.decode import import_pillow
 
-PAGE = (250, 250, 248)
-INK = (60, 60, 60)
+PAGE_COLOUR = (250, 250, 248)
+TEXT_COLOUR = (60, 60, 60)
 GAP = 8
-LINE = 14
+LINE_HEIGHT = 14
 # Smaller images are enlarged by whole factors, so that single pixels are visible and a caption fits.
-SMALLEST_SIDE = 96
+MIN_SIDE = 96
 
 
 def write_contact_sheet(
@@ -34,9 +34,9 @@ def write_contact_sheet(
     cell_height = max(image.shape[0] for image in enlarged)
     font = ImageFont.load_default(size=11)
     lines = fit_captions(captions, cell_width, font.getlength) if captions is not None else []
-    caption_height = LINE * max(map(len, lines)) + 4 if lines else 0
+    caption_height = LINE_HEIGHT * max(map(len, lines)) + 4 if lines else 0
     page = Image.new(
-        "RGB", (GAP + columns * (cell_width + GAP), GAP + rows * (cell_height + caption_height + GAP)), PAGE
+        "RGB", (GAP + columns * (cell_width + GAP), GAP + rows * (cell_height + caption_height + GAP)), PAGE_COLOUR
     )
     draw = ImageDraw.Draw(page)
     for number, image in enumerate(enlarged):
@@ -46,12 +46,12 @@ def write_contact_sheet(
         position = (left + (cell_width - image.shape[1]) // 2, top + cell_height - image.shape[0])
         page.paste(Image.fromarray(image), position)
         for line, text in enumerate(lines[number] if lines else ()):
-            line_position = (left + cell_width / 2, top + cell_height + 3 + LINE * line)
-            draw.text(line_position, text, fill=INK, font=font, anchor="ma")
+            line_position = (left + cell_width / 2, top + cell_height + 3 + LINE_HEIGHT * line)
+            draw.text(line_position, text, fill=TEXT_COLOUR, font=font, anchor="ma")
     page.save(path, format="PNG")
 
 
 def _enlarge(image: np.ndarray) -> np.ndarray:
-    colour = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
-    factor = max(1, math.ceil(SMALLEST_SIDE / max(colour.shape[:2])))
-    return np.ascontiguousarray(colour.repeat(factor, axis=0).repeat(factor, axis=1))
+    rgb = np.repeat(image, 3, axis=2) if image.shape[2] == 1 else image
+    factor = max(1, math.ceil(MIN_SIDE / max(rgb.shape[:2])))
+    return np.ascontiguousarray(rgb.repeat(factor, axis=0).repeat(factor, axis=1))

@@ -1,7 +1,7 @@
 """Decode image files to pixels: known formats only, size limits checked before decoding, truncated files refused.
 
-Pillow warns about images above 89.5 million pixels and refuses those above 179 million. The limit here is lower, so both
-are treated as too large. Its other warnings, such as invalid EXIF, are ignored.
+Pillow warns about images above 89.5 million pixels and refuses images above 179 million. The limit here is lower, so the
+warning and the error are both reported as a too large image. Pillow's other warnings, such as invalid EXIF, are ignored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 # The resolution of the largest cameras; 192 MiB in colour.
 MAX_PIXELS = 64 * 2**20
-GREY = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N"))
-SIXTEEN_BITS = frozenset(("I;16", "I;16L", "I;16B", "I;16N"))
-ORIENTATION = 0x0112
+GREY_MODES = frozenset(("1", "L", "LA", "La", "I", "I;16", "I;16L", "I;16B", "I;16N"))
+SIXTEEN_BIT_MODES = frozenset(("I;16", "I;16L", "I;16B", "I;16N"))
+ORIENTATION_TAG = 0x0112
 
 Encoded = bytes | Path
 ImageInput = Encoded | np.ndarray
@@ -38,14 +38,14 @@ def decode_image(data: ImageInput, *, channels: int | None) -> np.ndarray:
     Transparent pixels become white. GIF and TIFF files give their first frame. Colour profiles are not applied.
     """
     if isinstance(data, np.ndarray):
-        return _convert_channels(_from_array(data), channels)
+        return _convert_channels(_convert_array(data), channels)
     return _ignore_warnings(_decode_file, data, channels)
 
 
 def read_image_shape(data: ImageInput) -> tuple[int, int, int]:
     """Return height, width and channels that `decode_image` would give, from the header alone."""
     if isinstance(data, np.ndarray):
-        height, width, channels = _from_array(data).shape
+        height, width, channels = _convert_array(data).shape
         return height, width, 1 if channels < 3 else 3
     return _ignore_warnings(_read_header, data)[0]
 
@@ -68,29 +68,29 @@ def import_pillow() -> Any:
     return Image
 
 
-def _ignore_warnings(read: Callable[..., Any], *of: object) -> Any:
+def _ignore_warnings(read: Callable[..., Any], *arguments: object) -> Any:
     """Call `read`, and call it again with warnings ignored if they are raised as errors.
 
-    Filters are changed only then: they belong to the whole process, and decoding also runs in threads.
+    Warning filters are changed only then, because they belong to the whole process, and decoding also runs in threads.
     """
     try:
-        return read(*of)
+        return read(*arguments)
     except Warning:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return read(*of)
+            return read(*arguments)
 
 
 def _decode_file(data: Encoded, channels: int | None) -> np.ndarray:
     image, orientation = _open_image(data)
-    target_channels = channels or (1 if image.mode in GREY else 3)
+    target_channels = channels or (1 if image.mode in GREY_MODES else 3)
     try:
         with image:
             pixels = _decode_pixels(image, target_channels)
     except (Unreadable, Warning):
         raise
     except Exception as error:  # damaged data can raise any exception in Pillow
-        raise Unreadable(f"{image.format} image: {_one_line(error)}") from error
+        raise Unreadable(f"{image.format} image: {_format_error(error)}") from error
     return np.ascontiguousarray(_rotate_upright(pixels, orientation))
 
 
@@ -98,7 +98,7 @@ def _read_header(data: Encoded) -> tuple[tuple[int, int, int], str]:
     image, orientation = _open_image(data)
     with image:
         width, height = image.size
-        channels = 1 if image.mode in GREY else 3
+        channels = 1 if image.mode in GREY_MODES else 3
         shape = (width, height, channels) if orientation > 4 else (height, width, channels)
         return shape, str(image.format)
 
@@ -106,7 +106,7 @@ def _read_header(data: Encoded) -> tuple[tuple[int, int, int], str]:
 def _open_image(data: Encoded) -> tuple[PillowImage, int]:
     """Open an image, reading its header only, and return it with its EXIF orientation."""
     Image = import_pillow()
-    size = len(data) if isinstance(data, bytes) else _file_size(data)
+    size = len(data) if isinstance(data, bytes) else _read_file_size(data)
     if size == 0:
         raise Unreadable("the file is empty")
     try:
@@ -119,14 +119,14 @@ def _open_image(data: Encoded) -> tuple[PillowImage, int]:
     except Warning:
         raise
     except Exception as error:
-        raise Unreadable(f"the header cannot be read: {_one_line(error)}") from error
+        raise Unreadable(f"the header cannot be read: {_format_error(error)}") from error
     if image.width * image.height > MAX_PIXELS:
         image.close()
         raise Unreadable(f"{image.width} x {image.height} is more than {MAX_PIXELS:,} pixels; make it smaller")
     return image, orientation
 
 
-def _file_size(path: Path) -> int:
+def _read_file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
@@ -134,31 +134,31 @@ def _file_size(path: Path) -> int:
 
 
 def _decode_pixels(image: PillowImage, channels: int) -> np.ndarray:
-    """Decode, with explicit conversions of each mode: Pillow's own clip 16 bits and drop transparency."""
-    if image.mode in SIXTEEN_BITS or image.mode == "I":
-        deep = np.asarray(image).astype(np.int64)
+    """Decode with our own conversions: those of Pillow clip 16-bit values and drop transparency."""
+    if image.mode in SIXTEEN_BIT_MODES or image.mode == "I":
+        values = np.asarray(image).astype(np.int64)
         # Grey PNG and PPM use mode I for 16 bits; the range of a 32-bit TIFF is unknown.
         if image.mode == "I" and image.format not in ("PNG", "PPM"):
             raise Unreadable("has 32 bits per pixel; save it with 8 or 16")
-        return _convert_channels(_to_eight_bits(deep)[..., None], channels)
+        return _convert_channels(_to_eight_bits(values)[..., None], channels)
     if image.mode == "F":
         raise Unreadable("has floating-point pixels; save it with 8 or 16 bits")
     mode = "L" if channels == 1 else "RGB"
     if image.has_transparency_data or image.mode in ("La", "RGBa"):
         Image = import_pillow()
-        clear = image.convert("RGBA")
-        white = Image.new("RGBA", clear.size, (255, 255, 255, 255))
-        image = Image.alpha_composite(white, clear)
+        rgba = image.convert("RGBA")
+        white = Image.new("RGBA", rgba.size, (255, 255, 255, 255))
+        image = Image.alpha_composite(white, rgba)
     pixels = np.asarray(image if image.mode == mode else image.convert(mode))
     return pixels[..., None] if channels == 1 else pixels
 
 
-def _to_eight_bits(deep: np.ndarray) -> np.ndarray:
+def _to_eight_bits(values: np.ndarray) -> np.ndarray:
     """Round 16 bits to 8, so that 8-bit images stored as 16-bit (times 257) come back exactly."""
-    return ((np.clip(deep, 0, 65535) + 128) // 257).astype(np.uint8)
+    return ((np.clip(values, 0, 65535) + 128) // 257).astype(np.uint8)
 
 
-def _from_array(array: np.ndarray) -> np.ndarray:
+def _convert_array(array: np.ndarray) -> np.ndarray:
     """Return uint8 `(height, width, channels)` of an array; channels may come first if the shape is unambiguous.
 
     Floats are read as 0 to 1 if none is above 1, else as 0 to 255.
@@ -180,10 +180,10 @@ def _from_array(array: np.ndarray) -> np.ndarray:
         raise Unreadable(f"an array of {pixels.dtype} is not an image; expected integers or floats")
     if pixels.dtype.kind == "f" and not np.isfinite(pixels).all():
         raise Unreadable(f"{int((~np.isfinite(pixels)).sum()):,} pixel values are not finite")
-    least, most = pixels.min(), pixels.max()
-    if not (least >= 0 and most <= 255):
-        raise Unreadable(f"pixel values from {least} to {most}; expected 0 to 255, or floats from 0 to 1")
-    scale = 255 if pixels.dtype.kind == "f" and most <= 1 else 1
+    smallest, largest = pixels.min(), pixels.max()
+    if not (smallest >= 0 and largest <= 255):
+        raise Unreadable(f"pixel values from {smallest} to {largest}; expected 0 to 255, or floats from 0 to 1")
+    scale = 255 if pixels.dtype.kind == "f" and largest <= 1 else 1
     return np.rint(pixels * scale).astype(np.uint8)
 
 
@@ -193,8 +193,8 @@ def _convert_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
     target = channels or (1 if current < 3 else 3)
     if current in (2, 4):
         alpha = pixels[..., -1:].astype(np.uint16)
-        over = pixels[..., :-1] * alpha + np.uint16(255) * (255 - alpha)
-        pixels, current = ((over + 127) // 255).astype(np.uint8), current - 1
+        blended = pixels[..., :-1] * alpha + np.uint16(255) * (255 - alpha)
+        pixels, current = ((blended + 127) // 255).astype(np.uint8), current - 1
     if current == target:
         return pixels
     if target == 3:
@@ -203,7 +203,7 @@ def _convert_channels(pixels: np.ndarray, channels: int | None) -> np.ndarray:
 
 
 def _read_orientation(image: PillowImage) -> int:
-    """Return the EXIF orientation, 1 to 8; 1 by default. Parsed here, because Pillow warns about every flaw in EXIF.
+    """Return the EXIF orientation, 1 to 8; 1 by default. EXIF is parsed here, because Pillow warns about every flaw in it.
 
     Pillow applies the orientation of TIFF files itself.
     """
@@ -215,13 +215,13 @@ def _read_orientation(image: PillowImage) -> int:
     if order is None:
         return 1
 
-    def number(at: int, length: int) -> int:
+    def read_integer(at: int, length: int) -> int:
         return int.from_bytes(exif[at : at + length], order)  # type: ignore[arg-type]
 
-    table = number(4, 4)
-    for entry in range(table + 2, min(table + 2 + 12 * number(table, 2), len(exif) - 11), 12):
-        if number(entry, 2) == ORIENTATION:
-            value = number(entry + 8, 2)
+    table = read_integer(4, 4)
+    for entry in range(table + 2, min(table + 2 + 12 * read_integer(table, 2), len(exif) - 11), 12):
+        if read_integer(entry, 2) == ORIENTATION_TAG:
+            value = read_integer(entry + 8, 2)
             return value if 1 <= value <= 8 else 1
     return 1
 
@@ -229,10 +229,10 @@ def _read_orientation(image: PillowImage) -> int:
 def _rotate_upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
     if orientation > 4:
         pixels = pixels.swapaxes(0, 1)
-    down = slice(None, None, -1) if orientation in (3, 4, 7, 8) else slice(None)
-    right = slice(None, None, -1) if orientation in (2, 3, 6, 7) else slice(None)
-    return pixels[down, right]
+    rows = slice(None, None, -1) if orientation in (3, 4, 7, 8) else slice(None)
+    columns = slice(None, None, -1) if orientation in (2, 3, 6, 7) else slice(None)
+    return pixels[rows, columns]
 
 
-def _one_line(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__

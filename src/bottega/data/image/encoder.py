@@ -72,7 +72,7 @@ class ImageEncoder(Encoder):
             )
             if self.store == "encoded":
                 image = _encode_image(
-                    image, lossy=not isinstance(data, np.ndarray) and detect_image_format(data) == "JPEG"
+                    image, is_lossy=not isinstance(data, np.ndarray) and detect_image_format(data) == "JPEG"
                 )
             elif self.buckets is not None:
                 image = image.tobytes()
@@ -98,11 +98,11 @@ def read_media_field(record: Record, field: str | None, *, names: tuple[str, ...
     if field is not None and field not in fields:
         raise Unreadable(f"has no field {field!r}; it has {list_fields(fields)}")
     if field is None:
-        usual = [name for name in names if name in fields]
+        known_names = [name for name in names if name in fields]
         # Members of an archive may have any name; take the only one that can hold the medium.
-        own = original_names(fields)
-        others = (name for name, value in fields.items() if name not in own and _to_media(value) is not None)
-        candidates = usual[:1] or list(others)
+        original = original_names(fields)
+        other_names = (name for name, value in fields.items() if name not in original and _to_media(value) is not None)
+        candidates = known_names[:1] or list(other_names)
         if len(candidates) != 1:
             problem = f"several fields could contain the {medium}" if candidates else f"no field contains the {medium}"
             raise Unreadable(f"{problem}; the record has {list_fields(fields)}; set data.train.field")
@@ -130,9 +130,9 @@ def _to_media(value: Any) -> bytes | Path | np.ndarray | None:
     return value if isinstance(value, Path) else None
 
 
-def _encode_image(pixels: np.ndarray, *, lossy: bool) -> bytes:
+def _encode_image(pixels: np.ndarray, *, is_lossy: bool) -> bytes:
     """Encode as lossless PNG, or as JPEG of quality 95 if the image was a JPEG."""
-    out = io.BytesIO()
+    encoded = io.BytesIO()
     image = import_pillow().fromarray(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels))
-    image.save(out, **({"format": "JPEG", "quality": 95, "subsampling": 0} if lossy else {"format": "PNG"}))
-    return out.getvalue()
+    image.save(encoded, **({"format": "JPEG", "quality": 95, "subsampling": 0} if is_lossy else {"format": "PNG"}))
+    return encoded.getvalue()

@@ -27,7 +27,7 @@ class ImagePreview(Preview):
         from PIL import Image
 
         if self.prepared.metadata["encoder"]["store"] == "encoded":
-            return {_suffix(row["image"]): row["image"], **row_annotations(row)}
+            return {_detect_suffix(row["image"]): row["image"], **row_annotations(row)}
         pixels, out = decode_image(self.prepared, row), io.BytesIO()
         Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
         return {"png": out.getvalue(), **row_annotations(row)}
@@ -42,5 +42,5 @@ class ImagePreview(Preview):
         return [path]
 
 
-def _suffix(data: bytes) -> str:
+def _detect_suffix(data: bytes) -> str:
     return "jpg" if data.startswith(b"\xff\xd8") else "webp" if data[8:12] == b"WEBP" else "png"

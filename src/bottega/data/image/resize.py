@@ -33,8 +33,8 @@ def resize_image(pixels: np.ndarray, size: tuple[int, int], *, mode: ResizeMode)
     inner_size = (min(size[0], max(1, round(height * scale))), min(size[1], max(1, round(width * scale))))
     padded = np.zeros((*size, pixels.shape[2]), dtype=np.uint8)
     top, left = (size[0] - inner_size[0]) // 2, (size[1] - inner_size[1]) // 2
-    fitted = pixels if inner_size == (height, width) else resample_image(pixels, inner_size)
-    padded[top : top + inner_size[0], left : left + inner_size[1]] = fitted
+    inner = pixels if inner_size == (height, width) else resample_image(pixels, inner_size)
+    padded[top : top + inner_size[0], left : left + inner_size[1]] = inner
     return padded
 
 

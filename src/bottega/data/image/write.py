@@ -14,7 +14,7 @@ from bottega.data.output_files import build_numbered_paths, is_folder, require_s
 from bottega.storage.durable import replacing_file
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-# Of lossy formats; above it files grow without a visible gain.
+# Quality of lossy formats; above it, files grow without a visible gain.
 QUALITY = 92
 
 
@@ -32,15 +32,15 @@ def write_images(
     if not is_folder(path):
         require_suffix(path, FORMATS)
         if len(images) == 1 and captions is None:
-            _save(images[0], path)
+            _write_image(images[0], path)
         else:
             _write_sheet(images, path, captions, columns)
         return [path]
-    singles = build_numbered_paths(path, len(images), ".png")
-    for image, single in zip(images, singles, strict=True):
-        _save(image, single)
+    paths = build_numbered_paths(path, len(images), ".png")
+    for image, image_path in zip(images, paths, strict=True):
+        _write_image(image, image_path)
     _write_sheet(images, path / "sheet.png", captions, columns)
-    return [*singles, path / "sheet.png"]
+    return [*paths, path / "sheet.png"]
 
 
 def render_contact_sheet(
@@ -55,13 +55,13 @@ def render_contact_sheet(
 
 def _write_sheet(images: np.ndarray, path: Path, captions: Sequence[str] | None, columns: int | None) -> None:
     if path.suffix.lower() != ".png":  # contact sheets are rendered as PNG
-        _save(render_contact_sheet(list(images), captions=captions, columns=columns), path)
+        _write_image(render_contact_sheet(list(images), captions=captions, columns=columns), path)
         return
     with replacing_file(path) as temporary:
         write_contact_sheet(list(images), temporary, captions=captions, columns=columns)
 
 
-def _save(image: np.ndarray, path: Path) -> None:
+def _write_image(image: np.ndarray, path: Path) -> None:
     pillow_image = import_pillow().fromarray(np.ascontiguousarray(image[:, :, 0] if image.shape[2] == 1 else image))
     with replacing_file(path) as temporary:
         pillow_image.save(temporary, format=FORMATS[require_suffix(path, FORMATS)], quality=QUALITY)

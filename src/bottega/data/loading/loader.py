@@ -20,8 +20,8 @@ from bottega.data.order.orders import BatchSizeSchedule, CurriculumOrder, Order,
 from bottega.data.sources.source import Source
 from bottega.terminal import print_notice
 
-# Positions computed at once: 4,096 took no more than four times as long as eight.
-BLOCK = 4096
+# Positions of the order computed at once: 4,096 take at most four times as long as eight.
+POSITIONS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class Loader:
 
     source: Source
     batch_size: int
-    """Global, over all ranks; stages of a curriculum may have their own."""
+    """Global batch size, over all ranks; stages of a curriculum may have their own."""
     seed: int
-    """Of the default shuffle; a given order has its own."""
+    """Seed of the default shuffle; a given `order` has its own."""
     data_rank: int = 0
     data_size: int = 1
-    """Which part of each batch this process has, of how many; those of `World`."""
+    """Which part of each batch this process has, and the number of parts, as in `World`."""
     workers: int = 0
     prefetch: int = 0
     order: Order | None = None
@@ -54,10 +54,10 @@ class Loader:
         for stage, batch_size in enumerate(self.schedule.batch_sizes):
             if batch_size < 1 or batch_size % self.data_size:
                 key = f"data.curriculum.stages[{stage}].batch_size" if is_staged else "training.batch_size"
-                fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+                divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
                 raise UsageError(
                     f"{key}={batch_size} cannot be divided equally among {self.data_size} processes; "
-                    f"use a multiple of {self.data_size}, or one of {', '.join(map(str, fitting)) or 'none'} processes"
+                    f"use a multiple of {self.data_size}, or one of {', '.join(map(str, divisors)) or 'none'} processes"
                 )
 
     @cached_property
@@ -97,7 +97,9 @@ class Loader:
     def __call__(self, step: int) -> Generator[Batch, None, None]:
         picklable = replace(self, warn=None)  # for worker processes
         warn = self.warn or print_notice
-        return prefetch(Cursor(picklable, block=BLOCK), step, workers=self.workers, depth=self.prefetch, warn=warn)
+        return prefetch(
+            Cursor(picklable, block=POSITIONS_AT_ONCE), step, workers=self.workers, depth=self.prefetch, warn=warn
+        )
 
     @cached_property
     def _order(self) -> Order:
@@ -124,12 +126,12 @@ class Cursor:
     def _seek(self, step: int) -> None:
         loader, schedule = self.loader, self.loader.schedule
         stage = schedule.stage_at(step)
-        size = schedule.batch_sizes[stage]
-        # The cached range ends with the stage, since the next one may have another batch size.
-        last = min([step + max(1, self.block // size), *schedule.first_steps[stage + 1 : stage + 2]])
-        local_size = size // loader.data_size
+        batch_size = schedule.batch_sizes[stage]
+        # The cached range ends with the stage, since the next stage may have a different batch size.
+        end = min([step + max(1, self.block // batch_size), *schedule.first_steps[stage + 1 : stage + 2]])
+        local_size = batch_size // loader.data_size
         offset = schedule.samples_before(step) + loader.data_rank * local_size + np.arange(local_size)
-        index, epoch = loader._order.indices(np.arange(last - step)[:, None] * size + offset)
+        index, epoch = loader._order.indices(np.arange(end - step)[:, None] * batch_size + offset)
         self.first, self.indices = step, list(zip(index, epoch, strict=True))
 
 
@@ -154,11 +156,11 @@ def iter_eval_batches(
     for first in range(0, size, batch_size):
         count = min(batch_size, size - first)
         local_size = -(-count // data_size)
-        local = np.arange(data_rank * local_size, (data_rank + 1) * local_size)
-        index = first + np.minimum(local, count - 1)
+        local_positions = np.arange(data_rank * local_size, (data_rank + 1) * local_size)
+        index = first + np.minimum(local_positions, count - 1)
         index = index if order is None else order[index]
         batch = source.rows(index, np.zeros_like(index))
         if local_size * data_size != count:
-            weight = (local < count).astype(np.float32)
+            weight = (local_positions < count).astype(np.float32)
             batch["weight"] = batch["weight"] * weight if "weight" in batch else weight
         yield {**batch, "index": index}

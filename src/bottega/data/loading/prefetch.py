@@ -25,17 +25,17 @@ from bottega.data.loading.worker import COMMAND
 from bottega.signals import raise_if_stopping
 from bottega.terminal import print_notice
 
-# Workers that die are replaced this many times in one stream; more is not an accident.
+# Dead workers are replaced this many times in one stream; more deaths have a cause that a restart does not remove.
 MAX_RESTARTS = 5
 PACKAGE_ROOT = str(Path(__file__).parents[2])
-# The step a worker is building and the next, so that it is never idle.
-AHEAD = 2
-TICK = 0.5
+# Steps given to a worker at once: the step that it builds and its next one, so that it is never idle.
+REQUESTS_PER_WORKER = 2
+POLL_SECONDS = 0.5
 """Seconds between two checks while waiting for a batch."""
-STOPPED = 5.0
+STOPPED_SECONDS = 5.0
 """Seconds after which a worker stopped by a signal is replaced."""
-SLOW = 15.0
-"""Seconds of waiting for one batch until the first warning; the interval then doubles."""
+FIRST_WARNING_SECONDS = 15.0
+"""Seconds of waiting for one batch until the first warning; each further warning comes after twice as long."""
 
 BatchFunction = Callable[[int], Batch]
 WarnCallback = Callable[[str], None]
@@ -48,24 +48,24 @@ def prefetch(make: BatchFunction, start: int, *, workers: int, depth: int, warn:
     Raises WaitInterrupted if a signal requests a stop while it waits for another process or thread.
     """
     closed = threading.Event()
-    stream = _from_processes(make, start, workers, closed, warn) if workers else _inline(make, start)
-    return _in_thread(stream, depth, closed) if depth else stream
+    stream = _build_in_processes(make, start, workers, closed, warn) if workers else _build_inline(make, start)
+    return _run_in_thread(stream, depth, closed) if depth else stream
 
 
-def _inline(make: BatchFunction, start: int) -> Stream:
+def _build_inline(make: BatchFunction, start: int) -> Stream:
     for step in count(start):
         yield make(step)
 
 
-def _in_thread(stream: Stream, depth: int, closed: threading.Event) -> Stream:
+def _run_in_thread(stream: Stream, depth: int, closed: threading.Event) -> Stream:
     """Run the stream in a thread, which ends when this generator is closed or garbage-collected."""
-    ready: deque[Batch | Exception] = deque()
+    queue: deque[Batch | Exception] = deque()
     changed = threading.Condition()
 
     def put(item: Batch | Exception) -> bool:
         with changed:
-            changed.wait_for(lambda: len(ready) < depth or closed.is_set())
-            ready.append(item)
+            changed.wait_for(lambda: len(queue) < depth or closed.is_set())
+            queue.append(item)
             changed.notify_all()
         return not closed.is_set()
 
@@ -85,9 +85,9 @@ def _in_thread(stream: Stream, depth: int, closed: threading.Event) -> Stream:
     try:
         while True:
             with changed:
-                while not changed.wait_for(lambda: ready, timeout=TICK):
+                while not changed.wait_for(lambda: queue, timeout=POLL_SECONDS):
                     raise_if_stopping()
-                item = ready.popleft()
+                item = queue.popleft()
                 changed.notify_all()
             if isinstance(item, Exception):
                 raise item
@@ -96,7 +96,8 @@ def _in_thread(stream: Stream, depth: int, closed: threading.Event) -> Stream:
         with changed:
             closed.set()
             changed.notify_all()
-        # The garbage collector may run this in the filling thread itself. A batch that takes longer is abandoned.
+        # The garbage collector may run this in the filling thread itself, which cannot join itself. A batch that takes longer
+        # than the timeout is abandoned.
         if thread is not threading.current_thread():
             thread.join(timeout=10)
 
@@ -122,9 +123,9 @@ class _Worker:
                 raise EnvironmentProblem(
                     f"a loader worker cannot be started: {error.strerror}; lower data.workers"
                 ) from error
-        # If a message has begun and does not end, the worker was stopped in the middle of it.
-        limit = struct.pack("ll", int(STOPPED), int(STOPPED % 1 * 1e6))
-        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        # A timeout in the middle of a message means that the worker was stopped while it was sending.
+        timeout = struct.pack("ll", int(STOPPED_SECONDS), int(STOPPED_SECONDS % 1 * 1e6))
+        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         self.connection = Connection(parent_socket.detach())
         self.receiver = Receiver(self.connection)
         self.pending: deque[int] = deque()
@@ -149,7 +150,7 @@ class _Worker:
             self._wait(closed, warn)
             batch, error = self.receiver.receive()
         except BlockingIOError as broken:
-            warn(self._stopped_message())
+            warn(self._describe_stop())
             raise _WorkerDied from broken
         except (EOFError, OSError) as broken:
             raise _WorkerDied from broken
@@ -160,20 +161,22 @@ class _Worker:
 
     def _wait(self, closed: threading.Event, warn: WarnCallback) -> None:
         """Wait for data. Raises _WorkerDied for a worker that a signal has stopped."""
-        waited, next_warning = 0.0, SLOW
-        while not self.connection.poll(TICK):
-            waited += TICK  # not by the clock: this process may have been stopped as well
+        seconds_waited, next_warning = 0.0, FIRST_WARNING_SECONDS
+        while not self.connection.poll(POLL_SECONDS):
+            seconds_waited += POLL_SECONDS  # not by the clock: this process may have been stopped as well
             if closed.is_set():
                 raise _WorkerDied
             raise_if_stopping()
-            if waited >= STOPPED and is_stopped(self.process.pid):
-                warn(self._stopped_message())
+            if seconds_waited >= STOPPED_SECONDS and is_stopped(self.process.pid):
+                warn(self._describe_stop())
                 raise _WorkerDied
-            if waited >= next_warning:
+            if seconds_waited >= next_warning:
                 next_warning *= 2
-                warn(f"loader worker {self.process.pid} has sent nothing for {waited:.0f} s; still waiting for it")
+                warn(
+                    f"loader worker {self.process.pid} has sent nothing for {seconds_waited:.0f} s; still waiting for it"
+                )
 
-    def _stopped_message(self) -> str:
+    def _describe_stop(self) -> str:
         reason = "was stopped by a signal (SIGSTOP)" if is_stopped(self.process.pid) else "does not finish a message"
         return f"loader worker {self.process.pid} {reason}; starting another one in its place"
 
@@ -184,29 +187,29 @@ class _Worker:
         self.process.wait()
 
 
-def is_stopped(process: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process; False on systems without /proc."""
     try:
-        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return False
     return status.rpartition(")")[2].split()[0] == "T"
 
 
-def _from_processes(
+def _build_in_processes(
     make: BatchFunction, start: int, workers: int, closed: threading.Event, warn: WarnCallback
 ) -> Stream:
     """Yield batches of worker processes; worker s % workers builds step s.
 
-    Each has a socket of its own, so that a death in mid-message affects no other. (In concurrent.futures all workers
-    share one result pipe: one killed while it writes there blocks the others.)
+    Each worker has its own socket, so that a worker that dies in the middle of a message affects no other. (In
+    concurrent.futures all workers share one result pipe, and a worker killed while it writes there blocks the others.)
     """
     pool: list[_Worker] = []
-    restarts = 0
+    num_restarts = 0
     try:
         for _ in range(workers):
             pool.append(_Worker(make))
-        for step in range(start, start + AHEAD * workers):
+        for step in range(start, start + REQUESTS_PER_WORKER * workers):
             pool[step % workers].request(step)
         for step in count(start):
             while True:
@@ -217,20 +220,20 @@ def _from_processes(
                 except _WorkerDied:
                     if closed.is_set():
                         return
-                    restarts += 1
-                    pool[step % workers] = _replace(worker, make, restarts)
-            worker.request(step + AHEAD * workers)
+                    num_restarts += 1
+                    pool[step % workers] = _replace_worker(worker, make, num_restarts)
+            worker.request(step + REQUESTS_PER_WORKER * workers)
             yield batch
     finally:
         for worker in pool:
             worker.close()
 
 
-def _replace(worker: _Worker, make: BatchFunction, restarts: int) -> _Worker:
+def _replace_worker(worker: _Worker, make: BatchFunction, num_restarts: int) -> _Worker:
     worker.close()
-    if restarts > MAX_RESTARTS:
+    if num_restarts > MAX_RESTARTS:
         raise EnvironmentProblem(
-            f"loader workers died {restarts} times (the last: exit status {worker.process.returncode} at step "
+            f"loader workers died {num_restarts} times (the last: exit status {worker.process.returncode} at step "
             f"{worker.pending[0]}); give the machine more memory, lower data.workers, or set data.workers=0"
         )
     replacement = _Worker(make)

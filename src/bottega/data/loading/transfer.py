@@ -1,8 +1,8 @@
 """Transfer large batches from worker processes through shared memory instead of pickling them.
 
 A batch of 32 images of 224 x 224 in float32 is 19 MB. A socket copies it five times, which took half as long as decoding
-it; page faults of new memory cost as much again, so segments that the trainer no longer uses are written again. The
-memory is anonymous: a killed process leaves nothing behind.
+it. Page faults of new memory cost as much again, so segments that the trainer no longer uses are reused. The memory is
+anonymous: a killed process leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, final
 import numpy as np
 
 # Smaller batches are as fast through the socket.
-LARGE = 1 << 20
+MIN_SHARED_BYTES = 1 << 20
 # Arrays are aligned to this for vector instructions.
 ALIGNMENT = 64
 
@@ -36,7 +36,7 @@ class ArrayLocation:
 
 @dataclass(frozen=True)
 class SharedBatch:
-    """A batch whose arrays are in a segment; if that is new, its file descriptor follows."""
+    """A batch whose arrays are in a segment; if the segment is new, its file descriptor follows."""
 
     batch: Any
     segment: int
@@ -51,61 +51,61 @@ class Sender:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.segments: list[mmap.mmap] = []
-        self.free: deque[int] = deque()
+        self.free_segments: deque[int] = deque()
 
     def release(self, segments: list[int]) -> None:
-        """Mark segments as free: the receiver holds no array of them. Called from the listening thread."""
-        self.free.extend(segments)
+        """Mark segments as free, because the receiver holds no arrays in them. Called from the listening thread."""
+        self.free_segments.extend(segments)
 
     def send(self, batch: Any) -> None:
         """Send (batch, no error) as `Receiver.receive` expects it."""
-        located, arrays, size = _locate_arrays(batch)
-        if size < LARGE or not hasattr(os, "memfd_create"):
+        batch_with_locations, arrays, size = _locate_arrays(batch)
+        if size < MIN_SHARED_BYTES or not hasattr(os, "memfd_create"):
             self.connection.send((batch, None))
             return
-        segment = self._free_segment(size)
-        memory = None
+        segment = self._find_free_segment(size)
+        descriptor = None
         try:
             if segment is None:
-                memory, segment = self._new_segment(size)
+                descriptor, segment = self._create_segment(size)
             view = self.segments[segment]
             for location, array in arrays:
                 np.ndarray(location.shape, location.dtype, buffer=view, offset=location.offset)[...] = array
-            self.connection.send((SharedBatch(located, segment, len(view), memory is not None), None))
-            if memory is not None:
+            self.connection.send((SharedBatch(batch_with_locations, segment, len(view), descriptor is not None), None))
+            if descriptor is not None:
                 with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
-                    socket.send_fds(channel, [b"m"], [memory])
+                    socket.send_fds(channel, [b"m"], [descriptor])
         finally:
-            if memory is not None:
-                os.close(memory)
+            if descriptor is not None:
+                os.close(descriptor)
 
-    def _free_segment(self, size: int) -> int | None:
-        for _ in range(len(self.free)):
-            segment = self.free.popleft()
+    def _find_free_segment(self, size: int) -> int | None:
+        for _ in range(len(self.free_segments)):
+            segment = self.free_segments.popleft()
             if len(self.segments[segment]) >= size:
                 return segment
-            self.free.append(segment)
+            self.free_segments.append(segment)
         return None
 
-    def _new_segment(self, size: int) -> tuple[int, int]:
-        memory = os.memfd_create("bottega-batch")
+    def _create_segment(self, size: int) -> tuple[int, int]:
+        descriptor = os.memfd_create("bottega-batch")
         try:
-            os.ftruncate(memory, size)
-            self.segments.append(mmap.mmap(memory, size))
+            os.ftruncate(descriptor, size)
+            self.segments.append(mmap.mmap(descriptor, size))
         except BaseException:
-            os.close(memory)
+            os.close(descriptor)
             raise
-        return memory, len(self.segments) - 1
+        return descriptor, len(self.segments) - 1
 
 
 @final
 class Receiver:
-    """Receives batches; the trainer's side. `freed` are segments whose arrays are all garbage-collected."""
+    """Receives batches; the trainer's side. `freed_segments` are those whose arrays are all garbage-collected."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
         self.views: dict[int, mmap.mmap] = {}
-        self.freed: deque[int] = deque()
+        self.freed_segments: deque[int] = deque()
 
     def receive(self) -> tuple[Any, Exception | None]:
         """Return (batch, None), or (None, error)."""
@@ -114,14 +114,14 @@ class Receiver:
             return batch, error
         if batch.is_new:
             self.views[batch.segment] = self._map_segment(batch.bytes)
-        # All arrays of the batch are views of this one, so it is collected with the last of them.
+        # All arrays of the batch are views of `lease`, so it is garbage-collected with the last of them.
         lease = np.frombuffer(self.views[batch.segment], np.uint8)
-        weakref.finalize(lease, self.freed.append, batch.segment)
+        weakref.finalize(lease, self.freed_segments.append, batch.segment)
         return _restore_arrays(batch.batch, lease), error
 
     def take_freed(self) -> list[int]:
         """Return the freed segments, each once. (Arrays may be collected while this runs.)"""
-        return [self.freed.popleft() for _ in range(len(self.freed))]
+        return [self.freed_segments.popleft() for _ in range(len(self.freed_segments))]
 
     def _map_segment(self, size: int) -> mmap.mmap:
         with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:

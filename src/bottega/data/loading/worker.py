@@ -31,26 +31,26 @@ def main(descriptor: int) -> NoReturn:
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # The cores are divided among the processes already, so libraries with threads of their own use one here.
+    # The cores are divided among the processes already, so libraries with their own threads use one thread here.
     os.environ.update(BOTTEGA_WORKER="1", RAYON_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     connection = Connection(descriptor)
-    make = _receive(connection)
+    make = _receive_function(connection)
     steps: queue.SimpleQueue[int] = queue.SimpleQueue()
     sender = Sender(connection)
     threading.Thread(target=_listen, args=(connection, steps, sender), daemon=True).start()
     while True:
         step = steps.get()
-        _send(sender, *_build(make, step))
+        _send(sender, *_build_batch(make, step))
 
 
-def _build(make: Callable[[int], object], step: int) -> tuple[object, Exception | None]:
+def _build_batch(make: Callable[[int], object], step: int) -> tuple[object, Exception | None]:
     try:
         return make(step), None
     except Exception as error:
-        return None, _portable(error)
+        return None, _make_picklable(error)
 
 
-def _receive(connection: Connection) -> Callable[[int], object]:
+def _receive_function(connection: Connection) -> Callable[[int], object]:
     try:
         sys.path[:] = connection.recv()
         return connection.recv()
@@ -84,21 +84,21 @@ def _send(sender: Sender, batch: object, error: Exception | None) -> None:
     except OSError:
         os._exit(0)
     except Exception as broken:  # not picklable; nothing was sent yet
-        sender.connection.send((None, _as_text(broken)))
+        sender.connection.send((None, _to_text_error(broken)))
 
 
-def _portable(error: Exception) -> Exception:
-    """Return the error with this process's traceback as a note, or as text if it cannot be rebuilt on the other side."""
+def _make_picklable(error: Exception) -> Exception:
+    """Return a copy of the error with this process's traceback as a note; as text if the other side cannot rebuild it."""
     try:
         arguments = (*error.args[:2], error.filename) if isinstance(error, OSError) and error.filename else error.args
-        twin = type(error)(*arguments)
+        copy = type(error)(*arguments)
     except Exception:
-        return _as_text(error)
-    if str(twin) != str(error):
-        return _as_text(error)
-    twin.add_note("In a loader worker:\n" + "".join(traceback.format_exception(error)))
-    return twin
+        return _to_text_error(error)
+    if str(copy) != str(error):
+        return _to_text_error(error)
+    copy.add_note("In a loader worker:\n" + "".join(traceback.format_exception(error)))
+    return copy
 
 
-def _as_text(error: Exception) -> RuntimeError:
+def _to_text_error(error: Exception) -> RuntimeError:
     return RuntimeError("a loader worker failed:\n" + "".join(traceback.format_exception(error)))

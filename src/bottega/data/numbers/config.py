@@ -16,8 +16,8 @@ MAX_RULES = 64
 """Largest number of rules, and of labels."""
 GRID_DIMENSIONS = 2
 """Dimensions of the grid of cells with `difficulty: hard`: few enough that labels are not linearly separable. With 5 x 5
-cells and 64 units, a network for all four rules has an accuracy of 0.70, and one for each rule 0.88 (Bayes 0.94, 50,000
-samples); with 4 x 4 x 4 cells it was 0.56 and 0.78, with 3 x 3 x 3 0.84 and 0.92."""
+cells, one network of 64 units for all four rules has an accuracy of 0.70, and a network for each rule has 0.88 (Bayes 0.94,
+50,000 samples). The two accuracies are 0.56 and 0.78 with 4 x 4 x 4 cells, and 0.84 and 0.92 with 3 x 3 x 3 cells."""
 _SYNTHETIC_KEYS = ("rule", "rules", "num_samples")
 
 
@@ -145,19 +145,19 @@ class RoutingData(Data):
         )
 
     @model_validator(mode="after")
-    def _check(self) -> RoutingData:
-        chance = (self.num_labels - 1) / self.num_labels
-        if self.label_noise >= chance:
+    def _check_sizes(self) -> RoutingData:
+        max_label_noise = (self.num_labels - 1) / self.num_labels
+        if self.label_noise >= max_label_noise:
             raise ValueError(
                 f"label_noise: {self.label_noise:g} makes the correct label no more frequent than any other of "
                 f"{self.num_labels}; "
-                f"use less than {chance:.4g}"
+                f"use less than {max_label_noise:.4g}"
             )
-        needed = self.num_rules + count_content_dimensions(self.num_labels, self.difficulty)
-        if self.num_inputs < needed:
+        min_inputs = self.num_rules + count_content_dimensions(self.num_labels, self.difficulty)
+        if self.num_inputs < min_inputs:
             raise ValueError(
                 f"num_inputs: {self.num_inputs} is too small for {self.num_rules} rules and {self.num_labels} labels "
-                f"({self.difficulty}); use {needed} or more"
+                f"({self.difficulty}); use {min_inputs} or more"
             )
         for name, held_out in (("validation", self.validation), ("test", self.test)):
             if self.mixture == "sequence" and held_out is not None and held_out.rules is not None:

@@ -46,16 +46,16 @@ def infer_layout(records: Iterable[Record]) -> Layout | None:
             values = is_numeric_by_column.setdefault(name, [])
             if not is_empty(fields[name]):
                 values.append(_is_numeric(fields[name]))
-    names = {name: 2 * sum(values) >= len(values) for name, values in is_numeric_by_column.items()}
-    inputs = tuple(sorted(name for name, is_input in names.items() if is_input))
-    left_out = tuple(sorted(name for name, is_input in names.items() if not is_input))
+    is_input_by_column = {name: 2 * sum(values) >= len(values) for name, values in is_numeric_by_column.items()}
+    inputs = tuple(sorted(name for name, is_input in is_input_by_column.items() if is_input))
+    left_out = tuple(sorted(name for name, is_input in is_input_by_column.items() if not is_input))
     return Layout(inputs, left_out) if inputs else None
 
 
 def list_input_fields(fields: Mapping[str, Any], *, excluded: Collection[str | None] = ()) -> list[str]:
     """Return the possible input fields, sorted by name, because some formats (TFRecord) have no order of fields."""
-    own = original_names(fields)
-    return [name for name in sorted(fields) if name not in excluded and name not in own and not _is_rule(name)]
+    original = original_names(fields)
+    return [name for name in sorted(fields) if name not in excluded and name not in original and not _is_rule(name)]
 
 
 def assign_field_roles(
@@ -64,8 +64,8 @@ def assign_field_roles(
     """Return the names of the fields that hold all inputs, the label, and the rule; None for each that is missing."""
     label = find_label_field(fields, label_field, exclude=field)
     field = field or next((name for name in VECTOR_FIELDS if fields.get(name) is not None and name != label), None)
-    own = original_names(fields)
-    rules = [name for name in fields if _is_rule(name) and name not in (field, label) and name not in own]
+    original = original_names(fields)
+    rules = [name for name in fields if _is_rule(name) and name not in (field, label) and name not in original]
     if len(rules) > 1:
         raise Unreadable(f"{' and '.join(map(repr, rules))} both contain the index of the correct expert; keep one")
     return field, label, rules[0] if rules else None
@@ -101,10 +101,15 @@ def describe_column_mismatch(actual: Sequence[str], expected: Sequence[str]) -> 
     )
     if not missing and not unknown:
         return None
-    problems = [f"has no column {_list_names(missing)}"] if missing else []
-    problems += [f"has unknown columns {_list_names(unknown)}"] if unknown else []
-    both = missing and unknown
-    remedy = "rename them" if both else "add what is missing" if missing else "remove them"
+    problems = [f"has no {'column' if len(missing) == 1 else 'columns'} {_list_names(missing)}"] if missing else []
+    problems += (
+        [f"has {'an unknown column' if len(unknown) == 1 else 'unknown columns'} {_list_names(unknown)}"]
+        if unknown
+        else []
+    )
+    has_both = bool(missing and unknown)
+    removal = "remove it" if len(unknown) == 1 else "remove them"
+    remedy = "rename the columns" if has_both else "add what is missing" if missing else removal
     return f"{' and '.join(problems)}; the inputs are {_list_names(expected)}: {remedy}"
 
 
@@ -117,7 +122,7 @@ def read_all_numbers(fields: Mapping[str, Any], *, excluded: Collection[str | No
     parts = []
     for name in list_input_fields(fields, excluded=excluded):
         if is_empty(fields[name]):
-            raise Unreadable(_missing_value(name))
+            raise Unreadable(_describe_missing_value(name))
         numbers = to_float_vector(fields[name], f"column {name!r}")
         if numbers is not None:
             parts.append(numbers)
@@ -128,15 +133,15 @@ def read_all_numbers(fields: Mapping[str, Any], *, excluded: Collection[str | No
 
 def _read_cell(value: Any, name: str) -> np.ndarray:
     if is_empty(value):
-        raise Unreadable(_missing_value(name))
+        raise Unreadable(_describe_missing_value(name))
     numbers = to_float_vector(value, f"column {name!r}")
     if numbers is None:
-        shown = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
-        raise Unreadable(f"column {name!r} is {shown}, which is not a number; correct it, or remove the column")
+        short_value = repr(value) if len(repr(value)) <= 40 else f"{repr(value)[:37]}..."
+        raise Unreadable(f"column {name!r} is {short_value}, which is not a number; correct it, or remove the column")
     return numbers
 
 
-def _missing_value(name: str) -> str:
+def _describe_missing_value(name: str) -> str:
     return f"column {name!r} has no value; fill it, remove the column, or set data.train.field"
 
 
@@ -162,11 +167,13 @@ def to_float_vector(value: Any, name: str) -> np.ndarray | None:
         array = values.astype(np.float32)
     non_finite = np.flatnonzero(~np.isfinite(array))
     if len(non_finite):
-        where = f"{name}: element {non_finite[0] + 1}" if len(array) > 1 else name
+        location = f"{name}: element {non_finite[0] + 1}" if len(array) > 1 else name
         number = values[non_finite[0]]
         if np.isfinite(number):
-            raise Unreadable(f"{where} is {number:g}, above the largest float32, {MAX_FLOAT32:.2g}; scale the numbers")
-        raise Unreadable(f"{where} is {number}, which is not finite; replace it, or remove the row")
+            raise Unreadable(
+                f"{location} is {number:g}, above the largest float32, {MAX_FLOAT32:.2g}; scale the numbers"
+            )
+        raise Unreadable(f"{location} is {number}, which is not finite; replace it, or remove the row")
     return array
 
 

@@ -46,17 +46,17 @@ class VectorEncoder(Encoder):
     is_made: bool = False
     """Whether the records are synthetic, and have the Bayes accuracy."""
     num_rules: int | None = None
-    """Set by the recipe; None counts them in the data."""
+    """Number of rules set by the recipe; None counts them in the data."""
     layout: Layout | None = None
-    """Of the columns of a table; None uses all numeric ones."""
+    """Which columns of a table are inputs; None uses all numeric columns."""
     tables: tuple[Path, ...] = ()
     """Folders of the tables that are written, for metadata that needs all rows."""
 
     @property
     def columns(self) -> dict[str, Column]:
         # d is unknown before the first record; VectorRows checks that all rows have the same width.
-        always = {"x": Column("<f4", varying=True), "key": TEXT, "label": TEXT, "rule": Column("<i4")}
-        return {**always, BAYES: Column("<f4")} if self.is_made else always
+        columns = {"x": Column("<f4", varying=True), "key": TEXT, "label": TEXT, "rule": Column("<i4")}
+        return {**columns, BAYES: Column("<f4")} if self.is_made else columns
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -64,8 +64,8 @@ class VectorEncoder(Encoder):
         metadata: dict[str, Any] = {}
         if self.layout is not None:
             metadata |= {"input_columns": list(self.layout.inputs), "left_out_columns": list(self.layout.left_out)}
-        if (rules := _count_rules(tables)) is not None:
-            metadata["num_rules"] = self.num_rules or rules
+        if (num_rules := _count_rules(tables)) is not None:
+            metadata["num_rules"] = self.num_rules or num_rules
         if self.is_made:
             metadata["bayes_accuracy"] = {
                 t.folder.name: round(float(t.values(BAYES).mean(dtype=float)), 6) for t in tables
@@ -114,17 +114,17 @@ def _parse_rule(value: Any, name: str) -> int:
 
 def _count_rules(tables: list[Table]) -> int | None:
     """Return the number of rules, by the largest index; None if no row has one."""
-    most, missing = NO_RULE, None
+    largest, missing_key = NO_RULE, None
     for table in tables:
         rules = table.values("rule")
-        most = max(most, int(rules.max()))
-        if missing is None and (rules == NO_RULE).any():
-            missing = table.row("key", int(np.flatnonzero(rules == NO_RULE)[0]))
-    if most == NO_RULE:
+        largest = max(largest, int(rules.max()))
+        if missing_key is None and (rules == NO_RULE).any():
+            missing_key = table.row("key", int(np.flatnonzero(rules == NO_RULE)[0]))
+    if largest == NO_RULE:
         return None
-    if missing is not None:
-        raise DataError(f"{missing}: has no rule, but other rows have one; fill in all rows, or remove the column")
-    return most + 1
+    if missing_key is not None:
+        raise DataError(f"{missing_key}: has no rule, but other rows have one; fill in all rows, or remove the column")
+    return largest + 1
 
 
 @final
@@ -162,7 +162,7 @@ class VectorRows(Source):
             raise DataError(f"rows of numbers must have shape (samples, d), got {self._x.shape}")
         for name, values in (("labels", self.labels), ("rules", self.rules)):
             if values is not None and len(values) != len(self):
-                raise DataError(f"{len(self)} rows and {len(values)} {name}")
+                raise DataError(f"the data has {len(self)} rows, but there are {len(values)} {name}")
 
     def __len__(self) -> int:
         return len(self.data)
@@ -211,15 +211,15 @@ class VectorRows(Source):
         lengths = self.data.lengths("x")
         different = np.flatnonzero(lengths != lengths[:1])
         if len(different):
-            first, other = self.data.row("key", 0), self.data.row("key", int(different[0]))
+            first_key, other_key = self.data.row("key", 0), self.data.row("key", int(different[0]))
             raise DataError(
-                f"{other}: has {lengths[different[0]]} numbers, but {first} has {lengths[0]}; make all rows equally long"
+                f"{other_key}: has {lengths[different[0]]} numbers, but {first_key} has {lengths[0]}; make all rows equally long"
             )
         return self.data.values("x").reshape(len(self.data), -1)
 
 
 def read_rules(table: Table) -> np.ndarray | None:
-    """Return the rule of each row; None if a row has none, or the table is of an earlier version."""
+    """Return the rule of each row; None if a row has no rule, or an earlier version wrote the table."""
     rules = table.values("rule") if "rule" in table.columns else None
     return None if rules is None or (len(rules) and int(rules.min()) == NO_RULE) else rules
 
@@ -242,7 +242,7 @@ def augment_vectors(
 
 
 def fit_standardization(tables: Sequence[VectorRows]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and reciprocal standard deviation of each input over `tables`; the latter is 1 for a constant input."""
+    """Return mean and reciprocal standard deviation of each input over `tables`; the reciprocal is 1 for a constant input."""
     count = sum(len(rows) for rows in tables)
     mean = np.sum([_sum_inputs(rows, lambda x: x) for rows in tables], axis=0) / count
     square = np.sum([_sum_inputs(rows, lambda x: (x - mean) ** 2) for rows in tables], axis=0) / count
@@ -251,10 +251,10 @@ def fit_standardization(tables: Sequence[VectorRows]) -> tuple[tuple[float, ...]
     return tuple(mean.tolist()), tuple(scale.tolist())
 
 
-def _sum_inputs(rows: VectorRows, value: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-    """Return the sum of `value(inputs)` over all rows, (inputs,) in float64, computed 65,536 rows at a time."""
+def _sum_inputs(rows: VectorRows, compute: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Return the sum of `compute(inputs)` over all rows, (inputs,) in float64, computed 65,536 rows at a time."""
     total = np.zeros(rows.num_inputs)
     for first in range(0, len(rows), 65_536):
         index = np.arange(first, min(first + 65_536, len(rows)))
-        total += value(rows.rows(index, np.zeros_like(index))["x"].astype(np.float64)).sum(0)
+        total += compute(rows.rows(index, np.zeros_like(index))["x"].astype(np.float64)).sum(0)
     return total

@@ -20,7 +20,7 @@ from bottega.data.records.fields import list_fields, read_label
 from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.splits import SplitTable, assign_splits, hash_key
 from bottega.data.text.duplicates import (
-    PERMUTATIONS,
+    NUM_PERMUTATIONS,
     find_exact_unique,
     find_near_unique,
     hash_content,
@@ -225,7 +225,7 @@ def _find_unique(scan: ScanJobs, load: Any, accepted: np.ndarray, counts: list[i
 
 def _signatures(scan: ScanJobs, rows: np.ndarray, counts: list[int]) -> np.ndarray:
     """Return the signatures of `rows`, copied once: 512 bytes per record are 5 GB for ten million."""
-    signatures = np.empty((np.count_nonzero(rows), PERMUTATIONS), np.uint32)
+    signatures = np.empty((np.count_nonzero(rows), NUM_PERMUTATIONS), np.uint32)
     filled = start = 0
     for number, count in enumerate(counts):
         selected = np.flatnonzero(rows[start : start + count])

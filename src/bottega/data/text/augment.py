@@ -15,9 +15,11 @@ import numpy as np
 from bottega.core.noise import numpy_generator
 from bottega.data.text.synonyms import find_synonyms
 
-# Listed, because "not a letter" would include vowel signs of Hindi and emoji.
-_EDGE = r"\s!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u2027\u2030-\u205e\u3001-\u3003\u3008-\u301f\uff01-\uff0f\uff1a-\uff20"
-_WORD = re.compile(rf"[^{_EDGE}](?:\S*[^{_EDGE}])?")
+# White space and punctuation, as a list, because "not a letter" would include vowel signs of Hindi and emoji.
+_EDGE_CHARACTERS = (
+    r"\s!-/:-@\[-`{-~\u00a1-\u00bf\u2010-\u2027\u2030-\u205e\u3001-\u3003\u3008-\u301f\uff01-\uff0f\uff1a-\uff20"
+)
+_WORD = re.compile(rf"[^{_EDGE_CHARACTERS}](?:\S*[^{_EDGE_CHARACTERS}])?")
 
 
 def make_augmented_copies(
@@ -33,7 +35,7 @@ def make_augmented_copies(
         rng = numpy_generator(seed, "text-augmentation", key, number)
         copy = augment_text(text, techniques=techniques, probability=probability, rng=rng)
         if copy == text and probability > 0:
-            copy = _change_words(text, techniques, 0.0, rng, at_least=1)
+            copy = _change_words(text, techniques, 0.0, rng, min_changes=1)
         copies.append(copy)
     return copies
 
@@ -44,29 +46,33 @@ def augment_text(text: str, *, techniques: Sequence[str], probability: float, rn
     An inserted word is one change, two swapped words are two. Changes that a technique cannot make (no synonym, only one word
     left) go to the other techniques; if none can, fewer words change.
     """
-    return _change_words(text, techniques, probability, rng, at_least=0)
+    return _change_words(text, techniques, probability, rng, min_changes=0)
 
 
 def _change_words(
-    text: str, techniques: Sequence[str], probability: float, rng: np.random.Generator, *, at_least: int
+    text: str, techniques: Sequence[str], probability: float, rng: np.random.Generator, *, min_changes: int
 ) -> str:
     matches = list(_WORD.finditer(text))
-    remaining = max(_round_randomly(probability * len(matches), rng), at_least)
-    if not matches or not remaining or not techniques:
+    num_remaining = max(_round_randomly(probability * len(matches), rng), min_changes)
+    if not matches or not num_remaining or not techniques:
         return text
     words = _Words(text, matches, rng)
-    # In this order: changes that one technique cannot make go to the next; insertion always can.
-    chain = [
+    # In this order, because changes that one technique cannot make go to the next, and insertion can make any number.
+    technique_functions = [
         ("synonym_replacement", words.replace),
-        ("random_swap", lambda count: words.swap(count, round_up=at_least > 0)),
+        ("random_swap", lambda count: words.swap(count, round_up=min_changes > 0)),
         ("random_deletion", words.delete),
         ("random_insertion", words.insert),
     ]
-    steps = [step for name, step in chain if name in techniques]
-    for number, step in enumerate(steps):
-        num_changes = remaining if number == len(steps) - 1 else int(rng.binomial(remaining, 1 / (len(steps) - number)))
-        remaining -= num_changes - step(num_changes)
-    return words.text()
+    functions = [function for name, function in technique_functions if name in techniques]
+    for number, function in enumerate(functions):
+        num_changes = (
+            num_remaining
+            if number == len(functions) - 1
+            else int(rng.binomial(num_remaining, 1 / (len(functions) - number)))
+        )
+        num_remaining -= num_changes - function(num_changes)
+    return words.join()
 
 
 def _round_randomly(value: float, rng: np.random.Generator) -> int:
@@ -77,48 +83,49 @@ def _round_randomly(value: float, rng: np.random.Generator) -> int:
 
 @final
 class _Words:
-    """The words of a text and the separators between them. Each method returns how many changes it could not make."""
+    """The words of a text and the separators around them; the four techniques return how many changes they could not make."""
 
     def __init__(self, text: str, matches: list[re.Match[str]], rng: np.random.Generator) -> None:
         self.words: list[str | None] = [match[0] for match in matches]
         edges = [0, *(edge for match in matches for edge in match.span()), len(text)]
-        self.between = [text[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
+        self.separators = [text[start:stop] for start, stop in zip(edges[::2], edges[1::2], strict=True)]
         self.inserted: dict[int, list[str]] = {}
         self.original = [match[0] for match in matches]
         self.rng = rng
-        self.free = rng.permutation(len(matches)).tolist()
+        self.free_positions = rng.permutation(len(matches)).tolist()
 
     def replace(self, count: int) -> int:
-        candidates = [position for position in self.free if find_synonyms(self.original[position])][:count]
+        candidates = [position for position in self.free_positions if find_synonyms(self.original[position])][:count]
         for position in candidates:
             self.words[position] = self._choose(find_synonyms(self.original[position]))
-        self._use(candidates)
+        self._mark_used(candidates)
         return count - len(candidates)
 
     def swap(self, count: int, *, round_up: bool) -> int:
-        """Swap pairs of words, two changes each; an odd change becomes a swap half of the time."""
-        pairs = count // 2 + (count % 2 and int(round_up or self.rng.random() < 0.5))
-        used: list[int] = []
-        held: list[int] = []  # All of one word; a pair of equal words would be no change.
-        for position in self.free:
-            if len(used) >= 2 * pairs:
+        """Swap pairs of words, two changes each; if `count` is odd, its last change becomes a swap half of the time."""
+        num_pairs = count // 2 + (count % 2 and int(round_up or self.rng.random() < 0.5))
+        swapped_positions: list[int] = []
+        # Positions of one and the same word, because swapping two equal words would change nothing.
+        unpaired_positions: list[int] = []
+        for position in self.free_positions:
+            if len(swapped_positions) >= 2 * num_pairs:
                 break
-            if held and self.original[position] != self.original[held[-1]]:
-                other = held.pop()
-                self.words[position], self.words[other] = self.original[other], self.original[position]
-                used += [position, other]
+            if unpaired_positions and self.original[position] != self.original[unpaired_positions[-1]]:
+                partner = unpaired_positions.pop()
+                self.words[position], self.words[partner] = self.original[partner], self.original[position]
+                swapped_positions += [position, partner]
             else:
-                held.append(position)
-        self._use(used)
-        return count - len(used) if len(used) < 2 * pairs else 0
+                unpaired_positions.append(position)
+        self._mark_used(swapped_positions)
+        return count - len(swapped_positions) if len(swapped_positions) < 2 * num_pairs else 0
 
     def delete(self, count: int) -> int:
-        chosen = self.free[: min(count, len(self.words) - 1)]
-        for position in sorted(chosen):
+        deleted_positions = self.free_positions[: min(count, len(self.words) - 1)]
+        for position in sorted(deleted_positions):
             self.words[position] = None
-            self._close(position)
-        self._use(chosen)
-        return count - len(chosen)
+            self._remove_space(position)
+        self._mark_used(deleted_positions)
+        return count - len(deleted_positions)
 
     def insert(self, count: int) -> int:
         candidates = [word for word in self.original if find_synonyms(word.lower())] if count else []
@@ -133,26 +140,27 @@ class _Words:
             self.inserted.setdefault(positions[int(self.rng.integers(len(positions)))], []).append(word)
         return 0
 
-    def text(self) -> str:
-        pieces = [self.between[0]]
+    def join(self) -> str:
+        pieces = [self.separators[0]]
         for position, word in enumerate(self.words):
             if word is not None:
                 pieces.append(" ".join([word, *self.inserted.get(position, ())]))
-            pieces.append(self.between[position + 1])
+            pieces.append(self.separators[position + 1])
         return "".join(pieces)
 
-    def _close(self, position: int) -> None:
+    def _remove_space(self, position: int) -> None:
         """Remove one of the white spaces beside a deleted word, preferably not a line or paragraph break."""
-        before, after = self.between[position], self.between[position + 1]
-        left, right = before[len(before.rstrip()) :], after[: len(after) - len(after.lstrip())]
-        if left and (not right or left.count("\n") <= right.count("\n")):
-            self.between[position] = before.rstrip()
-        elif right:
-            self.between[position + 1] = after.lstrip()
+        separator_before, separator_after = self.separators[position], self.separators[position + 1]
+        left_space = separator_before[len(separator_before.rstrip()) :]
+        right_space = separator_after[: len(separator_after) - len(separator_after.lstrip())]
+        if left_space and (not right_space or left_space.count("\n") <= right_space.count("\n")):
+            self.separators[position] = separator_before.rstrip()
+        elif right_space:
+            self.separators[position + 1] = separator_after.lstrip()
 
-    def _use(self, positions: list[int]) -> None:
+    def _mark_used(self, positions: list[int]) -> None:
         used = set(positions)
-        self.free = [position for position in self.free if position not in used]
+        self.free_positions = [position for position in self.free_positions if position not in used]
 
     def _choose(self, words: Sequence[str]) -> str:
         return words[int(self.rng.integers(len(words)))]

@@ -4,8 +4,9 @@ A line is removed if it
 - is a notice: a short line with a phrase of cookie banners, copyright, sharing, signing in or subscribing;
 - is a menu in one line: three or more items of at most four words each, separated by | or a bullet;
 - consists of two or more links and hardly anything else.
-A short line (at most five words, no final punctuation, no frequent word in the middle; or a link) is removed if three or more
-follow each other: a menu has one item per line, while a heading or an address stands between paragraphs.
+A possible menu item (a line of at most five words without final punctuation and without a frequent word after the first, or a
+link) is removed if three or more follow each other: a menu has one item per line, while a heading or an address stands
+between paragraphs.
 This also removes lists of single words, a short title right below a menu, and many lines of code; use it for web pages.
 """
 
@@ -15,10 +16,10 @@ import re
 
 from bottega.data.text.languages import FREQUENT_WORDS, count_words
 
-_NOTICE_WORDS = 30  # A longer line that mentions cookies is prose about cookies.
-_BARE_WORDS = 5
-_BARE_CHARACTERS = 40
-_BARE_RUN = 3
+_MAX_NOTICE_WORDS = 30  # A longer line that mentions cookies is prose about cookies.
+_MAX_ITEM_WORDS = 5
+_MAX_ITEM_CHARACTERS = 40
+_MIN_RUN_LENGTH = 3
 
 # Searched anywhere in a line, but only if one of these words occurs: 7.7 MB/s instead of 2.9.
 _NOTICE_HINTS = ("cookie", "privacy", "reserved", "newsletter", "javascript")
@@ -54,43 +55,45 @@ def remove_boilerplate(text: str) -> str:
         is_boilerplate = _is_boilerplate(stripped)
         if is_boilerplate:
             removed.add(number)
-        if is_boilerplate or _is_bare(stripped):
+        if is_boilerplate or _is_menu_item(stripped):
             run.append(number)
             continue
-        removed.update(run if len(run) >= _BARE_RUN else ())
+        removed.update(run if len(run) >= _MIN_RUN_LENGTH else ())
         run = []
-    removed.update(run if len(run) >= _BARE_RUN else ())
+    removed.update(run if len(run) >= _MIN_RUN_LENGTH else ())
     return _join_remaining(lines, removed) if removed else text
 
 
 def _is_boilerplate(line: str) -> bool:
-    lower = line.lower()
-    notice = _WHOLE_NOTICE.fullmatch(lower) or (any(word in lower for word in _NOTICE_HINTS) and _NOTICE.search(lower))
-    if notice and count_words(line) <= _NOTICE_WORDS:
+    lowered = line.lower()
+    notice = _WHOLE_NOTICE.fullmatch(lowered) or (
+        any(word in lowered for word in _NOTICE_HINTS) and _NOTICE.search(lowered)
+    )
+    if notice and count_words(line) <= _MAX_NOTICE_WORDS:
         return True
     items = _MENU_SEPARATOR.split(line)
     if len(items) >= 3 and all(len(item.split()) <= 4 for item in items):
         return True
-    return _num_links(line) >= 2
+    return _count_links(line) >= 2
 
 
-def _num_links(line: str) -> int:
-    """Return the number of links of a line; 0 if the words outside them form a sentence or half of it."""
+def _count_links(line: str) -> int:
+    """Return the number of links of a line; 0 if the text outside them has a frequent word or is over half of the line."""
     if "](" not in line and "://" not in line and "www." not in line.lower():
         return 0
-    rest, number = _LINK.subn("", line)
-    if 2 * len(rest) > len(line) or any(word.lower() in FREQUENT_WORDS for word in _WORD.findall(rest)):
+    outside, num_links = _LINK.subn("", line)
+    if 2 * len(outside) > len(line) or any(word.lower() in FREQUENT_WORDS for word in _WORD.findall(outside)):
         return 0
-    return number
+    return num_links
 
 
-def _is_bare(line: str) -> bool:
-    if _num_links(line):
+def _is_menu_item(line: str) -> bool:
+    if _count_links(line):
         return True
-    if len(line) > _BARE_CHARACTERS or line.endswith(_END_MARKS) or count_words(line) > _BARE_WORDS:
+    if len(line) > _MAX_ITEM_CHARACTERS or line.endswith(_END_MARKS) or count_words(line) > _MAX_ITEM_WORDS:
         return False
-    # Verse has short lines too, but hardly a line of it does without "the" or "of". The first word does not count, nor
-    # do those of a pair: "About us" and "All news" are items of menus.
+    # Verse has short lines too, but nearly all of them have a word such as "the" or "of". The first word does not count,
+    # and neither does any word of a line of two: "About us" and "All news" are items of menus.
     words = _WORD.findall(line)
     return len(words) <= 2 or not any(word.lower() in FREQUENT_WORDS for word in words[1:])
 

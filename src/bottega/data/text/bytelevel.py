@@ -23,13 +23,13 @@ def split_at_safe_points(text: str, size: int) -> Iterator[str]:
     """Split a text into pieces of at least `size` characters whose concatenated tokens are those of the whole text.
 
     Cut before a newline that follows something other than white space. No alternative of the pre-tokenizer's pattern
-    matches across such a place: words, numbers and signs hold no newline, and a run of white space starts at it. The
-    pattern looks ahead only from white space to what follows it, and the cut has no white space before it.
+    matches across such a place: words, numbers and punctuation contain no newline, and a run of white space starts at the
+    newline. The pattern looks ahead only from white space to what follows it, and the cut has no white space before it.
     """
     start = 0
     while start < len(text):
         end = text.find("\n", start + size)
-        # str.isspace covers all white space of the pattern and more, which only costs a cut.
+        # str.isspace covers more characters than the white space of the pattern, which only makes some cuts later.
         while end != -1 and text[end - 1].isspace():
             end = text.find("\n", end + 1)
         end = len(text) if end == -1 else end

@@ -21,7 +21,7 @@ from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
 from bottega.data.text.vocabulary import train_bpe
 
-# Increase it when the same captions would give another tokenizer, so that old cache entries are not used.
+# Part of the cache key. Increase it when the same captions would give a different tokenizer.
 FORMAT = 1
 # Largest training text, sampled evenly: more text hardly changes the merges.
 MAX_TRAINING_CHARACTERS = 64 << 20
@@ -36,10 +36,10 @@ class CaptionTokenizer:
 
     def __init__(self, folder: Path, length: int) -> None:
         self.folder, self.length = Path(folder), length
-        marks = self.tokenizer.backend.num_special_tokens_to_add(False)
-        if length <= marks:
+        num_special_tokens = self.tokenizer.backend.num_special_tokens_to_add(False)
+        if length <= num_special_tokens:
             raise UsageError(
-                f"model.text.max_tokens: {length} leaves no room for text with {marks} special tokens; raise it"
+                f"model.text.max_tokens: {length} leaves no room for text with {num_special_tokens} special tokens; raise it"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -75,21 +75,21 @@ class CaptionTokenizer:
     @cached_property
     def _padded_backend(self) -> Any:
         """The `tokenizers` object with truncation and padding, as transformers configures it."""
-        core = Tokenizer.load(self.folder).backend
-        number, token = self._pad_token
-        core.enable_truncation(self.length)
-        core.enable_padding(length=self.length, pad_id=number, pad_token=token)
-        return core
+        backend = Tokenizer.load(self.folder).backend
+        token_id, token = self._pad_token
+        backend.enable_truncation(self.length)
+        backend.enable_padding(length=self.length, pad_id=token_id, pad_token=token)
+        return backend
 
     @cached_property
     def _pad_token(self) -> tuple[int, str]:
         """Id and text of the padding token. It matters to CLIP only, which attends to padding."""
         configured = self.tokenizer.config.get("pad_token") or _read_special_tokens(self.folder).get("pad_token")
         token = configured.get("content") if isinstance(configured, dict) else configured
-        number = self.tokenizer.backend.token_to_id(token) if token else None
-        if number is None:
-            number = self.tokenizer.eos_token_id
-        return number, self.tokenizer.backend.id_to_token(number) or ""
+        token_id = self.tokenizer.backend.token_to_id(token) if token else None
+        if token_id is None:
+            token_id = self.tokenizer.eos_token_id
+        return token_id, self.tokenizer.backend.id_to_token(token_id) or ""
 
 
 @final
@@ -99,15 +99,15 @@ class CaptionRows(Source):
     Captions are tokenised for each batch, at about 50 microseconds each: caching a million would take 250 MB per worker.
     """
 
-    def __init__(self, source: Source, table: Table, tokens: CaptionTokenizer) -> None:
+    def __init__(self, source: Source, table: Table, caption_tokenizer: CaptionTokenizer) -> None:
         """`table` holds the rows of the samples."""
-        assert len(source) == len(table), "captions of other samples"
-        self.source, self.table, self.caption_tokenizer = source, table, tokens
+        assert len(source) == len(table), "the table does not hold the rows of the samples"
+        self.source, self.table, self.caption_tokenizer = source, table, caption_tokenizer
         missing = [number for number, text in enumerate(read_captions(table)) if not text]
         if missing:
             raise DataError(
-                f"{table.row('key', missing[0])}: has neither caption nor label, like {len(missing):,} of "
-                f"{len(table):,} records, but model.condition is text; add captions, such as a row of metadata.jsonl with "
+                f"{table.row('key', missing[0])}: has neither caption nor label ({len(missing):,} of "
+                f"{len(table):,} records have none), but model.condition is text; add captions, such as a row of metadata.jsonl with "
                 "file_name and text, or set model.condition=none"
             )
 
@@ -123,10 +123,8 @@ class CaptionRows(Source):
         return hashlib.sha256(f"{self.source.fingerprint} {self.caption_tokenizer.fingerprint}".encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        count = int(self.caption_tokenizer.encode([read_caption(self.table, index)])["attention_mask"].sum())
-        return (
-            f"{self.source.describe(index, epoch)}\ncaption of {count} tokens, at most {self.caption_tokenizer.length}"
-        )
+        num_tokens = int(self.caption_tokenizer.encode([read_caption(self.table, index)])["attention_mask"].sum())
+        return f"{self.source.describe(index, epoch)}\ncaption of {num_tokens} tokens, at most {self.caption_tokenizer.length}"
 
 
 def read_caption(table: Table, index: int) -> str:
@@ -138,15 +136,15 @@ def read_caption(table: Table, index: int) -> str:
 
 
 def read_captions(table: Table) -> list[str]:
-    """Return the captions (or labels) of all rows; empty if a row has neither."""
-    both = zip(read_text_column(table, "caption"), read_text_column(table, "label"), strict=True)
-    return [caption.strip() or label.strip() for caption, label in both]
+    """Return the captions (or labels) of all rows; a row that has neither gives an empty text."""
+    pairs = zip(read_text_column(table, "caption"), read_text_column(table, "label"), strict=True)
+    return [caption.strip() or label.strip() for caption, label in pairs]
 
 
-def find_distinct_captions(tables: Sequence[Table], count: int, *, among: int = 1000) -> tuple[str, ...]:
-    """Return the first `count` distinct captions among the first rows of each table."""
-    some = (read_caption(table, number) for table in tables for number in range(min(among, len(table))))
-    return tuple(islice(dict.fromkeys(some), count))
+def find_distinct_captions(tables: Sequence[Table], count: int, *, rows_per_table: int = 1000) -> tuple[str, ...]:
+    """Return the first `count` distinct captions among the first `rows_per_table` rows of each table."""
+    captions = (read_caption(table, number) for table in tables for number in range(min(rows_per_table, len(table))))
+    return tuple(islice(dict.fromkeys(captions), count))
 
 
 def train_caption_tokenizer(
@@ -163,9 +161,9 @@ def train_caption_tokenizer(
         texts = [text for table in tables for text in read_captions(table)]
         step = -(-sum(map(len, texts)) // MAX_TRAINING_CHARACTERS) or 1
         tokenizer = train_bpe(texts[::step], vocab_size=vocab_size)
-        marks = [(END_OF_TEXT, tokenizer.eos_token_id)]
+        special_tokens = [(END_OF_TEXT, tokenizer.eos_token_id)]
         tokenizer.backend.post_processor = processors.TemplateProcessing(
-            single=f"$A {END_OF_TEXT}", special_tokens=marks
+            single=f"$A {END_OF_TEXT}", special_tokens=special_tokens
         )
         tokenizer.save(folder)
 

@@ -22,8 +22,8 @@ from bottega.data.text.captions import read_captions
 from bottega.data.text.tokenizer import END_OF_TEXT, Tokenizer
 
 START_OF_TEXT, END_OF_WORD = "<|startoftext|>", "</w>"
-WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
-# Increase it when the same captions would give another tokenizer, so that old cache entries are not used.
+WORD_PATTERN = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
+# Part of the cache key. Increase it when the same captions would give a different tokenizer.
 FORMAT = 1
 # Largest training text, sampled evenly: more text hardly changes the merges.
 MAX_TRAINING_CHARACTERS = 64 << 20
@@ -49,8 +49,8 @@ def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         raise UsageError(
             f"vocab_size: expected at least {minimum} (each byte within and at the end of words, and 2 special tokens), got {vocab_size}"
         )
-    learner = _core(models.BPE(continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD))
-    # The trainer counts only word ends that occur, so it may return a few more merges than fit.
+    trained_backend = _build_backend(models.BPE(continuing_subword_prefix="", end_of_word_suffix=END_OF_WORD))
+    # The trainer counts only the word ends that occur in the texts, so it may return a few more merges than fit.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=SYMBOLS,
@@ -58,45 +58,47 @@ def train_clip_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
         end_of_word_suffix=END_OF_WORD,
         show_progress=False,
     )
-    learner.train_from_iterator(texts, trainer)
-    trained_merges = json.loads(learner.to_str())["model"]["merges"]
+    trained_backend.train_from_iterator(texts, trainer)
+    trained_merges = json.loads(trained_backend.to_str())["model"]["merges"]
     merges = [(str(first), str(second)) for first, second in trained_merges]
     tokens = [*SYMBOLS, *(f"{symbol}{END_OF_WORD}" for symbol in SYMBOLS)]
-    selected: list[tuple[str, str]] = []
+    selected_merges: list[tuple[str, str]] = []
     for pair in merges:
         if len(tokens) + 2 >= vocab_size:
             break
-        selected.append(pair)
+        selected_merges.append(pair)
         tokens.append("".join(pair))
     vocabulary = {token: number for number, token in enumerate(dict.fromkeys([*tokens, START_OF_TEXT, END_OF_TEXT]))}
     bpe = models.BPE(
         vocabulary,
-        selected,
+        selected_merges,
         continuing_subword_prefix="",
         end_of_word_suffix=END_OF_WORD,
         unk_token=END_OF_TEXT,
         fuse_unk=False,
     )
-    core = _core(bpe)
-    core.add_special_tokens([START_OF_TEXT, END_OF_TEXT])
-    marks = [(mark, vocabulary[mark]) for mark in (END_OF_TEXT, START_OF_TEXT)]
-    core.post_processor = processors.RobertaProcessing(marks[0], marks[1], trim_offsets=False, add_prefix_space=False)
+    backend = _build_backend(bpe)
+    backend.add_special_tokens([START_OF_TEXT, END_OF_TEXT])
+    special_tokens = [(name, vocabulary[name]) for name in (END_OF_TEXT, START_OF_TEXT)]
+    backend.post_processor = processors.RobertaProcessing(
+        special_tokens[0], special_tokens[1], trim_offsets=False, add_prefix_space=False
+    )
     config = {
         "tokenizer_class": "CLIPTokenizer",
         "bos_token": START_OF_TEXT,
         **dict.fromkeys(("eos_token", "pad_token", "unk_token"), END_OF_TEXT),
         "clean_up_tokenization_spaces": False,
     }
-    return Tokenizer(core, kind="pretrained", config=config)
+    return Tokenizer(backend, kind="pretrained", config=config)
 
 
-def _core(model: models.BPE) -> tokenizers.Tokenizer:
-    """Configure normalizer, pre-tokenizer and decoder as transformers does for a CLIPTokenizer."""
-    core = tokenizers.Tokenizer(model)
-    core.normalizer = normalizers.Sequence(
+def _build_backend(model: models.BPE) -> tokenizers.Tokenizer:
+    """Return a tokenizer with normalizer, pre-tokenizer and decoder as transformers configures a CLIPTokenizer."""
+    backend = tokenizers.Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
     )
-    split = pre_tokenizers.Split(Regex(WORD), "removed", invert=True)
-    core.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    core.decoder = decoders.ByteLevel()
-    return core
+    split = pre_tokenizers.Split(Regex(WORD_PATTERN), "removed", invert=True)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    return backend

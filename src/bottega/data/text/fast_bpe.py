@@ -1,8 +1,8 @@
 """Encode with gigatoken in place of `tokenizers`, if it is installed and gives the same ids.
 
-On two cores it prepares text 7 times as fast (docs/benchmarks.md). It is new, so it is verified first: it
-must give the same ids for every token of the vocabulary and for difficult texts. Texts that spell a special token, which
-it would not treat as text, are encoded by `tokenizers`.
+On two cores it prepares text 7 times as fast (docs/benchmarks.md). It is new, so it is verified first: it must give the
+same ids for every token of the vocabulary and for difficult texts. Texts that spell a special token are encoded by
+`tokenizers`, because gigatoken would encode them as that token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 from tokenizers import models
 
-# Joined with spaces and without: contractions, digits, white space of all kinds, signs, scripts, accents, emoji.
+# Difficult texts, compared alone and joined: contractions, white space of all kinds, digits, symbols, accents, scripts, emoji.
 PROBE_TEXTS = (
     "it's we'll I'VE don't 'tis o'clock",
     "a  b   c\t\td \n\n e\r\n f\u00a0g\u2003h\u3000i",
@@ -32,9 +32,9 @@ PROBE_TEXTS = (
 BatchEncoder = Callable[[list[str]], list[np.ndarray]]
 
 
-def load_fast_encoder(core: tokenizers.Tokenizer) -> BatchEncoder | None:
+def load_fast_encoder(backend: tokenizers.Tokenizer) -> BatchEncoder | None:
     """Return a function that encodes many texts exactly as `core` does; None if gigatoken is missing or differs."""
-    if not isinstance(core.model, models.BPE) or os.environ.get("BOTTEGA_FAST_BPE") == "0":
+    if not isinstance(backend.model, models.BPE) or os.environ.get("BOTTEGA_FAST_BPE") == "0":
         return None
     try:
         import awkward
@@ -42,34 +42,36 @@ def load_fast_encoder(core: tokenizers.Tokenizer) -> BatchEncoder | None:
     except ImportError:
         return None
     try:
-        fast = gigatoken.Tokenizer.from_json(core.to_str())
+        fast_tokenizer = gigatoken.Tokenizer.from_json(backend.to_str())
     except Exception:  # its errors for unsupported tokenizers have no common type
         return None
-    special = [token.content for token in core.get_added_tokens_decoder().values()]
-    spelled = re.compile("|".join(map(re.escape, special))) if special else None
+    special_tokens = [token.content for token in backend.get_added_tokens_decoder().values()]
+    special_pattern = re.compile("|".join(map(re.escape, special_tokens))) if special_tokens else None
 
     def encode(texts: list[str]) -> list[np.ndarray]:
         if not texts:
             return []
-        ids = fast.encode_batch(texts, parallel=_use_threads())
-        flat = awkward.to_numpy(awkward.flatten(ids))
-        parts = np.split(flat, np.cumsum(awkward.to_numpy(awkward.num(ids)))[:-1])
-        for number in [i for i, text in enumerate(texts) if spelled is not None and spelled.search(text)]:
-            parts[number] = np.array(core.encode(texts[number], add_special_tokens=False).ids, np.uint32)
-        return parts
+        ids = fast_tokenizer.encode_batch(texts, parallel=_may_use_threads())
+        flat_ids = awkward.to_numpy(awkward.flatten(ids))
+        ids_by_text = np.split(flat_ids, np.cumsum(awkward.to_numpy(awkward.num(ids)))[:-1])
+        for number in [
+            i for i, text in enumerate(texts) if special_pattern is not None and special_pattern.search(text)
+        ]:
+            ids_by_text[number] = np.array(backend.encode(texts[number], add_special_tokens=False).ids, np.uint32)
+        return ids_by_text
 
-    return encode if _gives_same_ids(encode, core) else None
+    return encode if _gives_same_ids(encode, backend) else None
 
 
-def _gives_same_ids(encode: BatchEncoder, core: tokenizers.Tokenizer) -> bool:
-    added = {token.content for token in core.get_added_tokens_decoder().values()}
-    numbers = [number for token, number in core.get_vocab().items() if token not in added]
-    words = core.decode_batch([[number] for number in numbers], skip_special_tokens=False)
-    mixed = [f"{a} {b}{a}" for a, b in pairwise(PROBE_TEXTS)]
-    # A hundred tokens at once: alone, 32,000 of them take half a second.
-    lists = [joint.join(words[i : i + 100]) for i in range(0, len(words), 100) for joint in ("", " ")]
-    probes = [*PROBE_TEXTS, *mixed, *lists]
-    expected = [encoding.ids for encoding in core.encode_batch_fast(probes, add_special_tokens=False)]
+def _gives_same_ids(encode: BatchEncoder, backend: tokenizers.Tokenizer) -> bool:
+    added_tokens = {token.content for token in backend.get_added_tokens_decoder().values()}
+    ids = [token_id for token, token_id in backend.get_vocab().items() if token not in added_tokens]
+    tokens = backend.decode_batch([[token_id] for token_id in ids], skip_special_tokens=False)
+    joined_probes = [f"{a} {b}{a}" for a, b in pairwise(PROBE_TEXTS)]
+    # A hundred tokens in each text: one by one, 32,000 tokens take half a second.
+    token_probes = [separator.join(tokens[i : i + 100]) for i in range(0, len(tokens), 100) for separator in ("", " ")]
+    probes = [*PROBE_TEXTS, *joined_probes, *token_probes]
+    expected = [encoding.ids for encoding in backend.encode_batch_fast(probes, add_special_tokens=False)]
     try:
         actual = encode(probes)
     except Exception:
@@ -77,6 +79,6 @@ def _gives_same_ids(encode: BatchEncoder, core: tokenizers.Tokenizer) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def _use_threads() -> bool:
-    """Return whether to use threads; worker processes use all cores already."""
+def _may_use_threads() -> bool:
+    """Return whether this process may use threads; a worker process may not, because the workers use all cores already."""
     return "BOTTEGA_WORKER" not in os.environ

@@ -33,9 +33,9 @@ def find_drop_reason(text: str, options: Filter) -> str | None:
         return "too long"
     if options.min_words is not None and count_words(text) < options.min_words:
         return "too few words"
-    if options.max_symbol_share is not None and symbol_fraction(text) > options.max_symbol_share:
+    if options.max_symbol_share is not None and compute_symbol_fraction(text) > options.max_symbol_share:
         return "too many symbols"
-    if options.max_repeated_share is not None and repeated_line_fraction(text) > options.max_repeated_share:
+    if options.max_repeated_share is not None and compute_repeated_line_fraction(text) > options.max_repeated_share:
         return "repeated lines"
     if options.languages is not None:
         code, _ = detect_language(text)
@@ -46,7 +46,7 @@ def find_drop_reason(text: str, options: Filter) -> str | None:
     return None
 
 
-def symbol_fraction(text: str) -> float:
+def compute_symbol_fraction(text: str) -> float:
     """Return the fraction of symbols among the characters that are not white space.
 
     A symbol is not a letter, digit or combining mark. Punctuation counts, so that no list of ordinary punctuation is
@@ -70,7 +70,7 @@ def symbol_fraction(text: str) -> float:
     return symbols / max(len(text) - spaces, 1)
 
 
-def repeated_line_fraction(text: str) -> float:
+def compute_repeated_line_fraction(text: str) -> float:
     """Return the fraction of non-empty lines that repeat an earlier line."""
     lines = [stripped for line in text.split("\n") if (stripped := line.strip())]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0

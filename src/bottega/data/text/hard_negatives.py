@@ -10,43 +10,48 @@ import numpy as np
 
 @final
 class HardNegativeSampler:
-    """Draws, for each of some distinct captions, others that differ in exactly one word.
+    """Draws captions that differ from a given caption in exactly one word.
 
-    A group is all captions with the same words around one gap, and holds each at most once, because they are distinct.
+    A group is all captions that agree in every word but the one at a given position. The captions are distinct, so a group
+    holds each at most once. An entry is one position of one caption at which its group has other captions.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        groups: dict[tuple[str, ...], int] = {}
-        owner: list[int] = []
-        group: list[int] = []
+        group_indices: dict[tuple[str, ...], int] = {}
+        caption_list: list[int] = []
+        group_list: list[int] = []
         for number, text in enumerate(texts):
             words = text.lower().split()
             for position in range(len(words)):
-                gapped = (*words[:position], "", *words[position + 1 :])
-                owner.append(number)
-                group.append(groups.setdefault(gapped, len(groups)))
-        owners, group_of = np.array(owner, np.int64), np.array(group, np.int64)
-        sizes = np.bincount(group_of, minlength=len(groups))
-        order = np.argsort(group_of, kind="stable")
-        self.members = owners[order]
+                words_around = (*words[:position], "", *words[position + 1 :])
+                caption_list.append(number)
+                group_list.append(group_indices.setdefault(words_around, len(group_indices)))
+        caption, group = np.array(caption_list, np.int64), np.array(group_list, np.int64)
+        sizes = np.bincount(group, minlength=len(group_indices))
+        order = np.argsort(group, kind="stable")
+        self.members = caption[order]
+        """The captions of all groups, group by group."""
         starts = np.concatenate([[0], np.cumsum(sizes)])[:-1]
-        rank = np.empty(len(group_of), np.int64)
-        rank[order] = np.arange(len(group_of)) - starts[group_of[order]]
-        shared = np.flatnonzero(sizes[group_of] > 1)
-        self.start, self.size, self.rank = starts[group_of[shared]], sizes[group_of[shared]], rank[shared]
-        self.count = np.bincount(owners[shared], minlength=len(texts))
-        """For each caption, the number of word positions at which another caption differs alone."""
-        self.first = np.concatenate([[0], np.cumsum(self.count)])[:-1]
+        rank = np.empty(len(group), np.int64)
+        rank[order] = np.arange(len(group)) - starts[group[order]]
+        entries = np.flatnonzero(sizes[group] > 1)
+        self.group_start, self.group_size = starts[group[entries]], sizes[group[entries]]
+        self.rank = rank[entries]
+        """For each entry, the index of its caption within the group."""
+        self.num_entries = np.bincount(caption[entries], minlength=len(texts))
+        """For each caption, the number of word positions at which it has hard negatives."""
+        self.first_entry = np.concatenate([[0], np.cumsum(self.num_entries)])[:-1]
 
-    def sample(self, captions: np.ndarray, word: np.ndarray, other: np.ndarray) -> np.ndarray:
-        """Return a hard negative for each of `captions`, by two 32-bit draws: the position, and the other word.
+    def sample(self, captions: np.ndarray, position_draw: np.ndarray, word_draw: np.ndarray) -> np.ndarray:
+        """Return a hard negative for each of `captions`, by two 32-bit draws: of the position, and of the word there.
 
         A caption without a hard negative is returned unchanged.
         """
-        if not len(self.start):
+        if not len(self.group_start):
             return captions
-        count = self.count[captions]
-        at = np.minimum(self.first[captions] + word % np.maximum(count, 1), len(self.start) - 1)
-        chosen = other % (self.size[at] - 1)
-        chosen += chosen >= self.rank[at]
-        return np.where(count > 0, self.members[self.start[at] + chosen], captions)
+        num_entries = self.num_entries[captions]
+        entry = self.first_entry[captions] + position_draw % np.maximum(num_entries, 1)
+        entry = np.minimum(entry, len(self.group_start) - 1)
+        rank = word_draw % (self.group_size[entry] - 1)
+        rank += rank >= self.rank[entry]
+        return np.where(num_entries > 0, self.members[self.group_start[entry] + rank], captions)

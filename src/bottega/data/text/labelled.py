@@ -22,7 +22,8 @@ from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.similar_names import find_similar_names
 
-# Few enough lengths to compile each. With 8 a batch of sentences was a tenth longer than necessary.
+# Batch lengths are multiples of this, so that few lengths have to be compiled. With 8, a batch of sentences was a tenth longer
+# than necessary.
 LENGTH_MULTIPLE = 4
 RARE_CLASS_SAMPLES = 2
 """At most this many training samples make a class rare."""
@@ -42,35 +43,35 @@ class TextCollator:
     @classmethod
     def from_tokenizer(cls, tokenizer: Tokenizer, *, sequence_length: int | None = None) -> TextCollator:
         """Return the collator of a tokenizer."""
-        return cls._with_limits(
+        return cls._from_limits(
             tokenizer.pad_token_id, tokenizer.special_tokens_around, tokenizer.model_max_length, sequence_length
         )
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, Any], *, sequence_length: int | None = None) -> TextCollator:
         """Return the collator that meta.json of prepared texts describes."""
-        padding = meta.get("padding", meta["end_of_text"])
-        return cls._with_limits(padding, meta.get("frame", ((), ())), meta.get("longest"), sequence_length)
+        pad_token_id = meta.get("padding", meta["end_of_text"])
+        return cls._from_limits(pad_token_id, meta.get("frame", ((), ())), meta.get("longest"), sequence_length)
 
     @classmethod
-    def _with_limits(
+    def _from_limits(
         cls,
-        padding: int,
-        frame: tuple[Sequence[int], Sequence[int]],
+        pad_token_id: int,
+        special_tokens: tuple[Sequence[int], Sequence[int]],
         model_max_length: int | None,
         sequence_length: int | None,
     ) -> TextCollator:
         limits = [limit for limit in (model_max_length, sequence_length) if limit is not None]
-        return cls(padding, tuple(frame[0]), tuple(frame[1]), min(limits, default=None))
+        return cls(pad_token_id, tuple(special_tokens[0]), tuple(special_tokens[1]), min(limits, default=None))
 
-    def compute_lengths(self, contents: np.ndarray) -> np.ndarray:
-        """Return the lengths of collated texts; an empty text is one padding token, so that a mean over it exists."""
-        lengths = np.maximum(contents + len(self.prefix) + len(self.suffix), 1)
+    def compute_lengths(self, text_lengths: np.ndarray) -> np.ndarray:
+        """Return the lengths of collated texts; an empty text becomes one padding token, so that its mean is defined."""
+        lengths = np.maximum(text_lengths + len(self.prefix) + len(self.suffix), 1)
         return lengths if self.max_length is None else np.minimum(lengths, self.max_length)
 
-    def count_truncated(self, contents: np.ndarray) -> int:
+    def count_truncated(self, text_lengths: np.ndarray) -> int:
         """Return how many texts of these lengths are truncated."""
-        lengths = contents + len(self.prefix) + len(self.suffix)
+        lengths = text_lengths + len(self.prefix) + len(self.suffix)
         return 0 if self.max_length is None else int((lengths > self.max_length).sum())
 
     def collate(self, ids: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
@@ -85,18 +86,23 @@ class TextCollator:
         lengths = self.compute_lengths(ends - starts)
         T = -(-int(lengths.max(initial=1)) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         T = min([T, *(limit for limit in (longest, self.max_length) if limit is not None)])
-        first, last = len(self.prefix), len(self.suffix)
+        num_prefix, num_suffix = len(self.prefix), len(self.suffix)
         # Truncate the text, never its special tokens.
-        contents = np.clip(lengths - first - last, 0, ends - starts)
-        positions = np.arange(T) - first
-        inside = (positions >= 0) & (positions < contents[:, None])
-        token_indices = np.where(inside, starts[:, None] + positions, 0)
+        text_lengths = np.clip(lengths - num_prefix - num_suffix, 0, ends - starts)
+        positions = np.arange(T) - num_prefix
+        is_text = (positions >= 0) & (positions < text_lengths[:, None])
+        token_indices = np.where(is_text, starts[:, None] + positions, 0)
         tokens = values[token_indices] if len(values) else np.zeros_like(token_indices)
-        filled = np.where(inside, tokens.astype(np.int32), np.int32(self.pad_token_id))
-        filled[:, :first] = self.prefix
-        at = first + contents[:, None] + np.arange(last)
-        np.put_along_axis(filled, at, np.broadcast_to(np.array(self.suffix, np.int32), at.shape), axis=1)
-        return {"input_ids": filled, "attention_mask": (np.arange(T) < lengths[:, None]).astype(np.int32)}
+        input_ids = np.where(is_text, tokens.astype(np.int32), np.int32(self.pad_token_id))
+        input_ids[:, :num_prefix] = self.prefix
+        suffix_positions = num_prefix + text_lengths[:, None] + np.arange(num_suffix)
+        np.put_along_axis(
+            input_ids,
+            suffix_positions,
+            np.broadcast_to(np.array(self.suffix, np.int32), suffix_positions.shape),
+            axis=1,
+        )
+        return {"input_ids": input_ids, "attention_mask": (np.arange(T) < lengths[:, None]).astype(np.int32)}
 
 
 @final
@@ -112,10 +118,10 @@ class LabelledTexts(Source):
         self.labels = labels.astype(np.int32 if labels.ndim == 1 else np.float32)
         self.table = Table(self.folder / table)
         self.collator = TextCollator.from_metadata(self.meta, sequence_length=sequence_length)
-        framed = len(self.collator.prefix) + len(self.collator.suffix)
-        if self.collator.max_length is not None and self.collator.max_length <= framed:
+        num_special_tokens = len(self.collator.prefix) + len(self.collator.suffix)
+        if self.collator.max_length is not None and self.collator.max_length <= num_special_tokens:
             raise DataError(
-                f"data.sequence_length={self.collator.max_length} leaves no room for text with {framed} special "
+                f"data.sequence_length={self.collator.max_length} leaves no room for text with {num_special_tokens} special "
                 "tokens; raise it"
             )
         self.sequence_length = int(self.lengths().max(initial=1))
@@ -176,23 +182,23 @@ def open_labelled_texts(
 
 def encode_labels(table: Table, classes: Classes, *, multi_label: bool = False) -> np.ndarray:
     """Return the class of each row, int32 `(rows,)`, or multi-hot labels, float32 `(rows, classes)`."""
-    numbers = {name: number for number, name in enumerate(classes.names)}
+    class_indices = {name: number for number, name in enumerate(classes.names)}
     texts = read_text_column(table, "label")
     labels_by_text = {text: json.loads(text) if multi_label else [text] for text in set(texts)}
-    unknown = {text for text, names in labels_by_text.items() if not numbers.keys() >= set(names)}
+    unknown = {text for text, names in labels_by_text.items() if not class_indices.keys() >= set(names)}
     if unknown:
         row = next(row for row, text in enumerate(texts) if text in unknown)
-        name = next(name for name in labels_by_text[texts[row]] if name not in numbers)
-        raise DataError(f"{table.row('key', row)}: {_unknown_label_message(name, classes)}")
+        name = next(name for name in labels_by_text[texts[row]] if name not in class_indices)
+        raise DataError(f"{table.row('key', row)}: {_describe_unknown_label(name, classes)}")
     if not multi_label:
-        return np.array([numbers[text] for text in texts], np.int32)
-    rows = np.zeros((len(texts), len(classes)), np.float32)
+        return np.array([class_indices[text] for text in texts], np.int32)
+    multi_hot = np.zeros((len(texts), len(classes)), np.float32)
     for row, text in enumerate(texts):
-        rows[row, [numbers[name] for name in labels_by_text[text]]] = 1
-    return rows
+        multi_hot[row, [class_indices[name] for name in labels_by_text[text]]] = 1
+    return multi_hot
 
 
-def _unknown_label_message(name: str, classes: Classes) -> str:
+def _describe_unknown_label(name: str, classes: Classes) -> str:
     near = find_similar_names(name, classes.names)
     listed = ", ".join(classes.names[:5]) + (", ..." if len(classes) > 5 else "")
     hint = f"did you mean {near[0]!r}?" if near else f"choose from {listed}"
@@ -205,17 +211,17 @@ def find_training_classes(
     include_held_out: bool = False,
     remedy: str = "set data.label_field to another field, or add samples",
 ) -> Classes:
-    """Return the classes of the training data; `include_held_out` adds those that only held-out samples have.
+    """Return the classes of the training data; `include_held_out` adds the classes that only held-out samples have.
 
     Raises `DataError` if there are fewer than two, or if a held-out sample has a class without training samples, which is
     usually a typo.
     """
     class_names = set(count_classes(prepared))
     if len(class_names) < (1 if _is_multi_label(prepared) else 2):
-        first = prepared.table(prepared.training_tables[0]).row("key", 0)
+        first_key = prepared.table(prepared.training_tables[0]).row("key", 0)
         problem = f"are all of the class {class_names.pop()!r}" if class_names else "have no class"
         raise DataError(
-            f"data.train: the samples from {first} on {problem}, but a classifier needs at least two; {remedy}"
+            f"data.train: the samples from {first_key} on {problem}, but a classifier needs at least two; {remedy}"
         )
     if include_held_out:
         return prepared.classes
@@ -229,10 +235,10 @@ def find_training_classes(
 def _check_labels(prepared: PreparedData, name: str, classes: Classes) -> None:
     table, class_names = prepared.table(name), set(classes.names)
     for row, text in enumerate(read_text_column(table, "label")):
-        unknown = next((label for label in _class_names(prepared, text) if label not in class_names), None)
+        unknown = next((label for label in _parse_class_names(prepared, text) if label not in class_names), None)
         if unknown is not None:
             raise DataError(
-                f"{table.row('key', row)}: in {name}, {_unknown_label_message(unknown, classes)} (model.num_labels="
+                f"{table.row('key', row)}: in {name}, {_describe_unknown_label(unknown, classes)} (model.num_labels="
                 f"{len(prepared.classes)} would count it as a class)"
             )
 
@@ -242,9 +248,9 @@ def count_classes(prepared: PreparedData) -> Counter[str]:
     counts: Counter[str] = Counter()
     for name in filter(_is_training_table, prepared.tables):
         table = prepared.table(name)
-        own = table.values("form") != COPY if "form" in table.columns else np.ones(len(table), bool)
-        for text, is_own in zip(read_text_column(table, "label"), own.tolist(), strict=True):
-            counts.update(_class_names(prepared, text) if is_own else ())
+        is_original = table.values("form") != COPY if "form" in table.columns else np.ones(len(table), bool)
+        for text, is_counted in zip(read_text_column(table, "label"), is_original.tolist(), strict=True):
+            counts.update(_parse_class_names(prepared, text) if is_counted else ())
     return counts
 
 
@@ -268,7 +274,7 @@ def _is_multi_label(prepared: PreparedData) -> bool:
     return bool(prepared.metadata.get("multi_label", False))
 
 
-def _class_names(prepared: PreparedData, label: str) -> list[str]:
+def _parse_class_names(prepared: PreparedData, label: str) -> list[str]:
     return json.loads(label) if _is_multi_label(prepared) else [label] if label else []
 
 

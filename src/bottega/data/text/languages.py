@@ -12,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 
-# First code point of each range and what it holds. Only letters are listed; other characters are ignored.
+# First code point of each range, and its script, or its language if only one uses it; "" for characters other than letters.
 _RANGES: tuple[tuple[int, str], ...] = (
     (0x0000, ""), (0x0041, "latin"), (0x005B, ""), (0x0061, "latin"), (0x007B, ""), (0x00C0, "latin"), (0x0250, ""),
     (0x0370, "el"), (0x0400, "cyrillic"), (0x0530, "hy"), (0x0590, "he"), (0x0600, "arabic"), (0x0700, ""),
@@ -24,7 +24,7 @@ _RANGES: tuple[tuple[int, str], ...] = (
     (0xF900, "zh"), (0xFB00, ""), (0xFB50, "arabic"), (0xFE00, ""), (0xFE70, "arabic"), (0xFEFF, ""), (0xFF66, "ja"),
     (0xFFA0, ""), (0x20000, "zh"), (0x32000, ""),
 )  # fmt: skip
-_STARTS = np.array([start for start, _ in _RANGES], dtype=np.uint32)
+_RANGE_STARTS = np.array([start for start, _ in _RANGES], dtype=np.uint32)
 _SCRIPTS = sorted({script for _, script in _RANGES})
 _SCRIPT_OF_RANGE = np.array([_SCRIPTS.index(script) for _, script in _RANGES])
 
@@ -94,8 +94,8 @@ _WORDS = {
     "може във със под къде тези след също е ще ли как",
 }
 
-# Parts of words that are typical of one, parted by |; a space is the edge of a word.
-_MARKS = {
+# Parts of words that are typical of a language, separated by |; a space is the edge of a word.
+_TYPICAL_PARTS = {
     "en": " th|ing |ght| wh|ould| kn|ly ",
     "de": "sch|ß|ung |icht|ei|ö|ü|tz|keit ",
     "fr": "eux |ait | qu'| l'| d'|ç|œ|eau|ê|tion |ù",
@@ -120,11 +120,12 @@ _MARKS = {
 }
 
 _CYRILLIC = ("ru", "uk", "bg")
-_BY_WORDS = {"latin": [code for code in _WORDS if code not in _CYRILLIC], "cyrillic": list(_CYRILLIC)}
-_SPOKEN = {*_SCRIPTS, *_WORDS, "ar", "fa", "ur"}
-LANGUAGES = frozenset(_SPOKEN - {"", "latin", "cyrillic", "arabic"})
+_LANGUAGES_BY_SCRIPT = {"latin": [code for code in _WORDS if code not in _CYRILLIC], "cyrillic": list(_CYRILLIC)}
+_SCRIPTS_AND_LANGUAGES = {*_SCRIPTS, *_WORDS, "ar", "fa", "ur"}
+LANGUAGES = frozenset(_SCRIPTS_AND_LANGUAGES - {"", "latin", "cyrillic", "arabic"})
 
-# A word of several languages counts for each of them in full: counted in part, 40 more of 6,920 English reviews were lost.
+# A word of several languages counts fully for each of them: when it counted as a fraction, 40 more of 6,920 English reviews
+# were not detected as English.
 _WORD_LANGUAGES: dict[str, list[str]] = {}
 for _code, _words in _WORDS.items():
     for _word in _words.split():
@@ -132,9 +133,9 @@ for _code, _words in _WORDS.items():
 FREQUENT_WORDS = frozenset(_WORD_LANGUAGES)
 
 _WORD = re.compile(r"[^\W\d_]+(?:['’][^\W\d_]+)?")
-_SAMPLE = 4000  # Characters used: half from the beginning, half from the middle.
-_LEAST_LETTERS = 10
-_LEAST_SIGNS = 4  # Of a script whose signs are syllables or words.
+_SAMPLE_CHARACTERS = 4000  # Characters used: half from the beginning, half from the middle.
+_MIN_LETTERS = 10
+_MIN_CJK_CHARACTERS = 4  # Fewer for Chinese, Japanese and Korean, whose characters are syllables or words.
 _UNSPACED = re.compile(
     "([\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U00031fff])|[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff]"
 )
@@ -142,34 +143,36 @@ _UNSPACED = re.compile(
 
 def detect_language(text: str) -> tuple[str, float]:
     """Return the language code and a confidence from 0 to 1; ("", 0.0) if the text is too short or unknown."""
-    if len(text) > _SAMPLE:
+    if len(text) > _SAMPLE_CHARACTERS:
         middle = len(text) // 2
-        text = f"{text[: _SAMPLE // 2]} {text[middle : middle + _SAMPLE // 2]}"
+        text = f"{text[: _SAMPLE_CHARACTERS // 2]} {text[middle : middle + _SAMPLE_CHARACTERS // 2]}"
     counts = _count_scripts(text)
     total = sum(counts.values())
     if not total:
         return "", 0.0
-    # Japanese is written in Han characters for a good part, Chinese never in kana.
+    # Japanese is partly written in Han characters, while Chinese never uses kana.
     if counts["ja"] * 10 >= counts["zh"] and counts["ja"]:
         counts["ja"] += counts.pop("zh", 0)
-    script, number = counts.most_common(1)[0]
-    fraction = number / total
-    if number < (_LEAST_SIGNS if script in ("zh", "ja", "ko") else _LEAST_LETTERS):
+    script, num_letters = counts.most_common(1)[0]
+    fraction = num_letters / total
+    if num_letters < (_MIN_CJK_CHARACTERS if script in ("zh", "ja", "ko") else _MIN_LETTERS):
         return "", 0.0
     if script == "arabic":
         return _detect_arabic_language(text), fraction
-    if script not in _BY_WORDS:
+    if script not in _LANGUAGES_BY_SCRIPT:
         return script, fraction
-    code, confidence = _detect_by_words(unicodedata.normalize("NFC", text), _BY_WORDS[script])
+    code, confidence = _detect_by_words(unicodedata.normalize("NFC", text), _LANGUAGES_BY_SCRIPT[script])
     return code, confidence * fraction
 
 
 def _count_scripts(text: str) -> Counter[str]:
     """Count the letters of each script."""
-    points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
-    ranges = np.bincount(np.searchsorted(_STARTS, points, side="right") - 1, minlength=len(_RANGES))
-    numbers = np.bincount(_SCRIPT_OF_RANGE, weights=ranges, minlength=len(_SCRIPTS))
-    return Counter({script: int(n) for script, n in zip(_SCRIPTS, numbers, strict=True) if script and n})
+    code_points = np.frombuffer(text.encode("utf-32-le", "replace"), dtype="<u4")
+    letters_by_range = np.bincount(
+        np.searchsorted(_RANGE_STARTS, code_points, side="right") - 1, minlength=len(_RANGES)
+    )
+    letters_by_script = np.bincount(_SCRIPT_OF_RANGE, weights=letters_by_range, minlength=len(_SCRIPTS))
+    return Counter({script: int(n) for script, n in zip(_SCRIPTS, letters_by_script, strict=True) if script and n})
 
 
 def _detect_arabic_language(text: str) -> str:
@@ -185,21 +188,21 @@ def _detect_by_words(text: str, codes: list[str]) -> tuple[str, float]:
     if len(words) < 3:
         return "", 0.0
     scores = dict.fromkeys(codes, 0.0)
-    for word, number in Counter(words).items():
+    for word, count in Counter(words).items():
         for code in _WORD_LANGUAGES.get(word, ()):
             if code in scores:
-                scores[code] += number
+                scores[code] += count
     padded = f" {' '.join(words)} "
     for code in codes:
-        # A mark is a part of a word, hence weaker evidence than a word.
-        scores[code] += 0.4 * sum(map(padded.count, _MARKS[code].split("|")))
+        # A part of a word is weaker evidence than a word.
+        scores[code] += 0.4 * sum(map(padded.count, _TYPICAL_PARTS[code].split("|")))
     ranked = sorted(scores, key=lambda code: -scores[code])
-    best, second = scores[ranked[0]], scores[ranked[1]]
-    evidence = best / len(words)
-    # A tenth of the words: a random English word list, or a table of names, stays below.
-    if evidence < 0.1 or best == second:
+    best_score, second_score = scores[ranked[0]], scores[ranked[1]]
+    evidence = best_score / len(words)
+    # The threshold is a tenth of the words: a list of random English words and a table of names stay below it.
+    if evidence < 0.1 or best_score == second_score:
         return "", 0.0
-    return ranked[0], (1 - second / best) * min(1.0, evidence / 0.2)
+    return ranked[0], (1 - second_score / best_score) * min(1.0, evidence / 0.2)
 
 
 def count_words(text: str) -> int:
@@ -207,8 +210,8 @@ def count_words(text: str) -> int:
     count = len(text.split())
     if text.isascii():
         return count
-    ideographs = others = 0
+    ideographs = other_characters = 0
     for ideograph in _UNSPACED.findall(text):
         ideographs += bool(ideograph)
-        others += not ideograph
-    return count + ideographs // 2 + others // 5
+        other_characters += not ideograph
+    return count + ideographs // 2 + other_characters // 5

@@ -1,7 +1,7 @@
 """Synonyms from WordNet if it is installed with its data, else from a small built-in English table.
 
 Nothing is ever downloaded. The synonyms depend on the installed packages, so a fingerprint of augmented data must
-include `synonym_source()`.
+include `find_synonym_source()`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache
 
-# Groups are parted by a slash; the forms of verbs and nouns have groups of their own, so that a sentence stays one. Words whose
+# Groups are separated by a slash; each form of a verb or noun has its own group, so that sentences stay grammatical. Words whose
 # common meanings differ ("kind", "mean", "like") are left out, as are words that other languages use ("die", "but").
 _GROUPS = """
 good great fine excellent superb / bad poor awful terrible dreadful / happy glad joyful cheerful delighted /
@@ -131,16 +131,16 @@ def _build_table() -> dict[str, tuple[str, ...]]:
     return {word: tuple(others) for word, others in synonyms.items()}
 
 
-def synonym_source() -> str:
+def find_synonym_source() -> str:
     """Return where synonyms come from: nltk, wn or table."""
-    return _lookup()[0]
+    return _load_lookup()[0]
 
 
 @lru_cache(maxsize=1 << 16)
 def find_synonyms(word: str) -> tuple[str, ...]:
-    """Return the synonyms of a word in a fixed order and in its case: Good gives Great; none for mixed case, as in iPhone."""
+    """Return the synonyms of a word in a fixed order and in its case (Great for Good); none for mixed case, as in iPhone."""
     lower = word.lower()
-    synonyms = _lookup()[1](lower)
+    synonyms = _load_lookup()[1](lower)
     if word == lower:
         return synonyms
     if word.isupper() and len(word) > 1:
@@ -150,11 +150,11 @@ def find_synonyms(word: str) -> tuple[str, ...]:
 
 
 @cache
-def _lookup() -> tuple[str, Callable[[str], tuple[str, ...]]]:
-    # A package without its data, a damaged database or another version all count as missing.
-    for name, make in (("nltk", _from_nltk), ("wn", _from_wn)):
+def _load_lookup() -> tuple[str, Callable[[str], tuple[str, ...]]]:
+    # A package without its data, with a damaged database or of an unsupported version counts as missing.
+    for name, load in (("nltk", _load_nltk_lookup), ("wn", _load_wordnet_lookup)):
         try:
-            lookup = make()
+            lookup = load()
             if lookup("good"):
                 return name, lookup
         except Exception:
@@ -163,7 +163,7 @@ def _lookup() -> tuple[str, Callable[[str], tuple[str, ...]]]:
     return "table", lambda word: table.get(word, ())
 
 
-def _from_nltk() -> Callable[[str], tuple[str, ...]]:
+def _load_nltk_lookup() -> Callable[[str], tuple[str, ...]]:
     from nltk.corpus import wordnet
 
     return lambda word: _select_lemmas(
@@ -171,7 +171,7 @@ def _from_nltk() -> Callable[[str], tuple[str, ...]]:
     )
 
 
-def _from_wn() -> Callable[[str], tuple[str, ...]]:
+def _load_wordnet_lookup() -> Callable[[str], tuple[str, ...]]:
     import wn
 
     return lambda word: _select_lemmas(
@@ -181,5 +181,5 @@ def _from_wn() -> Callable[[str], tuple[str, ...]]:
 
 def _select_lemmas(word: str, lemmas: list[str]) -> tuple[str, ...]:
     """Return up to eight lower-case single words. WordNet lists common senses first."""
-    plain = dict.fromkeys(lemma for lemma in lemmas if lemma.isalpha() and lemma.islower() and lemma != word)
-    return tuple(plain)[:8]
+    words = dict.fromkeys(lemma for lemma in lemmas if lemma.isalpha() and lemma.islower() and lemma != word)
+    return tuple(words)[:8]

@@ -38,10 +38,10 @@ class TokenSource(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         """Return `input_ids`, `attention_mask` and `documents` (index of the document), `(batch, T + 1)`, and `bytes` of the targets."""
-        ids, mask = self._tokens(index, epoch)
+        ids, mask = self._load_tokens(index, epoch)
         rows = {"input_ids": ids, "attention_mask": mask}
         if self.with_document_ids:
-            # The token that ends a document belongs to it, so the count goes up one place later.
+            # The end-of-text token belongs to the document that it ends, so the index increases one token later.
             rows["documents"] = np.zeros_like(ids)
             np.cumsum(ids[:, :-1] == self.meta["end_of_text"], axis=1, out=rows["documents"][:, 1:])
         if self.with_bytes:
@@ -50,13 +50,15 @@ class TokenSource(Source):
         return rows
 
     @abstractmethod
-    def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _load_tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of each sample and their mask, both int32 `(batch, T + 1)`."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out arrays: worker processes map the files again."""
         return {
-            name: value for name, value in self.__dict__.items() if name not in ("_windows", "_byte_lengths", "_ends")
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("_windows", "_byte_lengths", "_sample_ends")
         }
 
     @cached_property
@@ -68,7 +70,7 @@ class TokenSource(Source):
     def _byte_lengths(self) -> np.ndarray:
         return np.fromfile(self.folder / BYTE_LENGTHS, dtype="<i4")
 
-    def _text(self, tokens: np.ndarray) -> str:
+    def _decode_text(self, tokens: np.ndarray) -> str:
         from bottega.data.text.tokenizer import Tokenizer
 
         return Tokenizer.load(self.folder / "tokenizer").decode(tokens)
@@ -78,9 +80,9 @@ class TokenSource(Source):
 class TokenWindows(TokenSource):
     """Windows of T + 1 tokens at stride T, so that each token is a target once.
 
-    Training shifts all borders by an offset that is f(seed, epoch), so that epochs cut the text in other places; up to
-    2 T tokens at the two ends are left out of an epoch. Held-out text is never shifted, what is left after the last
-    whole window is dropped, and where the whole text is shorter than one window T shrinks to fit it.
+    Training shifts all borders by an offset that is f(seed, epoch), so that each epoch cuts the text in different places;
+    up to 2 T tokens at the two ends are left out of an epoch. Held-out text is never shifted: the tokens after its last
+    whole window are dropped, and if it is shorter than one window, T is reduced to fit it.
     """
 
     def __init__(
@@ -109,8 +111,8 @@ class TokenWindows(TokenSource):
     def __len__(self) -> int:
         return self.length
 
-    def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._windows[index * self.sequence_length + self._offset(epoch)].astype(np.int32)
+    def _load_tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._windows[index * self.sequence_length + self._compute_offset(epoch)].astype(np.int32)
         return ids, np.ones_like(ids)
 
     @property
@@ -119,33 +121,37 @@ class TokenWindows(TokenSource):
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        start = index * self.sequence_length + int(self._offset(np.array([epoch])))
+        start = index * self.sequence_length + int(self._compute_offset(np.array([epoch])))
         ends = self.table.ends("tokens")
-        at = int(np.searchsorted(ends, start, side="right"))
-        where = f"{self.table.row('key', at)}, its token {start - (int(ends[at - 1]) if at else 0)}"
-        head = f"{self.name} tokens {start} to {start + self.sequence_length}, from {where}"
-        return f"{head}\n{self._text(self._windows[start])}"
+        document = int(np.searchsorted(ends, start, side="right"))
+        position = (
+            f"{self.table.row('key', document)}, its token {start - (int(ends[document - 1]) if document else 0)}"
+        )
+        head = f"{self.name} tokens {start} to {start + self.sequence_length}, from {position}"
+        return f"{head}\n{self._decode_text(self._windows[start])}"
 
     def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the documents in which each window begins and ends, in epoch 0."""
-        start = index * self.sequence_length + int(self._offset(np.array([0])))
+        start = index * self.sequence_length + int(self._compute_offset(np.array([0])))
         ends = self.table.ends("tokens")
-        first, last = (np.searchsorted(ends, at, side="right") for at in (start, start + self.sequence_length))
+        first, last = (
+            np.searchsorted(ends, position, side="right") for position in (start, start + self.sequence_length)
+        )
         return first, last
 
-    def _offset(self, epoch: np.ndarray) -> Any:
+    def _compute_offset(self, epoch: np.ndarray) -> Any:
         if self.num_offsets == 1 or self.seed is None:
             return 0
-        # Nearly every batch lies in one epoch, and the offset of an epoch is remembered.
+        # Nearly every batch lies in one epoch, and the offset of an epoch is cached.
         first_epoch = int(epoch[0]) if len(epoch) else 0
         if (epoch == first_epoch).all():
-            return _offset_of(self.seed, first_epoch, self.num_offsets)
-        return np.array([_offset_of(self.seed, int(number), self.num_offsets) for number in epoch])
+            return _draw_offset(self.seed, first_epoch, self.num_offsets)
+        return np.array([_draw_offset(self.seed, int(number), self.num_offsets) for number in epoch])
 
     def scores(self, name: str) -> np.ndarray:
         """Return the score of the document in the middle of each window, in epoch 0."""
         _check_score(self.meta, name)
-        start = np.arange(len(self)) * self.sequence_length + int(self._offset(np.array([0])))
+        start = np.arange(len(self)) * self.sequence_length + int(self._compute_offset(np.array([0])))
         middle = np.searchsorted(self.table.ends("tokens"), start + self.sequence_length // 2, side="right")
         return self.table.values("score")[middle]
 
@@ -158,8 +164,8 @@ class TokenWindows(TokenSource):
 class TokenDocuments(TokenSource):
     """One document per sample, padded with masked end-of-text tokens; a longer one becomes several samples.
 
-    Consecutive samples of a document share one token, the last target of the one before, so that each of its tokens but
-    the first is a target once.
+    Consecutive samples of a document share one token, the last target of the earlier sample, so that each token of the
+    document except the first is a target once.
     """
 
     def __init__(self, folder: Path, table: str, *, sequence_length: int, with_bytes: bool = False) -> None:
@@ -169,40 +175,40 @@ class TokenDocuments(TokenSource):
             raise DataError(f"no document of the {self.name} text has two tokens; add text")
 
     @cached_property
-    def _ends(self) -> np.ndarray:
+    def _sample_ends(self) -> np.ndarray:
         """Cumulative number of samples by document."""
         # A single token has no successor to predict.
         return np.cumsum(-(-np.maximum(self.table.lengths("tokens") - 1, 0) // self.sequence_length))
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._sample_ends[-1]) if len(self._sample_ends) else 0
 
     def lengths(self) -> np.ndarray:
         """Return the number of tokens of each sample without padding."""
         index = np.arange(len(self))
-        start, stop = self._spans(index)
+        start, stop = self._find_spans(index)
         return stop - start
 
     def scores(self, name: str) -> np.ndarray:
-        """Return the difficulty of each sample, which is that of its document."""
+        """Return the score of each sample, which is the score of its document."""
         _check_score(self.meta, name)
-        document = np.searchsorted(self._ends, np.arange(len(self)), side="right")
+        document = np.searchsorted(self._sample_ends, np.arange(len(self)), side="right")
         return self.table.values("score")[document]
 
     def documents_at(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the first and last document of each sample, which are the same."""
-        document = np.searchsorted(self._ends, index, side="right")
+        document = np.searchsorted(self._sample_ends, index, side="right")
         return document, document
 
-    def _spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        document = np.searchsorted(self._ends, index, side="right")
-        number = index - np.where(document > 0, self._ends[document - 1], 0)
+    def _find_spans(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        document = np.searchsorted(self._sample_ends, index, side="right")
+        part = index - np.where(document > 0, self._sample_ends[document - 1], 0)
         ends = self.table.ends("tokens")
-        first = np.where(document > 0, ends[document - 1], 0) + number * self.sequence_length
-        return first, np.minimum(first + self.sequence_length + 1, ends[document])
+        start = np.where(document > 0, ends[document - 1], 0) + part * self.sequence_length
+        return start, np.minimum(start + self.sequence_length + 1, ends[document])
 
-    def _tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        start, stop = self._spans(np.asarray(index))
+    def _load_tokens(self, index: np.ndarray, epoch: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        start, stop = self._find_spans(np.asarray(index))
         values = self.table.values("tokens")
         positions = start[:, None] + np.arange(self.sequence_length + 1)
         mask = positions < stop[:, None]
@@ -215,9 +221,9 @@ class TokenDocuments(TokenSource):
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        document = int(np.searchsorted(self._ends, index, side="right"))
-        start, stop = self._spans(np.array([index]))
-        text = self._text(self.table.values("tokens")[int(start[0]) : int(stop[0])])
+        document = int(np.searchsorted(self._sample_ends, index, side="right"))
+        start, stop = self._find_spans(np.array([index]))
+        text = self._decode_text(self.table.values("tokens")[int(start[0]) : int(stop[0])])
         return f"{self.name} document {self.table.row('key', document)}, {stop[0] - start[0]} tokens\n{text}"
 
 
@@ -227,5 +233,5 @@ def _check_score(meta: dict[str, Any], name: str) -> None:
 
 
 @lru_cache(maxsize=1024)
-def _offset_of(seed: int, epoch: int, offsets: int) -> int:
-    return derive_key("window offset", seed, epoch)[0] % offsets
+def _draw_offset(seed: int, epoch: int, num_offsets: int) -> int:
+    return derive_key("window offset", seed, epoch)[0] % num_offsets

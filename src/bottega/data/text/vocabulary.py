@@ -19,17 +19,26 @@ from bottega.models.folders.resolve import resolve_tokenizer
 MIN_BPE_VOCAB_SIZE = 257
 """All bytes and end of text."""
 DEFAULT_BPE_VOCAB_SIZE = 4096
-# A short form as in "movie's" stands alone and "don't" stays whole, as in texts that were divided beforehand ("do n't").
-WORD = r"'(?:s|re|ve|ll|m|d)\b|\w+(?:'t\b)?|[^\w\s]"
-# More words than any language has, because the library has no unlimited size.
-ALL_WORDS = 1 << 31
-AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "longformer", "mpnet", "xmod", "roberta-prelayernorm", "esm")
+# The 's of "movie's" is a word of its own, and "don't" stays whole, as does "n't" in texts that were tokenised before ("do n't").
+WORD_PATTERN = r"'(?:s|re|ve|ll|m|d)\b|\w+(?:'t\b)?|[^\w\s]"
+# More words than any language has, because the library needs a size.
+UNLIMITED_VOCAB_SIZE = 1 << 31
+MODELS_WITH_POSITION_OFFSET = (
+    "roberta",
+    "xlm-roberta",
+    "camembert",
+    "longformer",
+    "mpnet",
+    "xmod",
+    "roberta-prelayernorm",
+    "esm",
+)
 
 
 class TokenizerSpec(BaseModel):
     """Which tokenizer to build: bytes, characters, bpe of `vocab_size`, words, or pretrained at `path` (a file, folder or hub name).
 
-    `vocab_size` is 4096 for bpe where it is not given, and bounds words only where it is.
+    `vocab_size` None is 4096 for bpe, and no limit for words.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,12 +46,12 @@ class TokenizerSpec(BaseModel):
     kind: Kind = "bpe"
     vocab_size: int | None = None
     min_frequency: int = 2
-    """words: rarer ones are unknown."""
+    """For kind words: less frequent words are unknown."""
     path: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _usual_size(cls, values: Any) -> Any:
+    def _set_default_vocab_size(cls, values: Any) -> Any:
         is_bpe = isinstance(values, dict) and values.get("kind", "bpe") == "bpe"
         return (
             {**values, "vocab_size": DEFAULT_BPE_VOCAB_SIZE} if is_bpe and values.get("vocab_size") is None else values
@@ -68,19 +77,19 @@ def build_tokenizer(spec: TokenizerSpec, texts: Iterable[str]) -> Tokenizer:
 
 def build_byte_tokenizer() -> Tokenizer:
     """Return a tokenizer whose ids 0-255 are the bytes, and 256 is end of text."""
-    core = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    return _wrap(core, "bytes")
+    backend = tokenizers.Tokenizer(models.BPE({symbol: byte for byte, symbol in enumerate(SYMBOLS)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return _wrap_backend(backend, "bytes")
 
 
 def build_character_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """Return a tokenizer with one id per character of the texts, in Unicode order; the last id is end of text."""
     characters = sorted(set().union(*map(set, texts)))
-    core = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
-    core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    return _wrap(core, "characters")
+    backend = tokenizers.Tokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return _wrap_backend(backend, "characters")
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
@@ -90,16 +99,16 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
             f"data.tokenizer.vocab_size: expected at least {MIN_BPE_VOCAB_SIZE} (all bytes and end of text), got "
             f"{vocab_size}"
         )
-    core = tokenizers.Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=SYMBOLS, show_progress=False
     )
-    # Whole texts of 16 MB cost the library 3 GB; the words, which are all it counts, are the same in pieces.
+    # For whole texts of 16 MB the library needs 3 GB. It only counts words, and these are the same in pieces.
     pieces = (piece for text in texts for piece in split_at_safe_points(text, PIECE_CHARACTERS))
-    core.train_from_iterator(pieces, trainer)
-    return _wrap(core, "bpe")
+    backend.train_from_iterator(pieces, trainer)
+    return _wrap_backend(backend, "bpe")
 
 
 def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_frequency: int = 2) -> Tokenizer:
@@ -112,23 +121,23 @@ def train_word_tokenizer(texts: Iterable[str], *, vocab_size: int | None, min_fr
             "data.tokenizer.vocab_size: expected at least 3 (the unknown word, end of text and a word), got "
             f"{vocab_size}"
         )
-    core = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN_TOKEN))
-    core.normalizer = normalizers.Sequence(
+    backend = tokenizers.Tokenizer(models.WordLevel(unk_token=UNKNOWN_TOKEN))
+    backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace("\u2019", "'")]
     )
-    core.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(WORD), "removed", invert=True)
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(WORD_PATTERN), "removed", invert=True)
     trainer = trainers.WordLevelTrainer(
-        vocab_size=ALL_WORDS if vocab_size is None else vocab_size,
+        vocab_size=UNLIMITED_VOCAB_SIZE if vocab_size is None else vocab_size,
         min_frequency=min_frequency,
         special_tokens=[UNKNOWN_TOKEN, END_OF_TEXT],
         show_progress=False,
     )
-    core.train_from_iterator(texts, trainer)
-    if core.get_vocab_size() < 3:
+    backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() < 3:
         raise DataError(
             f"no word occurs {min_frequency} times in the training texts; lower data.tokenizer.min_frequency"
         )
-    return _wrap(core, "words", unk_token=UNKNOWN_TOKEN, pad_token=END_OF_TEXT)
+    return _wrap_backend(backend, "words", unk_token=UNKNOWN_TOKEN, pad_token=END_OF_TEXT)
 
 
 def load_pretrained_tokenizer(name: str) -> Tokenizer:
@@ -142,27 +151,27 @@ def load_pretrained_tokenizer(name: str) -> Tokenizer:
 
 
 def _read_max_positions(path: Path) -> int | None:
-    """Return the number of positions of the model beside a tokenizer; None if there is none."""
+    """Return the number of positions of the model in the tokenizer's folder; None if it has no model or states no number."""
     config_path = (path if path.is_dir() else path.parent) / "config.json"
     try:
         config = json.loads(config_path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return None  # a tokenizer may have no model, and loading the model reports its own errors
-    count = config.get("max_position_embeddings") if isinstance(config, dict) else None
-    if not isinstance(count, int):
+    num_positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if not isinstance(num_positions, int):
         return None
-    # These count positions from the one after padding, so that the first ones are never used.
-    offset = (config.get("pad_token_id") or 0) + 1 if config.get("model_type") in AFTER_PADDING else 0
-    return count - offset if count > offset else None
+    # The positions of these models start after pad_token_id, so that the first ones are never used.
+    offset = (config.get("pad_token_id") or 0) + 1 if config.get("model_type") in MODELS_WITH_POSITION_OFFSET else 0
+    return num_positions - offset if num_positions > offset else None
 
 
-def _wrap(core: tokenizers.Tokenizer, kind: Kind, **special: str) -> Tokenizer:
-    core.add_special_tokens([END_OF_TEXT])
+def _wrap_backend(backend: tokenizers.Tokenizer, kind: Kind, **special_tokens: str) -> Tokenizer:
+    backend.add_special_tokens([END_OF_TEXT])
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
         "split_special_tokens": True,
-        **special,
+        **special_tokens,
     }
-    return Tokenizer(core, kind=kind, config=config)
+    return Tokenizer(backend, kind=kind, config=config)

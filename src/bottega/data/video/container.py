@@ -10,7 +10,7 @@ import os
 from typing import BinaryIO
 
 EBML, SEGMENT = 0x1A45DFA3, 0x18538067
-FIRST_BOXES = frozenset((b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot"))
+FIRST_BOX_TYPES = frozenset((b"ftyp", b"styp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot"))
 
 
 def count_missing_bytes(stream: BinaryIO) -> int:
@@ -19,18 +19,18 @@ def count_missing_bytes(stream: BinaryIO) -> int:
     stream.seek(0)
     head = stream.read(12)
     if head[:4] == b"RIFF":
-        end = _riff_end(stream, length)
+        end = _find_riff_end(stream, length)
     elif int.from_bytes(head[:4], "big") == EBML:
-        end = _matroska_end(stream)
-    elif head[4:8] in FIRST_BOXES:
-        end = _boxes_end(stream, length)
+        end = _find_matroska_end(stream)
+    elif head[4:8] in FIRST_BOX_TYPES:
+        end = _find_boxes_end(stream, length)
     else:
         end = 0
     return max(0, end - length)
 
 
-def _riff_end(stream: BinaryIO, length: int) -> int:
-    """Return the stated end of an AVI. Files over 1 GiB have several RIFF chunks; a size of 0 is unknown."""
+def _find_riff_end(stream: BinaryIO, length: int) -> int:
+    """Return the end that an AVI file states. Files over 1 GiB have several RIFF chunks; a size of 0 means unknown."""
     at = 0
     while at + 8 <= length:
         stream.seek(at)
@@ -42,27 +42,27 @@ def _riff_end(stream: BinaryIO, length: int) -> int:
     return at
 
 
-def _boxes_end(stream: BinaryIO, length: int) -> int:
+def _find_boxes_end(stream: BinaryIO, length: int) -> int:
     at = 0
     while at + 8 <= length:
         stream.seek(at)
         head = stream.read(16)
-        size, kind = int.from_bytes(head[:4], "big"), head[4:8]
+        size, box_type = int.from_bytes(head[:4], "big"), head[4:8]
         if size == 1:  # the 64-bit size follows
             size = int.from_bytes(head[8:], "big")
-        # A size of 0 reaches to the end of the file; anything that is not a box was appended.
-        if size < 8 or not (kind.isascii() and kind.decode("latin-1").isprintable()):
+        # A box of size 0 extends to the end of the file; data without a valid box type was appended to the file.
+        if size < 8 or not (box_type.isascii() and box_type.decode("latin-1").isprintable()):
             return 0
         at += size
     return at
 
 
-def _matroska_end(stream: BinaryIO) -> int:
+def _find_matroska_end(stream: BinaryIO) -> int:
     stream.seek(4)
-    header = _read_variable_integer(stream)
-    if header is None:
+    header_size = _read_variable_integer(stream)
+    if header_size is None:
         return 0
-    stream.seek(header, os.SEEK_CUR)
+    stream.seek(header_size, os.SEEK_CUR)
     if int.from_bytes(stream.read(4), "big") != SEGMENT:
         return 0
     size = _read_variable_integer(stream)
@@ -71,11 +71,11 @@ def _matroska_end(stream: BinaryIO) -> int:
 
 def _read_variable_integer(stream: BinaryIO) -> int | None:
     """Read an EBML variable-length integer; None if it is unknown (all bits set)."""
-    first = stream.read(1)
-    if not first or not first[0]:
+    first_byte = stream.read(1)
+    if not first_byte or not first_byte[0]:
         return None
-    extra = 8 - first[0].bit_length()
-    value = int.from_bytes(first + stream.read(extra), "big")
-    bits = 7 * (extra + 1)
+    num_extra_bytes = 8 - first_byte[0].bit_length()
+    value = int.from_bytes(first_byte + stream.read(num_extra_bytes), "big")
+    bits = 7 * (num_extra_bytes + 1)
     value &= (1 << bits) - 1
     return None if value == (1 << bits) - 1 else value

@@ -27,7 +27,7 @@ Encoded = bytes | Path
 CONTAINERS = frozenset(("mov", "mp4", "avi", "matroska", "webm", "mpegts", "mpeg", "mpegvideo", "flv", "ogg", "asf"))
 # Fraction of the stated duration and number of frames that may be missing at the end: audio is often longer than video,
 # the last frame is often shorter, and AVI counts empty frames.
-TOLERANCE, TOLERANCE_FRAMES = 0.05, 3
+MAX_MISSING_FRACTION, MAX_MISSING_FRAMES = 0.05, 3
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Limits:
     """Decoded frames: half an hour at 25 per second."""
     seconds: float = 3600.0
     pixels: int = MAX_PIXELS
-    """Of one frame, width times height."""
+    """Width times height of a frame."""
 
 
 LIMITS = Limits()
@@ -61,7 +61,7 @@ def decode_frames(data: Encoded, *, fps: float | None = None, stride: int = 1, l
         native_rate = stream.average_rate or stream.guessed_rate
         if not native_rate or native_rate <= 0:
             raise Unreadable("the header states no frame rate")
-        _check_limits(stream, _stated_seconds(container, stream), limit)
+        _check_limits(stream, _read_stated_seconds(container, stream), limit)
     except BaseException:
         container.close()
         raise
@@ -91,7 +91,9 @@ def _open_video(data: Encoded) -> tuple[Any, Any]:
     try:
         container = av.open(file, options=options, metadata_errors="ignore")
     except (av.FFmpegError, OSError, ValueError) as error:
-        raise Unreadable(f"is not a video of a known format, or its header is damaged ({_one_line(error)})") from error
+        raise Unreadable(
+            f"is not a video of a known format, or its header is damaged ({_format_error(error)})"
+        ) from error
     if not container.streams.video:
         container.close()
         raise Unreadable("has no video stream")
@@ -111,14 +113,14 @@ def _check_complete(data: Encoded) -> None:
         with io.BytesIO(data) if isinstance(data, bytes) else data.open("rb") as stream:
             if not stream.read(1):
                 raise Unreadable("the file is empty")
-            missing = count_missing_bytes(stream)
+            num_missing = count_missing_bytes(stream)
     except OSError as error:
         raise Unreadable(f"the file cannot be read: {error.strerror}") from error
-    if missing:
-        raise Unreadable(f"is truncated: {missing:,} bytes are missing at its end")
+    if num_missing:
+        raise Unreadable(f"is truncated: {num_missing:,} bytes are missing at its end")
 
 
-def _stated_seconds(container: Any, stream: Any) -> float | None:
+def _read_stated_seconds(container: Any, stream: Any) -> float | None:
     """Return the duration of the stream, else of the file; None if neither is stated."""
     if stream.duration is not None:
         return float(stream.duration * stream.time_base)
@@ -142,7 +144,7 @@ def _check_limits(stream: Any, seconds: float | None, limit: Limits) -> None:
 def _select_frames(
     container: Any, stream: Any, native_rate: Fraction, rate: Fraction | None, stride: int, limit: Limits
 ) -> Iterator[np.ndarray]:
-    """Yield the selected frames as RGB; only those are converted, which costs as much as decoding."""
+    """Yield the selected frames as RGB. Other frames are not converted, because that takes as long as decoding."""
     num_frames = 0
     with container:
         for frame, repeats in _count_repeats(_decode_timed(container, stream, native_rate, limit), rate, native_rate):
@@ -155,21 +157,21 @@ def _select_frames(
 
 
 def _count_repeats(
-    timed: Iterator[tuple[Any, Fraction]], rate: Fraction | None, native_rate: Fraction
+    timed_frames: Iterator[tuple[Any, Fraction]], rate: Fraction | None, native_rate: Fraction
 ) -> Iterator[tuple[Any, int]]:
-    """Yield each frame with the number of times 0, 1/rate, 2/rate, ... that it is the nearest to."""
+    """Yield each frame with the number of output times (0, 1/rate, 2/rate, ...) to which it is the nearest."""
     if rate is None:
-        yield from ((frame, 1) for frame, _ in timed)
+        yield from ((frame, 1) for frame, _ in timed_frames)
         return
     num_times = 0
     previous: tuple[Any, Fraction] | None = None
-    for frame, time in timed:
+    for frame, time in timed_frames:
         if previous is not None:
             # The boundary between two frames is halfway; a time on it belongs to the later one.
             boundary = (previous[1] + time) / 2
-            until = max(num_times, math.ceil(boundary * rate))
-            yield previous[0], until - num_times
-            num_times = until
+            num_times_until = max(num_times, math.ceil(boundary * rate))
+            yield previous[0], num_times_until - num_times
+            num_times = num_times_until
         previous = frame, time
     if previous is not None:
         end = previous[1] + 1 / native_rate
@@ -179,38 +181,47 @@ def _count_repeats(
 def _decode_timed(container: Any, stream: Any, native_rate: Fraction, limit: Limits) -> Iterator[tuple[Any, Fraction]]:
     """Yield all frames with their times, relative to the first."""
     av = _import_av()
-    # AVI has a constant rate and no timestamps; those that FFmpeg makes up are not monotonic.
+    # AVI has a constant rate and no timestamps; the timestamps that FFmpeg computes for it are not monotonic.
     has_constant_rate = container.format.name == "avi"
-    first, time, count = None, Fraction(-1), 0
+    first_pts, time, num_frames = None, Fraction(-1), 0
     try:
         for frame in container.decode(stream):
             if frame.width * frame.height > limit.pixels:
-                raise Unreadable(f"a frame of {frame.width} x {frame.height} has more than {limit.pixels:,} pixels")
+                raise Unreadable(
+                    f"a frame of {frame.width} x {frame.height} has more than {limit.pixels:,} pixels; make the video smaller"
+                )
             if has_constant_rate or frame.pts is None:
-                frame_time = count / native_rate
+                frame_time = num_frames / native_rate
             else:
-                first = frame.pts if first is None else first
-                frame_time = (frame.pts - first) * frame.time_base
+                first_pts = frame.pts if first_pts is None else first_pts
+                frame_time = (frame.pts - first_pts) * frame.time_base
             time = max(frame_time, time)  # monotonic
-            count += 1
-            if count > limit.frames or time > limit.seconds:
+            num_frames += 1
+            if num_frames > limit.frames or time > limit.seconds:
                 raise Unreadable(f"lasts longer than {limit.frames:,} frames or {limit.seconds:.0f} s; split it")
             yield frame, time
     except (av.FFmpegError, OSError, ValueError) as error:
-        raise Unreadable(f"frame {count} cannot be decoded ({_one_line(error)})") from error
+        raise Unreadable(f"frame {num_frames} cannot be decoded ({_format_error(error)})") from error
     _check_end(
-        container, stream, count, count / native_rate if has_constant_rate else time + 1 / native_rate, native_rate
+        container,
+        stream,
+        num_frames,
+        num_frames / native_rate if has_constant_rate else time + 1 / native_rate,
+        native_rate,
     )
 
 
-def _check_end(container: Any, stream: Any, count: int, end: Fraction, native_rate: Fraction) -> None:
-    if count == 0:
+def _check_end(container: Any, stream: Any, num_frames: int, end: Fraction, native_rate: Fraction) -> None:
+    if num_frames == 0:
         raise Unreadable("has no frames")
-    stated = _stated_seconds(container, stream)
+    stated_seconds = _read_stated_seconds(container, stream)
     if container.format.name == "avi" and stream.frames:
-        stated = float(stream.frames / native_rate)  # FFmpeg's duration is that of the data present
-    if stated is not None and stated - float(end) > max(TOLERANCE * stated, float(TOLERANCE_FRAMES / native_rate)):
-        raise Unreadable(f"is truncated: its {count} frames end at {float(end):.2f} s of {stated:.2f} s")
+        # FFmpeg's duration covers only the data that the file still has.
+        stated_seconds = float(stream.frames / native_rate)
+    if stated_seconds is not None and stated_seconds - float(end) > max(
+        MAX_MISSING_FRACTION * stated_seconds, float(MAX_MISSING_FRAMES / native_rate)
+    ):
+        raise Unreadable(f"is truncated: its {num_frames} frames end at {float(end):.2f} s of {stated_seconds:.2f} s")
 
 
 def _to_pixels(frame: Any) -> np.ndarray:
@@ -220,6 +231,6 @@ def _to_pixels(frame: Any) -> np.ndarray:
     return np.ascontiguousarray(np.rot90(pixels, turns)) if turns else pixels
 
 
-def _one_line(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     # FFmpeg's errors also contain the log; `strerror` is the reason.
     return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__

@@ -20,10 +20,10 @@ from bottega.data.tables.shards import TEXT, Column
 from bottega.data.video.decode import LIMITS, Limits, decode_frames
 
 VIDEO_FIELDS = ("video", "mp4", "m4v", "mov", "avi", "mkv", "webm", "mpg", "mpeg", "clip", "frames", "file")
-# Of the frames of one video, which is in memory while it is prepared.
-MAX_BYTES = 2**31
+# Largest size of the frames of one video, which are in memory while it is prepared.
+MAX_VIDEO_BYTES = 2**31
 # The number of frames is unknown before decoding, so the array grows by this many bytes, or by a quarter if that is more.
-BLOCK = 1 << 25
+BLOCK_BYTES = 1 << 25
 
 
 @final
@@ -73,29 +73,34 @@ class VideoEncoder(Encoder):
         if self.fps is not None and float(rate) != self.fps:
             num_frames = max(1, round(len(video) * self.fps / float(rate)))
             nearest = np.rint(np.arange(num_frames) * (float(rate) / self.fps)).astype(int)
-            chosen = np.minimum(nearest, len(video) - 1)
-            return self._stack((video[i] for i in chosen), num_frames=len(chosen)), self.fps
+            frame_indices = np.minimum(nearest, len(video) - 1)
+            return self._stack((video[i] for i in frame_indices), num_frames=len(frame_indices)), self.fps
         return self._stack(iter(video), num_frames=len(video)), float(rate)
 
     def _stack(self, frames: Iterator[np.ndarray], *, num_frames: int | None = None) -> np.ndarray:
         """Return uint8 `(frames, height, width, channels)`, filled in one growing array: np.stack of a list takes twice the memory."""
         shape = (*self.size, self.channels)
         frame_bytes = math.prod(shape)
-        max_frames = MAX_BYTES // frame_bytes
+        max_frames = MAX_VIDEO_BYTES // frame_bytes
         stacked = np.empty(
-            (min(max_frames, max(1, BLOCK // frame_bytes) if num_frames is None else num_frames), *shape), np.uint8
+            (min(max_frames, max(1, BLOCK_BYTES // frame_bytes) if num_frames is None else num_frames), *shape),
+            np.uint8,
         )
-        count = 0
+        num_stacked = 0
         for frame in frames:
-            if count == max_frames:
+            if num_stacked == max_frames:
                 raise Unreadable(
                     f"more than {max_frames:,} frames take over 2 GiB; lower data.fps or data.image_size, or split the video"
                 )
-            if count == len(stacked):
-                _resize_in_place(stacked, min(max_frames, count + max(1, BLOCK // frame_bytes, count // 4)))
-            stacked[count] = resize_image(decode_image(frame, channels=self.channels), self.size, mode=self.resize)
-            count += 1
-        _resize_in_place(stacked, count)
+            if num_stacked == len(stacked):
+                _resize_in_place(
+                    stacked, min(max_frames, num_stacked + max(1, BLOCK_BYTES // frame_bytes, num_stacked // 4))
+                )
+            stacked[num_stacked] = resize_image(
+                decode_image(frame, channels=self.channels), self.size, mode=self.resize
+            )
+            num_stacked += 1
+        _resize_in_place(stacked, num_stacked)
         return stacked
 
 

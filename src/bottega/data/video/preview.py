@@ -17,7 +17,7 @@ from bottega.data.prepare.preview import (
 )
 from bottega.data.tables.shards import Table
 
-FRAMES = 6
+NUM_FRAMES = 6
 """Frames shown of each video, evenly spaced."""
 
 
@@ -33,8 +33,10 @@ class VideoPreview(Preview):
         from bottega.data.image.contact_sheet import write_contact_sheet
 
         rows, path = read_rows(table, evenly_spaced_rows(table, 4)), image_path(folder, "frames.png")
-        frames = [row["video"][i] for row in rows for i in np.linspace(0, len(row["video"]) - 1, FRAMES).astype(int)]
+        frames = [
+            row["video"][i] for row in rows for i in np.linspace(0, len(row["video"]) - 1, NUM_FRAMES).astype(int)
+        ]
         write_contact_sheet(
-            frames, path, captions=[row_caption(row) for row in rows for _ in range(FRAMES)], columns=FRAMES
+            frames, path, captions=[row_caption(row) for row in rows for _ in range(NUM_FRAMES)], columns=NUM_FRAMES
         )
         return [path]

@@ -105,8 +105,8 @@ def sample_frame_indices(
 ) -> np.ndarray:
     """Return the indices `(num_frames,)` of a clip of a video of `length`; a random start is f(seed, epoch, index).
 
-    A video that is too short is padded by repeating its last frame. Starting over would put a jump into the motion that no
-    real video has.
+    A video that is too short is padded by repeating its last frame. Repeating the whole video would add a jump in the motion,
+    which no real video has.
     """
     excess = max(0, length - ((num_frames - 1) * stride + 1))
     if position == "random":

@@ -20,13 +20,13 @@ from bottega.data.image.write import render_contact_sheet
 from bottega.data.output_files import build_numbered_paths, is_folder, require_suffix
 from bottega.storage.durable import replacing_file
 
-ANIMATIONS = (".gif", ".mp4")
+ANIMATION_SUFFIXES = (".gif", ".mp4")
 # Smaller videos are enlarged by whole factors, to be visible on a screen.
-SMALLEST_SIDE = 128
-# In order of preference. H.264 plays everywhere; MPEG-4 part 2 is in every build of FFmpeg.
+MIN_SIDE = 128
+# Encoders and their options, in order of preference. H.264 plays everywhere; MPEG-4 part 2 is in every build of FFmpeg.
 ENCODERS: dict[str, dict[str, str]] = {"libx264": {"crf": "16"}, "libopenh264": {}, "mpeg4": {"qmin": "2", "qmax": "3"}}
-# In hundredths of a second. Browsers replace a shorter delay by a tenth of a second.
-SHORTEST_DELAY = 2
+# Shortest delay of a GIF frame, in hundredths of a second. Browsers replace a shorter delay by a tenth of a second.
+MIN_DELAY = 2
 # Pixels that the palette is computed from; four times as many lower the error by 1.5 % and take five times as long.
 PALETTE_PIXELS = 1 << 16
 
@@ -37,7 +37,7 @@ def write_video(frames: np.ndarray, fps: float, path: Path) -> None:
     A GIF plays at most 50 frames per second, so a faster video lasts longer.
     """
     assert frames.ndim == 4, f"{frames.shape} is not a video"
-    factor = max(1, math.ceil(SMALLEST_SIDE / max(frames.shape[1:3])))
+    factor = max(1, math.ceil(MIN_SIDE / max(frames.shape[1:3])))
     _write_animation(frames.repeat(factor, axis=1).repeat(factor, axis=2), fps, path)
 
 
@@ -52,19 +52,19 @@ def write_videos(
     assert videos.ndim == 5, f"{videos.shape} is not a batch of videos"
     import_pillow()  # fail before the first file is written
     if not is_folder(path):
-        if require_suffix(path, (*ANIMATIONS, ".png")) == ".png":
+        if require_suffix(path, (*ANIMATION_SUFFIXES, ".png")) == ".png":
             _write_filmstrip(videos, fps, path, captions)
         elif len(videos) == 1 and captions is None:
             write_video(videos[0], fps, path)
         else:
             _write_animation(_render_sheets(videos, captions, columns), fps, path)
         return [path]
-    singles = build_numbered_paths(path, len(videos), ".mp4" if find_spec("av") is not None else ".gif")
-    for frames, single in zip(videos, singles, strict=True):
-        write_video(frames, fps, single)
+    paths = build_numbered_paths(path, len(videos), ".mp4" if find_spec("av") is not None else ".gif")
+    for frames, video_path in zip(videos, paths, strict=True):
+        write_video(frames, fps, video_path)
     _write_animation(_render_sheets(videos, captions, columns), fps, path / "sheet.gif")
     _write_filmstrip(videos, fps, path / "sheet.png", captions)
-    return [*singles, path / "sheet.gif", path / "sheet.png"]
+    return [*paths, path / "sheet.gif", path / "sheet.png"]
 
 
 def _render_sheets(videos: np.ndarray, captions: Sequence[str] | None, columns: int | None) -> np.ndarray:
@@ -76,24 +76,24 @@ def _render_sheets(videos: np.ndarray, captions: Sequence[str] | None, columns: 
 def _write_filmstrip(videos: np.ndarray, fps: float, path: Path, captions: Sequence[str] | None) -> None:
     """Write a PNG with one row per video: its first, middle and last frame, with their times."""
     last = videos.shape[1] - 1
-    chosen = sorted({0, last // 2, last})
-    times = [f"{number / fps:.2f} s" for number in chosen]
+    frame_numbers = sorted({0, last // 2, last})
+    times = [f"{number / fps:.2f} s" for number in frame_numbers]
     names = captions if captions is not None else [f"{number:02d}" for number in range(len(videos))]
     with replacing_file(path) as temporary:
         write_contact_sheet(
-            [frames[number] for frames in videos for number in chosen],
+            [frames[number] for frames in videos for number in frame_numbers],
             temporary,
-            captions=[words for name in names for words in (name, *times[1:])],
-            columns=len(chosen),
+            captions=[text for name in names for text in (name, *times[1:])],
+            columns=len(frame_numbers),
         )
 
 
 def _write_animation(frames: np.ndarray, fps: float, path: Path) -> None:
     assert frames.dtype == np.uint8, f"frames of {frames.dtype}"
     assert fps > 0, f"{fps} frames per second"
-    kind = require_suffix(path, ANIMATIONS)
+    suffix = require_suffix(path, ANIMATION_SUFFIXES)
     with replacing_file(path) as temporary:
-        if kind == ".gif":
+        if suffix == ".gif":
             temporary.write_bytes(_encode_gif(frames, fps))
         else:
             _write_mp4(frames, fps, temporary)
@@ -106,15 +106,15 @@ def _encode_gif(frames: np.ndarray, fps: float) -> bytes:
     size = width.to_bytes(2, "little") + height.to_bytes(2, "little")
     # 0xF7: a global table of 256 colours. The NETSCAPE extension loops without end.
     parts = [b"GIF89a", size, b"\xf7\x00\x00", palette, b"\x21\xff\x0bNETSCAPE2.0\x03\x01\x00\x00\x00"]
-    for image, delay in zip(images, _frame_delays(len(frames), fps), strict=True):
-        parts += [b"\x21\xf9\x04\x00", delay.to_bytes(2, "little"), b"\x00\x00", _image_block(image)]
+    for image, delay in zip(images, _compute_frame_delays(len(frames), fps), strict=True):
+        parts += [b"\x21\xf9\x04\x00", delay.to_bytes(2, "little"), b"\x00\x00", _encode_image_block(image)]
     return b"".join([*parts, b"\x3b"])
 
 
-def _frame_delays(count: int, fps: float) -> list[int]:
+def _compute_frame_delays(count: int, fps: float) -> list[int]:
     """Return delays in hundredths of a second whose sum is the exact duration, such as 4 4 5 4 4 4 at 24 per second."""
     times = [round(100 * number / fps) for number in range(count + 1)]
-    return [min(max(SHORTEST_DELAY, end - start), 0xFFFF) for start, end in pairwise(times)]
+    return [min(max(MIN_DELAY, end - start), 0xFFFF) for start, end in pairwise(times)]
 
 
 def _quantize(frames: np.ndarray) -> tuple[Iterator[Any], bytes]:
@@ -123,10 +123,10 @@ def _quantize(frames: np.ndarray) -> tuple[Iterator[Any], bytes]:
     if frames.shape[3] == 1:
         greys = np.arange(256, dtype=np.uint8).repeat(3)
         return (Image.fromarray(np.ascontiguousarray(frame[:, :, 0])) for frame in frames), greys.tobytes()
-    sampled = frames.reshape(-1, 3)[:: max(1, frames.size // 3 // PALETTE_PIXELS)]
-    if len(np.unique(_pack_rgb(sampled))) <= 256 and len(colours := np.unique(_pack_rgb(frames))) <= 256:
+    sampled_pixels = frames.reshape(-1, 3)[:: max(1, frames.size // 3 // PALETTE_PIXELS)]
+    if len(np.unique(_pack_rgb(sampled_pixels))) <= 256 and len(colours := np.unique(_pack_rgb(frames))) <= 256:
         return _quantize_exactly(frames, colours)
-    sample_image = Image.fromarray(np.ascontiguousarray(sampled)[None])
+    sample_image = Image.fromarray(np.ascontiguousarray(sampled_pixels)[None])
     palette_image = sample_image.quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
     quantized = (
         Image.fromarray(frame).quantize(palette=palette_image, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames
@@ -136,9 +136,9 @@ def _quantize(frames: np.ndarray) -> tuple[Iterator[Any], bytes]:
 
 def _quantize_exactly(frames: np.ndarray, colours: np.ndarray) -> tuple[Iterator[Any], bytes]:
     """Use an exact palette for at most 256 colours; Pillow's would be approximate."""
-    numbers = (np.searchsorted(colours, _pack_rgb(frame)).astype(np.uint8) for frame in frames)
-    table = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1).astype(np.uint8)
-    return (import_pillow().fromarray(frame) for frame in numbers), table.tobytes().ljust(768, b"\0")
+    palette_frames = (np.searchsorted(colours, _pack_rgb(frame)).astype(np.uint8) for frame in frames)
+    palette = np.stack([colours >> 16, colours >> 8 & 255, colours & 255], axis=1).astype(np.uint8)
+    return (import_pillow().fromarray(frame) for frame in palette_frames), palette.tobytes().ljust(768, b"\0")
 
 
 def _pack_rgb(pixels: np.ndarray) -> np.ndarray:
@@ -147,7 +147,7 @@ def _pack_rgb(pixels: np.ndarray) -> np.ndarray:
     return red << 16 | green << 8 | blue
 
 
-def _image_block(image: Any) -> bytes:
+def _encode_image_block(image: Any) -> bytes:
     """Return the image block of the GIF file that Pillow writes for a frame."""
     file = io.BytesIO()
     image.save(file, format="GIF", optimize=False, interlace=0)
@@ -165,14 +165,14 @@ def _write_mp4(frames: np.ndarray, fps: float, path: Path) -> None:
     av = _import_av()
     # yuv420p stores colour for 2 x 2 pixels, so sides must be even; repeat the last row or column.
     height, width = frames.shape[1:3]
-    even = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
-    colour = even.repeat(3, axis=3) if even.shape[3] == 1 else even
+    padded = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    rgb = padded.repeat(3, axis=3) if padded.shape[3] == 1 else padded
     name = next(name for name in ENCODERS if _can_encode(av, name))
     with av.open(str(path), "w", format="mp4", options={"movflags": "faststart"}) as container:
         stream = container.add_stream(name, rate=Fraction(float(fps)).limit_denominator(1001))
         stream.options = ENCODERS[name]
-        stream.width, stream.height, stream.pix_fmt = colour.shape[2], colour.shape[1], "yuv420p"
-        for frame in colour:
+        stream.width, stream.height, stream.pix_fmt = rgb.shape[2], rgb.shape[1], "yuv420p"
+        for frame in rgb:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(frame), format="rgb24")))
         container.mux(stream.encode())
 

@@ -71,7 +71,7 @@ def prepare_classify(
         )
     changes = data.augmentation if data.augmentation is not None and data.augmentation.enabled else None
     # The copies depend on the thesaurus, so it is part of the cache key.
-    thesaurus = synonyms.synonym_source() if changes and "synonym_replacement" in changes.techniques else None
+    thesaurus = synonyms.find_synonym_source() if changes and "synonym_replacement" in changes.techniques else None
     reader = LabelReader(data.label_field, data.label_separator if data.multi_label else None)
     pretrained = load_pretrained_tokenizer(spec)
     _check_length(data, spec, pretrained)

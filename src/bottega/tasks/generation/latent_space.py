@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
-from bottega.data.audio.mel import FILE as MEL
+from bottega.data.audio.mel import MEL_FILE as MEL
 from bottega.data.audio.mel import MelProcessor
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources import latents as latent_cache

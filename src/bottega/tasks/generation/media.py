@@ -14,7 +14,7 @@ from bottega.data.image.write import FORMATS, write_images
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.sources.samples import load_image_encoder, open_media_source
 from bottega.data.video.source import VideoRows
-from bottega.data.video.write import ANIMATIONS, write_videos
+from bottega.data.video.write import ANIMATION_SUFFIXES, write_videos
 from bottega.tasks.generation.config import ImageRecipe, VideoRecipe
 
 MediumName = Literal["image", "audio", "video"]
@@ -83,7 +83,7 @@ class VideoMedium(Medium):
     """Clips: pixels uint8 (n, frames, height, width, channels)."""
 
     name, key, unit = "video", "video", "clips"
-    endings = (*ANIMATIONS, ".png")
+    endings = (*ANIMATION_SUFFIXES, ".png")
 
     def __init__(self, recipe: VideoRecipe, fps: int | None) -> None:
         self.recipe, self.fps = recipe, fps
