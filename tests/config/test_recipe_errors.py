@@ -120,7 +120,7 @@ def test_message_shows_the_key_as_typed(tmp_path: Path) -> None:
 def test_conflicting_aliases_are_refused(lines: str, keys: tuple[str, str], tmp_path: Path) -> None:
     problems = collect_problems(f"training:\n  {lines}\n", tmp_path)
     assert len(problems) == 1
-    assert problems[0].startswith(f"recipe.yaml:3: {keys[0]}: disagrees with {keys[1]} at recipe.yaml:2")
+    assert problems[0].startswith(f"recipe.yaml:3: {keys[0]}: conflicts with {keys[1]} at recipe.yaml:2")
 
 
 def test_equal_aliases_are_accepted() -> None:

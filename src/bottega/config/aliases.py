@@ -274,12 +274,12 @@ def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> 
     One guide sets save_frequency for weights and checkpoint_frequency for states to resume from; a checkpoint here is both.
     """
     amounts = [(entry.value.amount, entry) for entry in (first, second) if entry.value.amount]
-    chosen = min(amounts, key=lambda pair: pair[0])[1] if amounts else first
-    layer.entries[key] = chosen
+    more_frequent = min(amounts, key=lambda pair: pair[0])[1] if amounts else first
+    layer.entries[key] = more_frequent
     if first.value != second.value:
         layer.notes.append(
             f"{first.typed_key} {first.value.amount} and {second.typed_key} {second.value.amount} both set checkpoint.every; the more "
-            f"frequent one, {chosen.value.amount}, is used"
+            f"frequent one, {more_frequent.value.amount}, is used"
         )
 
 

@@ -153,8 +153,10 @@ def _is_excluded(key: str, entry: Entry, base: FlatConfig, layer: FlatConfig) ->
         # A dependency is a finished run, or a recipe with its settings.
         other = layer.get(f"needs.{dependency}.{'recipe' if field == 'run' else 'run'}")
         return other is not None and other.value is not None
-    others = [b if key == a else a for a, b in EXCLUSIVE_KEYS if key in (a, b)]
-    return any(_are_exclusive({key: entry.value, other: layer[other].value}) for other in others if other in layer)
+    exclusive_keys = [b if key == a else a for a, b in EXCLUSIVE_KEYS if key in (a, b)]
+    return any(
+        _are_exclusive({key: entry.value, other: layer[other].value}) for other in exclusive_keys if other in layer
+    )
 
 
 def are_nested(first: str, second: str) -> bool:

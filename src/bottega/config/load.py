@@ -68,7 +68,7 @@ def load_recipe(
     task: str | None = None,
 ) -> ResolvedRecipe:
     """Return a complete recipe. Later sources override earlier ones, and `overrides` override all; raises RecipeError."""
-    return _resolve(tasks, _merge_sources(tasks, sources, overrides), task=task, is_partial=False)
+    return _resolve_layer(tasks, _merge_sources(tasks, sources, overrides), task=task, is_partial=False)
 
 
 def load_saved_recipe(tasks: TaskRegistry, path: Path) -> Recipe:
@@ -99,7 +99,7 @@ def check_recipe(
 
     `check_conflicts=False` also allows keys that exclude each other, for a recipe that other settings will still change.
     """
-    return _resolve(
+    return _resolve_layer(
         tasks, _merge_sources(tasks, sources, overrides), task=task, is_partial=True, check_conflicts=check_conflicts
     )
 
@@ -204,7 +204,7 @@ def _read_overrides(overrides: Sequence[tuple[str, str, str]]) -> Layer:
     return apply_aliases(layer)
 
 
-def _resolve(
+def _resolve_layer(
     tasks: TaskRegistry, layer: Layer, *, task: str | None, is_partial: bool, check_conflicts: bool = True
 ) -> ResolvedRecipe:
     """Validate the merged layer against the schema of its task, or against all tasks if it names none."""
@@ -214,7 +214,7 @@ def _resolve(
     notes += _finish_merge(flat)
     task_names, task_problems = _choose_tasks(tasks, flat.pop("task", None), task)
     problems += task_problems
-    trials = [_validate(tasks, name, flat, layer.lines) for name in task_names]
+    trials = [_validate_entries(tasks, name, flat, layer.lines) for name in task_names]
     fitting_trials = [trial for trial in trials if not trial.problems]
     best_trial = fitting_trials[0] if fitting_trials else min(trials, key=lambda trial: len(trial.problems))
     problems += best_trial.problems
@@ -266,7 +266,7 @@ class _Trial:
     problems: list[Problem]
 
 
-def _validate(tasks: TaskRegistry, task: str, flat: FlatConfig, lines: Mapping[str, Location]) -> _Trial:
+def _validate_entries(tasks: TaskRegistry, task: str, flat: FlatConfig, lines: Mapping[str, Location]) -> _Trial:
     """Validate the settings against one task's schema."""
     schema = tasks.get_schema(task, flat)
     try:
@@ -282,10 +282,10 @@ def _suggest_input(tasks: TaskRegistry, problem: Problem, task: str, schema: typ
     if not problem.message.startswith("unknown key"):
         return problem
     key = next(iter(resolve_alias(problem.typed_key, 0)))
-    other = tasks.find_input_with_key(task, schema, key)
-    if other is None:
+    input_name = tasks.find_input_with_key(task, schema, key)
+    if input_name is None:
         return problem
-    return replace(problem, message=f"unknown key without data.input={other}; add that", key=key)
+    return replace(problem, message=f"unknown key without data.input={input_name}; add that", key=key)
 
 
 def _validate_rest(problems: list[Problem], schema: type[Recipe], flat: FlatConfig) -> Recipe | None:

@@ -85,10 +85,10 @@ def apply_parameter_rules(
     """
     rule_indices = match_rules(names, rules)
     layers = assign_layers(names)
-    last = max(layers.values())
+    last_layer = max(layers.values())
     settings: dict[str, ParameterSetting] = {}
     for name in names:
-        rule, layers_from_last = rules[rule_indices[name]], last - layers[name]
+        rule, layers_from_last = rules[rule_indices[name]], last_layer - layers[name]
         scale, start_step = rule.scale, rule.start_step
         if scale is not None and layer_decay is not None:
             scale *= layer_decay**layers_from_last
@@ -151,8 +151,8 @@ def _find_parameters(module_or_pattern: str, names: Sequence[str], layers: Mappi
         pattern = _compile(module_or_pattern, "training.freeze")
         matching = [name for name in names if pattern.fullmatch(name)]
     if not matching and module_or_pattern == BACKBONE:
-        last = max(layers.values())
-        matching = [name for name in names if layers[name] < last]
+        last_layer = max(layers.values())
+        matching = [name for name in names if layers[name] < last_layer]
     if not matching:
         modules = ", ".join(sorted({name.partition(".")[0] for name in names}))
         raise UsageError(

@@ -36,7 +36,10 @@ class Interval:
 
     @classmethod
     def parse(cls, value: Any, *, allows_time: bool = False) -> Interval:
-        """Parse the value of a recipe; raises ValueError with the expected form. `allows_time` accepts seconds, minutes and hours."""
+        """Parse the value of a recipe; raises ValueError with the expected form.
+
+        `allows_time` accepts seconds, minutes and hours.
+        """
         if isinstance(value, Interval):
             return value
         match = None if isinstance(value, bool) else _INTERVAL_TEXT.fullmatch(str(value))

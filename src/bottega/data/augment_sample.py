@@ -18,7 +18,8 @@ def augment(
 
     For a text the result is a list of `augmentation_factor` texts, otherwise an array of the same shape as the sample: an
     image is uint8 `(height, width, channels)`, a video uint8 `(frames, height, width, channels)`, with all frames augmented
-    alike, and audio float32 `(samples,)` at the sample rate `rate`. The result is a function of the sample, `seed`, `epoch` and `index`.
+    alike, and audio float32 `(samples,)` at the sample rate `rate`. The result is a function of the
+    sample, `seed`, `epoch` and `index`.
     """
     if isinstance(sample, str):
         from bottega.data.text.augment import make_augmented_copies
@@ -50,8 +51,8 @@ def augment(
             raise UsageError("rate is missing; frequency_mask needs the sample rate of the audio")
         return augment_audio(array.astype(np.float32), audio_options, rate=rate or 0, random_key=(seed, epoch, index))
     raise UsageError(
-        f"an array of {array.dtype} with shape {array.shape} cannot be augmented; expected a text, an image uint8 (height, width, channels), "
-        "a video uint8 (frames, height, width, channels) or audio float32 (samples,)"
+        f"an array of {array.dtype} with shape {array.shape} cannot be augmented; expected a text, an image uint8 "
+        "(height, width, channels), a video uint8 (frames, height, width, channels) or audio float32 (samples,)"
     )
 
 

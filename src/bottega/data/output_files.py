@@ -53,13 +53,13 @@ def replace_previous_files(path: Path, write: Callable[[], list[Path]]) -> list[
     """Call `write`, then remove the files of an earlier call in the folder that it did not replace; return the new files."""
     previous_files = _find_previous_files(path) if path.is_dir() else []
     files = write()
-    for old in set(previous_files) - set(files):  # after writing, so that a failure loses nothing
-        old.unlink()
+    for stale_file in set(previous_files) - set(files):  # after writing, so that a failure loses nothing
+        stale_file.unlink()
     return files
 
 
 def _find_previous_files(folder: Path) -> list[Path]:
-    """Return the files of an earlier call: consecutively numbered files beside a contact sheet. Other files may be the user's own."""
+    """Return the files of an earlier call: consecutively numbered, beside a contact sheet. Others may be the user's own."""
     names = {path.name for path in folder.iterdir()}
     if names.isdisjoint(CONTACT_SHEET_NAMES):
         return []

@@ -23,9 +23,11 @@ from bottega.core.schedule import Schedule
 from bottega.data.loading.loader import Loader
 from bottega.data.order.curriculum import NUM_LEVELS, compute_competence, plan_stages, rank_samples
 from bottega.data.order.orders import CurriculumOrder
+from bottega.data.prepare.scored_encoder import ScoredEncoder
 from bottega.data.sources.source import ArraySource
 from bottega.run.compose import build_plain_loader, count_total_steps
 from bottega.tasks import registry
+from bottega.tasks.language.prepare import TokenEncoder
 from bottega.tasks.recipes import load_recipe
 from small_run import differing_tensors, read_tensors
 
@@ -175,6 +177,11 @@ def test_images_are_ranked_by_their_score_field(tmp_path: Path) -> None:
     brightness = source.rows(ranking, np.zeros_like(ranking))["image"].mean(axis=(1, 2, 3))
     assert (np.diff(brightness) <= 1e-6).all()
     assert brightness[0] > brightness[-1] + 0.5
+
+
+def test_scored_texts_keep_their_counts_of_documents_and_bytes(tmp_path: Path) -> None:
+    inner = TokenEncoder(tmp_path, "<u2", ends=True)
+    assert ScoredEncoder(inner, "hardness").summed_entries == inner.summed_entries == ("documents", "bytes")
 
 
 @pytest.mark.parametrize("medium", MEDIA, ids=lambda m: m.__name__)

@@ -226,7 +226,7 @@ def _map_source(translation: Translation, source_key: str, recipe_key: str) -> N
 
 
 def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: Any) -> None:
-    """Map a path to a file or a data set of the hub, decided by how the path is written: the file need not exist on this machine."""
+    """Map a path to a file or a data set of the hub, by how it is written: the file need not exist on this machine."""
     if not translation.is_pending(source_key):
         return
     path = translation.map_converted(

@@ -208,12 +208,12 @@ def map_precision(translation: Translation, *, default: str) -> None:
         is_pure = source_key in ("bfloat16", "pure_bf16", "float16") or value == "full"
         note = "weights stay in fp32 here" if is_pure else None
         translation.map_key(source_key, key, "auto" if str(value).lower() == "auto" else name, note=note)
-    chosen = translation.find_mapped(key)
+    precision_row = translation.find_mapped(key)
     for source_key, _ in switches:
-        if chosen is None and translation.is_pending(source_key):
+        if precision_row is None and translation.is_pending(source_key):
             translation.map_key(source_key, key, "fp32")
-        elif chosen is not None:
-            translation.skip(source_key, "not applicable", f"{chosen.source_key} takes precedence")
+        elif precision_row is not None:
+            translation.skip(source_key, "not applicable", f"{precision_row.source_key} takes precedence")
     if translation.find_mapped(key) is None:
         translation.map_default("bf16", "auto" if default == "auto" else False, key, default)
 
@@ -282,11 +282,11 @@ def map_reporting(translation: Translation, key: str = "report_to") -> None:
         return
     value = translation.get(key)
     loggers = [str(part).lower() for part in (value if isinstance(value, list) else str(value).split(","))]
-    others = sorted({part.strip() for part in loggers} - {"wandb", "tensorboard", "none", "all", ""})
+    unsupported_loggers = sorted({part.strip() for part in loggers} - {"wandb", "tensorboard", "none", "all", ""})
     if loggers == ["all"]:
         translation.skip(key, "not applicable", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
         return
-    note = f"no counterpart: {', '.join(others)}" if others else None
+    note = f"no counterpart: {', '.join(unsupported_loggers)}" if unsupported_loggers else None
     translation.map_key(key, "logging.tensorboard", "tensorboard" in loggers, note=note)
     if "wandb" in loggers:
         translation.map_key(key, "logging.wandb.enabled", True)

@@ -38,13 +38,14 @@ def rank_samples(source: Source, by: str | np.ndarray | ScoreFunction) -> np.nda
         scores = np.asarray(by(source) if callable(by) else by)
     if scores.shape != (len(source),) or scores.dtype.kind not in "iufb":
         raise DataError(
-            f"data.curriculum.by={_format_criterion(by)} gives {scores.dtype} of shape {list(scores.shape)}; expected one number for each "
-            f"of the {len(source)} samples"
+            f"data.curriculum.by={_format_criterion(by)} gives {scores.dtype} of shape {list(scores.shape)}; "
+            f"expected one number for each of the {len(source)} samples"
         )
     non_finite = np.flatnonzero(~np.isfinite(scores))
     if len(non_finite):
         raise DataError(
-            f"data.curriculum.by={_format_criterion(by)} is {scores[non_finite[0]]} for sample {non_finite[0]}; scores must be finite numbers"
+            f"data.curriculum.by={_format_criterion(by)} is {scores[non_finite[0]]} for sample {non_finite[0]}; scores "
+            "must be finite numbers"
         )
     return np.argsort(scores, kind="stable")
 
@@ -197,7 +198,7 @@ def compute_competence(step: int, competence: Competence, *, steps: int) -> floa
 def _plan_competence_stages(
     competence: Competence, *, size: int, steps: int, total_steps: int, batch_size: int
 ) -> tuple[CurriculumStage, ...]:
-    """Return short stages that approximate competence; each begins when its level is reached, so that no sample is used too early."""
+    """Return short stages that approximate competence; each begins when competence reaches its level, never earlier."""
     key = "data.curriculum.competence"
     if steps == 0:
         raise UsageError(f"{key}.steps is 0, so that all samples are used from the start; remove the curriculum")

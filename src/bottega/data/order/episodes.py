@@ -96,18 +96,21 @@ class Episodes(Source):
         rng = numpy_generator(self.seed, "episode", epoch, index)
         if self.ways is None:
             cycle, position = divmod(index, len(self.task_samples))
-            chosen = numpy_generator(self.seed, "tasks", epoch, cycle).permutation(len(self.task_samples))[
+            chosen_tasks = numpy_generator(self.seed, "tasks", epoch, cycle).permutation(len(self.task_samples))[
                 position : position + 1
             ]
         else:
             # The order of drawing gives the new labels.
-            chosen = rng.permutation(len(self.task_samples))[: self.ways]
+            chosen_tasks = rng.permutation(len(self.task_samples))[: self.ways]
         samples = np.stack(
-            [rng.choice(self.task_samples[task], self.shots + self.queries, replace=False) for task in chosen.tolist()]
+            [
+                rng.choice(self.task_samples[task], self.shots + self.queries, replace=False)
+                for task in chosen_tasks.tolist()
+            ]
         )
-        positions = np.arange(len(chosen))
+        positions = np.arange(len(chosen_tasks))
         return Episode(
-            tasks=np.array([self.tasks[self.task_samples[task][0]] for task in chosen.tolist()]),
+            tasks=np.array([self.tasks[self.task_samples[task][0]] for task in chosen_tasks.tolist()]),
             support=samples[:, : self.shots].ravel(),
             query=samples[:, self.shots :].ravel(),
             support_task=positions.repeat(self.shots),

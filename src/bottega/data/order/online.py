@@ -1,7 +1,7 @@
 """Online learning: one pass over the data in its own order, with replay of earlier samples in between.
 
-Which positions show a new sample, and which samples are replayed at the other positions, is a pure function of the position, so that ranks,
-workers and restarts cannot change it.
+Which positions show a new sample, and which samples are replayed at the other positions, is a pure function of the
+position, so that ranks, workers and restarts cannot change it.
 """
 
 from __future__ import annotations

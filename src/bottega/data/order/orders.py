@@ -84,9 +84,9 @@ class Mixture(Order):
     """Several sources, numbered end to end, mixed by weight: each is a shuffled stream with epochs of its own.
 
     Slots of `slot_size` positions are assigned to the sources in windows. The number of slots of a source in a window
-    follows from its quota up to the end of that window, so the weights are met to about one slot at the end of every window, and exactly
-    at the end of every block; a keyed shuffle decides which slots of the window they are. With the batch size as `slot_size` every batch
-    comes from one source.
+    follows from its quota up to the end of that window, so the weights are met to about one slot at the end of every
+    window, and exactly at the end of every block; a keyed shuffle decides which slots of the window they are. With the
+    batch size as `slot_size` every batch comes from one source.
     """
 
     sizes: tuple[int, ...]
@@ -182,8 +182,8 @@ class Mixture(Order):
 
 
 def compute_quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return positive integers in these proportions: exact with a sum of at most MAX_EXACT_SLOTS if possible, else approximate with
-    the sum LONG_BLOCK_SLOTS."""
+    """Return positive integers in these proportions: exact with a sum of at most MAX_EXACT_SLOTS if possible, else
+    approximate with the sum LONG_BLOCK_SLOTS."""
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
     fractions = [Fraction(share).limit_denominator(MAX_EXACT_SLOTS) for share in shares]

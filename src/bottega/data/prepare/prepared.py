@@ -205,7 +205,7 @@ def prepare(
     """Return the prepared data of a plan, built unless it is cached. Several processes may call this at once."""
     for input in plan.inputs:
         input.source_files.hash_files(progress)
-    folder = get_or_build(cache, plan.key, lambda folder: _build(plan, folder, progress))
+    folder = get_or_build(cache, plan.key, lambda folder: _build_tables(plan, folder, progress))
     return PreparedData(folder, plan.key, _list_unread_splits(plan.inputs), plan.held_out_hashes)
 
 
@@ -218,8 +218,8 @@ def open_prepared(folder: Path, *, task: str) -> PreparedData:
         raise DataError(f"{folder} is not prepared data: {META_FILE} cannot be read; prepare the data again") from error
     if (prepared_task, version) != (task, FORMAT_VERSION):
         raise DataError(
-            f"{folder} was prepared for {prepared_task} (format {version}), not for {task} (format {FORMAT_VERSION}); prepare the "
-            "data again"
+            f"{folder} was prepared for {prepared_task} (format {version}), not for {task} (format {FORMAT_VERSION}); "
+            "prepare the data again"
         )
     problem = find_damage(folder) or next(
         (f"{name!r} is not a table" for name in meta["tables"] if not _IS_TABLE_NAME(name)), None
@@ -259,15 +259,15 @@ def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
     return None
 
 
-def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
+def _build_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     """Build the tables; temporary folders are removed last, so that a kill at any moment costs little."""
     if not (folder / META_FILE).is_file():
-        _make_tables(plan, folder, progress)
+        _write_tables(plan, folder, progress)
     for name in WORK_FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
+def _write_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     # The held-out end of a single text is cut off by bytes, which needs no scan.
     items = list_items(plan.inputs, plan.split_fractions, cut_single_text=plan.data.split is None)
     jobs = group_into_jobs(items, plan.inputs)

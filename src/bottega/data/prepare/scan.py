@@ -1,4 +1,4 @@
-"""A first pass over all records, needed if the table of a record depends on other records: fractions, classes, groups, duplicates."""
+"""A first pass over all records, needed if fractions, classes, groups or duplicates decide the table of a record."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _find_unique(scan: ScanJobs, load: Any, is_accepted: np.ndarray, records_per
 
 
 def _load_signatures(scan: ScanJobs, is_compared: np.ndarray, records_per_job: list[int]) -> np.ndarray:
-    """Return the signatures of the records in the mask `is_compared`, copied once: 512 bytes per record are 5 GB for ten million."""
+    """Return the signatures of the records in `is_compared`, copied once: 512 bytes per record are 5 GB for ten million."""
     signatures = np.empty((np.count_nonzero(is_compared), PERMUTATIONS), np.uint32)
     num_filled = start = 0
     for number, count in enumerate(records_per_job):

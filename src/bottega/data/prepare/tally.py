@@ -10,7 +10,7 @@ from bottega.core.errors import DataError
 from bottega.data.records.record import BadRecord
 
 # Maximum number of bad records that are listed by name; the others are only counted.
-MAX_NAMED = 100
+MAX_NAMED_RECORDS = 100
 DEFAULT_MAX_BAD = 0.001
 
 
@@ -28,14 +28,14 @@ class Tally:
         if stop or bad.is_unsafe:
             raise DataError(str(bad))
         self.bad += 1
-        if len(self.named) < MAX_NAMED:
+        if len(self.named) < MAX_NAMED_RECORDS:
             self.named.append(str(bad))
 
     def add(self, counts: dict[str, Any]) -> None:
         """Add the counts of a job, as plain values."""
         self.records += counts["records"]
         self.bad += counts["bad"]
-        self.named += counts["named"][: MAX_NAMED - len(self.named)]
+        self.named += counts["named"][: MAX_NAMED_RECORDS - len(self.named)]
         self.dropped = dict(Counter(self.dropped) + Counter(counts["dropped"]))
 
     def check(self, max_bad: float | None) -> None:
