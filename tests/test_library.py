@@ -90,7 +90,7 @@ def test_augment_is_deterministic_for_a_sample_and_its_index() -> None:
     for wrong in ({"crop": 2.0}, {"noise": 0.1}):
         with pytest.raises(UsageError, match="options of this medium: enabled, crop, flip, colour_jitter"):
             bottega.augment(pixels, **wrong)
-    with pytest.raises(UsageError, match="rate: missing"):
+    with pytest.raises(UsageError, match="rate is missing"):
         bottega.augment(waveform, frequency_mask=0.1)
     with pytest.raises(UsageError, match=r"int64 with shape \(3,\) cannot be augmented"):
         bottega.augment(np.arange(3))

@@ -53,7 +53,7 @@ def test_note_suggests_a_test_split_only_where_there_is_one(rows: Path, tmp_path
     settings = {"data.train.path": str(folder), "data.validation": None}
     prepared = bottega.prepare("classify", settings)
     [note] = prepared.notes()
-    assert "set data.test.split=test to use that" in note
+    assert "set data.test.split=test to use it" in note
     assert "test" in bottega.prepare("classify", {**settings, "data.test.split": "test"}).tables, "as the note suggests"
     alone = {**settings, "data.train.path": str(folder / "train.jsonl")}
     assert bottega.prepare("classify", alone).folder == prepared.folder

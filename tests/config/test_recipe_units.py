@@ -27,13 +27,13 @@ def test_times_are_accepted_for_checkpoints_only(value: str) -> None:
         with pytest.raises(ValidationError, match='expected a number of steps, "1 epoch" or "5%"'):
             TypeAdapter(kind).validate_python(value)
     with pytest.raises(ValueError, match="is a time"):
-        Interval.parse(value, time=True).to_steps(10, 10)
+        Interval.parse(value, allows_time=True).to_steps(10, 10)
 
 
 @pytest.mark.parametrize("value", [True, None, [1], -1, "-5", "often", "1.5", 1.5, "5 blah", "200%", "1e400 steps", ""])
 def test_invalid_interval_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
-        Interval.parse(value, time=True)
+        Interval.parse(value, allows_time=True)
 
 
 def test_zero_is_an_empty_duration_and_turns_a_cadence_off() -> None:
@@ -52,6 +52,6 @@ def test_interval_round_trip(amount: float, unit: Any) -> None:
     if unit == "percent":
         amount = min(amount, 100.0)
     cadence = Interval(amount, unit)
-    assert Interval.parse(cadence.to_recipe_value(), time=True) == cadence
+    assert Interval.parse(cadence.to_recipe_value(), allows_time=True) == cadence
     if unit != "seconds":
         assert cadence.to_steps(1000, 100) >= 1

@@ -75,8 +75,8 @@ def test_duplicate_keys_name_both_lines() -> None:
     with pytest.raises(UsageError) as caught:
         parse_yaml("a: 1\nb:\n  c: 1\n  c: 1\na: 1\n", "recipe.yaml")
     assert str(caught.value).splitlines() == [
-        "recipe.yaml:4: b.c: given twice, first on line 3",
-        "recipe.yaml:5: a: given twice, first on line 1",
+        "recipe.yaml:4: b.c: given twice, first on line 3; keep one",
+        "recipe.yaml:5: a: given twice, first on line 1; keep one",
     ]
 
 

@@ -66,7 +66,7 @@ def test_samples_show_the_target(tmp_path: Path) -> None:
 def test_large_collections_stay_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_records(tmp_path)
     decoded = PersonalRows(prepare_records(path), "train")
-    monkeypatch.setattr("bottega.tasks.personalize.data.tables.DECODED_LIMIT", 1)
+    monkeypatch.setattr("bottega.tasks.personalize.data.tables.MAX_DECODED_BYTES", 1)
     monkeypatch.setattr("bottega.tasks.personalize.data.tables.VERSION", "encoded")
     encoded = PersonalRows(prepare_records(path), "train")
     assert (decoded.encoder.store, encoded.encoder.store) == ("decoded", "encoded")
@@ -98,7 +98,7 @@ def test_several_processes_write_the_same_as_one(tmp_path: Path, monkeypatch: py
     single = PersonalRows(prepare_records(path), "train")
     monkeypatch.setattr("bottega.tasks.personalize.data.tables.VERSION", "several")
     monkeypatch.setattr("bottega.tasks.personalize.data.image_files.JOB_BYTES", 2000)
-    monkeypatch.setattr("bottega.data.prepare.jobs.WORTH_PROCESSES", 1)
+    monkeypatch.setattr("bottega.data.prepare.jobs.MIN_BYTES_FOR_WORKERS", 1)
     stages: dict[str, tuple[int, int]] = {}
     data = PersonalizeData.model_validate({"train": {"path": str(path)}, "image_size": SIZE})
     several = PersonalRows(

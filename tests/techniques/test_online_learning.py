@@ -23,7 +23,7 @@ from bottega.callbacks.prequential import Prequential
 from bottega.config.recipe import Recipe
 from bottega.core.callback import Progress
 from bottega.core.errors import OutOfMemory, UsageError
-from bottega.data.order.online import FIRST_EPOCH, OnlineStream
+from bottega.data.order.online import NEW_SAMPLE_EPOCH, OnlineStream
 from bottega.engines.torch.engine import TorchEngine
 from bottega.run.compose import (
     build_engine,
@@ -104,7 +104,7 @@ def test_prequential_metrics_are_means_over_new_samples_before_training(
     for step in range(total):
         batch = next(batches)
         positions = np.arange(step * loader.batch_size, (step + 1) * loader.batch_size)
-        is_new = np.flatnonzero(loader.order.indices(positions)[1] == FIRST_EPOCH)
+        is_new = np.flatnonzero(loader.order.indices(positions)[1] == NEW_SAMPLE_EPOCH)
         num_new += len(is_new)
         if len(is_new):
             reference.add(engines[1].eval_step({**select_rows(batch, is_new), "index": positions[is_new]}).sums)
@@ -179,7 +179,7 @@ def test_run_length_is_the_stream_length_and_the_ledger_lists_it(tmp_path: Path)
     ledger = [list_step_samples(run.path, step=step, replay=False) for step in range(1, run.step + 1)]
     index = np.concatenate([entry["samples"] for entry in ledger])
     epoch = np.concatenate([entry["epochs"] for entry in ledger])
-    np.testing.assert_array_equal(index[epoch == FIRST_EPOCH], np.arange(size))
+    np.testing.assert_array_equal(index[epoch == NEW_SAMPLE_EPOCH], np.arange(size))
     with pytest.raises(
         UsageError,
         match=rf"training\.max_steps: 99 is more than the stream \(data\.online\) has: {run.step} steps of 8 samples",

@@ -131,7 +131,7 @@ def describe_data(preview: Preview) -> dict[str, Any]:
         report["lengths"] = {
             "unit": preview.unit,
             **{
-                name: _quantiles(table.lengths(column) / preview.per_unit)
+                name: _quantiles(table.lengths(column) / preview.entries_per_unit)
                 for name, table in tables.items()
                 if len(table)
             },

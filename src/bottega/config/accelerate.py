@@ -6,7 +6,7 @@ from typing import Any
 
 from bottega.config.layers import Entry, Layer, Problem
 
-_MARKS = ("compute_environment", "distributed_type")
+_MARKER_KEYS = ("compute_environment", "distributed_type")
 
 _STRATEGIES: dict[str, dict[str, Any]] = {
     "NO": {"distributed.enabled": False},
@@ -41,49 +41,51 @@ _IGNORED_VALUES: dict[str, tuple[Any, ...]] = {
 }
 """Keys without a counterpart here, and the values that can be ignored; () is any."""
 
-_REMEDY = {"gpu_ids": "set CUDA_VISIBLE_DEVICES instead"}
+_REMEDIES = {"gpu_ids": "set CUDA_VISIBLE_DEVICES instead"}
 
 
 def is_accelerate_config(layer: Layer) -> bool:
     """Return whether a layer is an Accelerate configuration, by two keys that no recipe has."""
-    return any(mark in layer.entries for mark in _MARKS)
+    return any(key in layer.entries for key in _MARKER_KEYS)
 
 
 def translate_layer(layer: Layer) -> Layer:
     """Return the layer with our keys; keys without a counterpart become notes, unsupported values problems."""
     result = Layer(lines=layer.lines, problems=list(layer.problems))
-    for typed, entry in layer.entries.items():
-        if typed in _KEYS:
+    for key, entry in layer.entries.items():
+        if key in _KEYS:
             if entry.value is not None:
-                _put(result, entry, {_KEYS[typed]: entry.value})
-        elif typed == "distributed_type":
-            _strategy(result, entry)
-        elif typed == "use_cpu":
-            _put(result, entry, {"device": "cpu"} if entry.value is True else {})
-        elif typed == "dynamo_config.dynamo_backend":
-            _put(result, entry, {"training.compile": str(entry.value).lower() != "no"})
-        elif typed in _IGNORED_VALUES:
-            if _IGNORED_VALUES[typed] and entry.value not in _IGNORED_VALUES[typed]:
-                _refuse(result, entry, f"{entry.value!r} is not supported; {_REMEDY.get(typed, 'remove the line')}")
-        elif typed.startswith(("fsdp_config.", "dynamo_config.")):
-            result.notes.append(f"{entry.location}: {typed} has no counterpart and is ignored")
+                _add_entries(result, entry, {_KEYS[key]: entry.value})
+        elif key == "distributed_type":
+            _map_strategy(result, entry)
+        elif key == "use_cpu":
+            _add_entries(result, entry, {"device": "cpu"} if entry.value is True else {})
+        elif key == "dynamo_config.dynamo_backend":
+            _add_entries(result, entry, {"training.compile": str(entry.value).lower() != "no"})
+        elif key in _IGNORED_VALUES:
+            if _IGNORED_VALUES[key] and entry.value not in _IGNORED_VALUES[key]:
+                _add_problem(
+                    result, entry, f"{entry.value!r} is not supported; {_REMEDIES.get(key, 'remove the line')}"
+                )
+        elif key.startswith(("fsdp_config.", "dynamo_config.")):
+            result.notes.append(f"{entry.location}: {key} has no counterpart and is ignored")
         else:
-            _refuse(result, entry, "unknown key of an Accelerate configuration; remove the line")
+            _add_problem(result, entry, "unknown key of an Accelerate configuration; remove the line")
     return result
 
 
-def _strategy(result: Layer, entry: Entry) -> None:
+def _map_strategy(result: Layer, entry: Entry) -> None:
     settings = _STRATEGIES.get(str(entry.value))
     if settings is None:
-        _refuse(result, entry, f"{entry.value!r} is not supported; expected one of {', '.join(_STRATEGIES)}")
+        _add_problem(result, entry, f"{entry.value!r} is not supported; expected one of {', '.join(_STRATEGIES)}")
     else:
-        _put(result, entry, settings)
+        _add_entries(result, entry, settings)
 
 
-def _put(result: Layer, entry: Entry, settings: dict[str, Any]) -> None:
+def _add_entries(result: Layer, entry: Entry, settings: dict[str, Any]) -> None:
     for key, value in settings.items():
         result.entries[key] = Entry(value, entry.location, entry.typed_key)
 
 
-def _refuse(result: Layer, entry: Entry, message: str) -> None:
+def _add_problem(result: Layer, entry: Entry, message: str) -> None:
     result.problems.append(Problem(entry.location, entry.typed_key, message, entry.typed_key))

@@ -28,40 +28,40 @@ Settings = dict[str, Any]
 """Key -> value that one alias stands for."""
 
 
-def _unitless(key: str) -> Callable[[Any], Settings]:
+def _map_unitless_cadence(key: str) -> Callable[[Any], Settings]:
     # Text such as "1 epoch" already has a unit.
     return lambda value: {key: UnitlessCadence(value) if type(value) in (int, float) else value}
 
 
-def _precision(name: str) -> Callable[[Any], Settings]:
+def _map_precision(name: str) -> Callable[[Any], Settings]:
     # `fp16: false` is often written beside `bf16: true` and then means nothing; alone it means full precision.
     key = "training.mixed_precision"
     return lambda on: {key: name if on is True else FallbackValue("fp32") if on is False else on}
 
 
-def _early_stopping(value: Any) -> Settings:
+def _map_early_stopping(value: Any) -> Settings:
     return {"training.early_stopping": {} if value is True else None if value is False else value}
 
 
-def _online(value: Any) -> Settings:
+def _map_online(value: Any) -> Settings:
     # An empty block, so that options inside it from earlier layers stay.
     return {"data.online": {} if value is True else None if value is False else value}
 
 
-def _model(value: Any) -> Settings:
-    """A size, or a path or hub name; a misspelt size stays a size, so that the error can suggest the right one."""
+def _map_model(value: Any) -> Settings:
+    """Map a model to a size, or a path or hub name; a misspelt size stays a size, so that the error can suggest the right one."""
     sizes = ("nano", "verse", "stanza", "epic")
     is_size = value in sizes or (isinstance(value, str) and "/" not in value and bool(find_similar_names(value, sizes)))
     return {"model.size" if is_size else "model.from": value}
 
 
-def _listed(key: str) -> Callable[[Any], Settings]:
+def _map_to_list(key: str) -> Callable[[Any], Settings]:
     return lambda value: {key: value if isinstance(value, list) else [value]}
 
 
-Target = str | Callable[[Any], Settings]
+AliasTarget = str | Callable[[Any], Settings]
 
-_TRAINING: dict[str, Target] = {
+_TRAINING_ALIASES: dict[str, AliasTarget] = {
     "lr": "training.learning_rate",
     "steps": "training.max_steps",
     "epochs": "training.num_epochs",
@@ -72,8 +72,8 @@ _TRAINING: dict[str, Target] = {
     "gradient_clipping": "training.max_grad_norm",
     "gradient_clip_norm": "training.max_grad_norm",
     "activation_checkpointing": "training.gradient_checkpointing",
-    "fp16": _precision("fp16"),
-    "bf16": _precision("bf16"),
+    "fp16": _map_precision("fp16"),
+    "bf16": _map_precision("bf16"),
     "optimizer": "training.optimizer.name",
     "adam_beta1": "training.optimizer.beta1",
     "adam_beta2": "training.optimizer.beta2",
@@ -83,18 +83,18 @@ _TRAINING: dict[str, Target] = {
     "scheduler_type": "training.scheduler.name",
     "lr_scheduler_type": "training.scheduler.name",
     "warmup_steps": "training.scheduler.warmup_steps",
-    "early_stopping": _early_stopping,
+    "early_stopping": _map_early_stopping,
     "patience": "training.early_stopping.patience",
     "early_stopping_patience": "training.early_stopping.patience",
     "early_stopping_threshold": "training.early_stopping.threshold",
     "dropout": "model.dropout",
     "validation_split": "data.validation.split",
-    "validation_frequency": _unitless("evaluation.every"),
-    "eval_frequency": _unitless("evaluation.every"),
+    "validation_frequency": _map_unitless_cadence("evaluation.every"),
+    "eval_frequency": _map_unitless_cadence("evaluation.every"),
     "eval_steps": "evaluation.every",
     "validation_steps": "evaluation.every",
-    "save_frequency": _unitless("checkpoint.every"),
-    "checkpoint_frequency": _unitless("checkpoint.every"),
+    "save_frequency": _map_unitless_cadence("checkpoint.every"),
+    "checkpoint_frequency": _map_unitless_cadence("checkpoint.every"),
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep",
     # Always steps: the guide that uses this name logs every 100 in a run of 20 epochs.
@@ -115,7 +115,7 @@ _TRAINING: dict[str, Target] = {
 }
 """Aliases under `training:`, and alone as a flag or at the top level of a file."""
 
-_TRAINING_KEYS = (
+_STANDALONE_TRAINING_KEYS = (
     "max_steps",
     "num_epochs",
     "batch_size",
@@ -133,8 +133,8 @@ _TRAINING_KEYS = (
 )
 """Keys of `training` that also work alone."""
 
-_TOP: dict[str, Target] = {
-    "model": _model,
+_TOP_LEVEL_ALIASES: dict[str, AliasTarget] = {
+    "model": _map_model,
     "size": "model.size",
     "data": "data.train.path",
     "input_dir": "data.train.path",
@@ -146,33 +146,33 @@ _TOP: dict[str, Target] = {
     "image_size": "data.image_size",
     "workers": "data.workers",
     "limit": "data.limit",
-    "online": _online,
+    "online": _map_online,
     "tokenizer": "data.tokenizer.kind",
     "vocab_size": "data.tokenizer.vocab_size",
-    "prompt": _listed("samples.prompts"),
+    "prompt": _map_to_list("samples.prompts"),
     "wandb_enabled": "logging.wandb.enabled",
     "num_experts": "model.num_experts",
     "num_samples": "data.num_samples",
     "hidden_dim": "model.hidden_size",
 }
 
-_NESTED: dict[str, Target] = {
+_NESTED_ALIASES: dict[str, AliasTarget] = {
     "training.memory.offload_to_cpu": "distributed.offload",
     "training.memory.gradient_accumulation_steps": "training.gradient_accumulation_steps",
     "training.optimizer.type": "training.optimizer.name",
     "training.scheduler.type": "training.scheduler.name",
-    "training.early_stopping.enabled": _early_stopping,
+    "training.early_stopping.enabled": _map_early_stopping,
     "distributed.world_size": "distributed.processes",
     "logging.wandb_enabled": "logging.wandb.enabled",
-    "logging.save_frequency": _unitless("checkpoint.every"),
+    "logging.save_frequency": _map_unitless_cadence("checkpoint.every"),
     "logging.log_frequency": "logging.every",
-    "samples.prompt": _listed("samples.prompts"),
+    "samples.prompt": _map_to_list("samples.prompts"),
     "data.train": "data.train.path",
     "data.path": "data.train.path",
     "data.validation": lambda value: {"data.validation." + ("split" if isinstance(value, float) else "path"): value},
     "data.test": lambda value: {"data.test." + ("split" if isinstance(value, float) else "path"): value},
     "data.tokenizer": "data.tokenizer.kind",
-    "data.online": _online,
+    "data.online": _map_online,
     "data.num_workers": "data.workers",
     "data.validation_split": "data.validation.split",
     "dataset.name": "data.collection",
@@ -206,24 +206,24 @@ PREFIX_ALIASES = {
 }
 """Blocks that other guides put elsewhere: their prefix -> ours."""
 
-ALIASES: dict[str, Target] = {
-    **_TOP,
-    **_NESTED,
-    **{key: f"training.{key}" for key in _TRAINING_KEYS},
-    **{key: target for key, target in _TRAINING.items() if key != target},
-    **{f"training.{key}": target for key, target in _TRAINING.items()},
+ALIASES: dict[str, AliasTarget] = {
+    **_TOP_LEVEL_ALIASES,
+    **_NESTED_ALIASES,
+    **{key: f"training.{key}" for key in _STANDALONE_TRAINING_KEYS},
+    **{key: target for key, target in _TRAINING_ALIASES.items() if key != target},
+    **{f"training.{key}": target for key, target in _TRAINING_ALIASES.items()},
 }
 
 
 def apply_aliases(layer: Layer) -> Layer:
     """Return the layer with the keys of the schema. Two aliases of one key with different values become a problem."""
     result = Layer(lines=layer.lines, problems=list(layer.problems), notes=list(layer.notes))
-    for typed, entry in layer.entries.items():
-        for key, value in resolve_alias(typed, entry.value).items():
+    for typed_key, entry in layer.entries.items():
+        for key, value in resolve_alias(typed_key, entry.value).items():
             if isinstance(value, FallbackValue):
-                _add(result, key, replace(entry, value=value.value, is_fallback=True))
+                _add_entry(result, key, replace(entry, value=value.value, is_fallback=True))
             else:
-                _add(result, key, replace(entry, value=value))
+                _add_entry(result, key, replace(entry, value=value))
     for key in [key for key, entry in result.entries.items() if entry.value is None]:
         # The block is turned off in this layer, so keys inside it in the same layer have no effect.
         for inner in [inner for inner in result.entries if inner.startswith(key + ".")]:
@@ -232,7 +232,7 @@ def apply_aliases(layer: Layer) -> Layer:
 
 
 def resolve_alias(key: str, value: Any) -> Settings:
-    """Return the schema's key for `key`, with the value converted where the alias differs in more than the name."""
+    """Return the schema's key for `key`, with the value converted if the alias differs in more than the name."""
     for prefix, replacement in PREFIX_ALIASES.items():
         if key.startswith(prefix):
             key = replacement + key.removeprefix(prefix)
@@ -244,7 +244,7 @@ def resolve_alias(key: str, value: Any) -> Settings:
 
 
 def _is_block(key: str) -> bool:
-    """Whether the alias is also the name of a block: `model: verse` is an alias, `model: {}` is not."""
+    """Return whether the alias is also the name of a block: `model: verse` is an alias, `model: {}` is not."""
     return key in ("model", "data", "data.train", "data.validation", "data.test", "data.tokenizer") or key in (
         "training.optimizer",
         "training.scheduler",
@@ -252,7 +252,7 @@ def _is_block(key: str) -> bool:
     )
 
 
-def _add(layer: Layer, key: str, entry: Entry) -> None:
+def _add_entry(layer: Layer, key: str, entry: Entry) -> None:
     previous = layer.entries.get(key)
     if previous is None or (previous.is_fallback and not entry.is_fallback):
         layer.entries[key] = entry
@@ -274,12 +274,12 @@ def _keep_more_frequent(layer: Layer, key: str, first: Entry, second: Entry) -> 
     One guide sets save_frequency for weights and checkpoint_frequency for states to resume from; a checkpoint here is both.
     """
     amounts = [(entry.value.amount, entry) for entry in (first, second) if entry.value.amount]
-    chosen = min(amounts, key=lambda pair: pair[0])[1] if amounts else first
-    layer.entries[key] = chosen
+    more_frequent = min(amounts, key=lambda pair: pair[0])[1] if amounts else first
+    layer.entries[key] = more_frequent
     if first.value != second.value:
         layer.notes.append(
             f"{first.typed_key} {first.value.amount} and {second.typed_key} {second.value.amount} both set checkpoint.every; the more "
-            f"frequent one, {chosen.value.amount}, is used"
+            f"frequent one, {more_frequent.value.amount}, is used"
         )
 
 

@@ -41,8 +41,11 @@ def _find_similar_recipes(name: str) -> list[str]:
     """Return up to three recipes of a similar name, or with a similar part after the slash."""
     similar = find_similar_names(name, list_recipe_names(), count=3)
     if not similar:
-        last = {recipe.rpartition("/")[2]: recipe for recipe in list_recipe_names()}
-        similar = [last[word] for word in find_similar_names(name.rpartition("/")[2], last, count=3)]
+        recipe_by_last_part = {recipe.rpartition("/")[2]: recipe for recipe in list_recipe_names()}
+        similar = [
+            recipe_by_last_part[word]
+            for word in find_similar_names(name.rpartition("/")[2], recipe_by_last_part, count=3)
+        ]
     return similar
 
 

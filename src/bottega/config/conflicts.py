@@ -74,13 +74,16 @@ def _find_key_conflicts(technique: Technique, recipe: Recipe) -> Iterator[Confli
         if not is_unsupported or not _has_option(technique, conflict.option):
             continue
         message = conflict.message.format(technique=technique.name, value=value)
-        # The task is what the recipe is about, so the technique is what has to go.
+        # The message is reported at the technique, because the task is rarely the setting to change.
         is_task = conflict.key == "task"
         yield (TECHNIQUES_KEY, conflict.key, message) if is_task else (conflict.key, TECHNIQUES_KEY, message)
 
 
 def _find_missing_sequence(name: str, names: list[str], recipe: Recipe) -> Iterator[Conflict]:
-    """A technique over a sequence of sources needs one; a partial recipe may leave its data to another file."""
+    """Yield a conflict if a technique needs a sequence of sources and the recipe sets other data.
+
+    A partial recipe without data has no conflict, because another file may set it.
+    """
     data = recipe.data
     has_data = data.sources is not None or data.train.path is not None or data.train.kind in BUILTIN_KINDS
     is_sequence = data.mixture == "sequence" or data.online is not None
@@ -94,7 +97,7 @@ def _find_missing_sequence(name: str, names: list[str], recipe: Recipe) -> Itera
 
 
 def _get_value(recipe: Recipe, key: str) -> Any:
-    """The value of a dotted key; None where this task does not have it."""
+    """Return the value of a dotted key, or None if the task does not have it."""
     value: Any = recipe
     for name in key.split("."):
         value = getattr(value, name, None)
@@ -118,11 +121,11 @@ def _has_option(technique: Technique, option: str | None) -> bool:
 
 def find_injection(recipe: Recipe) -> Technique | None:
     """Return the technique that injects modules into the model (LoRA, adapters), if the recipe lists one."""
-    injecting = [technique for technique in recipe.techniques if TECHNIQUES[technique.name].inject is not None]
-    if len(injecting) > 1:
-        names = " and ".join(technique.name for technique in injecting)
+    techniques = [technique for technique in recipe.techniques if TECHNIQUES[technique.name].inject is not None]
+    if len(techniques) > 1:
+        names = " and ".join(technique.name for technique in techniques)
         raise UsageError(f"techniques: {names} change the same layers; keep one")
-    return injecting[0] if injecting else None
+    return techniques[0] if techniques else None
 
 
 def find_injecting_technique(names: list[str]) -> str | None:
@@ -136,7 +139,7 @@ def list_missing_teachers(recipe: Recipe) -> list[str]:
     Separate from the conflicts, because a finished run is opened without its teacher. The run's own folder is left out: a run
     that names itself is refused with its own message.
     """
-    own = Path(recipe.output_dir) / recipe.run_name()
+    own_folder = Path(recipe.output_dir) / recipe.run_name()
     teachers = [
         str(technique.options.teacher) for technique in recipe.techniques if hasattr(technique.options, "teacher")
     ]
@@ -145,5 +148,5 @@ def list_missing_teachers(recipe: Recipe) -> list[str]:
         for name in teachers
         if not name.startswith("needs.")
         and not Path(name).expanduser().is_dir()
-        and Path(name).expanduser().resolve() != own.resolve()
+        and Path(name).expanduser().resolve() != own_folder.resolve()
     ]

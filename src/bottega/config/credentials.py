@@ -13,18 +13,18 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 CREDENTIALS_VARIABLE = "BOTTEGA_CREDENTIALS"
-"""The environment variable that passes them to child processes, as JSON: stripped address -> full address."""
+"""The environment variable that passes credentials to child processes, as JSON: stripped address -> full address."""
 
 PUBLIC_PARAMETERS = frozenset(
     {"id", "file", "filename", "name", "path", "part", "page", "chunk", "shard", "split", "subset", "offset", "limit"}
     | {"format", "version", "versionid", "revision", "ref", "branch", "download", "dl", "raw", "export"}
 )
-"""Query parameters that select what is fetched. Any other may be a credential."""
+"""Query parameters that select the data. Any other parameter may be a credential."""
 
-_CONTAINER = frozenset({"abfs", "abfss", "az", "wasb", "wasbs"})
+_CONTAINER_SCHEMES = frozenset({"abfs", "abfss", "az", "wasb", "wasbs"})
 """Schemes with a container in place of a user: abfs://container@account/path."""
 
-# A single slash, because pathlib collapses two; quotes and brackets end an address in a message.
+# One slash is enough, because pathlib collapses two; quotes and brackets end an address in a message.
 _ADDRESS = re.compile(r"\b[a-zA-Z][a-zA-Z0-9+.-]*:/{1,3}[^\s\"'<>`]+")
 _QUERY = re.compile(r"\?(?=[^?/]*=)")
 """Outside of http a question mark is also a wildcard, as in part?/year=2020/a.parquet."""
@@ -35,20 +35,20 @@ def strip_credentials(address: str) -> str:
 
     Text that is not an address is returned unchanged.
     """
-    scheme, mark, rest = address.partition("://")
-    if not mark or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*", scheme):
+    scheme, separator, rest = address.partition("://")
+    if not separator or not re.fullmatch(r"[a-zA-Z][a-zA-Z0-9+.-]*", scheme):
         return address
     is_http = scheme.lower() in ("http", "https")
     if not is_http and not _QUERY.search(rest):
         # In other stores a question mark is a wildcard, and # part of a name.
         host, slash, path = rest.partition("/")
-        return f"{scheme}://{_host(host, scheme)}{slash}{path}"
+        return f"{scheme}://{_strip_user(host, scheme)}{slash}{path}"
     try:
         parts = urlsplit(address)
     except ValueError:  # such as an IPv6 address that is not closed
         return f"{scheme}://"
-    pairs = [pair for pair in parts.query.split("&") if pair.partition("=")[0].lower() in PUBLIC_PARAMETERS]
-    return urlunsplit((parts.scheme, _host(parts.netloc, scheme), parts.path, "&".join(pairs), ""))
+    public_pairs = [pair for pair in parts.query.split("&") if pair.partition("=")[0].lower() in PUBLIC_PARAMETERS]
+    return urlunsplit((parts.scheme, _strip_user(parts.netloc, scheme), parts.path, "&".join(public_pairs), ""))
 
 
 def strip_credentials_in_text(text: str) -> str:
@@ -72,7 +72,7 @@ def strip_credentials_in_values(value: Any) -> Any:
         return value
     stripped = strip_credentials(value)
     if stripped != value:
-        os.environ[CREDENTIALS_VARIABLE] = json.dumps({**_read_variable(), stripped: value})
+        os.environ[CREDENTIALS_VARIABLE] = json.dumps({**_read_stored_credentials(), stripped: value})
     return stripped
 
 
@@ -93,10 +93,10 @@ def find_ambiguous_address(value: Any) -> str | None:
 
 def restore_credentials(address: str) -> str:
     """Return an address with the credentials that this process has for it, if any."""
-    return _read_variable().get(address, address)
+    return _read_stored_credentials().get(address, address)
 
 
-def _read_variable() -> dict[str, str]:
+def _read_stored_credentials() -> dict[str, str]:
     try:
         addresses = json.loads(os.environ.get(CREDENTIALS_VARIABLE, "{}"))
     except ValueError:
@@ -104,16 +104,16 @@ def _read_variable() -> dict[str, str]:
     return addresses if isinstance(addresses, dict) else {}
 
 
-def _host(host: str, scheme: str) -> str:
-    user, mark, address = host.rpartition("@")
-    return host if not mark or (scheme.lower() in _CONTAINER and ":" not in user) else address
+def _strip_user(host: str, scheme: str) -> str:
+    user, separator, address = host.rpartition("@")
+    return host if not separator or (scheme.lower() in _CONTAINER_SCHEMES and ":" not in user) else address
 
 
 def _strip_match(match: re.Match[str]) -> str:
     """Strip one address inside a sentence, without the punctuation after it."""
     address = match.group()
-    end = address.rstrip(".,;:)]}")
-    scheme, _, rest = end.partition(":")
+    trimmed = address.rstrip(".,;:)]}")
+    scheme, _, rest = trimmed.partition(":")
     slashes = rest[: len(rest) - len(rest.lstrip("/"))]
     stripped = strip_credentials(f"{scheme}://{rest.lstrip('/')}")
-    return stripped.replace("://", f":{slashes}", 1) + address[len(end) :]
+    return stripped.replace("://", f":{slashes}", 1) + address[len(trimmed) :]

@@ -87,7 +87,7 @@ class Source(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _several_paths(cls, values: Any) -> Any:
+    def _split_path_list(cls, values: Any) -> Any:
         """Split a list in `path` into `path` and `more_paths`."""
         if not isinstance(values, dict) or not isinstance(values.get("path"), list | tuple):
             return values
@@ -205,7 +205,7 @@ class Curriculum(Section):
     competence: Competence | None = Field(None, description="increase the difficulty continuously, instead of stages")
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Curriculum:
+    def _check_stages_or_competence(self) -> Curriculum:
         if bool(self.stages) == (self.competence is not None):
             raise ValueError("expected either stages or competence")
         return self

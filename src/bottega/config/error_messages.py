@@ -45,48 +45,50 @@ def describe_validation_error(
     """Return one problem for each key, in the order of the file; the alternatives of a union are joined into one sentence."""
     by_key: dict[str, list[Any]] = {}
     for detail in error.errors(include_url=False):
-        by_key.setdefault(_key_of(detail, flat), []).append(detail)
+        by_key.setdefault(_find_key(detail, flat), []).append(detail)
     problems = []
     for key, details in by_key.items():
-        inner = any(other.startswith(key + ".") for other in by_key)
-        if not (inner and all(detail["type"] in ("too_short", "too_long") for detail in details)):
-            problems.append(_problem(key, details, schema, flat, lines))
+        has_inner_errors = any(other.startswith(key + ".") for other in by_key)
+        if not (has_inner_errors and all(detail["type"] in ("too_short", "too_long") for detail in details)):
+            problems.append(_build_problem(key, details, schema, flat, lines))
     return problems
 
 
-def _key_of(detail: Any, flat: FlatConfig) -> str:
-    """The dotted key of an error: its location without the names of union alternatives."""
+def _find_key(detail: Any, flat: FlatConfig) -> str:
+    """Return the dotted key of an error: its location without the names of union alternatives."""
     key = ""
     value: Any = None
     for part in detail["loc"]:
-        longer = f"{key}.{part}" if key else str(part)
-        within = isinstance(value, dict | list) and not isinstance(part, str if isinstance(value, list) else int)
-        is_key = longer in flat or any(other.startswith(longer + ".") for other in flat)
-        if not (is_key or within or detail["type"] == "missing"):
+        child_key = f"{key}.{part}" if key else str(part)
+        is_inside_value = isinstance(value, dict | list) and not isinstance(
+            part, str if isinstance(value, list) else int
+        )
+        is_key = child_key in flat or any(other.startswith(child_key + ".") for other in flat)
+        if not (is_key or is_inside_value or detail["type"] == "missing"):
             break
-        value = flat[longer].value if longer in flat else _inside(value, part)
-        key = longer
+        value = flat[child_key].value if child_key in flat else _get_child(value, part)
+        key = child_key
     return key
 
 
-def _inside(value: Any, part: str | int) -> Any:
+def _get_child(value: Any, part: str | int) -> Any:
     try:
         return value[part]
     except (TypeError, KeyError, IndexError):
         return None
 
 
-def _problem(
+def _build_problem(
     key: str, details: list[Any], schema: type[Section], flat: FlatConfig, lines: Mapping[str, Location]
 ) -> Problem:
-    where, typed = locate_key(key, flat, lines)
+    location, typed_key = locate_key(key, flat, lines)
     if details[0]["type"] == "extra_forbidden":
-        return _unknown(key, where, typed, schema)
-    return Problem(where, typed, describe_error_details(details), key)
+        return _build_unknown_key_problem(key, location, typed_key, schema)
+    return Problem(location, typed_key, describe_error_details(details), key)
 
 
 def locate_key(key: str, flat: FlatConfig, lines: Mapping[str, Location]) -> tuple[Location | None, str]:
-    """Return the location of a key and how it was typed; for a block, where the block starts."""
+    """Return the location of a key and the key as typed; for a block, the line where it starts."""
     if key in flat:
         return flat[key].location, flat[key].typed_key
     ancestor = key
@@ -94,38 +96,42 @@ def locate_key(key: str, flat: FlatConfig, lines: Mapping[str, Location]) -> tup
         ancestor, _, _ = ancestor.rpartition(".")
         if ancestor in flat:
             entry = flat[ancestor]
-            typed = entry.typed_key + key.removeprefix(ancestor)
-            return _nearest_line(typed, lines, entry.location), typed
-    inside = [entry for other, entry in flat.items() if other.startswith(key + ".")]
+            typed_key = entry.typed_key + key.removeprefix(ancestor)
+            return _find_nearest_line(typed_key, lines, entry.location), typed_key
+    inner_entries = [entry for other, entry in flat.items() if other.startswith(key + ".")]
     # A key that was changed on the command line is more likely wrong than the file.
-    changed = next((entry for entry in inside if not entry.location.line), None)
-    if key in lines and changed is None:
+    command_line_entry = next((entry for entry in inner_entries if not entry.location.line), None)
+    if key in lines and command_line_entry is None:
         return lines[key], key
-    first = changed or next(iter(inside), None)
-    return (first.location if first else None), key
+    inner_entry = command_line_entry or next(iter(inner_entries), None)
+    return (inner_entry.location if inner_entry else None), key
 
 
-def _nearest_line(typed: str, lines: Mapping[str, Location], otherwise: Location) -> Location:
-    """The line of the closest enclosing key, because a missing key has none itself.
+def _find_nearest_line(typed_key: str, lines: Mapping[str, Location], block_location: Location) -> Location:
+    """Return the line of the closest enclosing key, because a missing key has no line of its own.
 
-    Only in the file that has the list: the command line or a later file may have replaced the list that the lines are of.
+    Only lines of the file that sets the block count: `lines` may describe an earlier file, whose block was replaced.
     """
-    while (typed not in lines or lines[typed].file != otherwise.file) and "." in typed:
-        typed = typed.rpartition(".")[0]
-    return lines[typed] if typed in lines and lines[typed].file == otherwise.file else otherwise
+    while (typed_key not in lines or lines[typed_key].file != block_location.file) and "." in typed_key:
+        typed_key = typed_key.rpartition(".")[0]
+    return lines[typed_key] if typed_key in lines and lines[typed_key].file == block_location.file else block_location
 
 
-def _unknown(key: str, where: Location | None, typed: str, schema: type[Section]) -> Problem:
+def _build_unknown_key_problem(key: str, location: Location | None, typed_key: str, schema: type[Section]) -> Problem:
     # The value is not shown, because it may be a secret.
-    if _SECRET.search(typed):
-        return Problem(where, typed, "unknown key; put secrets into environment variables, never into a recipe", key)
+    if _SECRET.search(typed_key):
+        return Problem(
+            location, typed_key, "unknown key; put secrets into environment variables, never into a recipe", key
+        )
     if key == "model.activation":
-        return Problem(where, typed, "unknown key; the activation of this model is fixed: remove it", key)
-    near = suggest_key(key, schema)
-    if near is None:
-        return Problem(where, typed, "unknown key", key)
-    meant = near if "." in near or "." not in key else f"{key.rpartition('.')[0]}.{near}"
-    return Problem(where, typed, f"unknown key; did you mean {near}?", next(iter(resolve_alias(meant, 0))))
+        return Problem(location, typed_key, "unknown key; the activation of this model is fixed: remove it", key)
+    similar_key = suggest_key(key, schema)
+    if similar_key is None:
+        return Problem(location, typed_key, "unknown key", key)
+    suggested_key = similar_key if "." in similar_key or "." not in key else f"{key.rpartition('.')[0]}.{similar_key}"
+    return Problem(
+        location, typed_key, f"unknown key; did you mean {similar_key}?", next(iter(resolve_alias(suggested_key, 0)))
+    )
 
 
 def describe_error_details(details: list[Any]) -> str:
@@ -135,16 +141,22 @@ def describe_error_details(details: list[Any]) -> str:
             name, words = _LIMITS[detail["type"]]
             return f"expected {words} {detail['ctx'][name]:g}, got {format_value(detail['input'])}"
     if len(details) == 1 and details[0]["type"] not in (*_EXPECTED, "literal_error"):
-        return _single(details[0])
-    choices = [choice for d in details if d["type"] == "literal_error" for choice in _choices(d)]
+        return _describe_single_error(details[0])
+    choices = [choice for d in details if d["type"] == "literal_error" for choice in _parse_choices(d)]
     expected = list(dict.fromkeys(_EXPECTED[d["type"]] for d in details if d["type"] in _EXPECTED))
     if choices:
         expected.append(f"one of {', '.join(choices)}" if len(choices) > 1 else choices[0])
     if not expected:
-        return _single(details[0])
+        return _describe_single_error(details[0])
     value = details[0]["input"]
-    near = find_similar_names(str(value), choices)
-    hint = f"; did you mean {near[0]}?" if near else suggest_list_syntax(value) if expected == ["a list"] else ""
+    similar_names = find_similar_names(str(value), choices)
+    hint = (
+        f"; did you mean {similar_names[0]}?"
+        if similar_names
+        else suggest_list_syntax(value)
+        if expected == ["a list"]
+        else ""
+    )
     return f"expected {' or '.join(expected)}, got {format_value(value)}{hint}"
 
 
@@ -159,12 +171,12 @@ def suggest_list_syntax(value: Any) -> str:
     return ""
 
 
-def _choices(detail: Any) -> list[str]:
+def _parse_choices(detail: Any) -> list[str]:
     """Parse pydantic's `'a', 'b' or 'c'` into names."""
     return [choice.strip("'") for choice in re.split(r", | or ", detail["ctx"]["expected"])]
 
 
-def _single(detail: Any) -> str:
+def _describe_single_error(detail: Any) -> str:
     if detail["type"] == "missing":
         return "missing"
     if detail["type"] in ("too_short", "too_long"):

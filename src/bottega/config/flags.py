@@ -15,7 +15,7 @@ from bottega.core.errors import UsageError
 
 CONFIG_FLAGS = ("config", "config_file", "data_config", "model_config", "training_config")
 """Flags whose value is another recipe file."""
-SWITCHES = ("online",)
+FLAGS_WITHOUT_VALUE = ("online",)
 """Flags that need no value."""
 
 MAX_LISTED_KEYS = 6
@@ -55,15 +55,15 @@ def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str]
         setting = _SETTING.fullmatch(token)
         if token.startswith("--") and token != "--":
             name, is_joined, text = token[2:].partition("=")
-            if not is_joined and name in SWITCHES and not (tokens and tokens[0] in ("true", "false")):
+            if not is_joined and name in FLAGS_WITHOUT_VALUE and not (tokens and tokens[0] in ("true", "false")):
                 text = "true"
             elif not is_joined:
                 if not tokens or tokens[0].startswith("--"):
-                    problems.append(f"--{name}: {_missing_value(tasks, name)}")
+                    problems.append(f"--{name}: {_explain_missing_value(tasks, name)}")
                     continue
                 text = tokens.pop(0)
                 if name == "data":
-                    text = _several_paths(tasks, text, tokens, has_recipe=bool(sources))
+                    text = _collect_data_paths(tasks, text, tokens, has_recipe=bool(sources))
             _add_setting(tasks, name.replace("-", "_"), text, f"--{name}", sources, overrides, problems)
         elif setting and not (token.endswith((".yaml", ".yml")) and Path(token).is_file()):
             _add_setting(tasks, setting[1].replace("-", "_"), setting[2], setting[1], sources, overrides, problems)
@@ -76,12 +76,12 @@ def parse_overrides(tasks: TaskRegistry, argv: Sequence[str]) -> tuple[list[str]
     return sources, overrides
 
 
-def _several_paths(tasks: TaskRegistry, first: str, tokens: list[str], *, has_recipe: bool) -> str:
+def _collect_data_paths(tasks: TaskRegistry, first_path: str, tokens: list[str], *, has_recipe: bool) -> str:
     """Return the value of --data with the paths after it, which a shell expands from *.txt; removes them from `tokens`."""
-    paths = [first]
+    paths = [first_path]
     while tokens and _is_data_path(tasks, tokens[0], has_recipe=has_recipe):
         paths.append(tokens.pop(0))
-    return first if len(paths) == 1 else json.dumps(paths)
+    return first_path if len(paths) == 1 else json.dumps(paths)
 
 
 def _is_data_path(tasks: TaskRegistry, word: str, *, has_recipe: bool) -> bool:
@@ -99,7 +99,7 @@ def _add_setting(
     tasks: TaskRegistry,
     key: str,
     text: str,
-    typed: str,
+    typed_key: str,
     sources: list[str],
     overrides: list[Override],
     problems: list[str],
@@ -107,7 +107,7 @@ def _add_setting(
     if key in CONFIG_FLAGS:
         sources.append(text)
     elif (list_key := find_enclosing_list(key, tasks.schemas)) is not None:
-        problems.append(f"{typed}: give the whole list: {list_key}=[{{…}}]")
+        problems.append(f"{typed_key}: give the whole list: {list_key}=[{{…}}]")
     elif is_flag(key, tasks.schemas):
         overrides.append(Override(key, text))
     else:
@@ -115,22 +115,22 @@ def _add_setting(
         if is_flag(key, tasks.schemas):
             overrides.append(Override(key, text))
         else:
-            problems.append(f"{typed}: {_unknown(tasks, key, typed)}")
+            problems.append(f"{typed_key}: {_explain_unknown_key(tasks, key, typed_key)}")
 
 
-def _unknown(tasks: TaskRegistry, key: str, typed: str) -> str:
+def _explain_unknown_key(tasks: TaskRegistry, key: str, typed_key: str) -> str:
     similar, block = suggest_flag(key, tasks.schemas), key.rpartition(".")[0]
     keys = list_block_keys(block, tasks.schemas) if similar is None else []
     if 0 < len(keys) <= MAX_LISTED_KEYS:
         return f"unknown key; use {', '.join(keys[:-1])}{' or ' if keys[:-1] else ''}{keys[-1]}"
-    dashes = "--" if typed.startswith("--") else ""
+    dashes = "--" if typed_key.startswith("--") else ""
     return f"unknown {'flag' if dashes else 'key'}" + (f"; did you mean {dashes}{similar}?" if similar else "")
 
 
-def _missing_value(tasks: TaskRegistry, name: str) -> str:
+def _explain_missing_value(tasks: TaskRegistry, name: str) -> str:
     key = name.replace("-", "_")
     if (list_key := find_enclosing_list(key, tasks.schemas)) is not None:
         return f"give the whole list: {list_key}=[{{…}}]"
     if is_flag(key, tasks.schemas) or key in CONFIG_FLAGS:
         return f"needs a value: --{name} VALUE"
-    return _unknown(tasks, key, f"--{name}")
+    return _explain_unknown_key(tasks, key, f"--{name}")

@@ -26,7 +26,7 @@ class Entry:
     location: Location
     typed_key: str
     is_fallback: bool = False
-    """Yields to another alias of the same key in the same layer: `fp16: false` is ignored beside `bf16: true`."""
+    """Whether it yields to another alias of the same key in the same layer: `fp16: false` is ignored beside `bf16: true`."""
 
 
 FlatConfig = dict[str, Entry]
@@ -63,31 +63,33 @@ class Layer:
 def flatten_layer(value: Mapping[str, Any], *, file: str, lines: Mapping[str, int]) -> Layer:
     """Return nested values as a layer. Lists and empty maps are leaves."""
     layer = Layer(lines={key: Location(file, line) for key, line in lines.items()})
-    for key, leaf in _leaves(value, ""):
-        where = Location(file, lines.get(key, 0))
+    for key, leaf in _iterate_leaves(value, ""):
+        location = Location(file, lines.get(key, 0))
         if key in layer.entries and layer.entries[key].value != leaf:
-            first = layer.entries[key]
-            message = f"conflicts with {first.typed_key} at {first.location}: {leaf!r} and {first.value!r}"
-            layer.problems.append(Problem(where, key, message, key))
-        layer.entries[key] = Entry(leaf, where, key)
+            previous = layer.entries[key]
+            message = (
+                f"conflicts with {previous.typed_key} at {previous.location}: {leaf!r} and {previous.value!r}; keep one"
+            )
+            layer.problems.append(Problem(location, key, message, key))
+        layer.entries[key] = Entry(leaf, location, key)
     return layer
 
 
-def _leaves(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, inner in value.items():
         key = f"{prefix}{name}"
         if isinstance(inner, Mapping) and inner:
-            yield from _leaves(inner, key + ".")
+            yield from _iterate_leaves(inner, key + ".")
         else:
-            yield key, _plain(inner)
+            yield key, _to_plain_value(inner)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain_value(value: Any) -> Any:
     """Convert tuples and paths, which a caller's dict may hold and a file cannot."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _to_plain_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_to_plain_value(inner) for inner in value]
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
@@ -132,7 +134,7 @@ def merge_layers(base: FlatConfig, layer: FlatConfig) -> FlatConfig:
     for key, entry in layer.items():
         if entry.value == {} and any(inner.startswith(key + ".") for inner in merged):
             continue
-        for ancestor in _ancestors(key):
+        for ancestor in _iterate_ancestors(key):
             merged.pop(ancestor, None)
         for inner in [inner for inner in merged if inner.startswith(key + ".")]:
             del merged[inner]
@@ -144,15 +146,17 @@ def _is_excluded(key: str, entry: Entry, base: FlatConfig, layer: FlatConfig) ->
     if key in LENGTH_KEYS and any(enables_stream(name, other) for name, other in layer.items()):
         return True
     if key in layer or key == "training.optimizer.betas":
-        # A single beta over a pair changes one of the two; a pair over a single beta replaces it.
+        # A later single beta changes one of the pair, which therefore stays; a later pair replaces a single beta.
         return False
     if key.startswith("needs.") and entry.value is not None:
         dependency, _, field = key.removeprefix("needs.").partition(".")
         # A dependency is a finished run, or a recipe with its settings.
         other = layer.get(f"needs.{dependency}.{'recipe' if field == 'run' else 'run'}")
         return other is not None and other.value is not None
-    others = [b if key == a else a for a, b in EXCLUSIVE_KEYS if key in (a, b)]
-    return any(_excludes({key: entry.value, other: layer[other].value}) for other in others if other in layer)
+    exclusive_keys = [b if key == a else a for a, b in EXCLUSIVE_KEYS if key in (a, b)]
+    return any(
+        _are_exclusive({key: entry.value, other: layer[other].value}) for other in exclusive_keys if other in layer
+    )
 
 
 def are_nested(first: str, second: str) -> bool:
@@ -167,16 +171,18 @@ def enables_stream(key: str, entry: Entry) -> bool:
 
 
 def _belongs_to_builtin_data(key: str, base: FlatConfig, layer: FlatConfig) -> bool:
-    """Whether a key describes builtin data that `layer` replaces: a split by one of its fields, or prompts that the same file
-    gives for it."""
+    """Return whether a key is about builtin data that `layer` replaces with other data.
+
+    Such keys are a split by a field of the builtin data, and prompts from the same file that chose it.
+    """
     if key not in ("data.split.by", "data.split.field", "samples.prompts") or key in layer:
         return False
     kind, field = base.get("data.train.kind"), base.get("data.split.field")
-    others = (layer.get(name) for name in ("data.train.path", "data.sources"))
+    replacements = (layer.get(name) for name in ("data.train.path", "data.sources"))
     if (
         kind is None
         or kind.value not in BUILTIN_KINDS
-        or not any(entry is not None and entry.value is not None for entry in others)
+        or not any(entry is not None and entry.value is not None for entry in replacements)
     ):
         return False
     if key == "samples.prompts":
@@ -184,8 +190,8 @@ def _belongs_to_builtin_data(key: str, base: FlatConfig, layer: FlatConfig) -> b
     return field is not None and field.value is not None
 
 
-def _excludes(values: dict[str, Any]) -> bool:
-    """Whether the values of an exclusive pair really exclude each other."""
+def _are_exclusive(values: dict[str, Any]) -> bool:
+    """Return whether the values of an exclusive pair of keys exclude each other."""
     if "data.sources" in values:
         return all(value is not None for value in values.values())
     for key, value in values.items():
@@ -197,7 +203,7 @@ def _excludes(values: dict[str, Any]) -> bool:
     return True
 
 
-def _ancestors(key: str) -> Iterator[str]:
+def _iterate_ancestors(key: str) -> Iterator[str]:
     while "." in key:
         key = key.rpartition(".")[0]
         yield key

@@ -40,7 +40,7 @@ RecipeSource = str | Path | Mapping[str, Any]
 
 
 class RecipeError(UsageError):
-    """Problems of a recipe, one line each. `recipe` is built from the entries without a problem, where that is possible."""
+    """Problems of a recipe, one line each. `recipe` is built from the entries without a problem, if they make a valid recipe."""
 
     def __init__(self, message: str, recipe: Recipe | None = None) -> None:
         super().__init__(message)
@@ -68,7 +68,7 @@ def load_recipe(
     task: str | None = None,
 ) -> ResolvedRecipe:
     """Return a complete recipe. Later sources override earlier ones, and `overrides` override all; raises RecipeError."""
-    return _resolve(tasks, _merge_sources(tasks, sources, overrides), task=task, partial=False)
+    return _resolve_layer(tasks, _merge_sources(tasks, sources, overrides), task=task, is_partial=False)
 
 
 def load_saved_recipe(tasks: TaskRegistry, path: Path) -> Recipe:
@@ -99,8 +99,8 @@ def check_recipe(
 
     `check_conflicts=False` also allows keys that exclude each other, for a recipe that other settings will still change.
     """
-    return _resolve(
-        tasks, _merge_sources(tasks, sources, overrides), task=task, partial=True, check_conflicts=check_conflicts
+    return _resolve_layer(
+        tasks, _merge_sources(tasks, sources, overrides), task=task, is_partial=True, check_conflicts=check_conflicts
     )
 
 
@@ -118,15 +118,15 @@ def list_bundled_recipes(tasks: TaskRegistry) -> list[tuple[str, str, str]]:
     return recipes
 
 
-def get_global_batch_size(recipe: Recipe, world: int) -> int:
+def get_global_batch_size(recipe: Recipe, num_processes: int) -> int:
     """Return the number of examples in one optimizer step over `world` processes."""
     training = recipe.training
     if training.gradient_accumulation_steps is not None:
-        return training.batch_size * training.gradient_accumulation_steps * world
-    if training.batch_size % world:
+        return training.batch_size * training.gradient_accumulation_steps * num_processes
+    if training.batch_size % num_processes:
         sizes = ", ".join(str(n) for n in range(1, training.batch_size + 1) if training.batch_size % n == 0)
         raise UsageError(
-            f"training.batch_size: {training.batch_size} is not divisible by {world} processes; "
+            f"training.batch_size: {training.batch_size} is not divisible by {num_processes} processes; "
             f"use one of these numbers of processes: {sizes}"
         )
     return training.batch_size
@@ -139,7 +139,7 @@ def _merge_sources(
     layers: list[Layer] = []
     for source in sources:
         layers += _read_layers(tasks, source, is_first=not any("origin" in layer.entries for layer in layers))
-    layers.append(_command_line(overrides))
+    layers.append(_read_overrides(overrides))
     adapters = [spec.adapt for spec in tasks.values() if spec.adapt is not None]
     merged = Layer()
     for layer in layers:
@@ -186,7 +186,7 @@ def _read_source(
     resolved = str(path.resolve())
     if resolved in visited:
         raise UsageError(
-            f"{path}: extends: the recipes form a cycle: {' -> '.join(Path(p).name for p in [*visited, resolved])}"
+            f"{path}: extends: the recipes form a cycle: {' -> '.join(Path(p).name for p in [*visited, resolved])}; remove one extends"
         )
     visited.append(resolved)
     document = read_yaml(path)
@@ -195,8 +195,8 @@ def _read_source(
     return flatten_layer(document.value or {}, file=str(path), lines=document.lines), origin, path.parent
 
 
-def _command_line(overrides: Sequence[tuple[str, str, str]]) -> Layer:
-    """One layer of all overrides, so that two aliases can be compared; the same alias again replaces the first."""
+def _read_overrides(overrides: Sequence[tuple[str, str, str]]) -> Layer:
+    """Return one layer of all overrides, so that conflicting aliases are found; of a repeated key the last value counts."""
     layer = Layer()
     for key, text, origin in overrides:
         setting = flatten_layer({key: parse_value(text, f"{origin}: {key}")}, file=origin, lines={})
@@ -204,39 +204,43 @@ def _command_line(overrides: Sequence[tuple[str, str, str]]) -> Layer:
     return apply_aliases(layer)
 
 
-def _resolve(
-    tasks: TaskRegistry, layer: Layer, *, task: str | None, partial: bool, check_conflicts: bool = True
+def _resolve_layer(
+    tasks: TaskRegistry, layer: Layer, *, task: str | None, is_partial: bool, check_conflicts: bool = True
 ) -> ResolvedRecipe:
     """Validate the merged layer against the schema of its task, or against all tasks if it names none."""
     flat, problems, notes = dict(layer.entries), list(layer.problems), list(layer.notes)
     problems += _find_interpolations(flat)
     problems += _find_ambiguous_addresses(flat)
     notes += _finish_merge(flat)
-    names, task_problems = _choose_tasks(tasks, flat.pop("task", None), task)
+    task_names, task_problems = _choose_tasks(tasks, flat.pop("task", None), task)
     problems += task_problems
-    trials = [_validate(tasks, name, flat, layer.lines) for name in names]
-    fitting = [trial for trial in trials if not trial.problems]
-    best = fitting[0] if fitting else min(trials, key=lambda trial: len(trial.problems))
-    problems += best.problems
-    if check_conflicts and len(fitting) == 1 and best.recipe is not None:
-        for key, other, message in best.recipe.find_conflicts():
+    trials = [_validate_entries(tasks, name, flat, layer.lines) for name in task_names]
+    fitting_trials = [trial for trial in trials if not trial.problems]
+    best_trial = fitting_trials[0] if fitting_trials else min(trials, key=lambda trial: len(trial.problems))
+    problems += best_trial.problems
+    if check_conflicts and len(fitting_trials) == 1 and best_trial.recipe is not None:
+        for key, other, message in best_trial.recipe.find_conflicts():
             problems.append(Problem(_locate_conflict(key, other, flat), key, message, key))
-    if not partial and len(fitting) <= 1:
-        problems += _find_missing(best, flat)
-    if len(trials) > 1 and not fitting:
-        problems.append(Problem(None, "task", f"missing; the other keys fit {best.task} best", "task"))
-    if len(fitting) > 1 and not partial:
-        message = f"missing; the other keys fit {', '.join(trial.task for trial in fitting)}: set one of them"
+    if not is_partial and len(fitting_trials) <= 1:
+        problems += _find_missing_keys(best_trial, flat)
+    if len(trials) > 1 and not fitting_trials:
+        problems.append(Problem(None, "task", f"missing; the other keys fit {best_trial.task} best", "task"))
+    if len(fitting_trials) > 1 and not is_partial:
+        message = f"missing; the other keys fit {', '.join(trial.task for trial in fitting_trials)}: set one of them"
         problems.append(Problem(None, "task", message, "task"))
     if problems:
-        lines = dict.fromkeys(str(problem) for problem in _in_order(problems))
-        is_task_known = len(names) == 1 and not task_problems
-        rest = _validate_rest(problems, type(best.recipe), flat) if is_task_known and best.recipe is not None else None
-        raise RecipeError(strip_credentials_in_text("\n".join(lines)), rest)
-    assert best.recipe is not None
-    notes += _batch_note(best.recipe)
+        lines = dict.fromkeys(str(problem) for problem in _sort_problems(problems))
+        is_task_known = len(task_names) == 1 and not task_problems
+        valid_part = (
+            _validate_rest(problems, type(best_trial.recipe), flat)
+            if is_task_known and best_trial.recipe is not None
+            else None
+        )
+        raise RecipeError(strip_credentials_in_text("\n".join(lines)), valid_part)
+    assert best_trial.recipe is not None
+    notes += _list_batch_notes(best_trial.recipe)
     locations = {key: str(entry.location) for key, entry in flat.items()}
-    return ResolvedRecipe(best.recipe, tuple(trial.task for trial in fitting), tuple(notes), locations)
+    return ResolvedRecipe(best_trial.recipe, tuple(trial.task for trial in fitting_trials), tuple(notes), locations)
 
 
 def _choose_tasks(tasks: TaskRegistry, entry: Entry | None, task: str | None) -> tuple[list[str], list[Problem]]:
@@ -262,7 +266,7 @@ class _Trial:
     problems: list[Problem]
 
 
-def _validate(tasks: TaskRegistry, task: str, flat: FlatConfig, lines: Mapping[str, Location]) -> _Trial:
+def _validate_entries(tasks: TaskRegistry, task: str, flat: FlatConfig, lines: Mapping[str, Location]) -> _Trial:
     """Validate the settings against one task's schema."""
     schema = tasks.get_schema(task, flat)
     try:
@@ -278,10 +282,10 @@ def _suggest_input(tasks: TaskRegistry, problem: Problem, task: str, schema: typ
     if not problem.message.startswith("unknown key"):
         return problem
     key = next(iter(resolve_alias(problem.typed_key, 0)))
-    other = tasks.find_input_with_key(task, schema, key)
-    if other is None:
+    input_name = tasks.find_input_with_key(task, schema, key)
+    if input_name is None:
         return problem
-    return replace(problem, message=f"unknown key without data.input={other}; add that", key=key)
+    return replace(problem, message=f"unknown key without data.input={input_name}; add that", key=key)
 
 
 def _validate_rest(problems: list[Problem], schema: type[Recipe], flat: FlatConfig) -> Recipe | None:
@@ -300,24 +304,24 @@ def _validate_rest(problems: list[Problem], schema: type[Recipe], flat: FlatConf
 
 
 def _locate_conflict(key: str, other: str, flat: FlatConfig) -> Location | None:
-    """Location of the later of two keys that exclude each other: the command line, if one of them is set there."""
+    """Return the location of the later of two keys that exclude each other: the command line, if one of them is set there."""
     locations = [flat[name].location for name in (key, other) if name in flat]
     return next((location for location in locations if not location.line), locations[0] if locations else None)
 
 
-def _find_missing(trial: _Trial, flat: FlatConfig) -> list[Problem]:
+def _find_missing_keys(trial: _Trial, flat: FlatConfig) -> list[Problem]:
     """Return the problems of required keys that are missing, unless the same key already has a problem."""
     if trial.recipe is None:
         return []
-    wrong = {problem.key for problem in trial.problems}
-    wrong |= {other for pair in EXCLUSIVE_KEYS for other in pair if wrong & set(pair)}
-    if wrong and _is_stream(flat):
-        wrong |= set(LENGTH_KEYS)  # the stream determines the length, and may itself have the problem
-    blocks = tuple(f"{key}." for key in wrong)
+    problem_keys = {problem.key for problem in trial.problems}
+    problem_keys |= {other for pair in EXCLUSIVE_KEYS for other in pair if problem_keys & set(pair)}
+    if problem_keys and _is_stream(flat):
+        problem_keys |= set(LENGTH_KEYS)  # the stream determines the length, and may itself have the problem
+    blocks = tuple(f"{key}." for key in problem_keys)
     missing = [
         (key, message)
         for key, message in trial.recipe.find_missing_keys()
-        if key not in wrong and not key.startswith(blocks)
+        if key not in problem_keys and not key.startswith(blocks)
     ]
     return [
         Problem(*(locate_key(key, flat, {}) if key in flat else (None, key)), message, key) for key, message in missing
@@ -351,8 +355,8 @@ def _finish_merge(flat: FlatConfig) -> list[str]:
     for key in [key for key, entry in flat.items() if key.startswith("needs.") and entry.value is None]:
         if key.count(".") == 1:
             del flat[key]
-    has_epochs = _value(flat, "training.num_epochs") is not None or _is_stream(flat)
-    is_by_epochs = _value(flat, "training.max_steps") is None and has_epochs
+    has_epochs = _get_value(flat, "training.num_epochs") is not None or _is_stream(flat)
+    is_by_epochs = _get_value(flat, "training.max_steps") is None and has_epochs
     for key, entry in flat.items():
         if isinstance(entry.value, UnitlessCadence):
             amount = entry.value.amount
@@ -362,7 +366,7 @@ def _finish_merge(flat: FlatConfig) -> list[str]:
             )
     betas = [flat.pop(f"training.optimizer.beta{i}", None) for i in (1, 2)]
     if any(betas):
-        pair = _value(flat, "training.optimizer.betas")
+        pair = _get_value(flat, "training.optimizer.betas")
         defaults = pair if isinstance(pair, list) and len(pair) == 2 else [0.9, 0.999]
         entry = next(beta for beta in betas if beta)
         values = [beta.value if beta else defaults[i] for i, beta in enumerate(betas)]
@@ -374,22 +378,24 @@ def _is_stream(flat: FlatConfig) -> bool:
     return any(enables_stream(key, entry) for key, entry in flat.items())
 
 
-def _value(flat: FlatConfig, key: str) -> Any:
+def _get_value(flat: FlatConfig, key: str) -> Any:
     return flat[key].value if key in flat else None
 
 
-def _batch_note(recipe: Recipe) -> list[str]:
-    size, passes = recipe.training.batch_size, recipe.training.gradient_accumulation_steps
-    if passes is None:
+def _list_batch_notes(recipe: Recipe) -> list[str]:
+    size, accumulation_steps = recipe.training.batch_size, recipe.training.gradient_accumulation_steps
+    if accumulation_steps is None:
         return []
-    return [f"batch_size {size} per process x accumulation {passes} = {size * passes} global with one process"]
+    return [
+        f"batch_size {size} per process x accumulation {accumulation_steps} = {size * accumulation_steps} global with one process"
+    ]
 
 
-def _in_order(problems: list[Problem]) -> list[Problem]:
+def _sort_problems(problems: list[Problem]) -> list[Problem]:
     """Sort by file and line, then problems of the command line, then missing keys."""
 
-    def place(problem: Problem) -> tuple[int, str, int]:
+    def get_sort_key(problem: Problem) -> tuple[int, str, int]:
         where = problem.location or Location("")
         return (0 if where.line else 1 if problem.location else 2, where.file, where.line)
 
-    return sorted(problems, key=place)
+    return sorted(problems, key=get_sort_key)

@@ -23,10 +23,10 @@ class MediaRecipe(Recipe):
     """A recipe over images, audio or video, which needs a source of training data."""
 
     def find_missing_keys(self) -> list[tuple[str, str]]:
-        return super().find_missing_keys() + find_path_problems(self.data) + _latents_problems(self)
+        return super().find_missing_keys() + find_path_problems(self.data) + _find_latents_problems(self)
 
 
-def _latents_problems(recipe: Recipe) -> list[tuple[str, str]]:
+def _find_latents_problems(recipe: Recipe) -> list[tuple[str, str]]:
     data: Any = recipe.data
     if not data.latents:
         return []

@@ -32,8 +32,8 @@ METRIC_MINIMA = {"perplexity": 1.0, "bits_per_byte": 0.0, "bits_per_code": 0.0, 
 
 def get_metric_bounds(metric: str) -> tuple[float, float]:
     """Return the smallest and largest possible value of a metric, inferred from its name; infinite if unknown."""
-    first, _, name = metric.removesuffix("_before").rpartition("/")
-    is_load = first.rpartition("/")[2] == "load" and name.isdecimal()
+    prefix, _, name = metric.removesuffix("_before").rpartition("/")
+    is_load = prefix.rpartition("/")[2] == "load" and name.isdecimal()
     if is_load or _ends_with(name, UNIT_INTERVAL_METRICS):
         return 0.0, 1.0
     return METRIC_MINIMA.get(name, -math.inf), math.inf

@@ -20,7 +20,7 @@ class OptimizerSpec:
     option_defaults: Mapping[str, Any] = field(default_factory=dict)
     """Defaults that differ from Adam's."""
     has_coupled_weight_decay: bool = False
-    """Whether weight decay is added to the gradient (L2), where AdamW's default of 0.1 would dominate."""
+    """Whether weight decay is added to the gradient (L2); AdamW's default of 0.1 would then dominate."""
     num_state_tensors: int = 2
     """State tensors of the parameter's size that it keeps."""
     state_requires_option: str | None = None

@@ -15,7 +15,7 @@ from bottega.config.units import Interval
 from bottega.core.errors import UsageError
 
 BACKBONE = "backbone"
-_NUMBERED = re.compile(r"(.*?\.?\d+)\.")
+_NUMBERED_MODULE = re.compile(r"(.*?\.?\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def resolve_parameter_settings(
     training: Training,
     names: Sequence[str],
     *,
-    total: int = 1,
+    total_steps: int = 1,
     steps_per_epoch: int = 1,
     is_trainable: Callable[[str], bool] = lambda name: True,
 ) -> dict[str, ParameterSetting]:
@@ -53,18 +53,18 @@ def resolve_parameter_settings(
     `names` are in the order of the model. Parameters that the task does not train are frozen and matched by no pattern.
     """
 
-    def steps(duration: Interval | None) -> int:
-        return 0 if duration is None else duration.to_steps(total, max(1, steps_per_epoch))
+    def to_steps(duration: Interval | None) -> int:
+        return 0 if duration is None else duration.to_steps(total_steps, max(1, steps_per_epoch))
 
     trainable = [name for name in names if is_trainable(name)]
     settings = apply_parameter_rules(
         trainable,
         [
-            ParameterRule(group.pattern, group.scale, group.weight_decay, steps(group.starts))
+            ParameterRule(group.pattern, group.scale, group.weight_decay, to_steps(group.starts))
             for group in training.groups
         ],
         freeze=training.freeze or (),
-        unfreeze_every=steps(training.unfreeze.layers_per) if training.unfreeze is not None else None,
+        unfreeze_every=to_steps(training.unfreeze.layers_per) if training.unfreeze is not None else None,
         layer_decay=training.layer_decay,
     )
     return {name: settings.get(name, ParameterSetting(scale=None)) for name in names}
@@ -72,7 +72,7 @@ def resolve_parameter_settings(
 
 def apply_parameter_rules(
     names: Sequence[str],
-    rows: Sequence[ParameterRule],
+    rules: Sequence[ParameterRule],
     *,
     freeze: Sequence[str] = (),
     unfreeze_every: int | None = None,
@@ -83,20 +83,20 @@ def apply_parameter_rules(
     `freeze` lists modules or patterns. With `unfreeze_every` the last layer is trained first, and one more layer every that many
     steps. `layer_decay` multiplies the learning rate once for each layer below the last.
     """
-    chosen = match_rules(names, rows)
+    rule_indices = match_rules(names, rules)
     layers = assign_layers(names)
-    last = max(layers.values())
+    last_layer = max(layers.values())
     settings: dict[str, ParameterSetting] = {}
     for name in names:
-        row, below = rows[chosen[name]], last - layers[name]
-        scale, start_step = row.scale, row.start_step
+        rule, layers_from_last = rules[rule_indices[name]], last_layer - layers[name]
+        scale, start_step = rule.scale, rule.start_step
         if scale is not None and layer_decay is not None:
-            scale *= layer_decay**below
+            scale *= layer_decay**layers_from_last
         if unfreeze_every is not None:
-            start_step = max(start_step, below * unfreeze_every)
-        settings[name] = ParameterSetting(scale, row.weight_decay, start_step)
-    for word in freeze:
-        for name in _find_parameters(word, names, layers):
+            start_step = max(start_step, layers_from_last * unfreeze_every)
+        settings[name] = ParameterSetting(scale, rule.weight_decay, start_step)
+    for module_or_pattern in freeze:
+        for name in _find_parameters(module_or_pattern, names, layers):
             settings[name] = replace(settings[name], scale=None)
     if all(setting.scale is None for setting in settings.values()):
         raise UsageError("training.freeze: every parameter is frozen; leave some trainable")
@@ -108,7 +108,7 @@ def assign_layers(names: Sequence[str]) -> dict[str, int]:
     layers: dict[str, int] = {}
     modules: list[str] = []
     for name in names:
-        numbered = _NUMBERED.match(name)
+        numbered = _NUMBERED_MODULE.match(name)
         if numbered is not None and numbered[1] not in modules:
             modules.append(numbered[1])
         layers[name] = modules.index(numbered[1]) + 1 if numbered is not None else 0
@@ -120,42 +120,44 @@ def assign_layers(names: Sequence[str]) -> dict[str, int]:
     return layers
 
 
-def match_rules(names: Sequence[str], rows: Sequence[ParameterRule]) -> dict[str, int]:
+def match_rules(names: Sequence[str], rules: Sequence[ParameterRule]) -> dict[str, int]:
     """Return the index of the first rule that matches each parameter.
 
     Raises UsageError for a parameter that no rule matches, or a rule that matches no parameter.
     """
-    patterns = [_compile(row.pattern, "training.groups") for row in rows]
-    chosen: dict[str, int] = {}
+    patterns = [_compile(rule_index.pattern, "training.groups") for rule_index in rules]
+    rule_indices: dict[str, int] = {}
     for name in names:
-        row = next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)
-        if row is None:
+        rule_index = next((i for i, pattern in enumerate(patterns) if pattern.fullmatch(name)), None)
+        if rule_index is None:
             raise UsageError(
                 f"training.groups: no pattern matches the parameter {name}; add a last group with pattern '.*'"
             )
-        chosen[name] = row
-    for i, row_ in enumerate(rows):
-        if i not in chosen.values():
+        rule_indices[name] = rule_index
+    for i, rule in enumerate(rules):
+        if i not in rule_indices.values():
             raise UsageError(
-                f"training.groups: the pattern {row_.pattern!r} matches no parameter; parameters are named like {names[0]}"
+                f"training.groups: the pattern {rule.pattern!r} matches no parameter; parameters are named like {names[0]}"
             )
-    if all(rows[i].scale is None for i in chosen.values()):
+    if all(rules[i].scale is None for i in rule_indices.values()):
         raise UsageError("training.groups: every parameter is frozen; leave some trainable")
-    return chosen
+    return rule_indices
 
 
-def _find_parameters(word: str, names: Sequence[str], layers: Mapping[str, int]) -> list[str]:
+def _find_parameters(module_or_pattern: str, names: Sequence[str], layers: Mapping[str, int]) -> list[str]:
     """Return the parameters of a module, such as `backbone` or `encoder.layer.0`, or those whose full name a pattern matches."""
-    matching = [name for name in names if name == word or name.startswith(word + ".")]
+    matching = [name for name in names if name == module_or_pattern or name.startswith(module_or_pattern + ".")]
     if not matching:
-        pattern = _compile(word, "training.freeze")
+        pattern = _compile(module_or_pattern, "training.freeze")
         matching = [name for name in names if pattern.fullmatch(name)]
-    if not matching and word == BACKBONE:
-        last = max(layers.values())
-        matching = [name for name in names if layers[name] < last]
+    if not matching and module_or_pattern == BACKBONE:
+        last_layer = max(layers.values())
+        matching = [name for name in names if layers[name] < last_layer]
     if not matching:
         modules = ", ".join(sorted({name.partition(".")[0] for name in names}))
-        raise UsageError(f"training.freeze: {word!r} matches no module and no parameter; the modules are {modules}")
+        raise UsageError(
+            f"training.freeze: {module_or_pattern!r} matches no module and no parameter; the modules are {modules}"
+        )
     return matching
 
 

@@ -34,7 +34,7 @@ class Dependency(Section):
     own_data: bool = Field(False, description="train it on its own data instead of this recipe's")
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Dependency:
+    def _check_recipe_or_run(self) -> Dependency:
         if (self.recipe is None) == (self.run is None):
             raise ValueError("expected either recipe or run")
         return self
@@ -161,12 +161,12 @@ class Recipe(Section):
 
         Keys that are null are absent, so that a new key does not rename existing runs.
         """
-        plain = self.to_plain_dict()
-        # Set explicitly or inferred from the metric, it is the same run.
-        plain["evaluation"]["mode"] = self.evaluation.resolved_mode
+        values = self.to_plain_dict()
+        # The run is the same whether the mode is set or inferred from the metric.
+        values["evaluation"]["mode"] = self.evaluation.resolved_mode
         if self.training.early_stopping is not None:
-            plain["training"]["early_stopping"]["mode"] = self.training.early_stopping.resolved_mode
-        return {key: value for key, value in _leaves(plain) if value is not None and not _is_neutral(key)}
+            values["training"]["early_stopping"]["mode"] = self.training.early_stopping.resolved_mode
+        return {key: value for key, value in _list_leaves(values) if value is not None and not _is_result_neutral(key)}
 
     def find_conflicts(self) -> list[tuple[str, str, str]]:
         """Return (key, other key, message) of settings that exclude each other, as far as known without data."""
@@ -223,17 +223,19 @@ RESULT_NEUTRAL_KEYS = (
     "training.micro_batch_size",
     "training.gradient_checkpointing",
 )
-"""Keys that do not change results, beyond rounding."""
+"""Keys that change results by rounding at most."""
 
 
-def _is_neutral(key: str) -> bool:
+def _is_result_neutral(key: str) -> bool:
     return any(key == neutral or key.startswith(neutral + ".") for neutral in RESULT_NEUTRAL_KEYS)
 
 
-def _leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def _list_leaves(value: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     leaves: list[tuple[str, Any]] = []
     for key, inner in value.items():
-        leaves += _leaves(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, _drop_nulls(inner))]
+        leaves += (
+            _list_leaves(inner, f"{prefix}{key}.") if isinstance(inner, dict) else [(prefix + key, _drop_nulls(inner))]
+        )
     return leaves
 
 
@@ -247,20 +249,22 @@ def _drop_nulls(value: Any) -> Any:
 def diff_recipes(old: Recipe, new: Recipe) -> list[tuple[str, Any, Any]]:
     """Return (key, old value, new value) of every key that changes results and differs between two recipes."""
     before, after = old.results_key(), new.results_key()
-    return [change for key in {**before, **after} for change in _changes(key, before.get(key), after.get(key))]
+    return [change for key in {**before, **after} for change in _list_changes(key, before.get(key), after.get(key))]
 
 
-def _changes(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
+def _list_changes(key: str, before: Any, after: Any) -> list[tuple[str, Any, Any]]:
     """Compare blocks and lists of equal length key by key, so that a message names the key that differs."""
     if before == after:
         return []
     if isinstance(before, dict) and isinstance(after, dict):
         if before.get("name") != after.get("name"):
-            # Another technique has other options anyway.
+            # The options of two different techniques cannot be compared.
             return [(f"{key}.name", before.get("name"), after.get("name"))]
-        return [change for k in {**before, **after} for change in _changes(f"{key}.{k}", before.get(k), after.get(k))]
-    both = [*before, *after] if isinstance(before, list) and isinstance(after, list) else []
-    if both and len(before) == len(after) and all(isinstance(item, dict) for item in both):
+        return [
+            change for k in {**before, **after} for change in _list_changes(f"{key}.{k}", before.get(k), after.get(k))
+        ]
+    items = [*before, *after] if isinstance(before, list) and isinstance(after, list) else []
+    if items and len(before) == len(after) and all(isinstance(item, dict) for item in items):
         pairs = enumerate(zip(before, after, strict=True))
-        return [change for index, (old, new) in pairs for change in _changes(f"{key}.{index}", old, new)]
+        return [change for index, (old, new) in pairs for change in _list_changes(f"{key}.{index}", old, new)]
     return [(key, before, after)]

@@ -42,10 +42,10 @@ class TaskRegistry(Mapping[str, TaskSpec]):
     def add(self, *specs: TaskSpec, plugin: str | None = None) -> None:
         """Add tasks; `plugin` is the file or package they come from. Raises UsageError for a name that is taken."""
         for spec in specs:
-            _check(spec)
-            other = self._specs.get(spec.name)
-            if other is not None:
-                owner = f"the plugin {other.plugin}" if other.plugin is not None else "Bottega itself"
+            _check_schemas(spec)
+            existing = self._specs.get(spec.name)
+            if existing is not None:
+                owner = f"the plugin {existing.plugin}" if existing.plugin is not None else "Bottega itself"
                 raise UsageError(f"task {spec.name}: {owner} has a task of this name; rename the one of {plugin}")
             self._specs[spec.name] = replace(spec, plugin=plugin)
 
@@ -57,8 +57,8 @@ class TaskRegistry(Mapping[str, TaskSpec]):
     def get_schema(self, task: str, flat: FlatConfig) -> type[Recipe]:
         """Return the schema of this task, by the data.input in `flat`."""
         spec = self[task]
-        chosen = flat["data.input"].value if "data.input" in flat else None
-        return spec.inputs.get(str(chosen), spec.recipe)
+        input_name = flat["data.input"].value if "data.input" in flat else None
+        return spec.inputs.get(str(input_name), spec.recipe)
 
     def find_input_with_key(self, task: str, schema: type[Recipe], key: str) -> str | None:
         """Return a data.input whose schema has `key`, for a key that `schema` does not have."""
@@ -66,7 +66,7 @@ class TaskRegistry(Mapping[str, TaskSpec]):
         return next((input for input, form in forms if form is not schema and has_key(key, form)), None)
 
 
-def _check(spec: TaskSpec) -> None:
+def _check_schemas(spec: TaskSpec) -> None:
     """Refuse a task whose schemas are not recipes, or have another task name."""
     for schema in spec.schemas.values():
         if not (isinstance(schema, type) and issubclass(schema, Recipe)):

@@ -21,8 +21,8 @@ from bottega.core.errors import UsageError
 def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
     """Return the JSON Schema of a recipe, one alternative for each task, for completion and validation in an editor."""
     tasks.discover()
-    kinds = [_one_of(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
-    union: Any = Annotated[_any_of(kinds), Field(discriminator="task")]
+    kinds = [_build_input_union(spec.inputs) if spec.inputs else spec.recipe for spec in tasks.values()]
+    union: Any = Annotated[_build_union(kinds), Field(discriminator="task")]
     schema = TypeAdapter(union).json_schema(by_alias=True)
     schema["$defs"]["Technique"]["properties"]["name"]["enum"] = list(TECHNIQUES)
     for recipe in tasks.schemas:
@@ -40,13 +40,13 @@ def build_json_schema(tasks: TaskRegistry) -> dict[str, Any]:
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Bottega recipe", **schema}
 
 
-def _one_of(forms: Mapping[str, type[Section]]) -> Any:
-    """Combine the forms of a task in a union. It is never used for validation, so its discriminator need not choose."""
+def _build_input_union(forms: Mapping[str, type[Section]]) -> Any:
+    """Combine the forms of a task in a union. The union is never used for validation, so its discriminator returns None."""
     tagged = [Annotated[form, Tag(name)] for name, form in forms.items()]
-    return Annotated[_any_of(tagged), Discriminator(lambda value: None)]
+    return Annotated[_build_union(tagged), Discriminator(lambda value: None)]
 
 
-def _any_of(kinds: Sequence[Any]) -> Any:
+def _build_union(kinds: Sequence[Any]) -> Any:
     return functools.reduce(operator.or_, kinds[1:], kinds[0])
 
 
@@ -58,30 +58,33 @@ def render_recipe_template(tasks: TaskRegistry, task: str) -> str:
     if task not in schemas:
         hint = "to use a task of a plugin, add --plugin FILE"
         raise UsageError(f"task: expected one of {', '.join(schemas)}, got {task!r}; {hint}")
-    starts = {"training.max_steps": 1000, **tasks[task.partition("/")[0]].init_values}
+    initial_values = {"training.max_steps": 1000, **tasks[task.partition("/")[0]].init_values}
     lines = [f"# A recipe for the task {task} with the default of every key; leave out what you do not change.", ""]
-    return "\n".join(lines + _block(schemas[task], schemas[task].model_validate({}), "", starts)) + "\n"
+    return "\n".join(lines + _render_block(schemas[task], schemas[task].model_validate({}), "", initial_values)) + "\n"
 
 
-def _block(schema: type[Section], values: Section, prefix: str, starts: dict[str, Any]) -> list[str]:
+def _render_block(schema: type[Section], values: Section, prefix: str, initial_values: dict[str, Any]) -> list[str]:
     lines: list[str] = []
     indent = "  " * prefix.count(".")
-    plain = values.model_dump(mode="json", by_alias=True)
+    plain_values = values.model_dump(mode="json", by_alias=True)
     for field, info in schema.model_fields.items():
         name = info.alias or field
         key, value = prefix + name, getattr(values, field)
         if key == "origin":
             continue
         if isinstance(value, Section):
-            lines += [f"{indent}{name}:  # {info.description}", *_block(type(value), value, key + ".", starts)]
+            lines += [
+                f"{indent}{name}:  # {info.description}",
+                *_render_block(type(value), value, key + ".", initial_values),
+            ]
         else:
-            text = dump_yaml(starts.get(key, plain[name]), flow=True).strip()
-            lines.append(f"{indent}{name}: {text}  # {_describe(info)}")
+            text = dump_yaml(initial_values.get(key, plain_values[name]), flow=True).strip()
+            lines.append(f"{indent}{name}: {text}  # {_describe_field(info)}")
     return lines
 
 
-def _describe(info: FieldInfo) -> str:
-    """The description, and the keys of a block that is off by default."""
+def _describe_field(info: FieldInfo) -> str:
+    """Return the description, and the keys of a block that is off by default."""
     inner = get_section_type(info.annotation)
     keys = f"; keys: {', '.join(inner.model_fields)}" if inner is not None else ""
     return f"{info.description}{keys}"

@@ -15,26 +15,26 @@ from bottega.similar_names import find_similar_names
 
 def get_section_type(annotation: Any) -> type[Section] | None:
     """Return the section class in `Section`, `Section | None`, `tuple[Section, ...]` or `dict[str, Section]`, if any."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, Section):
-            return kind
+    for candidate in (annotation, *get_args(annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            return candidate
     return None
 
 
-def _walk(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def _iterate_keys(schema: type[Section], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Yield every key and its field, blocks before their keys; `*` stands for the index or name of a repeated block."""
     for name, info in schema.model_fields.items():
         key = prefix + (info.alias or name)
         yield key, info
         inner = get_section_type(info.annotation)
         if inner is not None:
-            yield from _walk(inner, f"{key}.*." if get_origin(info.annotation) in (tuple, dict) else f"{key}.")
+            yield from _iterate_keys(inner, f"{key}.*." if get_origin(info.annotation) in (tuple, dict) else f"{key}.")
 
 
 @cache
 def collect_schema_keys(schema: type[Section]) -> dict[str, FieldInfo]:
     """Return every dotted key of a schema with its field; `*` stands for the index or name of a repeated block."""
-    return dict(_walk(schema))
+    return dict(_iterate_keys(schema))
 
 
 def to_wildcard_key(key: str, schema: type[Section]) -> str:
@@ -94,5 +94,5 @@ def find_enclosing_list(key: str, schemas: Iterable[type[Section]]) -> str | Non
         return None
     ancestor = ".".join(parts[: indices[0]])
     fields = [keys[ancestor] for schema in schemas if ancestor in (keys := collect_schema_keys(schema))]
-    kinds = [kind for info in fields for kind in (info.annotation, *get_args(info.annotation))]
-    return ancestor if any(get_origin(kind) is tuple for kind in kinds) else None
+    annotations = [annotation for info in fields for annotation in (info.annotation, *get_args(info.annotation))]
+    return ancestor if any(get_origin(annotation) is tuple for annotation in annotations) else None

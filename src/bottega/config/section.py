@@ -26,38 +26,40 @@ class Section(BaseModel):
         return strip_credentials_in_values(values) if isinstance(values, dict) else values
 
 
-def _precision(value: Any) -> Any:
+def _normalise_precision(value: Any) -> Any:
+    """Convert true to auto, and false and `no` to fp32."""
     if value is True:
         return "auto"
     return "fp32" if value is False or value == "no" else value
 
 
-def _switch(value: Any) -> Any:
+def _parse_switch(value: Any) -> Any:
     words = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
     return words.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _frozen(value: Any) -> Any:
+def _parse_scale(value: Any) -> Any:
+    """Convert `none`, which freezes parameters, to None."""
     return None if value == "none" else value
 
 
-def _upper(value: Any) -> Any:
+def _to_upper(value: Any) -> Any:
     return value.upper() if isinstance(value, str) else value
 
 
-def _activation(value: Any) -> Any:
+def _normalise_activation(value: Any) -> Any:
     return "silu" if value == "swish" else value
 
 
-def _device(value: Any) -> Any:
+def _normalise_device(value: Any) -> Any:
     return "cuda" if isinstance(value, str) and value.lower() == "gpu" else value
 
 
-def _lower(value: Any) -> Any:
+def _to_lower(value: Any) -> Any:
     return value.lower() if isinstance(value, str) else value
 
 
-def _pattern(value: str) -> str:
+def _check_pattern(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
@@ -65,14 +67,14 @@ def _pattern(value: str) -> str:
     return value
 
 
-def _label(value: Any) -> Any:
+def _normalise_label(value: Any) -> Any:
     """Write a label as the data does: true is the class `true`, and 3.0 the class `3`."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(int(value)) if isinstance(value, float) and value.is_integer() else value
 
 
-def _encoding(value: str) -> str:
+def _normalise_encoding(value: str) -> str:
     try:
         return codecs.lookup(value).name
     except LookupError:
@@ -81,7 +83,7 @@ def _encoding(value: str) -> str:
         ) from None
 
 
-def _run_name(value: str) -> str:
+def _check_run_name(value: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,99}", value, re.ASCII):
         raise ValueError(f"expected letters, digits, '-', '_' and '.', because it names a folder; got {value!r}")
     return value
@@ -94,15 +96,16 @@ Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Rate = Annotated[Number, Field(gt=0)]
 Probability = Annotated[Number, Field(ge=0, le=1)]
 Dropout = Annotated[Number, Field(ge=0, lt=1)]
-Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], BeforeValidator(_device)]
-Activation = Annotated[Literal["silu", "gelu", "relu"], BeforeValidator(_activation)]
-Precision = Annotated[Literal["auto", "fp32", "bf16", "fp16"], BeforeValidator(_precision)]
-AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_switch)]
-Scale = Annotated[Annotated[Number, Field(ge=0)] | None, BeforeValidator(_frozen)]
+DecayRate = Annotated[Number, Field(ge=0, lt=1)]
+Device = Annotated[Literal["auto", "cpu", "cuda", "mps"], BeforeValidator(_normalise_device)]
+Activation = Annotated[Literal["silu", "gelu", "relu"], BeforeValidator(_normalise_activation)]
+Precision = Annotated[Literal["auto", "fp32", "bf16", "fp16"], BeforeValidator(_normalise_precision)]
+AutoSwitch = Annotated[Literal["auto"] | bool, BeforeValidator(_parse_switch)]
+Scale = Annotated[Annotated[Number, Field(ge=0)] | None, BeforeValidator(_parse_scale)]
 Mode = Literal["min", "max"]
-Level = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_upper)]
-Collection = Annotated[Literal["flickr", "pog", "ser"], BeforeValidator(_lower)]
-Pattern = Annotated[str, AfterValidator(_pattern)]
-Label = Annotated[str, BeforeValidator(_label)]
-Encoding = Annotated[str, AfterValidator(_encoding)]
-RunName = Annotated[str, AfterValidator(_run_name)]
+Level = Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"], BeforeValidator(_to_upper)]
+Collection = Annotated[Literal["flickr", "pog", "ser"], BeforeValidator(_to_lower)]
+Pattern = Annotated[str, AfterValidator(_check_pattern)]
+Label = Annotated[str, BeforeValidator(_normalise_label)]
+Encoding = Annotated[str, AfterValidator(_normalise_encoding)]
+RunName = Annotated[str, AfterValidator(_check_run_name)]

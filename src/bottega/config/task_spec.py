@@ -13,9 +13,9 @@ from bottega.config.recipe import Recipe
 from bottega.core.model_spec import Reference
 
 Function = Reference
-"""A function, or "module:name" to import it on first call, where its module imports a framework."""
+"""A function, or "module:name" to import it on first call, for a module that imports a framework."""
 
-NOTHING: Mapping[str, Any] = MappingProxyType({})
+EMPTY_MAPPING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class TaskSpec:
 
     name: str
     recipe: type[Recipe]
-    """The schema of its recipes; with several `inputs`, of those without `data.input`."""
+    """The schema of its recipes; for a task with `inputs`, of recipes without `data.input`."""
     open: Function
     """(recipe, *, progress) -> the workload of a new run, with its data prepared. `progress(stage, done, total)` is called."""
     reopen: Function
     """(recipe, processor folder, data fingerprint) -> the workload of a finished run, from its saved processor."""
     reuses_processor: bool = False
-    """Whether `open` also takes `processor`, the folder of a resumed run, to reuse what is cached there."""
-    inputs: Mapping[str, type[Recipe]] = field(default_factory=lambda: NOTHING)
+    """Whether `open` also takes `processor`, the folder of a resumed run, to reuse the files cached there."""
+    inputs: Mapping[str, type[Recipe]] = field(default_factory=lambda: EMPTY_MAPPING)
     """data.input -> schema, for a task with several kinds of input."""
     prepare: Function | None = None
     """(recipe, *, progress) -> the tables of `bottega prepare` and `bottega data`."""
@@ -43,7 +43,7 @@ class TaskSpec:
     """Fields of a record that identify its table as data of this task."""
     init_values: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({"data.train.path": "data/train"}))
     """Values that `bottega init` adds to the defaults, so that the new recipe loads."""
-    unsupported_verbs: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    unsupported_verbs: Mapping[str, str] = field(default_factory=lambda: EMPTY_MAPPING)
     """Unsupported verb (prepare, generate, predict) -> message with the reason; {input} is data.input."""
     adapt: Callable[[FlatConfig, FlatConfig], list[str]] | None = None
     """(earlier entries, a later layer) -> notes; changes earlier entries that the later layer makes obsolete."""

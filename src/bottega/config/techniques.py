@@ -20,7 +20,7 @@ KEYS_ELSEWHERE = {
     "head": "training.freeze: [backbone]",
     "multitask": "task: multitask",
 }
-"""Names that are not techniques here -> the key that does the same."""
+"""Names that are techniques elsewhere -> the recipe key that does the same here."""
 
 
 class Technique(Section):
@@ -57,42 +57,44 @@ class Technique(Section):
         try:
             return spec.options.model_validate(_rename_options(spec, value))
         except ValidationError as error:
-            raise ValueError(_describe(error, spec.options)) from None
+            raise ValueError(_describe_errors(error, spec.options)) from None
 
 
 def _rename_options(spec: TechniqueSpec, options: dict[str, Any]) -> dict[str, Any]:
     """Replace the option names of peft and other libraries by ours."""
     renamed: dict[str, Any] = {}
-    for typed, value in options.items():
-        key = spec.option_aliases.get(typed, typed)
+    for typed_key, value in options.items():
+        key = spec.option_aliases.get(typed_key, typed_key)
         if key in renamed and renamed[key] != value:
-            raise ValueError(f"{typed}: {value!r} conflicts with {key}: {renamed[key]!r}; keep one")
+            raise ValueError(f"{typed_key}: {value!r} conflicts with {key}: {renamed[key]!r}; keep one")
         renamed[key] = value
     return spec.convert_options(renamed)
 
 
-def _describe(error: ValidationError, schema: type[Section]) -> str:
+def _describe_errors(error: ValidationError, schema: type[Section]) -> str:
     """Return all problems of a technique's options in one line."""
     details: list[Any] = error.errors(include_url=False)
-    general = [detail for detail in details if not detail["loc"]]  # about a combination of options
-    if general:
-        return str(general[0]["msg"]).removeprefix("Value error, ")
+    combination_errors = [detail for detail in details if not detail["loc"]]
+    if combination_errors:
+        return str(combination_errors[0]["msg"]).removeprefix("Value error, ")
     unknown = [str(detail["loc"][0]) for detail in details if detail["type"] == "extra_forbidden"]
-    by_key: dict[str, Any] = {}
+    first_details: dict[str, Any] = {}
     for detail in details:
-        by_key.setdefault(str(detail["loc"][0]), detail)
-    problems = [_option_problem(key, detail, schema) for key, detail in by_key.items() if key not in unknown]
-    return "; ".join([*problems, *([_unknown_options(unknown, schema)] if unknown else [])])
+        first_details.setdefault(str(detail["loc"][0]), detail)
+    problems = [
+        _describe_option_error(key, detail, schema) for key, detail in first_details.items() if key not in unknown
+    ]
+    return "; ".join([*problems, *([_describe_unknown_options(unknown, schema)] if unknown else [])])
 
 
-def _unknown_options(names: list[str], schema: type[Section]) -> str:
+def _describe_unknown_options(names: list[str], schema: type[Section]) -> str:
     similar = {name: match[0] for name in names if (match := find_similar_names(name, schema.model_fields))}
     if len(similar) == len(names):
         return ", ".join(f"{name}: unknown key; did you mean {similar[name]}?" for name in names)
     return f"{', '.join(names)}: unknown key{'s' if names[1:] else ''}; choose from {', '.join(schema.model_fields)}"
 
 
-def _option_problem(key: str, detail: Any, schema: type[Section]) -> str:
+def _describe_option_error(key: str, detail: Any, schema: type[Section]) -> str:
     if detail["type"] == "missing":
         return f"{key}: missing ({schema.model_fields[key].description})"
     if detail["type"] == "tuple_type" and isinstance(detail["input"], str):

@@ -10,7 +10,7 @@ from bottega.config.metrics import MonitoredMetric
 from bottega.config.optimizers import OPTIMIZER_SPECS
 from bottega.config.section import (
     AutoSwitch,
-    Dropout,
+    DecayRate,
     Number,
     Pattern,
     Positive,
@@ -32,7 +32,7 @@ class Optimizer(Section):
     """The optimizer and its constants."""
 
     name: OptimizerName = Field("adamw", description="optimizer")
-    betas: tuple[Dropout, Dropout] = Field(
+    betas: tuple[DecayRate, DecayRate] = Field(
         (0.9, 0.999), description="decay rates of the two moving averages; default of lion: 0.9, 0.99"
     )
     eps: Number = Field(1e-8, gt=0, description="epsilon in Adam's denominator")
@@ -42,7 +42,7 @@ class Optimizer(Section):
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:
-        """Fill in the optimizer's own defaults where they differ from Adam's."""
+        """Fill in the optimizer's own defaults, which may differ from Adam's."""
         if isinstance(values, dict):
             name = values.get("name")
             spec = OPTIMIZER_SPECS.get(name) if isinstance(name, str) else None
@@ -88,7 +88,7 @@ class Scheduler(Section):
     patience: Whole = Field(3, ge=0, description="plateau: evaluations without improvement before a reduction")
 
     @model_validator(mode="after")
-    def _one_of_two(self) -> Scheduler:
+    def _check_exclusive_options(self) -> Scheduler:
         if self.min_ratio is not None and self.eta_min is not None:
             raise ValueError("min_ratio and eta_min both set the final learning rate; keep one")
         if self.cycles is not None and self.t_max is not None:
@@ -186,7 +186,7 @@ class Training(Section):
     @model_validator(mode="before")
     @classmethod
     def _default_weight_decay(cls, values: Any) -> Any:
-        """Default to no weight decay for optimizers that add it to the gradient, where 0.1 would dominate."""
+        """Default to no weight decay for optimizers that add it to the gradient, because 0.1 would dominate the gradient."""
         if isinstance(values, dict) and "weight_decay" not in values:
             optimizer = values.get("optimizer")
             name = optimizer.get("name") if isinstance(optimizer, dict) else getattr(optimizer, "name", None)

@@ -24,7 +24,7 @@ _UNITS: dict[str, tuple[Unit, float]] = {
     "min": ("seconds", 60),
     "h": ("seconds", 3600),
 }
-_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
+_INTERVAL_TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([a-zA-Z]*|%)\s*")
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,20 @@ class Interval:
     unit: Unit = "steps"
 
     @classmethod
-    def parse(cls, value: Any, *, time: bool = False) -> Interval:
-        """Parse the value of a recipe; raises ValueError with the expected form. `time` allows seconds, minutes and hours."""
+    def parse(cls, value: Any, *, allows_time: bool = False) -> Interval:
+        """Parse the value of a recipe; raises ValueError with the expected form.
+
+        `allows_time` accepts seconds, minutes and hours.
+        """
         if isinstance(value, Interval):
             return value
-        match = None if isinstance(value, bool) else _TEXT.fullmatch(str(value))
-        if match is None or match[2].lower() not in _UNITS or (_UNITS[match[2].lower()][0] == "seconds" and not time):
-            examples = '"1 epoch", "5%" or "10 min"' if time else '"1 epoch" or "5%"'
+        match = None if isinstance(value, bool) else _INTERVAL_TEXT.fullmatch(str(value))
+        if (
+            match is None
+            or match[2].lower() not in _UNITS
+            or (_UNITS[match[2].lower()][0] == "seconds" and not allows_time)
+        ):
+            examples = '"1 epoch", "5%" or "10 min"' if allows_time else '"1 epoch" or "5%"'
             raise ValueError(f"expected a number of steps, {examples}, got {value!r}")
         unit, factor = _UNITS[match[2].lower()]
         amount = float(match[1]) * factor
@@ -72,53 +79,53 @@ class Interval:
     def __str__(self) -> str:
         amount, unit = self.amount, self.unit
         if unit == "percent":
-            return f"{_number(amount)}%"
+            return f"{_format_amount(amount)}%"
         if unit == "seconds":
-            return f"{_number(amount / 60)} min" if amount % 60 == 0 else f"{_number(amount)} s"
-        return f"{_number(amount)} {unit[:-1] if amount == 1 else unit}"
+            return f"{_format_amount(amount / 60)} min" if amount % 60 == 0 else f"{_format_amount(amount)} s"
+        return f"{_format_amount(amount)} {unit[:-1] if amount == 1 else unit}"
 
 
-def _number(amount: float) -> str:
+def _format_amount(amount: float) -> str:
     return str(int(amount)) if amount == int(amount) else repr(amount)
 
 
-def _every(value: Any, *, time: bool = False) -> Interval | None:
-    cadence = None if value is None else Interval.parse(value, time=time)
+def _parse_cadence(value: Any, *, allows_time: bool = False) -> Interval | None:
+    cadence = None if value is None else Interval.parse(value, allows_time=allows_time)
     return None if cadence is not None and cadence.amount == 0 else cadence
 
 
-def _plain(cadence: Interval | None) -> int | str | None:
+def _serialize_interval(cadence: Interval | None) -> int | str | None:
     return None if cadence is None else cadence.to_recipe_value()
 
 
-_SERIAL = PlainSerializer(_plain)
+_SERIALIZER = PlainSerializer(_serialize_interval)
 
 
-def _json(pattern: str, *more: dict[str, str]) -> WithJsonSchema:
+def _build_json_schema(pattern: str, *alternatives: dict[str, str]) -> WithJsonSchema:
     number, text = {"type": "integer", "minimum": 0}, {"type": "string", "pattern": pattern}
-    return WithJsonSchema({"anyOf": [number, text, *more]})
+    return WithJsonSchema({"anyOf": [number, text, *alternatives]})
 
 
 StepCadence = Annotated[
     Interval | None,
-    BeforeValidator(partial(_every, time=False)),
-    _SERIAL,
-    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", {"type": "null"}),
+    BeforeValidator(partial(_parse_cadence, allows_time=False)),
+    _SERIALIZER,
+    _build_json_schema(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$", {"type": "null"}),
 ]
-"""A cadence; None, written null or 0, is off: never, or only at the end of the run."""
+"""A cadence. None, written null or 0, means never or only at the end of the run."""
 
 StepOrTimeCadence = Annotated[
     Interval | None,
-    BeforeValidator(partial(_every, time=True)),
-    _SERIAL,
-    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", {"type": "null"}),
+    BeforeValidator(partial(_parse_cadence, allows_time=True)),
+    _SERIALIZER,
+    _build_json_schema(r"^\d+(\.\d+)? ?(steps?|epochs?|%|s|sec|min|h)$", {"type": "null"}),
 ]
 """A cadence in steps or wall-clock time; for checkpoints, which do not change the trained weights."""
 
 Duration = Annotated[
     Interval,
-    BeforeValidator(partial(Interval.parse, time=False)),
-    _SERIAL,
-    _json(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$"),
+    BeforeValidator(partial(Interval.parse, allows_time=False)),
+    _SERIALIZER,
+    _build_json_schema(r"^\d+(\.\d+)? ?(steps?|epochs?|%)$"),
 ]
 """A duration within the run; may be 0."""

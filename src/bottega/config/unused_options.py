@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 OPTIMIZER_OPTIONS = {option: list_optimizers_with_option(option) for option in ("betas", "eps", "momentum", "nesterov")}
 """Option -> the optimizers that use it."""
 
-DECAYING = ("linear", "cosine", "cosine_with_restarts", "polynomial", "exponential", "inverse_sqrt", "wsd")
+DECAYING_SCHEDULES = ("linear", "cosine", "cosine_with_restarts", "polynomial", "exponential", "inverse_sqrt", "wsd")
 SCHEDULER_OPTIONS: dict[str, tuple[str, ...]] = {
-    "min_ratio": (*DECAYING, "one_cycle", "plateau"),
-    "eta_min": (*DECAYING, "one_cycle", "plateau"),
+    "min_ratio": (*DECAYING_SCHEDULES, "one_cycle", "plateau"),
+    "eta_min": (*DECAYING_SCHEDULES, "one_cycle", "plateau"),
     "cycles": ("cosine_with_restarts",),
     "t_max": ("cosine_with_restarts",),
     "power": ("polynomial",),
@@ -35,15 +35,15 @@ def list_unused_options(recipe: Recipe) -> list[str]:
         ("optimizer", training.optimizer, OPTIMIZER_OPTIONS),
         ("scheduler", training.scheduler, SCHEDULER_OPTIONS),
     )
-    return [line for key, block, table in tables for line in _unused(f"training.{key}", block, table)]
+    return [line for key, block, table in tables for line in _list_unused_in_section(f"training.{key}", block, table)]
 
 
-def _unused(key: str, block: Section, readers: dict[str, tuple[str, ...]]) -> list[str]:
+def _list_unused_in_section(key: str, block: Section, users_of: dict[str, tuple[str, ...]]) -> list[str]:
     name = getattr(block, "name")  # noqa: B009 (a section of either kind)
     default = type(block).model_validate({"name": name})
-    changed = [option for option in readers if getattr(block, option) != getattr(default, option)]
+    changed = [option for option in users_of if getattr(block, option) != getattr(default, option)]
     return [
-        f"{key}.{option}: has no effect with {name}; only {', '.join(readers[option])} use it"
+        f"{key}.{option}: has no effect with {name}; it is an option of {', '.join(users_of[option])}"
         for option in changed
-        if name not in readers[option]
+        if name not in users_of[option]
     ]

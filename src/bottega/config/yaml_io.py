@@ -25,10 +25,10 @@ _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 _NULL = {"", "~", "null", "Null", "NULL"}
 _BOOL = {"true": True, "True": True, "TRUE": True, "false": False, "False": False, "FALSE": False}
-_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)")
-_POWER = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
+_INTEGER = re.compile(r"[-+]?(?:0|[1-9][0-9]*(?:_[0-9]+)*)")
+_INTEGER_POWER = re.compile(r"[-+]?[0-9]+[eE]\+?[0-9]{1,2}")
 _FLOAT = re.compile(r"[-+]?(?:(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[0-9]+[eE][-+]?[0-9]+)")
-_SPECIAL = {".inf": "inf", "-.inf": "-inf", "+.inf": "inf", ".nan": "nan"}
+_SPECIAL_FLOATS = {".inf": "inf", "-.inf": "-inf", "+.inf": "inf", ".nan": "nan"}
 
 
 @dataclass
@@ -81,14 +81,14 @@ def parse_scalar(text: str) -> Any:
         return _BOOL[text]
     if len(text) > 40:
         return text
-    if _WHOLE.fullmatch(text):
+    if _INTEGER.fullmatch(text):
         return int(text)
-    if _POWER.fullmatch(text):
+    if _INTEGER_POWER.fullmatch(text):
         # An int, because step counts are often written as 1e5.
         return int(float(text))
     if _FLOAT.fullmatch(text):
         return float(text)
-    return float(_SPECIAL[text.lower()]) if text.lower() in _SPECIAL else text
+    return float(_SPECIAL_FLOATS[text.lower()]) if text.lower() in _SPECIAL_FLOATS else text
 
 
 def parse_value(text: str, name: str) -> Any:
@@ -101,7 +101,7 @@ def parse_value(text: str, name: str) -> Any:
 
 
 @dataclass
-class _Open:
+class _OpenCollection:
     """A list or map that is being parsed."""
 
     value: Any
@@ -115,85 +115,85 @@ class _Open:
 
 
 class _Parser:
-    """Converts parser events to values. `nodes` counts values with every alias expanded, to stop alias bombs."""
+    """Converts parser events to values. `num_nodes` counts values with every alias expanded, to stop alias bombs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.lines: dict[str, int] = {}
-        self.stack: list[_Open] = []
+        self.stack: list[_OpenCollection] = []
         self.anchors: dict[str, tuple[Any, int, int]] = {}
-        self.nodes = 0
-        self.aliases = 0
+        self.num_nodes = 0
+        self.num_aliases = 0
         self.duplicates: list[str] = []
 
     def parse(self, events: Iterator[Any]) -> Document:
         result: Any = None
-        documents = 0
+        num_documents = 0
         for event in events:
             line = event.start_mark.line + 1
             if isinstance(event, yaml.DocumentStartEvent):
-                documents += 1
-                if documents > 1:
+                num_documents += 1
+                if num_documents > 1:
                     raise UsageError(
                         f"{self.name}:{line}: a second YAML document; a recipe has one: remove the line ---"
                     )
             elif isinstance(event, yaml.AliasEvent):
-                result = self._put(*self._alias(event.anchor, line), line, self._is_key())
+                result = self._add_value(*self._resolve_alias(event.anchor, line), line, self._expects_key())
             elif isinstance(event, yaml.ScalarEvent):
-                result = self._scalar(event, line)
+                result = self._add_scalar(event, line)
             elif isinstance(event, yaml.CollectionStartEvent):
-                self._start(event, line)
+                self._open_collection(event, line)
             elif isinstance(event, yaml.CollectionEndEvent):
-                result = self._end()
+                result = self._close_collection()
         if self.duplicates:
             raise UsageError("\n".join(self.duplicates))
         return Document(result, self.lines)
 
-    def _is_key(self) -> bool:
+    def _expects_key(self) -> bool:
         return bool(self.stack) and isinstance(self.stack[-1].value, dict) and self.stack[-1].key is None
 
-    def _scalar(self, event: Any, line: int) -> Any:
-        self._no_tag(event, line)
+    def _add_scalar(self, event: Any, line: int) -> Any:
+        self._reject_tag(event, line)
         value = parse_scalar(event.value) if event.implicit[0] else event.value
-        is_key = self._is_key()
+        is_key = self._expects_key()
         if is_key and not event.implicit[0]:
             value = str(event.value)
         if event.anchor:
             self.anchors[event.anchor] = (value, 1, 0)
-        return self._put(value, 1, 0, line, is_key)
+        return self._add_value(value, 1, 0, line, is_key)
 
-    def _alias(self, anchor: str | None, line: int) -> tuple[Any, int, int]:
-        self.aliases += 1
-        if self.aliases > MAX_ALIASES:
+    def _resolve_alias(self, anchor: str | None, line: int) -> tuple[Any, int, int]:
+        self.num_aliases += 1
+        if self.num_aliases > MAX_ALIASES:
             raise UsageError(f"{self.name}:{line}: more than {MAX_ALIASES} aliases")
         if anchor is None or anchor not in self.anchors:
             raise UsageError(f"{self.name}:{line}: the alias *{anchor} is used before or inside its anchor")
         return self.anchors[anchor]
 
-    def _start(self, event: Any, line: int) -> None:
-        self._no_tag(event, line)
-        if self._is_key():
+    def _open_collection(self, event: Any, line: int) -> None:
+        self._reject_tag(event, line)
+        if self._expects_key():
             raise UsageError(f"{self.name}:{line}: a list or map cannot be a key")
         if len(self.stack) >= MAX_DEPTH:
             raise UsageError(f"{self.name}:{line}: nested deeper than {MAX_DEPTH} levels")
-        self.nodes += 1
+        self.num_nodes += 1
         value: Any = {} if isinstance(event, yaml.MappingStartEvent) else []
-        path = self._child_path(line) if self.stack else ""
-        self.stack.append(_Open(value, path, line, event.anchor, self.nodes))
+        path = self._build_child_path(line) if self.stack else ""
+        self.stack.append(_OpenCollection(value, path, line, event.anchor, self.num_nodes))
 
-    def _end(self) -> Any:
-        done = self.stack.pop()
-        size = self.nodes - done.first_node + 1
-        self.nodes -= size
-        if done.anchor:
-            self.anchors[done.anchor] = (done.value, size, done.height)
-        return self._put(done.value, size, done.height, done.line, False)
+    def _close_collection(self) -> Any:
+        collection = self.stack.pop()
+        size = self.num_nodes - collection.first_node + 1
+        self.num_nodes -= size
+        if collection.anchor:
+            self.anchors[collection.anchor] = (collection.value, size, collection.height)
+        return self._add_value(collection.value, size, collection.height, collection.line, False)
 
-    def _put(self, value: Any, size: int, height: int, line: int, is_key: bool) -> Any:
+    def _add_value(self, value: Any, size: int, height: int, line: int, is_key: bool) -> Any:
         """Add a finished value to its parent."""
-        self.nodes += size
-        if self.nodes > MAX_NODES:
-            raise UsageError(f"{self.name}:{line}: more than {MAX_NODES} values, counting what aliases repeat")
+        self.num_nodes += size
+        if self.num_nodes > MAX_NODES:
+            raise UsageError(f"{self.name}:{line}: more than {MAX_NODES} values, counting those repeated by aliases")
         if len(self.stack) + height > MAX_DEPTH:
             raise UsageError(f"{self.name}:{line}: nested deeper than {MAX_DEPTH} levels")
         if not self.stack:
@@ -201,16 +201,16 @@ class _Parser:
         parent = self.stack[-1]
         parent.height = max(parent.height, height + 1)
         if is_key:
-            self._key(parent, value, line)
+            self._set_key(parent, value, line)
         elif isinstance(parent.value, list):
-            self.lines.setdefault(self._child_path(line), line)
+            self.lines.setdefault(self._build_child_path(line), line)
             parent.value.append(value)
         else:
             parent.value[parent.key] = value
             parent.key = None
         return value
 
-    def _key(self, parent: _Open, key: Any, line: int) -> None:
+    def _set_key(self, parent: _OpenCollection, key: Any, line: int) -> None:
         if key == "<<":
             raise UsageError(f"{self.name}:{line}: merge keys (<<) are not supported; use extends instead")
         if isinstance(key, int) and not isinstance(key, bool):
@@ -218,22 +218,24 @@ class _Parser:
         if not isinstance(key, str):
             raise UsageError(f"{self.name}:{line}: a key must be text, got {key!r}")
         if key in parent.keys:
-            name = _join(parent.path, key)
-            self.duplicates.append(f"{self.name}:{line}: {name}: given twice, first on line {parent.keys[key]}")
+            name = _join_path(parent.path, key)
+            self.duplicates.append(
+                f"{self.name}:{line}: {name}: given twice, first on line {parent.keys[key]}; keep one"
+            )
         parent.keys[key], parent.key = line, key
-        self.lines.setdefault(_join(parent.path, key), line)
+        self.lines.setdefault(_join_path(parent.path, key), line)
 
-    def _child_path(self, line: int) -> str:
+    def _build_child_path(self, line: int) -> str:
         parent = self.stack[-1]
-        return _join(parent.path, str(len(parent.value)) if isinstance(parent.value, list) else str(parent.key))
+        return _join_path(parent.path, str(len(parent.value)) if isinstance(parent.value, list) else str(parent.key))
 
-    def _no_tag(self, event: Any, line: int) -> None:
+    def _reject_tag(self, event: Any, line: int) -> None:
         if event.tag is not None:
             tag = event.tag.replace("tag:yaml.org,2002:", "!!")
             raise UsageError(f"{self.name}:{line}: tags such as {tag} are not allowed in a recipe; remove it")
 
 
-def _join(path: str, key: str) -> str:
+def _join_path(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
@@ -244,13 +246,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-def _text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
     # PyYAML follows YAML 1.1, where 1e-4 is text and is not quoted.
     style = '"' if "\n" in value or parse_scalar(value) is not value else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
-_Dumper.add_representer(str, _text)
+_Dumper.add_representer(str, _represent_text)
 
 
 def dump_yaml(value: Any, *, flow: bool | None = False) -> str:

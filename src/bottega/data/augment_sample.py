@@ -16,9 +16,10 @@ def augment(
 ) -> Any:
     """Return an augmented copy of a sample; `options` are the keys of `data.augmentation` of its medium.
 
-    A text gives a list of `augmentation_factor` texts. An image, uint8 `(height, width, channels)`, a video, uint8
-    `(frames, height, width, channels)`, whose frames are augmented alike, and audio, float32 `(samples,)` at the sample rate
-    `rate`, give an array of the same shape. The result is a function of the sample, `seed`, `epoch` and `index`.
+    For a text the result is a list of `augmentation_factor` texts, otherwise an array of the same shape as the sample: an
+    image is uint8 `(height, width, channels)`, a video uint8 `(frames, height, width, channels)`, with all frames augmented
+    alike, and audio float32 `(samples,)` at the sample rate `rate`. The result is a function of the
+    sample, `seed`, `epoch` and `index`.
     """
     if isinstance(sample, str):
         from bottega.data.text.augment import make_augmented_copies
@@ -35,23 +36,23 @@ def augment(
         )
     array = np.asarray(sample)
     if array.dtype == np.uint8 and array.ndim in (3, 4):
-        from bottega.data.image.augment import augment_images as augment_images
+        from bottega.data.image.augment import augment_images
         from bottega.data.image.config import ImageAugmentation
 
         image_options = _parse_options(ImageAugmentation, options)
         epochs, indices = np.array([epoch]), np.array([index])
         return augment_images(array[None].copy(), image_options, seed=seed, epoch=epochs, index=indices)[0]
     if array.dtype.kind == "f" and array.ndim == 1:
-        from bottega.data.audio.augment import augment_audio as augment_audio
+        from bottega.data.audio.augment import augment_audio
         from bottega.data.audio.config import AudioAugmentation
 
         audio_options = _parse_options(AudioAugmentation, options)
         if audio_options.frequency_mask and rate is None:
-            raise UsageError("rate: missing; frequency_mask needs the sample rate of the audio")
+            raise UsageError("rate is missing; frequency_mask needs the sample rate of the audio")
         return augment_audio(array.astype(np.float32), audio_options, rate=rate or 0, random_key=(seed, epoch, index))
     raise UsageError(
-        f"an array of {array.dtype} with shape {array.shape} cannot be augmented; expected a text, an image uint8 (height, width, channels), "
-        "a video uint8 (frames, height, width, channels) or audio float32 (samples,)"
+        f"an array of {array.dtype} with shape {array.shape} cannot be augmented; expected a text, an image uint8 "
+        "(height, width, channels), a video uint8 (frames, height, width, channels) or audio float32 (samples,)"
     )
 
 

@@ -51,15 +51,15 @@ def build_numbered_paths(folder: Path, count: int, suffix: str) -> list[Path]:
 
 def replace_previous_files(path: Path, write: Callable[[], list[Path]]) -> list[Path]:
     """Call `write`, then remove the files of an earlier call in the folder that it did not replace; return the new files."""
-    before = _find_previous_files(path) if path.is_dir() else []
+    previous_files = _find_previous_files(path) if path.is_dir() else []
     files = write()
-    for old in set(before) - set(files):  # after writing, so that a failure loses nothing
-        old.unlink()
+    for stale_file in set(previous_files) - set(files):  # after writing, so that a failure loses nothing
+        stale_file.unlink()
     return files
 
 
 def _find_previous_files(folder: Path) -> list[Path]:
-    """Return files of an earlier call: consecutively numbered ones beside a contact sheet. Others may be the user's own."""
+    """Return the files of an earlier call: consecutively numbered, beside a contact sheet. Others may be the user's own."""
     names = {path.name for path in folder.iterdir()}
     if names.isdisjoint(CONTACT_SHEET_NAMES):
         return []
@@ -84,12 +84,12 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         raise _add_remedy(error, path) from None
     except Exception as error:
         # safetensors does not raise OSError, but its message contains that of the system.
-        number = next((n for n in NO_SPACE_ERRORS if os.strerror(n) in str(error)), None)
-        if number is None:
+        error_number = next((n for n in NO_SPACE_ERRORS if os.strerror(n) in str(error)), None)
+        if error_number is None:
             raise
-        raise _add_remedy(OSError(number, os.strerror(number)), path) from None
+        raise _add_remedy(OSError(error_number, os.strerror(error_number)), path) from None
 
 
 def _add_remedy(error: OSError, path: Path) -> EnvironmentProblem:
-    room = "free some space, or " if error.errno in NO_SPACE_ERRORS else ""
-    return EnvironmentProblem(f"{explain_os_error(error, path)}; {room}choose another path")
+    remedy = "free some space, or " if error.errno in NO_SPACE_ERRORS else ""
+    return EnvironmentProblem(f"{explain_os_error(error, path)}; {remedy}choose another path")

@@ -1,4 +1,4 @@
-"""Associative recall: synthetic streams of key-value facts, queried after the fact has left the attention window.
+"""Associative recall: synthetic streams of key-value facts, each queried after it has left the attention window.
 
 The vocabulary is the query token, then keys, values and fillers. A fact is a key followed by its value. A query is the query
 token followed by a key, and the target at the key is its value. Answers are never inputs, so that one query does not help the
@@ -53,9 +53,9 @@ class Tokens:
         """Return a readable form: ? for a query, k3, v1, or a dot for a filler."""
         if token == QUERY_TOKEN:
             return "?"
-        for sign, first, count in (("k", 1, self.num_keys), ("v", 1 + self.num_keys, self.num_values)):
+        for prefix, first, count in (("k", 1, self.num_keys), ("v", 1 + self.num_keys, self.num_values)):
             if first <= token < first + count:
-                return f"{sign}{token - first}"
+                return f"{prefix}{token - first}"
         return "."
 
 
@@ -84,21 +84,21 @@ class Streams(Source):
         return self.count
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        draw, size = Noise(self.seed, 0, self.first + np.asarray(index, np.int64)), len(index)
-        segments = 1 + self.distance
+        noise, size = Noise(self.seed, 0, self.first + np.asarray(index, np.int64)), len(index)
+        num_segments = 1 + self.distance
         tokens = self.tokens.filler(
-            _draw_integers(draw, "filler", (segments, self.segment_length), self.tokens.num_fillers)
+            _draw_integers(noise, "filler", (num_segments, self.segment_length), self.tokens.num_fillers)
         )
         answers = np.full_like(tokens, IGNORE_INDEX)
-        keys = _draw_distinct(draw, "keys", self.tokens.num_keys, self.num_pairs)
-        values = _draw_integers(draw, "values", (self.num_pairs,), self.tokens.num_values)
+        keys = _draw_distinct(noise, "keys", self.tokens.num_keys, self.num_pairs)
+        values = _draw_integers(noise, "values", (self.num_pairs,), self.tokens.num_values)
         row = np.arange(size)[:, None]
-        position = _draw_positions(draw, "stated", self.segment_length, self.num_pairs)
+        position = _draw_positions(noise, "stated", self.segment_length, self.num_pairs)
         tokens[row, 0, position] = self.tokens.key(keys)
         tokens[row, 0, position + 1] = self.tokens.value(values)
-        for segment in range(1, segments):
-            queried = _draw_integers(draw, f"asked {segment}", (self.num_questions,), self.num_pairs)
-            position = _draw_positions(draw, f"questions {segment}", self.segment_length, self.num_questions)
+        for segment in range(1, num_segments):
+            queried = _draw_integers(noise, f"asked {segment}", (self.num_questions,), self.num_pairs)
+            position = _draw_positions(noise, f"questions {segment}", self.segment_length, self.num_questions)
             tokens[row, segment, position] = QUERY_TOKEN
             tokens[row, segment, position + 1] = self.tokens.key(np.take_along_axis(keys, queried, 1))
             answers[row, segment, position + 1] = np.take_along_axis(values, queried, 1)
@@ -148,19 +148,19 @@ class Facts(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         number = np.asarray(epoch, np.int64) * self.count + index
-        draw, row = Noise(self.seed, 1, number), np.arange(len(index))[:, None]
-        tokens = self.tokens.filler(_draw_integers(draw, "filler", (self.segment_length,), self.tokens.num_fillers))
+        noise, row = Noise(self.seed, 1, number), np.arange(len(index))[:, None]
+        tokens = self.tokens.filler(_draw_integers(noise, "filler", (self.segment_length,), self.tokens.num_fillers))
         answers = np.full_like(tokens, IGNORE_INDEX)
-        keys, values = self._changing_fact(number[:, None], np.arange(self.num_pairs))
+        keys, values = self._compute_changing_fact(number[:, None], np.arange(self.num_pairs))
         lasting = number[:, None] % self.num_lasting
         keys = np.concatenate((keys, self.num_changing + lasting), axis=1)
         values = np.concatenate((values, self.lasting_value(lasting)), axis=1)
-        age = self.distance + _draw_integers(draw, "ago", (self.num_questions,), self.distance)
+        age = self.distance + _draw_integers(noise, "ago", (self.num_questions,), self.distance)
         queried_segment = number[:, None] - age
-        queried_keys, queried_values = self._changing_fact(
-            queried_segment, _draw_integers(draw, "which", age.shape[1:], self.num_pairs)
+        queried_keys, queried_values = self._compute_changing_fact(
+            queried_segment, _draw_integers(noise, "which", age.shape[1:], self.num_pairs)
         )
-        positions = _draw_positions(draw, "places", self.segment_length, keys.shape[1] + self.num_questions)
+        positions = _draw_positions(noise, "places", self.segment_length, keys.shape[1] + self.num_questions)
         stated_at, queried_at = positions[:, : keys.shape[1]], positions[:, keys.shape[1] :]
         tokens[row, stated_at], tokens[row, stated_at + 1] = self.tokens.key(keys), self.tokens.value(values)
         tokens[row, queried_at], tokens[row, queried_at + 1] = QUERY_TOKEN, self.tokens.key(queried_keys)
@@ -168,7 +168,7 @@ class Facts(Source):
         stated = np.stack((self.tokens.key(keys), self.tokens.value(values)), axis=-1)
         return {"tokens": tokens, "answers": answers, "stated": stated, "queried": self.tokens.key(queried_keys)}
 
-    def _changing_fact(self, number: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _compute_changing_fact(self, number: np.ndarray, pair: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the `pair`-th key that segment `number` states, and its value there."""
         turn, key = np.divmod(number * self.num_pairs + pair, self.num_changing)
         return key, self._draw_value("changing", key + self.num_changing * (turn // self.restated))
@@ -203,11 +203,11 @@ class Lasting(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         facts = self.facts
-        draw, row = Noise(facts.seed, 3, np.asarray(index, np.int64)), np.arange(len(index))[:, None]
-        tokens = facts.tokens.filler(_draw_integers(draw, "filler", (facts.segment_length,), facts.tokens.num_fillers))
+        noise, row = Noise(facts.seed, 3, np.asarray(index, np.int64)), np.arange(len(index))[:, None]
+        tokens = facts.tokens.filler(_draw_integers(noise, "filler", (facts.segment_length,), facts.tokens.num_fillers))
         answers = np.full_like(tokens, IGNORE_INDEX)
         key = (np.asarray(index)[:, None] * facts.num_questions + np.arange(facts.num_questions)) % facts.num_lasting
-        queried_at = _draw_positions(draw, "places", facts.segment_length, facts.num_questions)
+        queried_at = _draw_positions(noise, "places", facts.segment_length, facts.num_questions)
         queried_keys = facts.tokens.key(facts.num_changing + key)
         tokens[row, queried_at], tokens[row, queried_at + 1] = QUERY_TOKEN, queried_keys
         answers[row, queried_at + 1] = facts.lasting_value(key)
@@ -222,19 +222,19 @@ class Lasting(Source):
         return f"question {index}\n" + " ".join(map(self.facts.tokens.format_token, tokens.tolist()))
 
 
-def _draw_integers(draw: Noise, name: str, shape: tuple[int, ...], below: int) -> np.ndarray:
+def _draw_integers(noise: Noise, name: str, shape: tuple[int, ...], limit: int) -> np.ndarray:
     """Draw integers `(samples, *shape)` uniformly from 0 to `below` - 1."""
-    return (draw.uniform(name, shape) * below).astype(np.int64)
+    return (noise.uniform(name, shape) * limit).astype(np.int64)
 
 
-def _draw_distinct(draw: Noise, name: str, among: int, count: int) -> np.ndarray:
+def _draw_distinct(noise: Noise, name: str, limit: int, count: int) -> np.ndarray:
     """Draw `(samples, count)` distinct integers below `among`, in random order."""
-    return np.argsort(draw.uniform(name, (among,)), axis=1, kind="stable")[:, :count]
+    return np.argsort(noise.uniform(name, (limit,)), axis=1, kind="stable")[:, :count]
 
 
-def _draw_positions(draw: Noise, name: str, length: int, count: int) -> np.ndarray:
+def _draw_positions(noise: Noise, name: str, length: int, count: int) -> np.ndarray:
     """Draw `(samples, count)` start positions of token pairs that do not overlap, in random order."""
-    free = length - 2 * count
-    gaps = np.sort(_draw_distinct(draw, name, free + count, count), axis=1) + np.arange(count)
-    order = _draw_distinct(draw, f"{name} in order", count, count)
-    return np.take_along_axis(gaps, order, axis=1)
+    num_free = length - 2 * count
+    starts = np.sort(_draw_distinct(noise, name, num_free + count, count), axis=1) + np.arange(count)
+    order = _draw_distinct(noise, f"{name} in order", count, count)
+    return np.take_along_axis(starts, order, axis=1)

@@ -26,7 +26,7 @@ from bottega.core.schedule import Schedule
 from bottega.core.task import Task
 from bottega.core.trainer import Cadences
 from bottega.data.loading.loader import Loader, iter_eval_batches
-from bottega.data.order.curriculum import plan_stages, rank_samples, stage_first_steps
+from bottega.data.order.curriculum import compute_first_steps, plan_stages, rank_samples
 from bottega.data.order.orders import CurriculumOrder, Order
 from bottega.data.order.sequential import Sequential
 from bottega.data.sources.source import Source
@@ -140,7 +140,7 @@ def set_learning_rate_schedule(recipe: Recipe, engine: Engine, *, total: int, st
     curriculum = recipe.data.curriculum
     if curriculum is not None and any(stage.learning_rate for stage in curriculum.stages):
         peaks = [stage.learning_rate or peaks[0] for stage in curriculum.stages]
-        firsts = stage_first_steps(curriculum, total, max(1, steps_per_epoch))
+        firsts = compute_first_steps(curriculum, total, max(1, steps_per_epoch))
     shapes = [_build_schedule(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
 
     def rate(step: int) -> float:

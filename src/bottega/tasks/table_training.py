@@ -170,7 +170,7 @@ class TableTraining(Workload, Sampler):
             split_fractions=fractions,
             data=recipe.data,
             rules=Rules("x"),
-            encoder=lambda texts, folder, progress: encoder,
+            build_encoder=lambda texts, folder, progress: encoder,
             options=(encoder, cls.version, _source_hash(type(encoder))),
         )
         return prepare(plan, cache=cache or default_cache(), progress=progress)

@@ -21,11 +21,13 @@ from bottega.config.data import Competence, Curriculum
 from bottega.core.errors import BottegaError, UsageError
 from bottega.core.schedule import Schedule
 from bottega.data.loading.loader import Loader
-from bottega.data.order.curriculum import LEVELS, competence_at, plan_stages, rank_samples
+from bottega.data.order.curriculum import NUM_LEVELS, compute_competence, plan_stages, rank_samples
 from bottega.data.order.orders import CurriculumOrder
+from bottega.data.prepare.scored_encoder import ScoredEncoder
 from bottega.data.sources.source import ArraySource
 from bottega.run.compose import build_plain_loader, count_total_steps
 from bottega.tasks import registry
+from bottega.tasks.language.prepare import TokenEncoder
 from bottega.tasks.recipes import load_recipe
 from small_run import differing_tensors, read_tensors
 
@@ -63,14 +65,14 @@ def test_available_samples_follow_the_competence_up_to_all(
     order, ranks = make_order(competence, size=size, total=steps + more, batch_size=batch_size)
     loader = Loader(ArraySource({"x": ranks}), batch_size, seed=0, order=order)
     for step in range(steps + more):
-        available = competence_at(step, competence, steps=steps)
+        available = compute_competence(step, competence, steps=steps)
         index, _ = loader.indices(step)
         assert ranks[index].max() < available * size + 1e-6
         pool = order.stages[order.schedule.stage_at(step)].num_samples
-        assert pool > (available - (1 - initial) / LEVELS) * size - 1 - 1e-6, "it lags by a level or more"
-    assert competence_at(steps, competence, steps=steps) == pytest.approx(1)
+        assert pool > (available - (1 - initial) / NUM_LEVELS) * size - 1 - 1e-6, "it lags by a level or more"
+    assert compute_competence(steps, competence, steps=steps) == pytest.approx(1)
     assert order.stages[-1].num_samples == size
-    assert len(order.stages) <= LEVELS + 1
+    assert len(order.stages) <= NUM_LEVELS + 1
     last = order.schedule.start_positions[-1]
     assert set(order.indices(np.arange(last, last + size))[0]) == set(range(size))
 
@@ -80,7 +82,7 @@ def test_competence_is_the_published_formula() -> None:
     competence = Competence.model_validate({"initial": 0.01, "steps": 1000})
     for step in (0, 10, 250, 999, 1000, 5000):
         expected = min(1.0, math.sqrt(step * (1 - 0.01**2) / 1000 + 0.01**2))
-        assert competence_at(step, competence, steps=1000) == pytest.approx(expected, rel=1e-12)
+        assert compute_competence(step, competence, steps=1000) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -93,7 +95,7 @@ def test_ranks_share_the_batches_of_one_process(world: int) -> None:
     for step in range(40):
         batch = np.concatenate([next(stream)["x"] for stream in streams])
         assert (batch == expected.indices(step)[0]).all()
-        assert sample_ranks[batch].max() < competence_at(step, Competence(initial=0.2), steps=20) * 100 + 1e-6
+        assert sample_ranks[batch].max() < compute_competence(step, Competence(initial=0.2), steps=20) * 100 + 1e-6
     for stream in streams:
         stream.close()
 
@@ -177,6 +179,11 @@ def test_images_are_ranked_by_their_score_field(tmp_path: Path) -> None:
     assert brightness[0] > brightness[-1] + 0.5
 
 
+def test_scored_texts_keep_their_counts_of_documents_and_bytes(tmp_path: Path) -> None:
+    inner = TokenEncoder(tmp_path, "<u2", ends=True)
+    assert ScoredEncoder(inner, "hardness").summed_entries == inner.summed_entries == ("documents", "bytes")
+
+
 @pytest.mark.parametrize("medium", MEDIA, ids=lambda m: m.__name__)
 def test_each_stage_has_its_fraction_batch_size_and_learning_rate(medium: Any, tmp_path: Path) -> None:
     name, values = medium(tmp_path)
@@ -217,7 +224,7 @@ def test_a_curriculum_resumes_bit_for_bit(medium: Any, kind: str, tmp_path: Path
 def test_curriculum_ranks_by_numeric_fields_only(tmp_path: Path) -> None:
     """Other fields are refused with a remedy."""
     errors = {
-        ("image", "length"): "all of one length; .* the name of a field with a score",
+        ("image", "length"): "all samples have the same length; .* the name of a field with a score",
         ("image", "rarity"): "needs tokens, .* use the name of a field with a score",
         ("image", "label"): r"'label' \(data\.curriculum\.by\) must be a number, not 'dark'",
         ("classify", "label"): "must be a number, not 'cook'",

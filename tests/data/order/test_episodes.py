@@ -54,7 +54,7 @@ def test_support_and_query_are_disjoint_samples_of_the_same_tasks(
 
 @given(index=st.integers(0, 99), epoch=st.integers(0, 3))
 def test_classes_are_renumbered_one_to_one(index: int, epoch: int) -> None:
-    rows = make_episodes(ways=4, renumbered="label").rows(np.array([index]), np.array([epoch]))
+    rows = make_episodes(ways=4, relabelled_field="label").rows(np.array([index]), np.array([epoch]))
     pairs = {
         (int(number) % 6, int(label))
         for part in rows.values()
@@ -74,7 +74,7 @@ def test_class_numbers_are_uniform() -> None:
 
 
 def test_episode_does_not_depend_on_its_batch() -> None:
-    dataset = make_episodes(ways=2, renumbered="label")
+    dataset = make_episodes(ways=2, relabelled_field="label")
     batch = dataset.rows(np.array([5, 90, 5]), np.array([1, 0, 2]))
     for position, (index, epoch) in enumerate([(5, 1), (90, 0), (5, 2)]):
         alone = pickle.loads(pickle.dumps(dataset)).rows(np.array([index]), np.array([epoch]))
@@ -94,7 +94,7 @@ def test_every_task_is_drawn_equally_often() -> None:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_share_the_episodes_of_a_batch(world: int) -> None:
-    loader = Loader(make_episodes(ways=3, renumbered="label"), 8, seed=3)
+    loader = Loader(make_episodes(ways=3, relabelled_field="label"), 8, seed=3)
     for step in (0, 7, 40):
         expected = loader.batch(step)
         ranks = [replace(loader, data_rank=rank, data_size=world).batch(step) for rank in range(world)]
@@ -133,7 +133,7 @@ def test_repeated_samples_belong_to_no_task() -> None:
 
 
 def test_regions_have_equal_sizes_of_at_least_the_minimum() -> None:
-    regions = episodes.group_by_region(make_source(), size=7, parts=64)
+    regions = episodes.group_by_region(make_source(), size=7, max_regions=64)
     assert (np.diff(regions) >= 0).all()
     assert np.bincount(regions).min() >= 7
     assert np.bincount(regions).tolist() == [8, 7, 8, 7, 8, 7, 8, 7]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from bottega.config.recipe import Recipe
 from bottega.core.errors import UsageError
 from bottega.data.loading.loader import Loader
-from bottega.data.order.online import FIRST_EPOCH, OnlineStream, build_online_stream
+from bottega.data.order.online import NEW_SAMPLE_EPOCH, OnlineStream, build_online_stream
 from bottega.data.sources.source import ArraySource
 from bottega.data.sources.zip_sources import Unshuffled, Zip
 from bottega.tasks.recipes import load_recipe, parse_overrides
@@ -32,8 +32,8 @@ def all_positions(order: OnlineStream) -> np.ndarray:
 def test_each_sample_is_new_once_and_in_order(length: int, batch_size: int, fraction: float) -> None:
     order = OnlineStream(length, 3, replay_fraction=fraction, batch_size=batch_size)
     index, epoch = order.indices(all_positions(order))
-    np.testing.assert_array_equal(index[epoch == FIRST_EPOCH], np.arange(length))
-    last = int(np.flatnonzero(epoch == FIRST_EPOCH)[-1])
+    np.testing.assert_array_equal(index[epoch == NEW_SAMPLE_EPOCH], np.arange(length))
+    last = int(np.flatnonzero(epoch == NEW_SAMPLE_EPOCH)[-1])
     assert order.epoch_length == last + 1  # the stream ends with its last new sample
     assert (index >= 0).all()
     assert (index < length).all()
@@ -47,8 +47,8 @@ def test_replayed_samples_are_in_memory_from_an_earlier_batch(
     positions = all_positions(order)
     index, epoch = order.indices(positions)
     for first in range(0, len(positions), batch_size):
-        batch, is_new = index[first : first + batch_size], epoch[first : first + batch_size] == FIRST_EPOCH
-        before = int((epoch[:first] == FIRST_EPOCH).sum())
+        batch, is_new = index[first : first + batch_size], epoch[first : first + batch_size] == NEW_SAMPLE_EPOCH
+        before = int((epoch[:first] == NEW_SAMPLE_EPOCH).sum())
         replayed = batch[~is_new]
         if first == 0:
             assert is_new[: min(batch_size, length)].all()
@@ -91,7 +91,7 @@ def test_sample_is_new_at_its_first_position_only(length: int, batch_size: int, 
     order = OnlineStream(length, 3, replay_fraction=fraction, batch_size=batch_size)
     positions = np.arange(2 * order.epoch_length + batch_size)
     index, epoch = order.indices(positions)
-    np.testing.assert_array_equal(order.is_new(positions), epoch == FIRST_EPOCH)
+    np.testing.assert_array_equal(order.is_new(positions), epoch == NEW_SAMPLE_EPOCH)
     first = np.r_[[i not in index[:at] for at, i in enumerate(index)]]
     np.testing.assert_array_equal(order.is_new(positions), first)
 
@@ -108,7 +108,7 @@ def test_stream_shorter_than_a_batch_repeats_its_samples_evenly(length: int, mem
     order = OnlineStream(length, 3, memory_size=memory, batch_size=12)
     for first in (0, 12, 24):
         index, epoch = order.indices(np.arange(first, first + 12))
-        times = np.bincount(index[epoch != FIRST_EPOCH], minlength=length)
+        times = np.bincount(index[epoch != NEW_SAMPLE_EPOCH], minlength=length)
         assert times.max() - times.min() <= 1
         assert times.sum() == (12 - length if first == 0 else 12)
 
@@ -118,7 +118,7 @@ def test_replay_draws_uniformly_from_memory() -> None:
     order = OnlineStream(60_000, 1, replay_fraction=0.25, memory_size=40, batch_size=8)
     positions = np.arange(8, order.epoch_length)
     index, epoch = order.indices(positions)
-    replayed = epoch != FIRST_EPOCH
+    replayed = epoch != NEW_SAMPLE_EPOCH
     age = order.num_new_before(positions // 8 * 8)[replayed] - 1 - index[replayed]
     with_full_memory = positions[replayed] > 8 * 40
     counts = np.bincount(age[with_full_memory], minlength=40)
@@ -159,7 +159,7 @@ def test_zipped_sources_have_separate_streams() -> None:
         loaded = np.concatenate([loader.batch(step)[name]["x"] for step in range(steps)])
         index, epoch = order.indices(np.arange(steps * 8))
         np.testing.assert_array_equal(loaded, index)
-        np.testing.assert_array_equal(index[epoch == FIRST_EPOCH], np.arange(len(sources[name])))
+        np.testing.assert_array_equal(index[epoch == NEW_SAMPLE_EPOCH], np.arange(len(sources[name])))
 
 
 # Recipes

@@ -19,7 +19,7 @@ from bottega.data.loading.loader import POSITIONS_AT_ONCE, Cursor, Loader
 from bottega.data.loading.prefetch import prefetch
 from bottega.data.order import curriculum
 from bottega.data.order.orders import (
-    EXACT,
+    MAX_EXACT_SLOTS,
     BatchSizeSchedule,
     CurriculumOrder,
     CurriculumStage,
@@ -163,12 +163,12 @@ def test_mixture_keeps_each_sources_order_and_exact_weight(
     sizes, weights = zip(*parts, strict=True)
     mixture = Mixture(sizes, weights, seed=seed, slot_size=slot_size)
     blocks = 4
-    index, epoch = mixture.indices(np.arange(blocks * mixture.block * slot_size))
+    index, epoch = mixture.indices(np.arange(blocks * mixture.slots_per_block * slot_size))
     owner = find_owners(mixture, index)
     by_block = owner.reshape(blocks, -1)
     offset = 0
     for i, (size, weight) in enumerate(parts):
-        assert ((by_block == i).sum(axis=1) * sum(weights) == weight * mixture.block * slot_size).all()
+        assert ((by_block == i).sum(axis=1) * sum(weights) == weight * mixture.slots_per_block * slot_size).all()
         is_own = owner == i
         expected = Shuffled(size, derive_seed("mixture", seed, i)).indices(np.arange(is_own.sum()))
         assert np.array_equal(index[is_own] - offset, expected[0])
@@ -193,9 +193,9 @@ def test_slot_comes_from_one_source(parts: list[tuple[int, int]], slot_size: int
 @given(odd_weights, seeds)
 def test_irregular_weights_are_exact_to_two_samples(weights: list[float], seed: int) -> None:
     mixture = Mixture((50,) * len(weights), tuple(weights), seed=seed)
-    length = 20 * mixture.window
+    length = 20 * mixture.slots_per_window
     owner = find_owners(mixture, mixture.indices(np.arange(length))[0])
-    ends = np.arange(1, length // mixture.window + 1) * mixture.window
+    ends = np.arange(1, length // mixture.slots_per_window + 1) * mixture.slots_per_window
     for i, weight in enumerate(weights):
         counts = np.cumsum(owner == i)[ends - 1]
         assert np.abs(counts - ends * weight / sum(weights)).max() <= 2
@@ -205,7 +205,7 @@ def test_irregular_weights_are_exact_to_two_samples(weights: list[float], seed: 
 def test_quotas_are_proportional_and_at_least_one(weights: list[float]) -> None:
     quotas = np.array(compute_quotas(tuple(weights)))
     assert quotas.min() >= 1
-    assert quotas.sum() <= EXACT or quotas.sum() == 2**30
+    assert quotas.sum() <= MAX_EXACT_SLOTS or quotas.sum() == 2**30
     fractions = np.array(weights) / sum(weights)
     error = np.abs(quotas / quotas.sum() - fractions) / fractions
     assert (error[fractions > 1e-6] <= 1.5e-3).all()
@@ -216,7 +216,7 @@ def test_small_quotas_are_exact_and_tiny_weights_have_one() -> None:
     assert compute_quotas((1 / 3, 1 / 6, 1 / 2)) == (2, 1, 3)
     assert compute_quotas((60_000, 10_000)) == (6, 1)
     assert compute_quotas((1023, 1)) == (1023, 1)
-    assert sum(compute_quotas((1024, 1))) > EXACT
+    assert sum(compute_quotas((1024, 1))) > MAX_EXACT_SLOTS
     assert compute_quotas((1.0, 1e-30))[1] == 1
 
 
@@ -317,7 +317,7 @@ def test_ranking_is_ascending_and_stable() -> None:
     assert curriculum.rank_samples(source, "score").tolist() == [0, 2, 1, 3]
     assert curriculum.rank_samples(source, np.array([4, 3, 2, 1])).tolist() == [3, 2, 1, 0]
     assert curriculum.rank_samples(source, lambda s: -np.arange(len(s))).tolist() == [3, 2, 1, 0]
-    with pytest.raises(UsageError, match=r"all of one length; use rarity"):
+    with pytest.raises(UsageError, match=r"all samples have the same length; use rarity"):
         curriculum.rank_samples(SOURCE, "length")
     with pytest.raises(
         UsageError, match=r"by=age: the samples have no such field; choose from length, rarity, score, pair"

@@ -82,8 +82,8 @@ def test_large_permutations_run_in_blocks_with_about_two_passes_per_index(monkey
     block_sizes = []
     monkeypatch.setattr(
         permutation,
-        "_feistel",
-        lambda values, *rest, _original=permutation._feistel, **options: (
+        "_apply_feistel",
+        lambda values, *rest, _original=permutation._apply_feistel, **options: (
             block_sizes.append(len(values)),
             _original(values, *rest, **options),
         )[1],

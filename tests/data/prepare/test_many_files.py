@@ -108,7 +108,7 @@ def test_many_small_files_start_several_processes(tmp_path: Path, monkeypatch: p
     )
     tables = []
     for threshold in (8000, 40):
-        monkeypatch.setattr(jobs, "WORTH_FILES", threshold)
+        monkeypatch.setattr(jobs, "MIN_PIECES_FOR_WORKERS", threshold)
         prepared = prepare_media(recipe, progress=lambda *_: None, cache=tmp_path / str(threshold))
         files = sorted(path for path in prepared.folder.rglob("*") if path.is_file() and path.name != "MANIFEST.json")
         tables.append({path.relative_to(prepared.folder).as_posix(): path.read_bytes() for path in files})

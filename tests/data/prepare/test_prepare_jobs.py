@@ -58,7 +58,7 @@ def test_many_jobs_on_several_processes_give_the_bytes_of_one(tmp_path: Path, mo
     one_job = read_files(prepare(path, tmp_path / "one-job").folder)
     monkeypatch.setattr(inputs, "JOB_BYTES", 3000)
     many = read_files(prepare(path, tmp_path / "many").folder)
-    monkeypatch.setattr(jobs, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(jobs, "MIN_BYTES_FOR_WORKERS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert many == one_job == read_files(prepare(path, tmp_path / "processes").folder)
 

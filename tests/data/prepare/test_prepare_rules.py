@@ -238,7 +238,7 @@ def test_signatures_of_selected_rows_are_concatenated(selected: list[list[bool]]
             scan.job_folder(number).mkdir()
             np.save(scan.job_folder(number) / "signatures.npy", part)
         rows = np.array([row for part in selected for row in part], bool)
-        result = scanning._signatures(scan, rows, [len(part) for part in selected])
+        result = scanning._load_signatures(scan, rows, [len(part) for part in selected])
         np.testing.assert_array_equal(result, np.concatenate([np.empty((0, NUM_PERMUTATIONS)), *signatures])[rows])
 
 
@@ -253,7 +253,7 @@ def test_signatures_are_held_in_memory_once(tmp_path: Path) -> None:
         np.save(scan.job_folder(number) / "signatures.npy", np.zeros((2000, NUM_PERMUTATIONS), np.uint32))
     rows = np.ones(16000, bool)
     tracemalloc.start()
-    signatures = scanning._signatures(scan, rows, [2000] * 8)
+    signatures = scanning._load_signatures(scan, rows, [2000] * 8)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1.2 * signatures.nbytes

@@ -117,7 +117,7 @@ def _read_json(path: Path) -> Any:
         raise UsageError(f"{path}: nested deeper than {MAX_DEPTH} levels") from None
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from None
-    if _depth(value) > MAX_DEPTH:
+    if _compute_depth(value) > MAX_DEPTH:
         raise UsageError(f"{path}: nested deeper than {MAX_DEPTH} levels")
     return value
 
@@ -131,7 +131,7 @@ def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return block
 
 
-def _depth(value: Any) -> int:
+def _compute_depth(value: Any) -> int:
     deepest, level = 0, [value]
     while level:
         deepest += 1

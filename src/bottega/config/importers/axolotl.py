@@ -32,11 +32,13 @@ MARKER_KEYS = (
 )
 """An Axolotl file has base_model and at least one of these."""
 
-NOT_PLAIN = "chat and instruction prompts are not supported; set data.train.field to one field of plain text"
-PLAIN = ("completion", "pretrain")
+NOT_PLAIN_TEXT_REASON = (
+    "chat and instruction prompts are not supported; set data.train.field to one field of plain text"
+)
+PLAIN_TEXT_TYPES = ("completion", "pretrain")
 """Axolotl's types of data that are plain text."""
-BUILDERS = ("json", "csv", "parquet", "arrow", "text")
-FILES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
+DATASET_BUILDERS = ("json", "csv", "parquet", "arrow", "text")
+FILE_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 LORA_OPTIONS = "techniques.0.options."
 
 
@@ -72,7 +74,7 @@ def translate(translation: Translation) -> None:
         for key in ("bf16", "fp16", "bfloat16", "float16"):
             translation.skip(key, "not applicable", "float32 takes precedence")
     _map_cadences(translation)
-    transformers_common.map_best_metric(translation, patience="early_stopping_patience")
+    transformers_common.map_best_metric(translation, patience_key="early_stopping_patience")
     translation.map_table(transformers_common.WANDB_KEYS)
     transformers_common.map_wandb_mode(translation)
     transformers_common.map_sharding(translation)
@@ -96,21 +98,26 @@ def _map_model(translation: Translation) -> None:
 
 
 def _map_batch(translation: Translation) -> None:
-    """Map the batch: micro_batch_size is that of one process; batch_size, where given, is that of an optimizer step."""
-    micro, total = translation.get("micro_batch_size"), translation.get("batch_size")
+    """Map the batch sizes: micro_batch_size is per process; batch_size, if given, is that of an optimizer step."""
+    micro_batch_size, batch_size = translation.get("micro_batch_size"), translation.get("batch_size")
     if (
-        isinstance(micro, int)
-        and isinstance(total, int)
-        and micro > 0
+        isinstance(micro_batch_size, int)
+        and isinstance(batch_size, int)
+        and micro_batch_size > 0
         and not translation.get("gradient_accumulation_steps")
     ):
-        passes = max(1, total // micro)
-        translation.map_key("batch_size", "training.gradient_accumulation_steps", passes, note=f"{total} / {micro}")
-        translation.map_key("micro_batch_size", "training.batch_size", micro)
-        transformers_common.add_batch_note(translation, micro, passes)
+        accumulation_steps = max(1, batch_size // micro_batch_size)
+        translation.map_key(
+            "batch_size",
+            "training.gradient_accumulation_steps",
+            accumulation_steps,
+            note=f"{batch_size} / {micro_batch_size}",
+        )
+        translation.map_key("micro_batch_size", "training.batch_size", micro_batch_size)
+        transformers_common.add_batch_note(translation, micro_batch_size, accumulation_steps)
     else:
         translation.skip(
-            "batch_size", "not applicable", "micro_batch_size x gradient_accumulation_steps take precedence"
+            "batch_size", "not applicable", "micro_batch_size x gradient_accumulation_steps takes precedence"
         )
         transformers_common.map_batch_size(translation, "micro_batch_size", default=1)
     translation.map_converted(
@@ -119,24 +126,24 @@ def _map_batch(translation: Translation) -> None:
 
 
 def _map_cadences(translation: Translation) -> None:
-    for source_key, recipe_key, steps, strategy in (
+    for source_key, recipe_key, steps_key, strategy_keys in (
         ("evals_per_epoch", "evaluation.every", "eval_steps", ("eval_strategy", "evaluation_strategy")),
         ("saves_per_epoch", "checkpoint.every", "save_steps", ("save_strategy",)),
     ):
         per_epoch = translation.get(source_key)
         if translation.is_pending(source_key) and not is_disabled(per_epoch):
             translation.map_converted(source_key, recipe_key, lambda v: format_epochs(1 / parse_number(v)))
-            for key in (steps, *strategy):
+            for key in (steps_key, *strategy_keys):
                 translation.skip(key, "not applicable", f"{source_key} takes precedence")
-        elif translation.is_pending(steps) and not is_disabled(translation.get(steps)):
-            for key in strategy:
-                translation.skip(key, "not applicable", f"{steps} takes precedence")
-            transformers_common.map_cadence(translation, recipe_key, strategies=(), steps=steps)
+        elif translation.is_pending(steps_key) and not is_disabled(translation.get(steps_key)):
+            for key in strategy_keys:
+                translation.skip(key, "not applicable", f"{steps_key} takes precedence")
+            transformers_common.map_cadence(translation, recipe_key, strategy_keys=(), steps_key=steps_key)
         else:
-            transformers_common.map_cadence(translation, recipe_key, strategies=strategy, steps=steps)
+            transformers_common.map_cadence(translation, recipe_key, strategy_keys=strategy_keys, steps_key=steps_key)
     translation.map_default("save_strategy", "epoch", "checkpoint.every", "1 epoch")
     transformers_common.map_cadence(
-        translation, "logging.every", strategies=("logging_strategy",), steps="logging_steps"
+        translation, "logging.every", strategy_keys=("logging_strategy",), steps_key="logging_steps"
     )
 
 
@@ -210,16 +217,16 @@ def _map_source(translation: Translation, source_key: str, recipe_key: str) -> N
     translation.map_converted(f"{source_key}.split", f"{recipe_key}.split", parse_text)
     for key in ("field", "text_column"):
         translation.map_converted(f"{source_key}.{key}", f"{recipe_key}.field", parse_text)
-    kind = translation.get(f"{source_key}.type")
-    if kind in PLAIN:
+    data_type = translation.get(f"{source_key}.type")
+    if data_type in PLAIN_TEXT_TYPES:
         translation.skip(f"{source_key}.type", "not applicable", "the task trains on plain text")
         translation.map_default(f"{source_key}.field", "text", f"{recipe_key}.field", "text")
-    translation.skip(f"{source_key}.type", "no counterpart", NOT_PLAIN)
-    translation.skip_block(f"{source_key}.type", "no counterpart", NOT_PLAIN)
+    translation.skip(f"{source_key}.type", "no counterpart", NOT_PLAIN_TEXT_REASON)
+    translation.skip_block(f"{source_key}.type", "no counterpart", NOT_PLAIN_TEXT_REASON)
 
 
 def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: Any) -> None:
-    """Map a path to a file or a data set of the hub, decided by its form: the file need not exist on this machine."""
+    """Map a path to a file or a data set of the hub, by how it is written: the file need not exist on this machine."""
     if not translation.is_pending(source_key):
         return
     path = translation.map_converted(
@@ -227,7 +234,7 @@ def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: 
     )
     if path is None:
         return
-    has_suffix = path.lower().endswith(FILES)
+    has_suffix = path.lower().endswith(FILE_SUFFIXES)
     is_hub = (
         not has_suffix and path.count("/") <= 1 and "://" not in path and not path.startswith((".", "/", "~", "data/"))
     )
@@ -235,7 +242,7 @@ def _map_path(translation: Translation, source_key: str, recipe_key: str, kind: 
         translation.map_key(
             source_key, f"{recipe_key}.kind", "huggingface", note=None if "/" in path else "taken as a name on the hub"
         )
-    elif not has_suffix and str(kind) in BUILDERS:
+    elif not has_suffix and str(kind) in DATASET_BUILDERS:
         translation.map_key(source_key, f"{recipe_key}.kind", str(kind))
 
 

@@ -10,7 +10,7 @@ from bottega.config.yaml_io import dump_yaml
 
 MAX_VALUE_WIDTH = 36
 
-TITLES = {
+FORMAT_TITLES = {
     "axolotl": "Axolotl",
     "llamafactory": "LLaMA-Factory",
     "trainer": "the Trainer of transformers",
@@ -20,17 +20,20 @@ TITLES = {
 
 def render_recipe_file(translation: Translation, *, path: Path, kind: str) -> str:
     """Return the recipe as YAML, with a header comment of its origin, the keys left out, and notes."""
-    lines = [f"{path.name}, a configuration of {TITLES[kind]}, imported by bottega import."]
-    lost = [left for left in translation.unmapped if left.category != "not applicable"]
-    idle = [left.source_key for left in translation.unmapped if left.category == "not applicable"]
-    if lost:
+    lines = [f"{path.name}, a configuration of {FORMAT_TITLES[kind]}, imported by bottega import."]
+    lost_keys = [skipped for skipped in translation.unmapped if skipped.category != "not applicable"]
+    harmless_keys = [skipped.source_key for skipped in translation.unmapped if skipped.category == "not applicable"]
+    if lost_keys:
         lines += [
             "",
             "Left out:",
-            *(f"  {left.source_key}: {format_brief(left.source_value)} ({_format_reason(left)})" for left in lost),
+            *(
+                f"  {skipped.source_key}: {format_brief(skipped.source_value)} ({_format_reason(skipped)})"
+                for skipped in lost_keys
+            ),
         ]
-    if idle:
-        lines += ["", f"Left out because not applicable, empty or turned off: {', '.join(idle)}"]
+    if harmless_keys:
+        lines += ["", f"Left out because not applicable, empty or turned off: {', '.join(harmless_keys)}"]
     notes = [f"{row.recipe_key}: {row.note}" for row in translation.mapped if row.note]
     if notes or translation.notes:
         lines += ["", "Notes:", *(f"  {line}" for line in [*notes, *translation.notes])]
@@ -57,12 +60,12 @@ def build_report(translation: Translation, *, kind: str, path: Path, out: Path) 
         ],
         "unmapped": [
             {
-                "their_key": left.source_key,
-                "their_value": left.source_value,
-                "why": left.category,
-                "reason": left.reason,
+                "their_key": skipped.source_key,
+                "their_value": skipped.source_value,
+                "why": skipped.category,
+                "reason": skipped.reason,
             }
-            for left in translation.unmapped
+            for skipped in translation.unmapped
         ],
         "notes": list(translation.notes),
     }
@@ -75,22 +78,22 @@ def format_report(report: dict[str, Any]) -> str:
         value = format_brief(row["their_value"]) + (" (default)" if row["default"] else "")
         rows.append((row["their_key"], value, row["our_key"], format_brief(row["our_value"]), row["note"] or ""))
     lines = [
-        f"{report['file']}, a configuration of {TITLES[report['from']]}, is now {report['recipe']}",
+        f"{report['file']}, a configuration of {FORMAT_TITLES[report['from']]}, is now {report['recipe']}",
         "",
         *_format_table(rows),
     ]
-    lost = [left for left in report["unmapped"] if left["reason"] not in HARMLESS_REASONS]
-    if lost:
+    lost_keys = [skipped for skipped in report["unmapped"] if skipped["reason"] not in HARMLESS_REASONS]
+    if lost_keys:
         lines += ["", "left out:"]
         lines += _format_table(
             [
-                (left["their_key"], format_brief(left["their_value"]), f"{left['why']}: {left['reason']}")
-                for left in lost
+                (skipped["their_key"], format_brief(skipped["their_value"]), f"{skipped['why']}: {skipped['reason']}")
+                for skipped in lost_keys
             ]
         )
-    idle = [left["their_key"] for left in report["unmapped"] if left["reason"] in HARMLESS_REASONS]
-    if idle:
-        lines += ["", f"empty or turned off in the file, so nothing is lost: {', '.join(idle)}"]
+    harmless_keys = [skipped["their_key"] for skipped in report["unmapped"] if skipped["reason"] in HARMLESS_REASONS]
+    if harmless_keys:
+        lines += ["", f"empty or turned off in the file, so nothing is lost: {', '.join(harmless_keys)}"]
     if report["notes"]:
         lines += ["", *report["notes"]]
     return "\n".join(_remove_control_characters(line) for line in lines)
@@ -102,12 +105,12 @@ def format_brief(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_WIDTH else text[: MAX_VALUE_WIDTH - 3] + "..."
 
 
-def _format_reason(left: UnmappedKey) -> str:
-    return f"{left.category}: {left.reason}"
+def _format_reason(skipped: UnmappedKey) -> str:
+    return f"{skipped.category}: {skipped.reason}"
 
 
 def _format_table(rows: list[Any]) -> list[str]:
-    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]

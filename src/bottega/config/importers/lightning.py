@@ -42,8 +42,8 @@ PRECISIONS = {
     **dict.fromkeys(("bf16", "bf16-mixed", "bf16-true"), "bf16"),
 }
 OPTIMIZERS = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Adafactor": "adafactor", "Muon": "muon", "Lion": "lion"}
-WEIGHT_DECAY = {"AdamW": 0.01, "Adam": 0.0, "SGD": 0.0, "Adafactor": 0.0, "Muon": 0.1, "Lion": 0.0}
-"""Defaults of torch, where the file gives none."""
+DEFAULT_WEIGHT_DECAYS = {"AdamW": 0.01, "Adam": 0.0, "SGD": 0.0, "Adafactor": 0.0, "Muon": 0.1, "Lion": 0.0}
+"""Weight decay of each optimizer in torch, used if the file gives none."""
 SCHEDULES = {
     "CosineAnnealingLR": "cosine",
     "CosineAnnealingWarmRestarts": "cosine_with_restarts",
@@ -96,38 +96,38 @@ def _map_length(translation: Translation) -> None:
 
 
 def _map_batch(translation: Translation) -> None:
-    """Map the batch: that of the data loader is of one process, and accumulate_grad_batches of them make a step."""
-    sizes = [
+    """Map the batch size of the data loader, which is per process, and the number of batches in an optimizer step."""
+    size_keys = [
         key for key in translation.source_values if re.search(r"^(data|model)(\.init_args)?\.(train_)?batch_size$", key)
     ]
-    size = translation.map_converted(sizes[0], "training.batch_size", parse_integer) if sizes else None
-    for key in sizes[1:]:
-        translation.skip(key, "not applicable", f"{sizes[0]} takes precedence")
+    size = translation.map_converted(size_keys[0], "training.batch_size", parse_integer) if size_keys else None
+    for key in size_keys[1:]:
+        translation.skip(key, "not applicable", f"{size_keys[0]} takes precedence")
     for block in ("data", "data.init_args"):
         for key in ("eval_batch_size", "val_batch_size"):
             translation.map_converted(
                 f"{block}.{key}", "evaluation.batch_size", parse_integer, note="the batch of all processes together"
             )
     key = "trainer.accumulate_grad_batches"
-    passes = translation.map_converted(key, "training.gradient_accumulation_steps", parse_integer)
-    if passes is None:
+    accumulation_steps = translation.map_converted(key, "training.gradient_accumulation_steps", parse_integer)
+    if accumulation_steps is None:
         translation.map_default(key, 1, "training.gradient_accumulation_steps", 1)
     if size is None:
         translation.notes.append("the file has no batch size; set training.batch_size, the batch of one process")
     else:
-        add_batch_note(translation, size, passes or 1)
+        add_batch_note(translation, size, accumulation_steps or 1)
 
 
 def _map_clipping(translation: Translation) -> None:
-    value, algorithm = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
-    if translation.get(algorithm) == "value":
+    value_key, algorithm_key = "trainer.gradient_clip_val", "trainer.gradient_clip_algorithm"
+    if translation.get(algorithm_key) == "value":
         translation.skip(
-            value, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm is value"
+            value_key, "no counterpart", "gradients are clipped by their norm; gradient_clip_algorithm is value"
         )
-        translation.skip(algorithm, "no counterpart", "gradients are clipped by their norm")
-    translation.skip(algorithm, "not applicable", "this is always done here")
-    translation.map_converted(value, "training.max_grad_norm", lambda v: parse_number(v) or None)
-    translation.map_default(value, None, "training.max_grad_norm", None)
+        translation.skip(algorithm_key, "no counterpart", "gradients are clipped by their norm")
+    translation.skip(algorithm_key, "not applicable", "this is always done here")
+    translation.map_converted(value_key, "training.max_grad_norm", lambda v: parse_number(v) or None)
+    translation.map_default(value_key, None, "training.max_grad_norm", None)
 
 
 def _map_precision(translation: Translation) -> None:
@@ -144,23 +144,23 @@ def _map_precision(translation: Translation) -> None:
 
 def _map_evaluation(translation: Translation) -> None:
     """Map the evaluation interval: a fraction of an epoch, a number of batches, or a number of epochs."""
-    interval, epochs_key = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
-    value, row = translation.get(interval), translation.find_mapped("training.gradient_accumulation_steps")
-    passes = row.recipe_value if row and isinstance(row.recipe_value, int) and row.recipe_value > 0 else 1
+    interval_key, epochs_key = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
+    value, row = translation.get(interval_key), translation.find_mapped("training.gradient_accumulation_steps")
+    accumulation_steps = row.recipe_value if row and isinstance(row.recipe_value, int) and row.recipe_value > 0 else 1
     if type(value) is int:
-        note = f"{value} batches in the file" if passes > 1 else None
-        translation.map_key(interval, "evaluation.every", max(1, value // passes), note=note)
+        note = f"{value} batches in the file" if accumulation_steps > 1 else None
+        translation.map_key(interval_key, "evaluation.every", max(1, value // accumulation_steps), note=note)
     elif value is not None and value != 1.0:
-        translation.map_converted(interval, "evaluation.every", _parse_epoch_fraction)
+        translation.map_converted(interval_key, "evaluation.every", _parse_epoch_fraction)
     if translation.find_mapped("evaluation.every"):
         translation.skip(epochs_key, "not applicable", "val_check_interval takes precedence")
     translation.map_converted(epochs_key, "evaluation.every", lambda v: format_epochs(parse_integer(v)))
     translation.map_default(epochs_key, 1, "evaluation.every", "1 epoch")
-    limit = "trainer.limit_val_batches"
-    if translation.get(limit) == 0 and translation.is_pending(limit):
-        translation.map_key(limit, "data.validation", None, note="evaluation is off")
-    elif type(translation.get(limit)) is int:
-        translation.map_key(limit, "evaluation.max_batches", translation.get(limit))
+    limit_key = "trainer.limit_val_batches"
+    if translation.get(limit_key) == 0 and translation.is_pending(limit_key):
+        translation.map_key(limit_key, "data.validation", None, note="evaluation is off")
+    elif type(translation.get(limit_key)) is int:
+        translation.map_key(limit_key, "evaluation.max_batches", translation.get(limit_key))
 
 
 def _parse_epoch_fraction(value: Any) -> str:
@@ -171,10 +171,10 @@ def _parse_epoch_fraction(value: Any) -> str:
 
 
 def _map_processes(translation: Translation) -> None:
-    device = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "auto": "auto"}
+    device_names = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps", "auto": "auto"}
     accelerator = str(translation.get("trainer.accelerator"))
-    if accelerator in device:
-        translation.map_key("trainer.accelerator", "device", device[accelerator])
+    if accelerator in device_names:
+        translation.map_key("trainer.accelerator", "device", device_names[accelerator])
     translation.skip("trainer.accelerator", "no counterpart", "device is cpu, cuda or mps")
     machines = translation.map_converted("trainer.num_nodes", "distributed.machines", parse_integer) or 1
     devices = translation.get("trainer.devices")
@@ -236,7 +236,7 @@ def _map_optimizer(translation: Translation) -> None:
         )
     if name in OPTIMIZERS:
         translation.map_default(f"{block}.init_args.lr", 1e-3, "training.learning_rate", 1e-3)
-        decay = WEIGHT_DECAY[name]
+        decay = DEFAULT_WEIGHT_DECAYS[name]
         translation.map_default(f"{block}.init_args.weight_decay", decay, "training.weight_decay", decay)
     if name == "SGD":
         translation.map_default(f"{block}.init_args.momentum", 0.0, "training.optimizer.momentum", 0.0)
@@ -278,8 +278,8 @@ def _map_schedule(translation: Translation) -> None:
         translation.map_default(f"{key}.patience", 10, f"{recipe_block}.patience", 10)
     translation.map_converted(f"{key}.eta_min", f"{recipe_block}.eta_min", parse_number)
     translation.map_converted(f"{key}.power", f"{recipe_block}.power", parse_number)
-    for length in ("T_max", "total_iters", "total_steps"):
-        translation.skip(f"{key}.{length}", "not applicable", "the schedule is as long as the run")
+    for argument in ("T_max", "total_iters", "total_steps"):
+        translation.skip(f"{key}.{argument}", "not applicable", "the schedule is as long as the run")
     translation.skip_block(block, "no counterpart", "not a setting of training.scheduler")
 
 
@@ -316,8 +316,8 @@ def _map_class_arguments(translation: Translation) -> None:
             translation.map_converted(f"{prefix}.{name}", "data.sequence_length", parse_integer)
 
 
-_OWN = "an internal setting of Lightning's training loop"
-_ALL = "a run uses all of its data; data.limit takes the first N samples"
+_INTERNAL_SETTING = "an internal setting of Lightning's training loop"
+_USES_ALL_DATA = "a run uses all of its data; data.limit takes the first N samples"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
@@ -325,7 +325,7 @@ SKIPPED_KEYS = SkippedKeys(
         "data": "an argument of a class that is not loaded",
         "model.class_path": "custom code is not run; set task and model",
         "data.class_path": "custom code is not run; set data.train.path",
-        **dict.fromkeys(("trainer.limit_train_batches", "trainer.overfit_batches"), _ALL),
+        **dict.fromkeys(("trainer.limit_train_batches", "trainer.overfit_batches"), _USES_ALL_DATA),
         "trainer.limit_val_batches": "evaluation.max_batches is a number of batches",
         "trainer.max_time": "the length of a run is given in steps or epochs",
         **dict.fromkeys(("trainer.min_epochs", "trainer.min_steps"), "training.early_stopping has patience only"),
@@ -345,12 +345,16 @@ SKIPPED_KEYS = SkippedKeys(
             "always shown; use train --quiet for less output",
         ),
         "trainer.enable_model_summary": "bottega inspect shows the model",
-        **dict.fromkeys(("trainer.num_sanity_val_steps", "trainer.inference_mode", "trainer.benchmark"), _OWN),
-        **dict.fromkeys(("trainer.detect_anomaly", "trainer.barebones", "trainer.use_distributed_sampler"), _OWN),
+        **dict.fromkeys(
+            ("trainer.num_sanity_val_steps", "trainer.inference_mode", "trainer.benchmark"), _INTERNAL_SETTING
+        ),
+        **dict.fromkeys(
+            ("trainer.detect_anomaly", "trainer.barebones", "trainer.use_distributed_sampler"), _INTERNAL_SETTING
+        ),
         **dict.fromkeys(
             ("trainer.limit_test_batches", "trainer.limit_predict_batches"), "a setting of testing, not of training"
         ),
-        **dict.fromkeys(("trainer.model_registry", "trainer.enable_autolog_hparams"), _OWN),
+        **dict.fromkeys(("trainer.model_registry", "trainer.enable_autolog_hparams"), _INTERNAL_SETTING),
     },
     harmless_values={
         **dict.fromkeys(("trainer.limit_train_batches", "trainer.limit_val_batches"), (1.0,)),

@@ -28,15 +28,15 @@ MONITORING_CALLBACKS = (
 
 def map_callbacks(translation: Translation) -> None:
     """Map `trainer.callbacks`; classes without a counterpart are left out."""
-    for block in _blocks(translation, "trainer.callbacks"):
-        kind, init_args = str(translation.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
-        if kind == "ModelCheckpoint":
+    for block in _list_blocks(translation, "trainer.callbacks"):
+        class_name, init_args = str(translation.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
+        if class_name == "ModelCheckpoint":
             _map_checkpoint(translation, init_args)
-        elif kind == "EarlyStopping":
+        elif class_name == "EarlyStopping":
             map_monitored_metric(
                 translation,
-                metric=f"{init_args}.monitor",
-                mode=f"{init_args}.mode",
+                metric_key=f"{init_args}.monitor",
+                mode_key=f"{init_args}.mode",
                 recipe_block="training.early_stopping",
             )
             translation.map_converted(f"{init_args}.patience", "training.early_stopping.patience", parse_integer)
@@ -44,18 +44,18 @@ def map_callbacks(translation: Translation) -> None:
                 f"{init_args}.min_delta", "training.early_stopping.threshold", lambda v: abs(parse_number(v))
             )
             translation.map_default(f"{init_args}.patience", 3, "training.early_stopping.patience", 3)
-        elif kind in ("EMA", "EMAWeightAveraging", "WeightAveraging"):
+        elif class_name in ("EMA", "EMAWeightAveraging", "WeightAveraging"):
             translation.map_converted(f"{init_args}.decay", "training.ema", parse_number)
-        if kind in ("ModelCheckpoint", "EarlyStopping", "EMA", "EMAWeightAveraging", "WeightAveraging"):
+        if class_name in ("ModelCheckpoint", "EarlyStopping", "EMA", "EMAWeightAveraging", "WeightAveraging"):
             translation.skip(f"{block}.class_path", "not applicable", "part of every run; its settings are taken over")
-        elif kind in MONITORING_CALLBACKS:
+        elif class_name in MONITORING_CALLBACKS:
             translation.skip(f"{block}.class_path", "not applicable", "shown and logged anyway")
         else:
             translation.skip(f"{block}.class_path", "no counterpart", "custom code is not run")
-        translation.skip_block(block, "no counterpart", f"a setting of {kind}")
+        translation.skip_block(block, "no counterpart", f"a setting of {class_name}")
 
 
-def _blocks(translation: Translation, key: str) -> list[str]:
+def _list_blocks(translation: Translation, key: str) -> list[str]:
     """Return the keys of the blocks of a list, or of the single block given in its place."""
     pattern = re.compile(rf"({re.escape(key)}(?:\.\d+)?)\..*")
     return list(dict.fromkeys(match[1] for name in translation.pending_under(key) if (match := pattern.match(name))))
@@ -78,7 +78,7 @@ def _map_checkpoint(translation: Translation, init_args: str) -> None:
         f"{init_args}.save_top_k", "no counterpart", "checkpoint.keep is the number of newest checkpoints to keep"
     )
     map_monitored_metric(
-        translation, metric=f"{init_args}.monitor", mode=f"{init_args}.mode", recipe_block="evaluation"
+        translation, metric_key=f"{init_args}.monitor", mode_key=f"{init_args}.mode", recipe_block="evaluation"
     )
     translation.skip(f"{init_args}.save_last", "not applicable", "the newest is always kept")
     for key in ("dirpath", "filename", "auto_insert_metric_name", "verbose", "save_on_train_epoch_end"):
@@ -89,16 +89,16 @@ def map_loggers(translation: Translation) -> None:
     """Map `trainer.logger`; loggers without a counterpart are left out."""
     if isinstance(translation.get("trainer.logger"), bool):
         translation.map_key("trainer.logger", "logging.tensorboard", translation.get("trainer.logger"))
-    for block in _blocks(translation, "trainer.logger"):
-        kind, init_args = str(translation.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
-        if kind == "WandbLogger":
+    for block in _list_blocks(translation, "trainer.logger"):
+        class_name, init_args = str(translation.get(f"{block}.class_path")).rpartition(".")[2], f"{block}.init_args"
+        if class_name == "WandbLogger":
             translation.map_key(f"{block}.class_path", "logging.wandb.enabled", True)
             for name in ("project", "entity", "name", "notes"):
                 translation.map_converted(f"{init_args}.{name}", f"logging.wandb.{name}", parse_text)
             translation.map_converted(f"{init_args}.tags", "logging.wandb.tags", parse_text_list)
             translation.map_converted(f"{init_args}.offline", "logging.wandb.offline", parse_boolean)
-        elif kind == "TensorBoardLogger":
+        elif class_name == "TensorBoardLogger":
             translation.map_key(f"{block}.class_path", "logging.tensorboard", True)
-        elif kind == "CSVLogger":
+        elif class_name == "CSVLogger":
             translation.skip(f"{block}.class_path", "not applicable", "metrics are always written to a file as well")
-        translation.skip_block(block, "no counterpart", f"a setting of {kind}")
+        translation.skip_block(block, "no counterpart", f"a setting of {class_name}")

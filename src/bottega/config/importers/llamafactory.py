@@ -35,7 +35,7 @@ def translate(translation: Translation) -> None:
     if translation.get("use_muon"):
         translation.map_key("use_muon", "training.optimizer.name", "muon")
         translation.skip("optim", "not applicable", "use_muon takes precedence")
-    trainer.map_arguments(translation, patience="early_stopping_steps")
+    trainer.map_arguments(translation, patience_key="early_stopping_steps")
     # LLaMA-Factory uses gradient checkpointing by default.
     translation.map_default("disable_gradient_checkpointing", False, "training.gradient_checkpointing", True)
     _map_method(translation)

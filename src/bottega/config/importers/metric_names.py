@@ -1,4 +1,4 @@
-"""Translate names of monitored metrics: those of other trainers to the metrics that are computed here."""
+"""Translate names of monitored metrics: names of other trainers to the metrics that are computed here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ METRIC_NAMES = {
 LANGUAGE_METRICS = ("loss", "perplexity", "bits_per_byte")
 
 
-def map_monitored_metric(translation: Translation, *, metric: str, mode: str, recipe_block: str) -> str | None:
+def map_monitored_metric(translation: Translation, *, metric_key: str, mode_key: str, recipe_block: str) -> str | None:
     """Map the monitored metric to `recipe_block`.metric and return its name; its direction follows from the name."""
-    mapped = None
-    if translation.is_pending(metric):
-        source_name = parse_text(translation.get(metric)) if isinstance(translation.get(metric), str) else ""
-        name = _strip_split_prefix(source_name)
-        recipe_name = METRIC_NAMES.get(name)
+    recipe_metric = None
+    if translation.is_pending(metric_key):
+        source_name = parse_text(translation.get(metric_key)) if isinstance(translation.get(metric_key), str) else ""
+        base_name = _strip_split_prefix(source_name)
+        recipe_name = METRIC_NAMES.get(base_name)
         task = translation.find_mapped("task")
         allowed = (
             LANGUAGE_METRICS
@@ -34,19 +34,25 @@ def map_monitored_metric(translation: Translation, *, metric: str, mode: str, re
             else tuple(dict.fromkeys(METRIC_NAMES.values()))
         )
         if recipe_name in allowed:
-            note = "the mean over classes; weighted_f1 weights them by size" if name in ("f1", "f1_score") else None
-            mapped = translation.map_converted(metric, f"{recipe_block}.metric", lambda _: recipe_name, note=note)
+            note = (
+                "the mean over classes; weighted_f1 weights them by size" if base_name in ("f1", "f1_score") else None
+            )
+            recipe_metric = translation.map_converted(
+                metric_key, f"{recipe_block}.metric", lambda _: recipe_name, note=note
+            )
         else:
-            translation.skip(metric, "invalid value", f"available metrics are {', '.join(allowed)}; loss is used")
-    direction = infer_metric_mode(mapped or "loss")
-    if translation.is_pending(mode):
-        is_max = str(translation.get(mode)).lower() in ("max", "true", "yes", "on", "1")
+            translation.skip(metric_key, "invalid value", f"available metrics are {', '.join(allowed)}; loss is used")
+    direction = infer_metric_mode(recipe_metric or "loss")
+    if translation.is_pending(mode_key):
+        is_max = str(translation.get(mode_key)).lower() in ("max", "true", "yes", "on", "1")
         if is_max == (direction == "max"):
-            translation.skip(mode, "not applicable", "the direction follows from the metric")
+            translation.skip(mode_key, "not applicable", "the direction follows from the metric")
         else:
             better = "larger" if direction == "max" else "smaller"
-            translation.skip(mode, "invalid value", f"the metric is {mapped or 'loss'}, for which {better} is better")
-    return mapped
+            translation.skip(
+                mode_key, "invalid value", f"the metric is {recipe_metric or 'loss'}, for which {better} is better"
+            )
+    return recipe_metric
 
 
 def _strip_split_prefix(name: str) -> str:

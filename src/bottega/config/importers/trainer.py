@@ -29,12 +29,12 @@ def translate(translation: Translation) -> None:
     translation.notes.append("the file has no task: add task, or run bottega train TASK FILE")
 
 
-def map_arguments(translation: Translation, *, patience: str = "early_stopping_patience") -> None:
-    """Map the TrainingArguments proper, which LLaMA-Factory shares; `patience` is the key of early stopping."""
+def map_arguments(translation: Translation, *, patience_key: str = "early_stopping_patience") -> None:
+    """Map the TrainingArguments proper, which LLaMA-Factory shares; `patience_key` is the key of the early stopping patience."""
     transformers_common.map_length(translation, "num_train_epochs", default=3)
-    for old, new in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
-        if translation.is_pending(f"per_device_{new}_batch_size"):
-            translation.skip(old, "not applicable", f"per_device_{new}_batch_size takes precedence")
+    for old_key, split in (("per_gpu_train_batch_size", "train"), ("per_gpu_eval_batch_size", "eval")):
+        if translation.is_pending(f"per_device_{split}_batch_size"):
+            translation.skip(old_key, "not applicable", f"per_device_{split}_batch_size takes precedence")
     size = "per_device_train_batch_size"
     transformers_common.map_batch_size(
         translation,
@@ -70,7 +70,7 @@ def map_arguments(translation: Translation, *, patience: str = "early_stopping_p
     transformers_common.map_precision(translation, default="fp32")
     logging_steps = translation.get("logging_steps")
     map_cadences(translation, logging_steps if isinstance(logging_steps, int) and logging_steps > 0 else 500)
-    transformers_common.map_best_metric(translation, patience=patience)
+    transformers_common.map_best_metric(translation, patience_key=patience_key)
     transformers_common.map_reporting(translation)
     translation.map_table(transformers_common.WANDB_KEYS)
     transformers_common.map_wandb_mode(translation)
@@ -83,13 +83,13 @@ def map_cadences(translation: Translation, eval_default: int) -> None:
     """Map evaluation, checkpoint and logging intervals; `eval_default` is the default number of steps between evaluations."""
     strategies = ("eval_strategy", "evaluation_strategy")
     transformers_common.map_cadence(
-        translation, "evaluation.every", strategies=strategies, steps="eval_steps", otherwise=eval_default
+        translation, "evaluation.every", strategy_keys=strategies, steps_key="eval_steps", default_steps=eval_default
     )
     transformers_common.map_cadence(
-        translation, "checkpoint.every", strategies=("save_strategy",), steps="save_steps", otherwise=500
+        translation, "checkpoint.every", strategy_keys=("save_strategy",), steps_key="save_steps", default_steps=500
     )
     transformers_common.map_cadence(
-        translation, "logging.every", strategies=("logging_strategy",), steps="logging_steps", otherwise=500
+        translation, "logging.every", strategy_keys=("logging_strategy",), steps_key="logging_steps", default_steps=500
     )
 
 
@@ -98,17 +98,19 @@ def map_device(translation: Translation) -> None:
     for key, name in (("use_cpu", "cpu"), ("no_cuda", "cpu"), ("use_mps_device", "mps")):
         if translation.get(key):
             translation.map_key(key, "device", name)
-    is_same = translation.get("data_seed") == translation.get("seed") if translation.is_pending("data_seed") else False
+    is_same_seed = (
+        translation.get("data_seed") == translation.get("seed") if translation.is_pending("data_seed") else False
+    )
     reason = (
         "there is one seed for everything"
-        if is_same
+        if is_same_seed
         else "there is one seed for everything; the order of the data follows it"
     )
-    translation.skip("data_seed", "not applicable" if is_same else "no counterpart", reason)
+    translation.skip("data_seed", "not applicable" if is_same_seed else "no counterpart", reason)
 
 
 def _map_script_arguments(translation: Translation) -> None:
-    """Map what the example scripts of transformers add: model and data arguments."""
+    """Map the model and data arguments that the example scripts of transformers add."""
     translation.map_converted("model_name_or_path", "model.from", parse_text)
     if translation.is_pending("tokenizer_name"):
         translation.map_key("tokenizer_name", "data.tokenizer.kind", "pretrained")
@@ -138,16 +140,18 @@ def _map_script_arguments(translation: Translation) -> None:
         translation.map_converted(key, "data.sequence_length", parse_integer)
 
 
-_HUB = "nothing is uploaded; bottega export writes a folder that can be uploaded"
-_RANKS = "the launcher sets the number of processes"
-_OWN = "an internal setting of the Trainer's training loop"
-_TRACKIO = "only TensorBoard and Weights & Biases are supported"
-_KERNEL = "chosen by the engine here"
+_NO_UPLOADS = "nothing is uploaded; bottega export writes a folder that can be uploaded"
+_SET_BY_LAUNCHER = "the launcher sets the number of processes"
+_INTERNAL_SETTING = "an internal setting of the Trainer's training loop"
+_UNSUPPORTED_LOGGER = "only TensorBoard and Weights & Biases are supported"
+_CHOSEN_BY_ENGINE = "chosen by the engine here"
 
 SKIPPED_KEYS = SkippedKeys(
     no_counterpart={
-        **dict.fromkeys(("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"), _HUB),
-        **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _HUB),
+        **dict.fromkeys(
+            ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push"), _NO_UPLOADS
+        ),
+        **dict.fromkeys(("hub_revision", "push_to_hub_model_id", "push_to_hub_organization"), _NO_UPLOADS),
         **dict.fromkeys(("hub_token", "push_to_hub_token"), "put secrets into environment variables"),
         **dict.fromkeys(("use_cpu", "no_cuda", "use_mps_device"), "set device"),
         "auto_find_batch_size": "training.micro_batch_size: auto finds what fits",
@@ -166,7 +170,7 @@ SKIPPED_KEYS = SkippedKeys(
         "predict_with_generate": "samples.every generates samples during training",
         "generation_max_length": "samples.max_new_tokens is the length of samples",
         "max_eval_samples": "evaluation.max_batches is the limit, in batches",
-        **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _TRACKIO),
+        **dict.fromkeys(("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"), _UNSUPPORTED_LOGGER),
         "fsdp_config": "a setting of the Trainer's sharding",
         "deepspeed": "a setting of DeepSpeed",
         "project": "a setting of Trackio; use logging.wandb.project",
@@ -176,8 +180,8 @@ SKIPPED_KEYS = SkippedKeys(
         "save_only_model": "a checkpoint contains everything needed to resume",
         "parallelism_config": "distributed.strategy is ddp or fsdp",
         "mp_parameters": "distributed.strategy is ddp or fsdp",
-        "torch_compile_backend": _KERNEL,
-        "torch_compile_mode": _KERNEL,
+        "torch_compile_backend": _CHOSEN_BY_ENGINE,
+        "torch_compile_mode": _CHOSEN_BY_ENGINE,
         "task_name": "set task and data.train.path",
         "config_name": "the configuration is read from model.from",
         "trust_remote_code": "code from a model or data set is not run",
@@ -196,27 +200,36 @@ SKIPPED_KEYS = SkippedKeys(
         "tf32": "the engine chooses the precision of matrix products",
         "dataloader_drop_last": "epochs follow each other without a gap, so every batch is full",
         "remove_unused_columns": "only the fields that are needed are read",
-        "gradient_checkpointing_kwargs": _KERNEL,
-        **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _OWN),
-        **dict.fromkeys(("ddp_static_graph", "ddp_timeout", "ddp_timeout_delta"), _OWN),
-        "ddp_backend": "chosen by the device: nccl on GPUs, gloo elsewhere",
-        **dict.fromkeys(("local_rank", "tpu_num_cores", "_n_gpu"), _RANKS),
-        **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _OWN),
-        **dict.fromkeys(("dataloader_in_order", "torch_empty_cache_steps", "skip_memory_metrics", "debug"), _OWN),
+        "gradient_checkpointing_kwargs": _CHOSEN_BY_ENGINE,
         **dict.fromkeys(
-            ("logging_nan_inf_filter", "log_on_each_node", "save_on_each_node", "use_legacy_prediction_loop"), _OWN
+            ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"), _INTERNAL_SETTING
         ),
-        **dict.fromkeys(("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object"), _OWN),
-        **dict.fromkeys(("batch_eval_metrics", "prediction_loss_only", "use_cache", "enable_jit_checkpoint"), _OWN),
+        **dict.fromkeys(("ddp_static_graph", "ddp_timeout", "ddp_timeout_delta"), _INTERNAL_SETTING),
+        "ddp_backend": "chosen by the device: nccl on GPUs, gloo elsewhere",
+        **dict.fromkeys(("local_rank", "tpu_num_cores", "_n_gpu"), _SET_BY_LAUNCHER),
+        **dict.fromkeys(("dataloader_persistent_workers", "dataloader_multiprocessing_context"), _INTERNAL_SETTING),
+        **dict.fromkeys(
+            ("dataloader_in_order", "torch_empty_cache_steps", "skip_memory_metrics", "debug"), _INTERNAL_SETTING
+        ),
+        **dict.fromkeys(
+            ("logging_nan_inf_filter", "log_on_each_node", "save_on_each_node", "use_legacy_prediction_loop"),
+            _INTERNAL_SETTING,
+        ),
+        **dict.fromkeys(
+            ("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object"), _INTERNAL_SETTING
+        ),
+        **dict.fromkeys(
+            ("batch_eval_metrics", "prediction_loss_only", "use_cache", "enable_jit_checkpoint"), _INTERNAL_SETTING
+        ),
         **dict.fromkeys(("include_num_input_tokens_seen", "include_tokens_per_second"), "tokens are always counted"),
         "average_tokens_across_devices": "means are always over all tokens of the batch",
-        "accelerator_config": _OWN,
+        "accelerator_config": _INTERNAL_SETTING,
         "log_level": "logging.level; the levels of transformers differ",
         "log_level_replica": "only the first process logs",
         **dict.fromkeys(
-            ("use_liger_kernel", "liger_kernel_config", "torchdynamo", "jit_mode_eval", "use_ipex"), _KERNEL
+            ("use_liger_kernel", "liger_kernel_config", "torchdynamo", "jit_mode_eval", "use_ipex"), _CHOSEN_BY_ENGINE
         ),
-        **dict.fromkeys(("fp16_opt_level", "fp16_backend", "half_precision_backend"), _KERNEL),
+        **dict.fromkeys(("fp16_opt_level", "fp16_backend", "half_precision_backend"), _CHOSEN_BY_ENGINE),
         **dict.fromkeys(
             ("cache_dir", "overwrite_cache", "preprocessing_num_workers"),
             "prepared data is cached by a hash of its settings",

@@ -19,16 +19,22 @@ from bottega.config.importers.translation import (
 )
 
 SHARDING_NOTE = "train does not support it until sharding is implemented; remove it if the model fits on one GPU"
-_MEMORY = "the same optimizer, with its state in full precision"
+_FULL_PRECISION_STATE = "the same optimizer, with its state in full precision"
 
 OPTIMIZERS: dict[str, tuple[str, str | None]] = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_torch_xla"), ("adamw", None)),
     **dict.fromkeys(("adamw_torch_npu_fused", "adamw_apex_fused", "adamw_anyprecision"), ("adamw", None)),
-    **dict.fromkeys(("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"), ("adamw", _MEMORY)),
-    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "ao_adamw_4bit"), ("adamw", _MEMORY)),
-    **dict.fromkeys(("ao_adamw_8bit", "ao_adamw_fp8"), ("adamw", _MEMORY)),
+    **dict.fromkeys(
+        ("adamw_bnb_8bit", "adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit"), ("adamw", _FULL_PRECISION_STATE)
+    ),
+    **dict.fromkeys(
+        ("paged_adamw", "paged_adamw_32bit", "paged_adamw_8bit", "ao_adamw_4bit"), ("adamw", _FULL_PRECISION_STATE)
+    ),
+    **dict.fromkeys(("ao_adamw_8bit", "ao_adamw_fp8"), ("adamw", _FULL_PRECISION_STATE)),
     **dict.fromkeys(("lion", "lion_32bit", "lion_pytorch"), ("lion", None)),
-    **dict.fromkeys(("lion_8bit", "paged_lion", "paged_lion_32bit", "paged_lion_8bit"), ("lion", _MEMORY)),
+    **dict.fromkeys(
+        ("lion_8bit", "paged_lion", "paged_lion_32bit", "paged_lion_8bit"), ("lion", _FULL_PRECISION_STATE)
+    ),
     "optimi_adamw": ("adamw", None),
     "adafactor": ("adafactor", None),
     "muon": ("muon", None),
@@ -51,14 +57,14 @@ SCHEDULES = {
     "one_cycle": "one_cycle",
 }
 
-_DIFFERS = {
+_SCHEDULE_DIFFERENCES = {
     "warmup_stable_decay": "decays linearly here",
-    # Without a warm-up theirs decays on a scale of 10,000 steps, ours on that of one step.
+    # Without a warm-up the schedule of transformers decays over 10,000 steps, ours over a single step.
     "inverse_sqrt": "decays relative to the length of the warm-up; set warmup_steps",
 }
 """What differs in a schedule of the same name."""
 
-_SHAPE = {
+_SCHEDULER_ARGUMENTS = {
     "num_cycles": ("cycles", parse_integer),
     "power": ("power", parse_number),
     "lr_end": ("eta_min", parse_number),
@@ -94,20 +100,20 @@ def map_length(translation: Translation, epochs_key: str, *, default: int) -> No
 def map_batch_size(translation: Translation, size_key: str, *, default: int) -> None:
     """Map batch size and accumulation unchanged: with gradient_accumulation_steps, batch_size is per process here too."""
     size = translation.map_converted(size_key, "training.batch_size", parse_integer)
-    passes = translation.map_converted(
+    accumulation_steps = translation.map_converted(
         "gradient_accumulation_steps", "training.gradient_accumulation_steps", parse_integer
     )
     if size is None:
         translation.map_default(size_key, default, "training.batch_size", default)
-    if passes is None:
+    if accumulation_steps is None:
         translation.map_default("gradient_accumulation_steps", 1, "training.gradient_accumulation_steps", 1)
-    add_batch_note(translation, size or default, passes or 1)
+    add_batch_note(translation, size or default, accumulation_steps or 1)
 
 
-def add_batch_note(translation: Translation, size: int, passes: int) -> None:
+def add_batch_note(translation: Translation, size: int, accumulation_steps: int) -> None:
     """Add a note with the batch size of an optimizer step."""
     translation.notes.append(
-        f"batch: {size} per process x {passes} = {size * passes} per step with one process, as in the file"
+        f"batch: {size} per process x {accumulation_steps} = {size * accumulation_steps} per step with one process, as in the file"
     )
 
 
@@ -119,12 +125,14 @@ def map_optimizer(translation: Translation, key: str) -> None:
         translation.map_key(key, "training.optimizer.name", name, note=note)
     elif optimizer is not None:
         translation.skip(key, "no counterpart", "adamw is used; muon, lion, adafactor, sgd and adam are available too")
-    first, second = translation.get("adam_beta1"), translation.get("adam_beta2")
+    beta1, beta2 = translation.get("adam_beta1"), translation.get("adam_beta2")
     row = translation.find_mapped("training.optimizer.name")
-    if first is not None or second is not None:
-        pair = [0.9 if first is None else first, 0.999 if second is None else second]
+    if beta1 is not None or beta2 is not None:
+        betas = [0.9 if beta1 is None else beta1, 0.999 if beta2 is None else beta2]
         for beta in ("adam_beta1", "adam_beta2"):
-            translation.map_converted(beta, "training.optimizer.betas", lambda _: [parse_number(part) for part in pair])
+            translation.map_converted(
+                beta, "training.optimizer.betas", lambda _: [parse_number(part) for part in betas]
+            )
     elif row is not None and row.recipe_value == "lion":
         translation.map_default("adam_beta1, adam_beta2", [0.9, 0.999], "training.optimizer.betas", [0.9, 0.999])
     translation.map_converted("adam_epsilon", "training.optimizer.eps", parse_number)
@@ -133,7 +141,7 @@ def map_optimizer(translation: Translation, key: str) -> None:
 
 
 def map_gradient_clipping(translation: Translation) -> None:
-    """Map max_grad_norm; 0 turns clipping off in transformers, null does here."""
+    """Map max_grad_norm; clipping is turned off by 0 in transformers and by null here."""
     note = "null turns it off" if translation.get("max_grad_norm") == 0 else None
     translation.map_converted("max_grad_norm", "training.max_grad_norm", lambda v: parse_number(v) or None, note=note)
 
@@ -144,10 +152,12 @@ def map_schedule(translation: Translation, key: str, *, default: str) -> None:
     if schedule is None:
         translation.map_default(key, default, "training.scheduler.name", SCHEDULES[default])
     elif schedule in SCHEDULES:
-        translation.map_key(key, "training.scheduler.name", SCHEDULES[schedule], note=_DIFFERS.get(schedule))
+        translation.map_key(
+            key, "training.scheduler.name", SCHEDULES[schedule], note=_SCHEDULE_DIFFERENCES.get(schedule)
+        )
     else:
         translation.skip(key, "no counterpart", "cosine is used; docs/recipes.md lists the others")
-    for source_key, (name, convert) in _SHAPE.items():
+    for source_key, (name, convert) in _SCHEDULER_ARGUMENTS.items():
         translation.map_converted(f"lr_scheduler_kwargs.{source_key}", f"training.scheduler.{name}", convert)
     _map_decay_steps(translation)
     if schedule == "polynomial":
@@ -155,7 +165,7 @@ def map_schedule(translation: Translation, key: str, *, default: str) -> None:
     if schedule == "reduce_lr_on_plateau":
         translation.map_default("lr_scheduler_kwargs.factor", 0.1, "training.scheduler.factor", 0.1)
         translation.map_default("lr_scheduler_kwargs.patience", 10, "training.scheduler.patience", 10)
-    _map_warmup(translation, has_none=schedule in ("constant", "reduce_lr_on_plateau"))
+    _map_warmup(translation, has_no_warmup=schedule in ("constant", "reduce_lr_on_plateau"))
 
 
 def _map_decay_steps(translation: Translation) -> None:
@@ -170,10 +180,10 @@ def _map_decay_steps(translation: Translation) -> None:
     )
 
 
-def _map_warmup(translation: Translation, *, has_none: bool) -> None:
+def _map_warmup(translation: Translation, *, has_no_warmup: bool) -> None:
     key, recipe_key = "warmup_steps", "training.scheduler.warmup_steps"
     for source_key in ("warmup_steps", "warmup_ratio"):
-        if has_none:
+        if has_no_warmup:
             translation.skip(source_key, "not applicable", "the trainer's schedule of this name has no warm-up")
     steps = translation.get(key)
     if isinstance(steps, int | float) and 0 < steps < 1:
@@ -198,45 +208,52 @@ def map_precision(translation: Translation, *, default: str) -> None:
         is_pure = source_key in ("bfloat16", "pure_bf16", "float16") or value == "full"
         note = "weights stay in fp32 here" if is_pure else None
         translation.map_key(source_key, key, "auto" if str(value).lower() == "auto" else name, note=note)
-    chosen = translation.find_mapped(key)
+    precision_row = translation.find_mapped(key)
     for source_key, _ in switches:
-        if chosen is None and translation.is_pending(source_key):
+        if precision_row is None and translation.is_pending(source_key):
             translation.map_key(source_key, key, "fp32")
-        elif chosen is not None:
-            translation.skip(source_key, "not applicable", f"{chosen.source_key} takes precedence")
+        elif precision_row is not None:
+            translation.skip(source_key, "not applicable", f"{precision_row.source_key} takes precedence")
     if translation.find_mapped(key) is None:
         translation.map_default("bf16", "auto" if default == "auto" else False, key, default)
 
 
 def map_cadence(
-    translation: Translation, recipe_key: str, *, strategies: tuple[str, ...], steps: str, otherwise: Any = None
+    translation: Translation,
+    recipe_key: str,
+    *,
+    strategy_keys: tuple[str, ...],
+    steps_key: str,
+    default_steps: Any = None,
 ) -> None:
     """Map a strategy (steps, epoch, no) and a number of steps to one key.
 
-    `otherwise` is the number of steps where the strategy is steps and no number is given.
+    `default_steps` is the number of steps if the strategy is steps and the file gives no number.
     """
-    strategy = next((key for key in strategies if translation.is_pending(key)), None)
-    interval = "steps" if strategy is None else str(translation.get(strategy)).lower()
-    if strategy is not None and interval == "epoch":
-        translation.map_key(strategy, recipe_key, "1 epoch")
-    elif strategy is not None and interval == "best":
-        translation.skip(strategy, "not applicable", "the best checkpoint is always kept")
-    elif strategy is not None and interval in ("no", "false", "none"):
+    strategy_key = next((key for key in strategy_keys if translation.is_pending(key)), None)
+    interval = "steps" if strategy_key is None else str(translation.get(strategy_key)).lower()
+    if strategy_key is not None and interval == "epoch":
+        translation.map_key(strategy_key, recipe_key, "1 epoch")
+    elif strategy_key is not None and interval == "best":
+        translation.skip(strategy_key, "not applicable", "the best checkpoint is always kept")
+    elif strategy_key is not None and interval in ("no", "false", "none"):
         if recipe_key == "logging.every":
-            translation.skip(strategy, "no counterpart", "the log is always written; logging.every sets how often")
+            translation.skip(strategy_key, "no counterpart", "the log is always written; logging.every sets how often")
         else:
-            translation.map_key(strategy, recipe_key, None, note="null means at the end only")
+            translation.map_key(strategy_key, recipe_key, None, note="null means at the end only")
     elif interval == "steps":
-        every = translation.map_converted(steps, recipe_key, _parse_interval)
-        if strategy is not None and every is None and otherwise is not None:
-            translation.map_key(strategy, recipe_key, otherwise)
-        elif strategy is not None and every is not None:
-            translation.map_key(strategy, recipe_key, every)
-    if strategy is not None:
+        every = translation.map_converted(steps_key, recipe_key, _parse_interval)
+        if strategy_key is not None and every is None and default_steps is not None:
+            translation.map_key(strategy_key, recipe_key, default_steps)
+        elif strategy_key is not None and every is not None:
+            translation.map_key(strategy_key, recipe_key, every)
+    if strategy_key is not None:
         translation.skip(
-            strategy, "invalid value", f"expected steps, epoch or no, got {format_value(translation.get(strategy))}"
+            strategy_key,
+            "invalid value",
+            f"expected steps, epoch or no, got {format_value(translation.get(strategy_key))}",
         )
-    translation.skip(steps, "not applicable", f"{strategy} is {interval}")
+    translation.skip(steps_key, "not applicable", f"{strategy_key} is {interval}")
 
 
 def _parse_interval(value: Any) -> Any:
@@ -247,12 +264,12 @@ def _parse_interval(value: Any) -> Any:
     return format_percent(amount) if amount < 1 else parse_integer(amount)
 
 
-def map_best_metric(translation: Translation, *, patience: str) -> None:
+def map_best_metric(translation: Translation, *, patience_key: str) -> None:
     """Map the metric of the best checkpoint, and early stopping."""
     metric = map_monitored_metric(
-        translation, metric="metric_for_best_model", mode="greater_is_better", recipe_block="evaluation"
+        translation, metric_key="metric_for_best_model", mode_key="greater_is_better", recipe_block="evaluation"
     )
-    num_evaluations = translation.map_converted(patience, "training.early_stopping.patience", parse_integer)
+    num_evaluations = translation.map_converted(patience_key, "training.early_stopping.patience", parse_integer)
     translation.map_converted("early_stopping_threshold", "training.early_stopping.threshold", parse_number)
     if num_evaluations is not None and metric is not None:
         translation.map_default("metric_for_best_model", metric, "training.early_stopping.metric", metric)
@@ -265,11 +282,11 @@ def map_reporting(translation: Translation, key: str = "report_to") -> None:
         return
     value = translation.get(key)
     loggers = [str(part).lower() for part in (value if isinstance(value, list) else str(value).split(","))]
-    others = sorted({part.strip() for part in loggers} - {"wandb", "tensorboard", "none", "all", ""})
+    unsupported_loggers = sorted({part.strip() for part in loggers} - {"wandb", "tensorboard", "none", "all", ""})
     if loggers == ["all"]:
         translation.skip(key, "not applicable", "TensorBoard is written; logging.wandb.project adds Weights & Biases")
         return
-    note = f"no counterpart: {', '.join(others)}" if others else None
+    note = f"no counterpart: {', '.join(unsupported_loggers)}" if unsupported_loggers else None
     translation.map_key(key, "logging.tensorboard", "tensorboard" in loggers, note=note)
     if "wandb" in loggers:
         translation.map_key(key, "logging.wandb.enabled", True)
@@ -326,7 +343,7 @@ def map_sharding(translation: Translation) -> None:
     elif translation.is_pending("fsdp_version") or any(
         not is_disabled(value) for value in translation.pending_under("fsdp_config").values()
     ):
-        # Newer versions: the block of settings alone turns FSDP on.
+        # In newer versions of transformers the block of settings alone turns FSDP on.
         key = (
             "fsdp_version"
             if translation.is_pending("fsdp_version")
@@ -362,7 +379,7 @@ def map_performance_options(translation: Translation) -> None:
     )
     row = translation.find_mapped("data.workers")
     workers = max(1, row.recipe_value) if row else 1
-    counted = "per worker in the file, in total here" if workers > 1 else None
+    prefetch_note = "per worker in the file, in total here" if workers > 1 else None
     translation.map_converted(
-        "dataloader_prefetch_factor", "data.prefetch", lambda v: parse_integer(v) * workers, note=counted
+        "dataloader_prefetch_factor", "data.prefetch", lambda v: parse_integer(v) * workers, note=prefetch_note
     )

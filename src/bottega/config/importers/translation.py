@@ -1,4 +1,4 @@
-"""Translation of another trainer's configuration: each key becomes a recipe key, or has a reason why there is none."""
+"""Translation of another trainer's configuration: each key becomes a recipe key, or gets a reason why it is left out."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ UNKNOWN_REASON = "unknown key"
 HARMLESS_REASONS = (DISABLED_REASON, EMPTY_REASON)
 """Reasons that lose nothing: the key had no effect in its own trainer either."""
 
-_SECRET = re.compile(r"(api_?key|secret|password|webhook_url|(^|[.]|hub_|auth_|access_)token)$", re.IGNORECASE)
-_VARIABLE = re.compile(r"\$\{[^}]*\}")
+_SECRET_KEY = re.compile(r"(api_?key|secret|password|webhook_url|(^|[.]|hub_|auth_|access_)token)$", re.IGNORECASE)
+_INTERPOLATION = re.compile(r"\$\{[^}]*\}")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MappedKey:
     recipe_value: Any
     note: str | None = None
     is_default: bool = False
-    """Whether the key is absent from the file, and stands for the trainer's default where Bottega's differs."""
+    """Whether the key is absent from the file, and stands for the trainer's default, which differs from Bottega's."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SkippedKeys:
 
 
 class Translation:
-    """The translation of one file: its leaf keys, those mapped so far, those left out, and notes."""
+    """The translation of one file: its leaf keys, the keys mapped so far, the keys left out, and notes."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.source_values: dict[str, Any] = {}
@@ -78,10 +78,10 @@ class Translation:
         self.mapped: list[MappedKey] = []
         self.unmapped: list[UnmappedKey] = []
         self.notes: list[str] = []
-        self._done: set[str] = set()
+        self._handled_keys: set[str] = set()
 
     def get(self, key: str) -> Any:
-        """Return the value of a source key; None where it is absent or empty."""
+        """Return the value of a source key; None if it is absent or empty."""
         return self.source_values.get(key)
 
     def pending_under(self, prefix: str) -> dict[str, Any]:
@@ -89,12 +89,12 @@ class Translation:
         return {
             key: value
             for key, value in self.source_values.items()
-            if key.startswith(prefix + ".") and key not in self._done
+            if key.startswith(prefix + ".") and key not in self._handled_keys
         }
 
     def is_pending(self, key: str) -> bool:
         """Return whether a key is in the file, not empty, and not yet mapped or skipped."""
-        return self.get(key) is not None and key not in self._done
+        return self.get(key) is not None and key not in self._handled_keys
 
     def map_key(self, source_key: str, recipe_key: str, recipe_value: Any, *, note: str | None = None) -> bool:
         """Map a source key to a recipe key and return whether it was; the first of two conflicting keys takes precedence."""
@@ -102,10 +102,10 @@ class Translation:
         conflict = self._find_conflict(recipe_key, recipe_value)
         if conflict is not None:
             self.skip(source_key, "no counterpart", f"{conflict.source_key} already sets {conflict.recipe_key}")
-        elif any(_VARIABLE.search(str(part)) for part in (value, recipe_value)):
+        elif any(_INTERPOLATION.search(str(part)) for part in (value, recipe_value)):
             self.skip(source_key, "invalid value", "${...} is not replaced in a recipe")
         else:
-            self._done.add(source_key)
+            self._handled_keys.add(source_key)
             self.mapped.append(MappedKey(source_key, value, recipe_key, recipe_value, note))
             return True
         return False
@@ -118,7 +118,7 @@ class Translation:
         return None
 
     def map_converted(self, source_key: str, recipe_key: str, convert: Converter, *, note: str | None = None) -> Any:
-        """Map a source key with a converted value and return that value; None where the key is absent or cannot be converted."""
+        """Map a source key with a converted value and return that value; None if the key is absent or cannot be converted."""
         if not self.is_pending(source_key):
             return None
         try:
@@ -135,8 +135,8 @@ class Translation:
 
     def skip(self, source_key: str, category: SkipCategory, reason: str) -> None:
         """Leave a pending key out, with a reason."""
-        if source_key in self.source_values and source_key not in self._done:
-            self._done.add(source_key)
+        if source_key in self.source_values and source_key not in self._handled_keys:
+            self._handled_keys.add(source_key)
             value = self.source_values[source_key]
             category, reason = ("not applicable", EMPTY_REASON) if value is None else (category, reason)
             self.unmapped.append(UnmappedKey(source_key, redact_secret(source_key, value), category, reason))
@@ -160,7 +160,7 @@ class Translation:
     def skip_remaining(self, *tables: SkippedKeys) -> None:
         """Leave out all pending keys, with their reasons in `tables`."""
         for key, value in self.source_values.items():
-            if key not in self._done:
+            if key not in self._handled_keys:
                 self.skip(key, *_find_reason(key, value, tables))
 
     def to_recipe(self) -> dict[str, Any]:
@@ -173,41 +173,41 @@ class Translation:
 
     def drop_rejected(self, tasks: TaskRegistry) -> None:
         """Leave out keys that recipe validation rejects, with its reason, so that the written recipe loads."""
-        if _validation_error(tasks, self.to_recipe()) is not None:
+        if _find_validation_error(tasks, self.to_recipe()) is not None:
             self._keep_valid_rows(tasks)
-        assert _validation_error(tasks, self.to_recipe()) is None
+        assert _find_validation_error(tasks, self.to_recipe()) is None
         positions = {key: position for position, key in enumerate(self.source_values)}
         self.mapped.sort(
             key=lambda row: positions.get(row.source_key, len(positions)) if not row.is_default else len(positions)
         )
-        self.unmapped.sort(key=lambda left: positions[left.source_key])
+        self.unmapped.sort(key=lambda skipped: positions[skipped.source_key])
 
     def _keep_valid_rows(self, tasks: TaskRegistry) -> None:
         """Keep each row that is valid by itself and together with the rows before it."""
         base_rows = [row for row in self.mapped if row.recipe_key in ("task", "techniques.0.name")]
         valid: list[MappedKey] = []
         for row in self.mapped:
-            own_error = _validation_error(tasks, _nested([*(r for r in base_rows if r is not row), row]))
-            error = own_error or _validation_error(tasks, _nested([*base_rows, *valid, row]))
+            own_error = _find_validation_error(tasks, _nest_rows([*(r for r in base_rows if r is not row), row]))
+            error = own_error or _find_validation_error(tasks, _nest_rows([*base_rows, *valid, row]))
             if error is None or row in base_rows:
                 valid.append(row)
-            elif not row.is_default and not any(left.source_key == row.source_key for left in self.unmapped):
+            elif not row.is_default and not any(skipped.source_key == row.source_key for skipped in self.unmapped):
                 value = redact_secret(row.source_key, row.source_value)
                 self.unmapped.append(UnmappedKey(row.source_key, value, "invalid value", error))
         # A source key that became several recipe keys stays mapped while one of them is valid.
         mapped_keys = {row.source_key for row in valid if not row.is_default}
         self.mapped = valid
-        self.unmapped = [left for left in self.unmapped if left.source_key not in mapped_keys]
+        self.unmapped = [skipped for skipped in self.unmapped if skipped.source_key not in mapped_keys]
 
 
-def _nested(rows: list[MappedKey]) -> dict[str, Any]:
+def _nest_rows(rows: list[MappedKey]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for row in rows:
         _insert(root, row.recipe_key.split("."), row.recipe_value)
     return root
 
 
-def _validation_error(tasks: TaskRegistry, recipe: Mapping[str, Any]) -> str | None:
+def _find_validation_error(tasks: TaskRegistry, recipe: Mapping[str, Any]) -> str | None:
     try:
         check_recipe(tasks, [recipe])
     except UsageError as error:
@@ -218,17 +218,17 @@ def _validation_error(tasks: TaskRegistry, recipe: Mapping[str, Any]) -> str | N
 def _insert(root: dict[str, Any], path: list[str], value: Any) -> None:
     """Set a dotted key; a number is an index into a list."""
     block: Any = root
-    for name, following in zip(path, [*path[1:], ""], strict=True):
+    for name, next_name in zip(path, [*path[1:], ""], strict=True):
         if isinstance(block, list):
             index = int(name)
             while len(block) <= index:
                 block.append({})
             block = block[index]
-        elif following == "":
+        elif next_name == "":
             block[name] = value
         else:
             if not isinstance(block.get(name), dict | list):
-                block[name] = [] if following.isdigit() else {}
+                block[name] = [] if next_name.isdigit() else {}
             block = block[name]
 
 
@@ -246,7 +246,7 @@ def iterate_leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple
 
 def redact_secret(key: str, value: Any) -> Any:
     """Return the value, or "(hidden)" if the key is named like a secret."""
-    return "(hidden)" if value and _SECRET.search(key) else value
+    return "(hidden)" if value and _SECRET_KEY.search(key) else value
 
 
 def is_disabled(value: Any) -> bool:
@@ -257,9 +257,9 @@ def is_disabled(value: Any) -> bool:
 
 
 def _find_reason(key: str, value: Any, tables: tuple[SkippedKeys, ...]) -> tuple[SkipCategory, str]:
-    starred = re.sub(r"\.\d+(?=\.|$)", ".*", key)
+    wildcard_key = re.sub(r"\.\d+(?=\.|$)", ".*", key)
     # The most specific name comes first: a block may have one reason for most of its keys.
-    parts = starred.split(".")
+    parts = wildcard_key.split(".")
     names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
     if value is None:
         return "not applicable", EMPTY_REASON

@@ -9,11 +9,11 @@ import numpy as np
 
 from bottega.data.prepare.preview import (
     Preview,
-    evenly_spaced_rows,
-    image_path,
+    choose_evenly_spaced_rows,
+    get_row_annotations,
+    get_row_caption,
+    make_image_path,
     read_rows,
-    row_annotations,
-    row_caption,
 )
 from bottega.data.tables.shards import Table
 
@@ -29,7 +29,7 @@ class AudioPreview(Preview):
         return int(self.prepared.metadata["sample_rate"])
 
     @property
-    def per_unit(self) -> float:
+    def entries_per_unit(self) -> float:
         return self.rate
 
     def describe_array(self, content: np.ndarray) -> str:
@@ -38,7 +38,7 @@ class AudioPreview(Preview):
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
         from bottega.data.audio.decode import encode_flac
 
-        return {"flac": encode_flac(np.asarray(row["audio"]), self.rate), **row_annotations(row)}
+        return {"flac": encode_flac(np.asarray(row["audio"]), self.rate), **get_row_annotations(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from functools import partial
@@ -46,6 +46,6 @@ class AudioPreview(Preview):
         from bottega.data.audio.spectrogram_plot import plot_spectrograms
         from bottega.plots.figure import try_plot
 
-        rows, path = read_rows(table, evenly_spaced_rows(table, 4)), image_path(folder, "spectrograms.png")
-        waveforms = [(row_caption(row), np.asarray(row["audio"]), self.rate) for row in rows]
+        rows, path = read_rows(table, choose_evenly_spaced_rows(table, 4)), make_image_path(folder, "spectrograms.png")
+        waveforms = [(get_row_caption(row), np.asarray(row["audio"]), self.rate) for row in rows]
         return [path] if try_plot(partial(plot_spectrograms, waveforms), path) else []

@@ -8,11 +8,11 @@ from typing import Any
 
 from bottega.data.prepare.preview import (
     Preview,
-    evenly_spaced_rows,
-    image_path,
+    choose_evenly_spaced_rows,
+    get_row_annotations,
+    get_row_caption,
+    make_image_path,
     read_rows,
-    row_annotations,
-    row_caption,
 )
 from bottega.data.sources.samples import decode_image
 from bottega.data.tables.shards import Table
@@ -27,17 +27,17 @@ class ImagePreview(Preview):
         from PIL import Image
 
         if self.prepared.metadata["encoder"]["store"] == "encoded":
-            return {_detect_suffix(row["image"]): row["image"], **row_annotations(row)}
+            return {_detect_suffix(row["image"]): row["image"], **get_row_annotations(row)}
         pixels, out = decode_image(self.prepared, row), io.BytesIO()
         Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(out, "PNG")
-        return {"png": out.getvalue(), **row_annotations(row)}
+        return {"png": out.getvalue(), **get_row_annotations(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.image.contact_sheet import write_contact_sheet
 
-        rows, path = read_rows(table, evenly_spaced_rows(table, count)), image_path(folder, "images.png")
+        rows, path = read_rows(table, choose_evenly_spaced_rows(table, count)), make_image_path(folder, "images.png")
         write_contact_sheet(
-            [decode_image(self.prepared, row) for row in rows], path, captions=[row_caption(row) for row in rows]
+            [decode_image(self.prepared, row) for row in rows], path, captions=[get_row_caption(row) for row in rows]
         )
         return [path]
 

@@ -16,7 +16,7 @@ from bottega.data.order.orders import Mixture, Order
 class Bucketed(Order):
     """Each batch is of one bucket, chosen in proportion to the bucket's size; a bucket is a shuffled stream of its own.
 
-    A batch at the end of a bucket's epoch is filled from its next one, so that no sample is dropped.
+    A batch at the end of a bucket's epoch is filled from the bucket's next epoch, so that no sample is dropped.
     """
 
     buckets: np.ndarray
@@ -32,8 +32,8 @@ class Bucketed(Order):
         index, epoch = self._mixture.indices(positions)
         return self._members[index], epoch
 
-    def num_epochs(self, positions: int) -> int:
-        return self._mixture.num_epochs(positions)
+    def num_epochs(self, num_positions: int) -> int:
+        return self._mixture.num_epochs(num_positions)
 
     @cached_property
     def _members(self) -> np.ndarray:

@@ -16,10 +16,10 @@ from bottega.data.sources.per_sample import read_per_sample
 from bottega.data.sources.source import Source
 from bottega.data.tables.shards import Table
 
-# Rows read at once: 256 windows of 1,024 tokens are 1 MiB.
-BLOCK = 256
-# Stages in which competence rises; it lags behind the formula by at most a fiftieth of the increase.
-LEVELS = 50
+# Number of rows read at once: 256 windows of 1,024 tokens are 1 MiB.
+BLOCK_ROWS = 256
+# Number of stages in which competence rises; it lags behind the formula by at most a fiftieth of the increase.
+NUM_LEVELS = 50
 
 ScoreFunction = Callable[[Source], np.ndarray]
 
@@ -31,44 +31,47 @@ def rank_samples(source: Source, by: str | np.ndarray | ScoreFunction) -> np.nda
     A source may have methods `lengths()` and `scores(name)`; otherwise a score is read from the fields of its rows.
     """
     if isinstance(by, str):
-        scores = {"length": _lengths, "rarity": compute_rarity}.get(by, lambda source: _field(source, by))(source)
+        scores = {"length": _read_lengths, "rarity": compute_rarity}.get(by, lambda source: _read_scores(source, by))(
+            source
+        )
     else:
         scores = np.asarray(by(source) if callable(by) else by)
     if scores.shape != (len(source),) or scores.dtype.kind not in "iufb":
         raise DataError(
-            f"data.curriculum.by={_name(by)} gives {scores.dtype} of shape {list(scores.shape)}; expected one number for each "
-            f"of the {len(source)} samples"
+            f"data.curriculum.by={_format_criterion(by)} gives {scores.dtype} of shape {list(scores.shape)}; "
+            f"expected one number for each of the {len(source)} samples"
         )
-    wrong = np.flatnonzero(~np.isfinite(scores))
-    if len(wrong):
+    non_finite = np.flatnonzero(~np.isfinite(scores))
+    if len(non_finite):
         raise DataError(
-            f"data.curriculum.by={_name(by)} is {scores[wrong[0]]} for sample {wrong[0]}; scores must be finite numbers"
+            f"data.curriculum.by={_format_criterion(by)} is {scores[non_finite[0]]} for sample {non_finite[0]}; scores "
+            "must be finite numbers"
         )
     return np.argsort(scores, kind="stable")
 
 
-def _name(by: Any) -> str:
+def _format_criterion(by: Any) -> str:
     return by if isinstance(by, str) else getattr(by, "__name__", "scores")
 
 
-def _lengths(source: Source) -> np.ndarray:
+def _read_lengths(source: Source) -> np.ndarray:
     lengths = read_sample_values(source, "lengths")
     if lengths is None:
         raise UsageError(
-            "data.curriculum.by=length needs samples of different lengths, but these are all of one length; use rarity, or "
+            "data.curriculum.by=length needs samples of different lengths, but all samples have the same length; use rarity, or "
             "data.padding=true for text, or the name of a field with a score"
         )
     return lengths
 
 
-def _field(source: Source, name: str) -> np.ndarray:
+def _read_scores(source: Source, name: str) -> np.ndarray:
     scores = read_sample_values(source, "scores", name)
     if scores is not None:
         return scores
-    return np.concatenate([np.atleast_1d(_value(rows, name)) for rows in _blocks(source)])
+    return np.concatenate([np.atleast_1d(_get_field(rows, name)) for rows in _read_blocks(source)])
 
 
-def _value(rows: dict[str, Any], name: str) -> np.ndarray:
+def _get_field(rows: dict[str, Any], name: str) -> np.ndarray:
     if name not in rows:
         raise UsageError(
             f"data.curriculum.by={name}: the samples have no such field; choose from length, rarity, {', '.join(rows)}"
@@ -77,7 +80,7 @@ def _value(rows: dict[str, Any], name: str) -> np.ndarray:
 
 
 def read_sample_values(source: Source, name: str, *arguments: Any) -> np.ndarray | None:
-    """Return the values of all samples from the method `name` of a source, or a score from its table; None without either."""
+    """Return the values of all samples from the method `name` of a source, or a score from its table; None if it has neither."""
 
     def read(inner: Source) -> np.ndarray | None:
         method, table = getattr(inner, name, None), getattr(inner, "table", None)
@@ -112,7 +115,7 @@ def compute_rarity(source: Source) -> np.ndarray:
 
 
 def _iterate_tokens(source: Source) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    for rows in _blocks(source):
+    for rows in _read_blocks(source):
         name = "input_ids" if "input_ids" in rows else "tokens"
         if name not in rows:
             raise UsageError(
@@ -123,9 +126,9 @@ def _iterate_tokens(source: Source) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield rows[name], np.ones(rows[name].shape, bool) if mask is None else np.asarray(mask, dtype=bool)
 
 
-def _blocks(source: Source) -> Iterator[dict[str, Any]]:
-    for first in range(0, len(source), BLOCK):
-        index = np.arange(first, min(first + BLOCK, len(source)))
+def _read_blocks(source: Source) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(source), BLOCK_ROWS):
+        index = np.arange(start, min(start + BLOCK_ROWS, len(source)))
         yield source.rows(index, np.zeros_like(index))
 
 
@@ -140,77 +143,79 @@ def plan_stages(
 ) -> tuple[CurriculumStage, ...]:
     """Return the stages of a recipe in steps and samples.
 
-    `batch_size` is the global one; a stage's own batch size is multiplied by `batch_multiplier` (accumulated
+    `batch_size` is the global batch size; a stage's own batch size is multiplied by `batch_multiplier` (accumulated
     micro-batches times processes).
     """
     if curriculum.competence is not None:
         steps = curriculum.competence.steps.to_steps(total_steps, steps_per_epoch)
-        return _levels(curriculum.competence, size=size, steps=steps, total=total_steps, batch_size=batch_size)
+        return _plan_competence_stages(
+            curriculum.competence, size=size, steps=steps, total_steps=total_steps, batch_size=batch_size
+        )
     planned: list[CurriculumStage] = []
     problems: list[str] = []
-    for i, (first, stage) in enumerate(
-        zip(stage_first_steps(curriculum, total_steps, steps_per_epoch), curriculum.stages, strict=True)
+    for i, (first_step, stage) in enumerate(
+        zip(compute_first_steps(curriculum, total_steps, steps_per_epoch), curriculum.stages, strict=True)
     ):
-        name = f"data.curriculum.stages[{i}]"
+        key = f"data.curriculum.stages[{i}]"
         planned_stage = CurriculumStage(
-            first_step=first,
+            first_step=first_step,
             batch_size=batch_size if stage.batch_size is None else stage.batch_size * batch_multiplier,
             num_samples=max(1, round(stage.share * size)),
             replay_fraction=stage.replay,
         )
-        if first >= total_steps:
+        if first_step >= total_steps:
             problems.append(
-                f"{name} would begin at step {first}, but the run has {total_steps} steps; shorten the stages before it"
+                f"{key} would begin at step {first_step}, but the run has {total_steps} steps; shorten the stages before it"
             )
         if stage.steps.amount == 0:
-            problems.append(f"{name}.steps is 0; give it a positive number of steps, or remove the stage")
+            problems.append(f"{key}.steps is 0; give it a positive number of steps, or remove the stage")
         if planned_stage.num_samples < planned_stage.batch_size:
             problems.append(
-                f"{name} has {planned_stage.num_samples} samples (share {stage.share:g} of {size}), fewer than one batch of "
+                f"{key} has {planned_stage.num_samples} samples (share {stage.share:g} of {size}), fewer than one batch of "
                 f"{planned_stage.batch_size}; raise its share or lower its batch_size"
             )
         if planned_stage.replay_fraction and (not planned or planned_stage.num_samples <= planned[-1].num_samples):
             reason = "adds no samples to the stage before it" if planned else "is the first"
-            problems.append(f"{name}.replay={planned_stage.replay_fraction:g}: this stage {reason}; remove replay")
+            problems.append(f"{key}.replay={planned_stage.replay_fraction:g}: this stage {reason}; remove replay")
         planned.append(planned_stage)
     if problems:
         raise UsageError("; ".join(problems))
     return tuple(planned)
 
 
-def stage_first_steps(curriculum: Curriculum, total_steps: int, steps_per_epoch: int) -> tuple[int, ...]:
+def compute_first_steps(curriculum: Curriculum, total_steps: int, steps_per_epoch: int) -> tuple[int, ...]:
     """Return the first step of each declared stage."""
     lengths = [stage.steps.to_steps(total_steps, steps_per_epoch) for stage in curriculum.stages]
     return tuple(accumulate(lengths[:-1], initial=0))
 
 
-def competence_at(step: int, competence: Competence, *, steps: int) -> float:
+def compute_competence(step: int, competence: Competence, *, steps: int) -> float:
     """Return the fraction of the easiest samples that are used at a step (Platanios et al., 2019)."""
-    start = competence.initial**competence.power
-    return min(1.0, (step * (1 - start) / steps + start) ** (1 / competence.power))
+    initial_power = competence.initial**competence.power
+    return min(1.0, (step * (1 - initial_power) / steps + initial_power) ** (1 / competence.power))
 
 
-def _levels(
-    competence: Competence, *, size: int, steps: int, total: int, batch_size: int
+def _plan_competence_stages(
+    competence: Competence, *, size: int, steps: int, total_steps: int, batch_size: int
 ) -> tuple[CurriculumStage, ...]:
-    """Return competence as short stages; each begins when its level is reached, so that none uses samples too early."""
-    name = "data.curriculum.competence"
+    """Return short stages that approximate competence; each begins when competence reaches its level, never earlier."""
+    key = "data.curriculum.competence"
     if steps == 0:
-        raise UsageError(f"{name}.steps is 0, so that all samples are used from the start; remove the curriculum")
-    if steps > total:
+        raise UsageError(f"{key}.steps is 0, so that all samples are used from the start; remove the curriculum")
+    if steps > total_steps:
         raise UsageError(
-            f"{name}.steps is {steps}, but the run has {total} steps, so the hardest samples would never be used; lower it"
+            f"{key}.steps is {steps}, but the run has {total_steps} steps, so the hardest samples would never be used; lower it"
         )
-    start = competence.initial**competence.power
-    counts: dict[int, int] = {}
-    for level in range(LEVELS + 1):
-        fraction = competence.initial + (1 - competence.initial) * level / LEVELS
-        first = math.ceil(steps * (fraction**competence.power - start) / (1 - start) - 1e-9)
-        # If one step reaches several levels, the last counts.
-        counts[min(max(first, 0), steps)] = max(1, math.floor(fraction * size + 1e-9))
-    if counts[0] < batch_size:
+    initial_power = competence.initial**competence.power
+    num_samples_at: dict[int, int] = {}
+    for level in range(NUM_LEVELS + 1):
+        fraction = competence.initial + (1 - competence.initial) * level / NUM_LEVELS
+        first_step = math.ceil(steps * (fraction**competence.power - initial_power) / (1 - initial_power) - 1e-9)
+        # If one step reaches several levels, the last of them overwrites the others.
+        num_samples_at[min(max(first_step, 0), steps)] = max(1, math.floor(fraction * size + 1e-9))
+    if num_samples_at[0] < batch_size:
         raise UsageError(
-            f"{name}.initial={competence.initial:g} of {size} samples is {counts[0]}, fewer than one batch of "
+            f"{key}.initial={competence.initial:g} of {size} samples is {num_samples_at[0]}, fewer than one batch of "
             f"{batch_size}; raise it or lower training.batch_size"
         )
-    return tuple(CurriculumStage(first, batch_size, count) for first, count in counts.items())
+    return tuple(CurriculumStage(first_step, batch_size, count) for first_step, count in num_samples_at.items())

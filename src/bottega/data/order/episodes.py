@@ -24,15 +24,15 @@ from bottega.data.tables.shards import Table
 
 NO_TASK = -1
 """Task of samples that no episode uses."""
-REGIONS = 64
-"""Number of parts of a text that serve as tasks if there are no other."""
-BLOCK = 256
-"""Samples read at once to collect their labels."""
+NUM_REGIONS = 64
+"""Number of parts of a text that serve as tasks if the data has neither labels nor several sources."""
+BLOCK_SAMPLES = 256
+"""Number of samples read at once to collect their labels."""
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Sample indices of one episode, and the position of each sample's task among those of the episode."""
+    """Sample indices of one episode, and the position of each sample's task in `tasks`."""
 
     tasks: np.ndarray
     support: np.ndarray
@@ -59,18 +59,18 @@ class Episodes(Source):
         length: int,
         seed: int,
         ways: int | None = None,
-        renumbered: str | None = None,
+        relabelled_field: str | None = None,
         name: str = "data.train",
     ) -> None:
         """`tasks` (samples,) is the task of each sample. The field `relabelled_field` becomes the position of the task in
         the episode. `name` is the key of the data for messages."""
         assert len(tasks) == len(source), "one task for each sample"
         self.source, self.tasks, self.seed, self.length = source, np.asarray(tasks), seed, length
-        self.shots, self.queries, self.ways, self.relabelled_field = shots, queries, ways, renumbered
-        usable = len(self.task_samples)
-        if usable < (ways or 1):
+        self.shots, self.queries, self.ways, self.relabelled_field = shots, queries, ways, relabelled_field
+        num_usable = len(self.task_samples)
+        if num_usable < (ways or 1):
             raise DataError(
-                f"{name}: {usable} of {self.num_tasks} tasks have {shots + queries} samples or more, but an episode needs "
+                f"{name}: {num_usable} of {self.num_tasks} tasks have {shots + queries} samples or more, but an episode needs "
                 f"{ways or 1} (techniques: maml: ways {ways or 'null'}, shots {shots}, queries {queries}); lower these or "
                 "add data"
             )
@@ -85,8 +85,8 @@ class Episodes(Source):
         """The sample indices of each task that has enough of them."""
         order = np.argsort(self.tasks, kind="stable")
         starts = np.flatnonzero(np.diff(self.tasks[order], prepend=NO_TASK - 1))
-        parts = np.split(order, starts[1:])
-        return [p for p in parts if self.tasks[p[0]] != NO_TASK and len(p) >= self.shots + self.queries]
+        groups = np.split(order, starts[1:])
+        return [p for p in groups if self.tasks[p[0]] != NO_TASK and len(p) >= self.shots + self.queries]
 
     def __len__(self) -> int:
         return self.length
@@ -95,30 +95,35 @@ class Episodes(Source):
         """Return the samples of an episode."""
         rng = numpy_generator(self.seed, "episode", epoch, index)
         if self.ways is None:
-            cycle, at = divmod(index, len(self.task_samples))
-            chosen = numpy_generator(self.seed, "tasks", epoch, cycle).permutation(len(self.task_samples))[at : at + 1]
+            cycle, position = divmod(index, len(self.task_samples))
+            chosen_tasks = numpy_generator(self.seed, "tasks", epoch, cycle).permutation(len(self.task_samples))[
+                position : position + 1
+            ]
         else:
             # The order of drawing gives the new labels.
-            chosen = rng.permutation(len(self.task_samples))[: self.ways]
-        drawn = np.stack(
-            [rng.choice(self.task_samples[task], self.shots + self.queries, replace=False) for task in chosen.tolist()]
+            chosen_tasks = rng.permutation(len(self.task_samples))[: self.ways]
+        samples = np.stack(
+            [
+                rng.choice(self.task_samples[task], self.shots + self.queries, replace=False)
+                for task in chosen_tasks.tolist()
+            ]
         )
-        positions = np.arange(len(chosen))
+        positions = np.arange(len(chosen_tasks))
         return Episode(
-            tasks=np.array([self.tasks[self.task_samples[task][0]] for task in chosen.tolist()]),
-            support=drawn[:, : self.shots].ravel(),
-            query=drawn[:, self.shots :].ravel(),
+            tasks=np.array([self.tasks[self.task_samples[task][0]] for task in chosen_tasks.tolist()]),
+            support=samples[:, : self.shots].ravel(),
+            query=samples[:, self.shots :].ravel(),
             support_task=positions.repeat(self.shots),
             query_task=positions.repeat(self.queries),
         )
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         episodes = [self.draw(int(i), int(e)) for i, e in zip(index, epoch, strict=True)]
-        support = len(episodes[0].support)
-        size = support + len(episodes[0].query)
+        num_support = len(episodes[0].support)
+        samples_per_episode = num_support + len(episodes[0].query)
         indices = np.concatenate([part for episode in episodes for part in (episode.support, episode.query)])
-        # All at once, so that the source pads all texts to one length.
-        rows = dict(self.source.rows(indices, self._sample_epochs(index, epoch).repeat(size)))
+        # All episodes are read at once, so that the source pads all texts to one length.
+        rows = dict(self.source.rows(indices, self._compute_sample_epochs(index, epoch).repeat(samples_per_episode)))
         if self.relabelled_field is not None:
             positions = np.concatenate(
                 [part for episode in episodes for part in (episode.support_task, episode.query_task)]
@@ -129,22 +134,25 @@ class Episodes(Source):
             if np.ndim(value) == 0:
                 result["support"][name] = result["query"][name] = value
                 continue
-            by_episode = value.reshape(len(episodes), size, *value.shape[1:])
-            result["support"][name], result["query"][name] = by_episode[:, :support], by_episode[:, support:]
+            by_episode = value.reshape(len(episodes), samples_per_episode, *value.shape[1:])
+            result["support"][name], result["query"][name] = by_episode[:, :num_support], by_episode[:, num_support:]
         return result
 
-    def _sample_epochs(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
-        """Return the epoch of the samples of each episode: every episode is one, so that augmentation differs."""
+    def _compute_sample_epochs(self, index: np.ndarray, epoch: np.ndarray) -> np.ndarray:
+        """Return the epoch of the samples of each episode: each episode has its own, so that augmentation differs."""
         return epoch * self.length + index
 
     @property
     def fingerprint(self) -> str:
-        drawn = (self.seed, self.length, self.shots, self.queries, self.ways, self.relabelled_field)
+        settings = (self.seed, self.length, self.shots, self.queries, self.ways, self.relabelled_field)
         tasks = hashlib.sha256(np.ascontiguousarray(self.tasks, np.int64).tobytes()).hexdigest()
-        return hashlib.sha256(f"{self.source.fingerprint} {drawn} {tasks}".encode()).hexdigest()
+        return hashlib.sha256(f"{self.source.fingerprint} {settings} {tasks}".encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        episode, sample_epoch = self.draw(index, epoch), int(self._sample_epochs(np.array(index), np.array(epoch)))
+        episode, sample_epoch = (
+            self.draw(index, epoch),
+            int(self._compute_sample_epochs(np.array(index), np.array(epoch))),
+        )
         tasks = ", ".join(map(str, episode.tasks.tolist()))
         head = f"episode {index}, epoch {epoch}: task{'s' if len(episode.tasks) > 1 else ''} {tasks}"
         if self.relabelled_field is not None:
@@ -157,19 +165,21 @@ class Episodes(Source):
 
 
 def group_by_label(source: Source) -> np.ndarray | None:
-    """Return the class of each sample (n,), or None if they have none."""
+    """Return the class of each sample (n,), or None if the samples have no labels."""
     labels = read_per_sample(source, _find_labels)
     if labels is None and len(source):
         zero = np.zeros(1, np.int64)
         if "label" not in source.rows(zero, zero):
             return None
-        blocks = [np.arange(at, min(at + BLOCK, len(source))) for at in range(0, len(source), BLOCK)]
+        blocks = [
+            np.arange(start, min(start + BLOCK_SAMPLES, len(source))) for start in range(0, len(source), BLOCK_SAMPLES)
+        ]
         labels = np.concatenate([source.rows(index, np.zeros_like(index))["label"] for index in blocks])
     return None if labels is None else _drop_repeats(source, labels)
 
 
 def group_by_source(source: Source) -> np.ndarray | None:
-    """Return the source of each sample (n,), or None if there is only one or it is unknown."""
+    """Return the source of each sample (n,), or None if there is only one source or the sources are unknown."""
     if isinstance(source, Interleaved):
         return _drop_repeats(source, source.source_ids)
     if isinstance(source, Take):
@@ -180,10 +190,10 @@ def group_by_source(source: Source) -> np.ndarray | None:
     return _drop_repeats(source, np.arange(len(source.sizes)).repeat(source.sizes))
 
 
-def group_by_region(source: Source, *, size: int, parts: int = REGIONS) -> np.ndarray:
+def group_by_region(source: Source, *, size: int, max_regions: int = NUM_REGIONS) -> np.ndarray:
     """Return the region of each sample (n,): consecutive parts of equal length, each of at least `size` samples."""
-    number = max(1, min(parts, len(source) // size))
-    return _drop_repeats(source, np.arange(len(source)) * number // max(1, len(source)))
+    num_regions = max(1, min(max_regions, len(source) // size))
+    return _drop_repeats(source, np.arange(len(source)) * num_regions // max(1, len(source)))
 
 
 def group_by_field(source: Source, name: str) -> np.ndarray:
@@ -213,15 +223,16 @@ def _find_labels(source: Source) -> np.ndarray | None:
 
 def _drop_repeats(source: Source, tasks: np.ndarray) -> np.ndarray:
     """Assign NO_TASK to the copies of repeated sources: a support sample must not be a query sample too."""
-    return np.where(_is_first(source), tasks, NO_TASK)
+    return np.where(_find_first_copies(source), tasks, NO_TASK)
 
 
-def _is_first(source: Source) -> np.ndarray:
+def _find_first_copies(source: Source) -> np.ndarray:
+    """Return which samples (n,) are not copies that a repeated source adds."""
     if isinstance(source, Take):
-        return _is_first(source.source)[: len(source)]
+        return _find_first_copies(source.source)[: len(source)]
     if isinstance(source, Concat):
         parts = [
-            np.concatenate([_is_first(inner), np.zeros(len(inner) * (repeat - 1), np.bool_)])
+            np.concatenate([_find_first_copies(inner), np.zeros(len(inner) * (repeat - 1), np.bool_)])
             for inner, repeat in zip(source.sources, source.repeats, strict=True)
         ]
         return np.concatenate(parts)

@@ -18,22 +18,22 @@ NO_SOURCE = -1
 class Interleaved(Source):
     """Held-out samples of several sources, each with its source id in `source` (batch,).
 
-    In the first n samples each source has its fraction of n.
+    Among the first n samples, each source is represented in proportion to its size.
     """
 
-    def __init__(self, source: Source, rows: Sequence[int], *, name: str) -> None:
-        """`rows` are the numbers of table rows of each source, in order; `name` is the key of the data for messages."""
+    def __init__(self, source: Source, rows_per_source: Sequence[int], *, name: str) -> None:
+        """`rows_per_source` is the number of table rows of each source, in order; `name` is the key of the data for messages."""
         self.source = source
-        ids = find_source_ids(source, rows)
-        for number in range(len(rows)):
-            if not (ids == number).any():
+        ids = find_source_ids(source, rows_per_source)
+        for source_id in range(len(rows_per_source)):
+            if not (ids == source_id).any():
                 raise DataError(
-                    f"data.{name} has no sample of data.sources[{number}]; raise data.{name}.split, or add data"
+                    f"data.{name} has no sample of data.sources[{source_id}]; raise data.{name}.split, or add data"
                 )
         rank = np.empty(len(ids))
-        for number in np.unique(ids):
-            mine = np.flatnonzero(ids == number)
-            rank[mine] = (np.arange(len(mine)) + 0.5) / len(mine)
+        for source_id in np.unique(ids):
+            members = np.flatnonzero(ids == source_id)
+            rank[members] = (np.arange(len(members)) + 0.5) / len(members)
         self.order = np.argsort(rank, kind="stable")
         self.source_ids = ids[self.order]
 
@@ -59,13 +59,13 @@ class Interleaved(Source):
         return self.source.describe(self.inner_index(index), epoch)
 
 
-def find_source_ids(samples: Source, rows: Sequence[int]) -> np.ndarray:
-    """Return the source id of each sample (n,), NO_SOURCE if it spans two."""
-    ends = np.cumsum(rows)
-    spans = getattr(samples, "documents_at", None)
+def find_source_ids(samples: Source, rows_per_source: Sequence[int]) -> np.ndarray:
+    """Return the source id of each sample (n,), NO_SOURCE if the sample spans two sources."""
+    ends = np.cumsum(rows_per_source)
+    documents_at = getattr(samples, "documents_at", None)
     index = np.arange(len(samples))
-    if spans is None:
+    if documents_at is None:
         assert len(samples) == ends[-1], "expected one sample per row"
         return np.searchsorted(ends, index, side="right")
-    first, last = (np.searchsorted(ends, row, side="right") for row in spans(index))
-    return np.where(first == last, first, NO_SOURCE)
+    first_source, last_source = (np.searchsorted(ends, row, side="right") for row in documents_at(index))
+    return np.where(first_source == last_source, first_source, NO_SOURCE)

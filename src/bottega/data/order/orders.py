@@ -21,11 +21,11 @@ from bottega.core.noise import derive_seed
 from bottega.data.order.permutation import permute
 
 # Weights such as 7:2:1 are met exactly within a block of at most this many slots.
-EXACT = 1024
-# Block for any other weights: a weight of one in a million is met to one part in a thousand; products fit 64 bits.
-BLOCK = 1 << 30
-# Slots assigned at once if the block is longer than EXACT.
-WINDOW = 256
+MAX_EXACT_SLOTS = 1024
+# Length of a block for any other weights: a weight of one in a million is met to one part in a thousand; products fit 64 bits.
+LONG_BLOCK_SLOTS = 1 << 30
+# Number of slots assigned at once if the block is longer than MAX_EXACT_SLOTS.
+WINDOW_SLOTS = 256
 
 
 class Order(ABC):
@@ -46,8 +46,8 @@ class Order(ABC):
         """Return the sample indices at these positions and the epoch of each, both shaped like `positions`."""
 
     @abstractmethod
-    def num_epochs(self, positions: int) -> int:
-        """Return a number above all epochs that occur before this position."""
+    def num_epochs(self, num_positions: int) -> int:
+        """Return a number above all epochs that occur in the first `num_positions` positions."""
 
 
 class OnlineOrder(Order):
@@ -61,7 +61,7 @@ class OnlineOrder(Order):
 @final
 @dataclass(frozen=True)
 class Shuffled(Order):
-    """Every sample once per epoch, in another order each time."""
+    """Every sample once per epoch, in a different order in each epoch."""
 
     length: int
     seed: int
@@ -74,8 +74,8 @@ class Shuffled(Order):
         epoch = positions // self.length
         return permute(positions % self.length, size=self.length, seed=self.seed, epoch=epoch), epoch
 
-    def num_epochs(self, positions: int) -> int:
-        return -(-positions // self.length)
+    def num_epochs(self, num_positions: int) -> int:
+        return -(-num_positions // self.length)
 
 
 @final
@@ -84,9 +84,9 @@ class Mixture(Order):
     """Several sources, numbered end to end, mixed by weight: each is a shuffled stream with epochs of its own.
 
     Slots of `slot_size` positions are assigned to the sources in windows. The number of slots of a source in a window
-    follows from its quota up to there, so the weights are met to about one slot at the end of every window, and exactly
-    at the end of every block; which slots they are is a keyed shuffle. With the batch size as `slot_size` every batch
-    comes from one source.
+    follows from its quota up to the end of that window, so the weights are met to about one slot at the end of every
+    window, and exactly at the end of every block; a keyed shuffle decides which slots of the window they are. With the
+    batch size as `slot_size` every batch comes from one source.
     """
 
     sizes: tuple[int, ...]
@@ -96,7 +96,7 @@ class Mixture(Order):
 
     def __post_init__(self) -> None:
         assert len(self.sizes) == len(self.weights) > 0, "each source has one size and one weight"
-        assert min(*self.sizes, *self.weights, self.slot_size) > 0, "no source is empty or left out"
+        assert min(*self.sizes, *self.weights, self.slot_size) > 0, "sizes, weights and slot_size are positive"
 
     @property
     def size(self) -> int:
@@ -108,51 +108,51 @@ class Mixture(Order):
         return compute_quotas(self.weights)
 
     @cached_property
-    def block(self) -> int:
+    def slots_per_block(self) -> int:
         """Number of slots after which the weights are met exactly."""
         return sum(self.quotas)
 
     @cached_property
-    def window(self) -> int:
+    def slots_per_window(self) -> int:
         """Number of slots that are shuffled together."""
-        return self.block if self.block <= EXACT else WINDOW
+        return self.slots_per_block if self.slots_per_block <= MAX_EXACT_SLOTS else WINDOW_SLOTS
 
     @cached_property
     def seeds(self) -> list[int]:
         """Seed of the shuffle of each source."""
         return [derive_seed("mixture", self.seed, i) for i in range(len(self.sizes))]
 
-    def num_drawn(self, positions: int) -> tuple[int, ...]:
-        """Return how many of the first positions are of each source, counted to the last complete window."""
-        slots = positions // (self.slot_size * self.window) * self.window
-        return tuple((self._counts(np.array([slots]))[0] * self.slot_size).tolist())
+    def num_drawn(self, num_positions: int) -> tuple[int, ...]:
+        """Return how many of the first `num_positions` are of each source, counted up to the last complete window."""
+        num_slots = num_positions // (self.slot_size * self.slots_per_window) * self.slots_per_window
+        return tuple((self._count_slots(np.array([num_slots]))[0] * self.slot_size).tolist())
 
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = np.asarray(positions, dtype=np.int64).ravel()
-        source, number = self._assign_slots(flat // self.slot_size)
-        number = number * self.slot_size + flat % self.slot_size
-        epoch = number // np.array(self.sizes)[source]
-        index = np.empty_like(number)
+        source, stream_position = self._assign_slots(flat // self.slot_size)
+        stream_position = stream_position * self.slot_size + flat % self.slot_size
+        epoch = stream_position // np.array(self.sizes)[source]
+        index = np.empty_like(stream_position)
         offset = 0
         for i, size in enumerate(self.sizes):
-            mine = np.flatnonzero(source == i)
-            if len(mine):
-                local = number[mine] % size
-                index[mine] = offset + permute(local, size=size, seed=self.seeds[i], epoch=epoch[mine])
+            selected = np.flatnonzero(source == i)
+            if len(selected):
+                local = stream_position[selected] % size
+                index[selected] = offset + permute(local, size=size, seed=self.seeds[i], epoch=epoch[selected])
             offset += size
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
-    def num_epochs(self, positions: int) -> int:
-        windows = -(-positions // (self.slot_size * self.window))
-        (counts,) = self._counts(np.array([windows * self.window])) * self.slot_size
+    def num_epochs(self, num_positions: int) -> int:
+        num_windows = -(-num_positions // (self.slot_size * self.slots_per_window))
+        (counts,) = self._count_slots(np.array([num_windows * self.slots_per_window])) * self.slot_size
         return int((-(-counts // np.array(self.sizes))).max())
 
     def _assign_slots(self, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the source of each slot, and the number of earlier slots of that source."""
-        width = self.window
-        windows, row = np.unique(slots // width, return_inverse=True)
-        before = self._counts(windows * width)
-        ends = np.cumsum(self._counts((windows + 1) * width) - before, axis=1)
+        width = self.slots_per_window
+        windows, window_index = np.unique(slots // width, return_inverse=True)
+        counts_before = self._count_slots(windows * width)
+        ends = np.cumsum(self._count_slots((windows + 1) * width) - counts_before, axis=1)
         rows = np.arange(len(windows))[:, None]
         # The cards of a window are numbered source by source; a shuffle deals them to its slots.
         deck = np.broadcast_to(np.arange(width), (len(windows), width))
@@ -160,40 +160,41 @@ class Mixture(Order):
         cards = permute(deck, size=width, seed=key, epoch=np.broadcast_to(windows[:, None], deck.shape))
         owner = np.searchsorted((ends + rows * width).ravel(), cards + rows * width, side="right")
         owner -= rows * len(self.sizes)
-        # Ranked in the order of slots rather than cards, so that a source advances through its own stream.
+        # Slots of a source are ranked in the order of slots, not of cards, so that a source advances through its own stream.
         rank = np.empty_like(owner)
         np.put_along_axis(rank, np.argsort(owner, axis=1, kind="stable"), deck, axis=1)
-        first = np.concatenate([np.zeros_like(rows), ends[:, :-1]], axis=1)
-        number = rank + np.take_along_axis(before - first, owner, axis=1)
-        at = slots % width
-        return owner[row, at], number[row, at]
+        first_card = np.concatenate([np.zeros_like(rows), ends[:, :-1]], axis=1)
+        slot_number = rank + np.take_along_axis(counts_before - first_card, owner, axis=1)
+        slot_in_window = slots % width
+        return owner[window_index, slot_in_window], slot_number[window_index, slot_in_window]
 
-    def _counts(self, slots: np.ndarray) -> np.ndarray:
-        """Return how many of the first `slots` (n,) are of each source: (n, sources), monotonic in `slots`."""
-        blocks, rest = np.divmod(slots, self.block)
+    def _count_slots(self, num_slots: np.ndarray) -> np.ndarray:
+        """Return how many of the first `num_slots` (n,) are of each source: (n, sources), monotonic in `num_slots`."""
+        blocks, remaining = np.divmod(num_slots, self.slots_per_block)
         counts = blocks[:, None] * np.array(self.quotas)
-        total = self.block
+        remaining_quota = self.slots_per_block
         for i, quota in enumerate(self.quotas):
-            mine = (rest * quota + total // 2) // total
-            counts[:, i] += mine
-            rest = rest - mine
-            total -= quota
+            source_slots = (remaining * quota + remaining_quota // 2) // remaining_quota
+            counts[:, i] += source_slots
+            remaining = remaining - source_slots
+            remaining_quota -= quota
         return counts
 
 
 def compute_quotas(weights: tuple[float, ...]) -> tuple[int, ...]:
-    """Return positive integers in these proportions: exact with a sum of at most EXACT if possible, else with sum BLOCK."""
+    """Return positive integers in these proportions: exact with a sum of at most MAX_EXACT_SLOTS if possible, else
+    approximate with the sum LONG_BLOCK_SLOTS."""
     total = math.fsum(weights)
-    parts = [weight / total for weight in weights]
-    fractions = [Fraction(part).limit_denominator(EXACT) for part in parts]
+    shares = [weight / total for weight in weights]
+    fractions = [Fraction(share).limit_denominator(MAX_EXACT_SLOTS) for share in shares]
     block = math.lcm(*(fraction.denominator for fraction in fractions))
-    close = all(abs(fraction - part) <= 1e-9 * part for fraction, part in zip(fractions, parts, strict=True))
-    if close and block <= EXACT:
+    is_exact = all(abs(fraction - share) <= 1e-9 * share for fraction, share in zip(fractions, shares, strict=True))
+    if is_exact and block <= MAX_EXACT_SLOTS:
         return tuple(int(fraction * block) for fraction in fractions)
-    ideal = [part * (BLOCK - len(parts)) for part in parts]
+    ideal = [share * (LONG_BLOCK_SLOTS - len(shares)) for share in shares]
     quotas = [1 + int(amount) for amount in ideal]
-    by_remainder = sorted(range(len(parts)), key=lambda i: int(ideal[i]) - ideal[i])
-    for i in by_remainder[: BLOCK - sum(quotas)]:
+    by_remainder = sorted(range(len(shares)), key=lambda i: int(ideal[i]) - ideal[i])
+    for i in by_remainder[: LONG_BLOCK_SLOTS - sum(quotas)]:
         quotas[i] += 1
     return tuple(quotas)
 
@@ -210,8 +211,8 @@ class BatchSizeSchedule:
     def start_positions(self) -> tuple[int, ...]:
         """The first position of each stage."""
         starts = [0]
-        for (first, last), size in zip(pairwise(self.first_steps), self.batch_sizes, strict=False):
-            starts.append(starts[-1] + (last - first) * size)
+        for (start_step, end_step), size in zip(pairwise(self.first_steps), self.batch_sizes, strict=False):
+            starts.append(starts[-1] + (end_step - start_step) * size)
         return tuple(starts)
 
     def stage_at(self, step: int) -> int:
@@ -259,8 +260,10 @@ class CurriculumOrder(Order):
     seed: int
 
     def __post_init__(self) -> None:
-        firsts = [stage.first_step for stage in self.stages]
-        assert firsts == sorted({0, *firsts}), "stages begin at 0 and one after the other"
+        first_steps = [stage.first_step for stage in self.stages]
+        assert first_steps == sorted({0, *first_steps}), (
+            "the first stage begins at step 0, each other stage after the one before it"
+        )
         assert all(0 < stage.num_samples <= len(self.ranking) for stage in self.stages), "no stage is empty"
 
     @property
@@ -278,37 +281,41 @@ class CurriculumOrder(Order):
         index, epoch = np.empty_like(flat), np.empty_like(flat)
         for i in np.unique(stages):
             selected = np.flatnonzero(stages == i)
-            local, local_epoch = self._orders[i].indices(flat[selected] - self.schedule.start_positions[i])
-            # A mixture numbers new samples before replayed ones; the ranking has them after.
-            new, old = self._new_and_replayed(i)
-            index[selected] = self.ranking[np.where(local < new, local + old, local - new)]
+            local_index, local_epoch = self._orders[i].indices(flat[selected] - self.schedule.start_positions[i])
+            # A mixture numbers new samples before replayed ones; in the ranking the replayed, easier ones come first.
+            num_new, num_replayed = self._count_new_and_replayed(i)
+            index[selected] = self.ranking[
+                np.where(local_index < num_new, local_index + num_replayed, local_index - num_new)
+            ]
             epoch[selected] = local_epoch + self._epochs_before[i]
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
-    def num_epochs(self, positions: int) -> int:
-        stage = max(0, bisect_right(self.schedule.start_positions, positions) - 1)
+    def num_epochs(self, num_positions: int) -> int:
+        stage = max(0, bisect_right(self.schedule.start_positions, num_positions) - 1)
         return self._epochs_before[stage] + self._orders[stage].num_epochs(
-            positions - self.schedule.start_positions[stage]
+            num_positions - self.schedule.start_positions[stage]
         )
 
-    def _new_and_replayed(self, stage: int) -> tuple[int, int]:
-        """Return the number of samples that are new in a stage, and of earlier ones that it replays."""
-        count = self.stages[stage].num_samples
-        old = self.stages[stage - 1].num_samples if stage and self.stages[stage].replay_fraction else 0
-        return (count - old, old) if old < count else (count, 0)
+    def _count_new_and_replayed(self, stage: int) -> tuple[int, int]:
+        """Return the number of samples that are new in a stage, and the number of earlier samples that it replays."""
+        num_samples = self.stages[stage].num_samples
+        num_replayed = self.stages[stage - 1].num_samples if stage and self.stages[stage].replay_fraction else 0
+        return (num_samples - num_replayed, num_replayed) if num_replayed < num_samples else (num_samples, 0)
 
     @cached_property
     def _orders(self) -> list[Order]:
         orders: list[Order] = []
         for i, stage in enumerate(self.stages):
-            (new, old), seed = self._new_and_replayed(i), derive_seed("stage", self.seed, i)
+            (num_new, num_replayed), seed = self._count_new_and_replayed(i), derive_seed("stage", self.seed, i)
             weights = (1 - stage.replay_fraction, stage.replay_fraction)
-            orders.append(Mixture((new, old), weights, seed=seed) if old else Shuffled(new, seed))
+            orders.append(
+                Mixture((num_new, num_replayed), weights, seed=seed) if num_replayed else Shuffled(num_new, seed)
+            )
         return orders
 
     @cached_property
     def _epochs_before(self) -> list[int]:
-        before = [0]
+        offsets = [0]
         for order, (start, stop) in zip(self._orders, pairwise(self.schedule.start_positions), strict=False):
-            before.append(before[-1] + order.num_epochs(stop - start))
-        return before
+            offsets.append(offsets[-1] + order.num_epochs(stop - start))
+        return offsets

@@ -15,7 +15,7 @@ import numpy as np
 
 from bottega.core.errors import UsageError
 from bottega.core.noise import derive_seed
-from bottega.data.order.orders import EXACT, Mixture, Order, Shuffled
+from bottega.data.order.orders import MAX_EXACT_SLOTS, Mixture, Order, Shuffled
 from bottega.data.order.permutation import permute
 
 
@@ -47,7 +47,7 @@ class TurnSchedule:
 @final
 @dataclass(frozen=True)
 class Turn:
-    """The part of a run that one source has."""
+    """The part of a run that trains on one source."""
 
     start: int
     """First position."""
@@ -65,8 +65,8 @@ class Turn:
     @cached_property
     def num_seen(self) -> int:
         """Number of distinct samples of the source that the turn shows for certain, at least 1."""
-        new = self.length if isinstance(self.order, Shuffled) else self.order.num_drawn(self.length)[0]
-        return max(1, min(self.size, new))
+        num_new = self.length if isinstance(self.order, Shuffled) else self.order.num_drawn(self.length)[0]
+        return max(1, min(self.size, num_new))
 
     def first_samples(self, numbers: np.ndarray) -> np.ndarray:
         """Return the indices of the samples that the turn shows as its first, second and so on (`numbers` from 0)."""
@@ -84,7 +84,7 @@ class ReplayMemory:
 
     @cached_property
     def ends(self) -> np.ndarray:
-        """The samples are numbered turn by turn; where those of each turn end."""
+        """End of the samples of each turn, with all samples numbered turn by turn."""
         num_stored = [
             turn.num_seen if self.capacity is None else min(turn.num_seen, self.capacity) for turn in self.turns
         ]
@@ -157,23 +157,23 @@ class Sequential(Order):
 
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         flat = np.asarray(positions, dtype=np.int64).ravel()
-        turn_of = self.schedule.turns_at(flat)
+        turn_numbers = self.schedule.turns_at(flat)
         index, epoch = np.empty_like(flat), np.empty_like(flat)
-        for number in np.unique(turn_of).tolist():
-            turn, selected = self._turns[number], np.flatnonzero(turn_of == number)
-            local, local_epoch = turn.order.indices(flat[selected] - turn.start)
-            is_new = local < turn.size
-            index[selected] = local + turn.offset
-            index[selected[~is_new]] = self._memories[number].indices(local[~is_new] - turn.size)
+        for number in np.unique(turn_numbers).tolist():
+            turn, selected = self._turns[number], np.flatnonzero(turn_numbers == number)
+            local_index, local_epoch = turn.order.indices(flat[selected] - turn.start)
+            is_new = local_index < turn.size
+            index[selected] = local_index + turn.offset
+            index[selected[~is_new]] = self._memories[number].indices(local_index[~is_new] - turn.size)
             epoch[selected] = np.where(is_new, local_epoch, local_epoch + turn.first_epoch)
         return index.reshape(np.shape(positions)), epoch.reshape(np.shape(positions))
 
-    def num_epochs(self, positions: int) -> int:
-        turn = self._turns[int(self.schedule.turns_at(positions))]
-        return turn.first_epoch + turn.order.num_epochs(positions - turn.start)
+    def num_epochs(self, num_positions: int) -> int:
+        turn = self._turns[int(self.schedule.turns_at(num_positions))]
+        return turn.first_epoch + turn.order.num_epochs(num_positions - turn.start)
 
     def first_samples(self, turn: int, count: int) -> np.ndarray:
-        """Return the indices of the first `count` samples that were new in a turn, or of all it showed.
+        """Return the indices of the first `count` samples that were new in a turn, or of all samples that the turn showed.
 
         Their order is random, so they are a uniform choice from the source.
         """
@@ -181,11 +181,11 @@ class Sequential(Order):
 
     @cached_property
     def _pass_lengths(self) -> tuple[int, ...]:
-        return pass_lengths(self.sizes, self.replay_fraction)
+        return compute_pass_lengths(self.sizes, self.replay_fraction)
 
     @cached_property
     def _turns(self) -> tuple[Turn, ...]:
-        """The turns, built one after the other, since each may replay what those before it showed."""
+        """The turns, built one after the other, since each may replay samples of the turns before it."""
         turns: list[Turn] = []
         for number, size in enumerate(self.sizes):
             seed, order = derive_seed("turn", self.seed, number), None
@@ -193,7 +193,7 @@ class Sequential(Order):
                 num_replayable = len(ReplayMemory(tuple(turns), self.memory_size))
                 weights = (1 - self.replay_fraction, self.replay_fraction)
                 order = Mixture((size, num_replayable), weights, seed=seed)
-            before = turns[-1] if turns else None
+            previous = turns[-1] if turns else None
             turns.append(
                 Turn(
                     start=self.schedule.start_positions[number],
@@ -201,7 +201,7 @@ class Sequential(Order):
                     offset=sum(self.sizes[:number]),
                     size=size,
                     order=order or Shuffled(size, seed),
-                    first_epoch=before.first_epoch + before.order.num_epochs(before.length) if before else 0,
+                    first_epoch=previous.first_epoch + previous.order.num_epochs(previous.length) if previous else 0,
                 )
             )
         return tuple(turns)
@@ -212,13 +212,16 @@ class Sequential(Order):
         return [ReplayMemory(self._turns[:number], self.memory_size) for number in range(len(self.sizes))]
 
 
-def pass_lengths(sizes: tuple[int, ...], replay_fraction: float) -> tuple[int, ...]:
+def compute_pass_lengths(sizes: tuple[int, ...], replay_fraction: float) -> tuple[int, ...]:
     """Return the number of positions of one pass over each source, including the replayed samples."""
     if not replay_fraction:
         return sizes
     mixture = Mixture((1, 1), (1 - replay_fraction, replay_fraction), seed=0)
-    new, _ = mixture.quotas
+    num_new, _ = mixture.quotas
     lengths = [
-        -(-size // new) * mixture.block if mixture.block <= EXACT else -(-size * mixture.block // new) for size in sizes
+        -(-size // num_new) * mixture.slots_per_block
+        if mixture.slots_per_block <= MAX_EXACT_SLOTS
+        else -(-size * mixture.slots_per_block // num_new)
+        for size in sizes
     ]
     return (sizes[0], *lengths[1:])

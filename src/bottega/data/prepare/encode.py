@@ -44,7 +44,7 @@ class EncodeJobs(Jobs):
         counts: dict[str, Counter[str]] = {}
         with ExitStack() as stack:
             writers: dict[str, ShardWriter] = {}
-            for table, row in self.encoder.encode(self._assigned_records(number, tally)):
+            for table, row in self.encoder.encode(self._read_assigned_records(number, tally)):
                 if isinstance(row, BadRecord):
                     tally.count_bad(row, stop=self.stop_on_bad)
                     continue
@@ -55,7 +55,7 @@ class EncodeJobs(Jobs):
                 counts[table].update({name: row[name] for name in self.encoder.summed_entries})
         return {"tables": counts, **vars(tally)}
 
-    def _assigned_records(self, number: int, tally: Tally) -> Iterator[tuple[str, Record]]:
+    def _read_assigned_records(self, number: int, tally: Tally) -> Iterator[tuple[str, Record]]:
         """Yield the records that are kept, each with its table."""
         table_numbers = self.decisions.for_job(number) if self.decisions is not None else None
         position = -1
@@ -79,20 +79,20 @@ def encode_tables(
     """Run all jobs and merge their results into one folder per table in `folder`; return counts for meta.json."""
     tally = Tally()
     counts: dict[str, Counter[str]] = {}
-    by_input: defaultdict[int, Tally] = defaultdict(Tally)
+    tally_by_input: defaultdict[int, Tally] = defaultdict(Tally)
     for number, summary in enumerate(run_jobs(jobs, progress)):
         tally.add(summary)
-        by_input[jobs.jobs[number][0].input].add(summary)
-        for table, counted in summary["tables"].items():
-            counts.setdefault(table, Counter()).update(counted)
+        tally_by_input[jobs.jobs[number][0].input].add(summary)
+        for table, table_counts in summary["tables"].items():
+            counts.setdefault(table, Counter()).update(table_counts)
     tally.check(max_bad)
     folders = [jobs.job_folder(number) for number in range(len(jobs.jobs))]
     tables = {}
     for table in jobs.tables:
         to_merge = [job_folder / table for job_folder in folders if (job_folder / table).is_dir()]
         if not to_merge:
-            # An empty validation table would only be noticed when the run is over.
-            raise DataError(_explain_empty(table, jobs.inputs, by_input))
+            # Otherwise an empty held-out table would only be noticed at the first evaluation, or at the end of the run.
+            raise DataError(_explain_empty(table, jobs.inputs, tally_by_input))
         rows = merge_tables(to_merge, folder / table, jobs.encoder.columns)
         tables[table] = {"rows": rows, **counts.get(table, {})}
     return {"tables": tables, **vars(tally), **_count_by_source(jobs, folders)}
@@ -100,19 +100,19 @@ def encode_tables(
 
 def _count_by_source(jobs: EncodeJobs, folders: list[Path]) -> dict[str, dict[str, list[int]]]:
     """Return the number of held-out rows of each source of a sequence; the rows are in the order of the sources."""
-    numbers = [jobs.inputs[job[0].input].source_index for job in jobs.jobs]
+    source_indices = [jobs.inputs[job[0].input].source_index for job in jobs.jobs]
     by_source: dict[str, list[int]] = {}
     for table in ("validation", "test"):
         rows = [
-            (number, len(Table(folder / table)))
-            for number, folder in zip(numbers, folders, strict=True)
+            (source_index, len(Table(folder / table)))
+            for source_index, folder in zip(source_indices, folders, strict=True)
             if (folder / table).is_dir()
         ]
-        sources = [number for number, _ in rows if number is not None]
+        sources = [source_index for source_index, _ in rows if source_index is not None]
         if rows and len(sources) == len(rows):
-            counts = [0] * (1 + max(number for number in numbers if number is not None))
-            for number, count in zip(sources, (count for _, count in rows), strict=True):
-                counts[number] += count
+            counts = [0] * (1 + max(source_index for source_index in source_indices if source_index is not None))
+            for source_index, count in zip(sources, (count for _, count in rows), strict=True):
+                counts[source_index] += count
             by_source[table] = counts
     return {"by_source": by_source} if by_source else {}
 
@@ -133,5 +133,5 @@ def _explain_empty(table: str, inputs: tuple[Input, ...], tallies: Mapping[int, 
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(counts.items()) if count)
     remedy = "loosen data.filter" if tally.dropped.keys() - {"empty", OTHER_CLASS} else "give other data"
     if OTHER_CLASS in tally.dropped and files.source.labels is not None:
-        remedy = f"labels keeps only {', '.join(files.source.labels)}"
+        remedy = f"labels keeps only {', '.join(files.source.labels)}; name classes that the data has"
     return f"none of the {tally.records:,} records of {files.root} is left: {reasons}; {remedy}"

@@ -21,7 +21,7 @@ from bottega.data.tables.cache import default_cache, get_or_build
 # Bytes per job: small enough to lose little when a process is killed, large enough that opening its results is cheap.
 JOB_BYTES = 8 << 20
 MEDIA_JOB_BYTES = 64 << 20
-# Small files cost by number, and progress is reported per job: 50,000 thumbnails would be a single one.
+# Small files cost by number, and progress is reported per job: 50,000 thumbnails would otherwise be a single job.
 MAX_ITEMS_PER_JOB = 1000
 KINDS_WITH_SPLITS = ("huggingface", "idx")
 # Kinds that cannot hold the field a task reads.
@@ -45,9 +45,9 @@ class Input:
     table: str
     """train, or train.0 and so on; validation; test; replay."""
     is_split: bool = False
-    """Whether fractions of it go to validation and test."""
+    """Whether fractions of its rows go to validation and test."""
     source_index: int | None = None
-    """Number of its source in a sequence; None if there is no sequence or it is unknown."""
+    """Number of its source in a sequence; None if there is no sequence or the source is unknown."""
 
 
 class Item(NamedTuple):
@@ -57,7 +57,7 @@ class Item(NamedTuple):
     piece: Piece
     bytes: int
     table: str | None = None
-    ends: bool = True
+    is_text_end: bool = True
     """Whether the text ends with this piece."""
 
 
@@ -75,7 +75,7 @@ class Shares:
 def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
     """Return the inputs of a recipe and the fractions that are held out.
 
-    Held-out sources come first: of two duplicates the first is kept, and that must not be the one in train.
+    Held-out sources come first: of two duplicates the first is kept, and this must be the held-out one.
     """
     sources = data.sources or (data.train,)
     held_out = [("validation", data.validation), ("test", data.test)]
@@ -86,23 +86,27 @@ def collect_inputs(data: Data) -> tuple[tuple[Input, ...], Shares]:
         )
     inputs = [
         Input(
-            _find_held_out(_with_labels(_held_out_source(part, sources[i or 0]), sources, i), name),
+            _find_held_out(_restrict_to_classes(_build_held_out_source(part, sources[i or 0]), sources, i), name),
             name,
             source_index=i,
         )
         for name, part in held_out
         if part is not None and not isinstance(part.split, float)
-        for i in _held_out_sources(part, data)
+        for i in _list_evaluated_sources(part, data)
     ]
-    folds = data.split is not None and data.split.folds is not None
+    has_folds = data.split is not None and data.split.folds is not None
     for i, source in enumerate(sources):
         key = "data.train" if data.sources is None else f"data.sources.{i}"
         table = "train" if len(sources) == 1 else f"train.{i}"
-        number = i if data.mixture == "sequence" else None
-        inputs.append(Input(_find(source, key), table, is_split=bool(fractions) or folds, source_index=number))
+        source_index = i if data.mixture == "sequence" else None
+        inputs.append(
+            Input(
+                _find_source_files(source, key), table, is_split=bool(fractions) or has_folds, source_index=source_index
+            )
+        )
     if data.replay is not None:
         options = data.replay.model_dump(exclude={"share"})
-        inputs.append(Input(_find(Source(**options), "data.replay"), "replay"))
+        inputs.append(Input(_find_source_files(Source(**options), "data.replay"), "replay"))
     return tuple(inputs), fractions
 
 
@@ -117,7 +121,7 @@ def check_medium(inputs: tuple[Input, ...], medium: str) -> None:
             )
 
 
-def _held_out_source(part: HeldOut, train: Source) -> Source:
+def _build_held_out_source(part: HeldOut, train: Source) -> Source:
     """Return the source of held-out data, read like train; without a path it is another split of train's source."""
     options, train_options = part.model_dump(), train.model_dump()
     if part.path is None and part.kind != "embedded":
@@ -130,8 +134,11 @@ def _held_out_source(part: HeldOut, train: Source) -> Source:
     return Source(**{**options, **inherited})
 
 
-def _held_out_sources(part: HeldOut, data: Data) -> list[int | None]:
-    """Return the sources of a sequence that held-out data can be divided by: each has a split of that name, or classes."""
+def _list_evaluated_sources(part: HeldOut, data: Data) -> list[int | None]:
+    """Return the indices of the sources of a sequence that held-out data is divided by, or [None] if it cannot be divided.
+
+    It can if it is a split of each source, or if each source has classes of its own.
+    """
     sources = data.sources or ()
     has_splits = part.path is None and part.kind != "embedded"
     if data.mixture != "sequence" or not (has_splits or all(source.labels for source in sources)):
@@ -139,31 +146,40 @@ def _held_out_sources(part: HeldOut, data: Data) -> list[int | None]:
     return list(range(len(sources)))
 
 
-def _with_labels(held_out: Source, sources: Sequence[Source], number: int | None) -> Source:
+def _restrict_to_classes(held_out: Source, sources: Sequence[Source], source_index: int | None) -> Source:
     """Return a held-out source with the classes of the training source that it evaluates, or of all of them."""
-    evaluated = sources if number is None else [sources[number]]
-    chosen = [source.labels for source in evaluated if source.labels is not None]
+    evaluated = sources if source_index is None else [sources[source_index]]
+    class_lists = [source.labels for source in evaluated if source.labels is not None]
     union = (
-        tuple(dict.fromkeys(label for labels in chosen for label in labels)) if len(chosen) == len(evaluated) else None
+        tuple(dict.fromkeys(label for labels in class_lists for label in labels))
+        if len(class_lists) == len(evaluated)
+        else None
     )
-    return held_out.model_copy(update={"labels": held_out.labels if number is None and held_out.labels else union})
+    return held_out.model_copy(
+        update={"labels": held_out.labels if source_index is None and held_out.labels else union}
+    )
 
 
 def _find_held_out(source: Source, table: str) -> SourceFiles:
-    """Return the files of validation or test; of a folder with named splits those of that name, or else of the other.
+    """Return the files of validation or test; for a folder with named splits, of the split of that name.
 
-    Without a name the split of a folder is train, which must not be evaluated.
+    If there is no such split, validation uses test and test uses validation; by default a folder's split would be train,
+    which must not be evaluated.
     """
-    files = _find(source, f"data.{table}")
+    files = _find_source_files(source, f"data.{table}")
     if source.split is not None:
         return files
     splits = list_splits(files.root) if files.kind == "idx" else files.other_splits
-    order = (table, "test" if table == "validation" else "validation")
-    chosen = next((split for split in order if split in splits), None)
-    return files if chosen is None else _find(source.model_copy(update={"split": chosen}), f"data.{table}")
+    candidates = (table, "test" if table == "validation" else "validation")
+    split_name = next((split for split in candidates if split in splits), None)
+    return (
+        files
+        if split_name is None
+        else _find_source_files(source.model_copy(update={"split": split_name}), f"data.{table}")
+    )
 
 
-def _find(source: Source, key: str) -> SourceFiles:
+def _find_source_files(source: Source, key: str) -> SourceFiles:
     files = find_utf8_files(source)
     if files.kind == "shards":
         raise UsageError(f"{key}: {source.path} contains prepared shards, which can only be given alone, as data.train")
@@ -194,22 +210,22 @@ def find_utf8_files(source: Source) -> SourceFiles:
     folder = get_or_build(default_cache() / "recoded", key, build)
     copies = [folder / name for name in names]
     root = copies[0] if files.paths == [files.root] else folder
-    changed = files.source.model_copy(update={"path": str(root), "more_paths": None})
-    return replace(files, root=root, paths=copies, source=changed)
+    recoded_source = files.source.model_copy(update={"path": str(root), "more_paths": None})
+    return replace(files, root=root, paths=copies, source=recoded_source)
 
 
 def _convert_to_utf8(file: Path, copy: Path, encoding: str) -> None:
-    decoder, read = codecs.getincrementaldecoder(encoding)(), 0
+    decoder, num_bytes_read = codecs.getincrementaldecoder(encoding)(), 0
     with compression.open_decompressed(file) as stream, copy.open("wb") as out:
         while True:
-            raw = stream.read(1 << 20)
+            chunk = stream.read(1 << 20)
             try:
-                out.write(decoder.decode(raw, final=not raw).encode())
+                out.write(decoder.decode(chunk, final=not chunk).encode())
             except UnicodeError as error:
-                where = f" from byte {read + error.start} on" if isinstance(error, UnicodeDecodeError) else ""
+                where = f" from byte {num_bytes_read + error.start} on" if isinstance(error, UnicodeDecodeError) else ""
                 raise DataError(f"{file} is not {encoding}{where}; set another data.train.encoding") from None
-            read += len(raw)
-            if not raw:
+            num_bytes_read += len(chunk)
+            if not chunk:
                 return
 
 
@@ -223,18 +239,20 @@ def _decompress(files: SourceFiles) -> SourceFiles:
             shutil.copyfileobj(compressed_stream, out, 1 << 20)
 
     key = hashlib.sha256(f"{hash_file(file)} {name}".encode(errors="surrogateescape")).hexdigest()[:32]
-    plain = get_or_build(default_cache() / "unpacked", key, build) / name
-    return replace(files, root=plain, paths=[plain], source=files.source.model_copy(update={"path": str(plain)}))
+    text_file = get_or_build(default_cache() / "unpacked", key, build) / name
+    return replace(
+        files, root=text_file, paths=[text_file], source=files.source.model_copy(update={"path": str(text_file)})
+    )
 
 
 def list_items(inputs: tuple[Input, ...], fractions: Shares, *, cut_single_text: bool) -> list[Item]:
     """Return every piece of every input, in order."""
     items: list[Item] = []
     for number, input in enumerate(inputs):
-        size = MEDIA_JOB_BYTES if input.source_files.is_media else JOB_BYTES
-        pieces = input.source_files.list_pieces(size)
-        single = input.source_files.kind == "text" and len(input.source_files.paths) == 1
-        if single and input.is_split and cut_single_text:
+        job_bytes = MEDIA_JOB_BYTES if input.source_files.is_media else JOB_BYTES
+        pieces = input.source_files.list_pieces(job_bytes)
+        is_single_text = input.source_files.kind == "text" and len(input.source_files.paths) == 1
+        if is_single_text and input.is_split and cut_single_text:
             items += _cut_text(number, input, pieces, fractions)
         else:
             items += [Item(number, piece, _estimate_bytes(piece)) for piece in pieces]
@@ -247,8 +265,8 @@ def _cut_text(number: int, input: Input, pieces: list[Piece], fractions: Shares)
     size = file.stat().st_size
     if size == 0:
         raise DataError(f"{file} is empty; give a file with data in it")
-    validation = _boundary(file, int(size * (1 - (fractions.validation or 0) - (fractions.test or 0))))
-    test = _boundary(file, int(size * (1 - (fractions.test or 0)))) if fractions.test else size
+    validation = _find_character_start(file, int(size * (1 - (fractions.validation or 0) - (fractions.test or 0))))
+    test = _find_character_start(file, int(size * (1 - (fractions.test or 0)))) if fractions.test else size
     borders = [(0, validation, input.table), (validation, test, "validation"), (test, size, "test")]
     ranges = [border for border in borders if border[2] == input.table or getattr(fractions, border[2])]
     if any(start >= stop for start, stop, _ in ranges):
@@ -262,20 +280,20 @@ def _cut_text(number: int, input: Input, pieces: list[Piece], fractions: Shares)
             low, high = max(start, piece.start), min(stop, size if piece.stop is None else piece.stop)
             if low < high:
                 part = piece._replace(start=low, stop=high)
-                items.append(Item(number, part, high - low, table, ends=high == stop))
+                items.append(Item(number, part, high - low, table, is_text_end=high == stop))
     return items
 
 
-def _boundary(file: Path, at: int) -> int:
-    """Return the nearest offset at or before `at` where a UTF-8 character begins."""
+def _find_character_start(file: Path, offset: int) -> int:
+    """Return the last offset at or before `offset` where a UTF-8 character begins."""
     with file.open("rb") as stream:
-        stream.seek(max(0, at - 3))
-        head = stream.read(4)
-    back = min(3, at)
-    while back and len(head) > back and head[back] & 0xC0 == 0x80:
-        back -= 1
-        at -= 1
-    return at
+        stream.seek(max(0, offset - 3))
+        surrounding_bytes = stream.read(4)
+    position = min(3, offset)
+    while position and len(surrounding_bytes) > position and surrounding_bytes[position] & 0xC0 == 0x80:
+        position -= 1
+        offset -= 1
+    return offset
 
 
 def _estimate_bytes(piece: Piece) -> int:
@@ -292,12 +310,12 @@ def _estimate_bytes(piece: Piece) -> int:
 def group_into_jobs(items: list[Item], inputs: tuple[Input, ...]) -> tuple[tuple[Item, ...], ...]:
     """Group items into jobs of about equal size; a job is of one input, so that results are merged in order."""
     jobs: list[list[Item]] = []
-    room, last = 0, -1
+    remaining_bytes, last_input = 0, -1
     for item in items:
-        if item.input != last or item.bytes > room or len(jobs[-1]) >= MAX_ITEMS_PER_JOB:
+        if item.input != last_input or item.bytes > remaining_bytes or len(jobs[-1]) >= MAX_ITEMS_PER_JOB:
             jobs.append([])
-            room = MEDIA_JOB_BYTES if inputs[item.input].source_files.is_media else JOB_BYTES
+            remaining_bytes = MEDIA_JOB_BYTES if inputs[item.input].source_files.is_media else JOB_BYTES
         jobs[-1].append(item)
-        room -= item.bytes
-        last = item.input
+        remaining_bytes -= item.bytes
+        last_input = item.input
     return tuple(map(tuple, jobs))

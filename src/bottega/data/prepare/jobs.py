@@ -13,11 +13,11 @@ from bottega.core.errors import EnvironmentProblem
 from bottega.data.loading.prefetch import prefetch
 from bottega.storage.durable import writing_folder
 
-SUMMARY = "summary.json"
-# Starting a process takes half a second, so fewer bytes than this are processed here.
-WORTH_PROCESSES = 24 << 20
-# A thousand small files take about half a second, whatever their size.
-WORTH_FILES = 8000
+SUMMARY_FILE = "summary.json"
+# Starting a process takes half a second, so fewer bytes than this are processed without workers.
+MIN_BYTES_FOR_WORKERS = 24 << 20
+# A thousand small files take about half a second, whatever their size; below this number no workers are started.
+MIN_PIECES_FOR_WORKERS = 8000
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with the stage, the bytes done and the bytes in all."""
@@ -47,16 +47,16 @@ class Jobs(ABC):
         if number >= len(self.sizes):
             return {}  # prefetched beyond the end
         folder = self.job_folder(number)
-        if (folder / SUMMARY).is_file():
-            return json.loads((folder / SUMMARY).read_bytes())
+        if (folder / SUMMARY_FILE).is_file():
+            return json.loads((folder / SUMMARY_FILE).read_bytes())
         try:
             # A worker may outlive its killed parent, so the next run may do the same job: the first result stays.
             with writing_folder(folder, replace=False) as temporary:
                 summary = self.run_job(number, temporary)
-                (temporary / SUMMARY).write_text(json.dumps(summary))
+                (temporary / SUMMARY_FILE).write_text(json.dumps(summary))
         except OSError as error:
-            if isinstance(error, FileExistsError) and (folder / SUMMARY).is_file():
-                return json.loads((folder / SUMMARY).read_bytes())
+            if isinstance(error, FileExistsError) and (folder / SUMMARY_FILE).is_file():
+                return json.loads((folder / SUMMARY_FILE).read_bytes())
             if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder):
                 raise EnvironmentProblem(f"{self.folder}: {error.strerror}; free some space") from error
             raise
@@ -66,24 +66,27 @@ class Jobs(ABC):
 def run_jobs(jobs: Jobs, progress: ProgressCallback) -> Iterator[dict[str, Any]]:
     """Run the jobs, and yield their summaries in order."""
     jobs.folder.mkdir(parents=True, exist_ok=True)
-    total, done = sum(jobs.sizes), 0
-    progress(jobs.stage, 0, total)
-    stream = prefetch(jobs, 0, workers=_num_workers(jobs), depth=0)
+    total_bytes, done_bytes = sum(jobs.sizes), 0
+    progress(jobs.stage, 0, total_bytes)
+    summaries = prefetch(jobs, 0, workers=_choose_num_workers(jobs), depth=0)
     try:
         for size in jobs.sizes:
-            summary = next(stream)
-            done += size
-            progress(jobs.stage, done, total)
+            summary = next(summaries)
+            done_bytes += size
+            progress(jobs.stage, done_bytes, total_bytes)
             yield dict(summary)
     finally:
-        stream.close()
+        summaries.close()
 
 
-def _num_workers(jobs: Jobs) -> int:
+def _choose_num_workers(jobs: Jobs) -> int:
     remaining = [n for n in range(len(jobs.sizes)) if not jobs.job_folder(n).exists()]
-    if sum(jobs.sizes[n] for n in remaining) < WORTH_PROCESSES and sum(map(jobs.num_pieces, remaining)) < WORTH_FILES:
+    if (
+        sum(jobs.sizes[n] for n in remaining) < MIN_BYTES_FOR_WORKERS
+        and sum(map(jobs.num_pieces, remaining)) < MIN_PIECES_FOR_WORKERS
+    ):
         return 0
-    cores = min(
+    num_workers = min(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, len(remaining)
     )
-    return cores if cores > 1 else 0
+    return num_workers if num_workers > 1 else 0

@@ -1,4 +1,4 @@
-"""Labels of texts as they are stored: a class name, or a JSON list of names; and whether the data has it as a number.
+"""Labels of texts as they are stored: a class name, or a JSON list of names; and whether the data writes it as a number.
 
 1, "1" and 1.0 are the same class, named 1. true and false are classes of those names.
 """
@@ -17,15 +17,16 @@ from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.classes import is_integer_label
 
 WORD, NUMBER, EITHER, COPY = 0, 1, 2, 3
-"""Form of a label in the data; "1" and an empty list are compatible with both. An augmented copy is not checked again."""
-BLANKS = 8
+"""Form of a label in the data; "1" and an empty list are compatible with words and numbers. An augmented copy (COPY) is
+not checked again."""
+STRIPPED_FLAG = 8
 """Flag added to the form if white space was removed from the label."""
 
 
-NAME_IT = "set data.label_field to the right field"
-SKIP = ", or set data.bad_records=skip"
+LABEL_FIELD_REMEDY = "set data.label_field to the right field"
+SKIP_REMEDY = ", or set data.bad_records=skip"
 """Helps if some rows have no label, but not if all lack one."""
-GIVE = "give it a class, or set data.bad_records=skip"
+CLASS_REMEDY = "give it a class, or set data.bad_records=skip"
 
 
 @final
@@ -44,31 +45,31 @@ class LabelReader:
         try:
             name = "labels" if is_plural and "labels" in fields else find_label_field(fields, self.field)
         except Unreadable as error:
-            raise Unreadable(f"{error}; {NAME_IT}") from None
+            raise Unreadable(f"{error}; {LABEL_FIELD_REMEDY}") from None
         assert name is not None, "a given field exists, or find_label_field raises"
         if self.separator is not None:
-            return self._read_several(fields[name], name, self.separator)
+            return self._read_classes(fields[name], name, self.separator)
         if isinstance(fields[name], list | tuple):
             raise Unreadable(
                 f"the label field {name!r} is a list; set data.multi_label=true if a text may have several classes"
             )
-        text, form = _class_name(fields[name], name)
+        text, form = _read_class_name(fields[name], name)
         if not text:
-            raise Unreadable(f"the label field {name!r} has no value; {GIVE}")
+            raise Unreadable(f"the label field {name!r} has no value; {CLASS_REMEDY}")
         return text, form
 
-    def _read_several(self, value: Any, field: str, separator: str) -> tuple[str, int]:
+    def _read_classes(self, value: Any, field: str, separator: str) -> tuple[str, int]:
         if isinstance(value, bytes):
             value = to_text(value, field)
         if value is None:
             raise Unreadable(
                 f"the label field {field!r} has no value; write [] for a text without a class, or set data.bad_records=skip"
             )
-        classes = [_class_name(item, field) for item in _split_classes(value, field, separator)]
+        classes = [_read_class_name(item, field) for item in _split_classes(value, field, separator)]
         if any(not name for name, _ in classes):
             raise Unreadable(f"the label field {field!r} has a class with an empty name; remove it")
-        blanks = max((form & BLANKS for _, form in classes), default=0)
-        forms = {form & ~BLANKS for _, form in classes}
+        stripped_flag = max((form & STRIPPED_FLAG for _, form in classes), default=0)
+        forms = {form & ~STRIPPED_FLAG for _, form in classes}
         if forms >= {WORD, NUMBER}:
             raise Unreadable(
                 f"the label field {field!r} mixes numbers and words: {[name for name, _ in classes]}; use one form "
@@ -76,7 +77,7 @@ class LabelReader:
             )
         return json.dumps(sorted({name for name, _ in classes}), ensure_ascii=False), min(
             forms, default=EITHER
-        ) | blanks
+        ) | stripped_flag
 
 
 def _split_classes(value: Any, field: str, separator: str) -> list[Any]:
@@ -88,16 +89,16 @@ def _split_classes(value: Any, field: str, separator: str) -> list[Any]:
         return [value]
     if value.lstrip().startswith("["):
         try:
-            listed = json.loads(value)
+            classes = json.loads(value)
         except ValueError as error:
             raise Unreadable(
-                f"the label field {field!r} begins like a JSON list but is not valid JSON: {error}"
+                f"the label field {field!r} begins like a JSON list but is not valid JSON: {error}; correct it"
             ) from error
-        return list(listed)
+        return list(classes)
     return [part for part in map(str.strip, value.split(separator)) if part]
 
 
-def _class_name(value: Any, field: str) -> tuple[str, int]:
+def _read_class_name(value: Any, field: str) -> tuple[str, int]:
     if isinstance(value, np.ndarray) and value.size == 1:
         value = value.reshape(-1)[0]
     if isinstance(value, np.generic):
@@ -105,7 +106,7 @@ def _class_name(value: Any, field: str) -> tuple[str, int]:
     if isinstance(value, bool):
         return str(value).lower(), WORD
     if isinstance(value, float) and not math.isfinite(value):
-        raise Unreadable(f"the label field {field!r} is {value}; {GIVE}")
+        raise Unreadable(f"the label field {field!r} is {value}; {CLASS_REMEDY}")
     text = normalize_label(value, field)
     form = NUMBER if isinstance(value, int | float) else EITHER if is_integer_label(text) else WORD
-    return text, form | (BLANKS if isinstance(value, str) and value != text else 0)
+    return text, form | (STRIPPED_FLAG if isinstance(value, str) and value != text else 0)

@@ -26,10 +26,10 @@ from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.cache import default_cache
 from bottega.data.video.config import VideoData
 
-# Images are stored decoded up to this many bytes in all, otherwise encoded.
-DECODED_LIMIT = 2 << 30
-# Records that are tried for a size before the data are rejected.
-TRIES = 100
+# Images are stored decoded if all of them take at most this many bytes, otherwise encoded.
+MAX_DECODED_BYTES = 2 << 30
+# Number of records that are tried for a size or rate before the data is rejected.
+MAX_TRIED_RECORDS = 100
 
 T = TypeVar("T")
 
@@ -43,18 +43,18 @@ def prepare_media(recipe: MediaRecipe, *, progress: ProgressCallback, cache: Pat
     prepared = open_if_prepared(recipe.data, task=medium)
     if prepared is not None:
         return prepared
-    inputs, fractions = _inputs(recipe.data, medium)
+    inputs, fractions = _collect_media_inputs(recipe.data, medium)
     rules = Rules(medium)
     condition = getattr(recipe.model, "condition", "none")
     data: Any = recipe.data  # the schema of each medium adds condition_field
-    encoder, metadata = _build_encoder(data, condition, _first_answer(inputs, rules), inputs)
+    encoder, metadata = _build_encoder(data, condition, _build_probe_function(inputs, rules), inputs)
     plan = PreparationPlan(
         task=medium,
         inputs=inputs,
         split_fractions=fractions,
         data=recipe.data,
         rules=rules,
-        encoder=lambda texts, folder, progress: encoder,
+        build_encoder=lambda texts, folder, progress: encoder,
         options=(encoder,),
         metadata=metadata,
         label_field=data.condition_field if condition == "class" else None,
@@ -72,31 +72,35 @@ def prepare_vectors(data: RoutingData, *, progress: ProgressCallback, cache: Pat
     prepared = open_if_prepared(data, task="routing")
     if prepared is not None:
         return prepared
-    inputs, fractions = _vector_inputs(data)
+    inputs, fractions = _collect_vector_inputs(data)
     check_medium(inputs, "x")
-    is_made, rules = data.is_synthetic, Rules("x")
-    layout = None if is_made else infer_layout(itertools.islice(_readable(inputs, rules), TRIES))
-    encoder = VectorEncoder(is_made=is_made, num_rules=data.num_rules if is_made else None, layout=layout)
+    is_synthetic, rules = data.is_synthetic, Rules("x")
+    layout = (
+        None
+        if is_synthetic
+        else infer_layout(itertools.islice(_read_training_records(inputs, rules), MAX_TRIED_RECORDS))
+    )
+    encoder = VectorEncoder(is_made=is_synthetic, num_rules=data.num_rules if is_synthetic else None, layout=layout)
     plan = PreparationPlan(
         task="routing",
         inputs=inputs,
         split_fractions=fractions,
         data=data,
         rules=rules,
-        encoder=lambda texts, folder, progress: replace(
+        build_encoder=lambda texts, folder, progress: replace(
             encoder, tables=tuple(folder / table for table in texts.plan.tables)
         ),
         options=(encoder,),
-        num_classes=data.num_labels if is_made else None,
+        num_classes=data.num_labels if is_synthetic else None,
     )
     return prepare(plan, cache=cache or default_cache(), progress=progress)
 
 
-def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
-    """Return the inputs, with synthetic data written to files first; held-out data are then generated per source."""
+def _collect_vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
+    """Return the inputs; synthetic data is written to files first, its held-out part separately for each source."""
     from bottega.data.embedded import rules
 
-    def in_file(source: Source | None, folder: Callable[[Any], Path]) -> Source | None:
+    def materialise(source: Source | None, folder: Callable[[Any], Path]) -> Source | None:
         if source is None:
             return None
         section = HeldOut if isinstance(source, HeldOut) else Source
@@ -109,17 +113,19 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
         return section(**{**options, **changes})
 
     sources = [
-        in_file(source, partial(rules.materialise_training, data, number=number))
+        materialise(source, partial(rules.materialise_training, data, number=number))
         for number, source in enumerate(data.sources or (data.train,))
     ]
     held_out = {name: getattr(data, name) for name in ("validation", "test")}
     synthetic = {name: part for name, part in held_out.items() if part is not None and part.kind == "synthetic"}
-    existing = {name: in_file(part, Path) if name not in synthetic else None for name, part in held_out.items()}
+    other_held_out = {
+        name: materialise(part, Path) if name not in synthetic else None for name, part in held_out.items()
+    }
     training = {"train": sources[0], "sources": None} if data.sources is None else {"sources": tuple(sources)}
-    inputs, fractions = collect_inputs(data.model_copy(update={**training, **existing}))
+    inputs, fractions = collect_inputs(data.model_copy(update={**training, **other_held_out}))
     if len(sources) > 1 and data.is_synthetic and not any(part.rules for part in synthetic.values()):
         # The source of each held-out sample is kept even without a sequence: meta-learning takes sources as tasks.
-        inputs = tuple(replace(input, source_index=_source_number(input)) for input in inputs)
+        inputs = tuple(replace(input, source_index=_parse_source_index(input)) for input in inputs)
     generated = [
         Input(
             find_files(Source(kind="numpy", path=str(folder))), name, source_index=number if len(sources) > 1 else None
@@ -130,22 +136,22 @@ def _vector_inputs(data: RoutingData) -> tuple[tuple[Input, ...], Shares]:
     return (*generated, *inputs), fractions
 
 
-def _readable(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
+def _read_training_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record]:
     """Yield the training records that are not bad."""
     for input in inputs:
         for piece in input.source_files.list_pieces(64 << 20) if input.table.startswith("train") else ():
             for record in input.source_files.read(piece):
-                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.source_files.source)
-                if isinstance(ruled, Record):
-                    yield ruled
+                result = record if isinstance(record, BadRecord) else rules.apply(record, input.source_files.source)
+                if isinstance(result, Record):
+                    yield result
 
 
-def _source_number(input: Input) -> int | None:
+def _parse_source_index(input: Input) -> int | None:
     number = input.table.partition(".")[2]
     return int(number) if number else None
 
 
-def _inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
+def _collect_media_inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
     for source in (*(data.sources or (data.train,)), data.validation, data.test):
         if source is not None and source.kind == "synthetic":
             raise UsageError("data.train.kind: synthetic is for the task routing only; use embedded, or give a path")
@@ -154,12 +160,12 @@ def _inputs(data: Data, medium: Medium) -> tuple[tuple[Input, ...], Shares]:
     return inputs, fractions
 
 
-def _first_answer(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:
+def _build_probe_function(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable[[Record], T]], T]:
     """Return a function that applies a probe to the first training records until one can be read."""
 
     def apply_probe(probe: Callable[[Record], T]) -> T:
         problem = None
-        for record in _first_records(inputs, rules):
+        for record in _read_first_records(inputs, rules):
             try:
                 if not isinstance(record, BadRecord):
                     return probe(record)
@@ -169,30 +175,32 @@ def _first_answer(inputs: tuple[Input, ...], rules: Rules) -> Callable[[Callable
         train = next(input.source_files for input in inputs if input.table.startswith("train"))
         if problem is None:
             raise DataError(f"{train.root} is empty; give a file with data in it")
-        raise DataError(f"{train.root}: none of the first records can be read; the first problem is {problem}")
+        raise DataError(
+            f"{train.root}: none of the first records can be read; the first problem is {problem}; give other data"
+        )
 
     return apply_probe
 
 
-def _first_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | BadRecord]:
-    tried = 0
+def _read_first_records(inputs: tuple[Input, ...], rules: Rules) -> Iterator[Record | BadRecord]:
+    num_tried = 0
     for input in inputs:
         if not input.table.startswith("train"):
             continue
         for piece in input.source_files.list_pieces(64 << 20):
             for record in input.source_files.read(piece):
-                ruled = record if isinstance(record, BadRecord) else rules.apply(record, input.source_files.source)
-                if isinstance(ruled, BadRecord) and not tried and not input.source_files.is_media:
-                    raise DataError(str(ruled))
-                if not isinstance(ruled, DroppedRecord):
-                    yield ruled
-                    tried += 1
-                if tried >= TRIES:
+                result = record if isinstance(record, BadRecord) else rules.apply(record, input.source_files.source)
+                if isinstance(result, BadRecord) and not num_tried and not input.source_files.is_media:
+                    raise DataError(str(result))
+                if not isinstance(result, DroppedRecord):
+                    yield result
+                    num_tried += 1
+                if num_tried >= MAX_TRIED_RECORDS:
                     return
 
 
 def _build_encoder(
-    data: Any, condition: str, first: Callable[[Callable[[Record], Any]], Any], inputs: tuple[Input, ...]
+    data: Any, condition: str, probe_first: Callable[[Callable[[Record], Any]], Any], inputs: tuple[Input, ...]
 ) -> tuple[Encoder, dict[str, Any]]:
     fields = {
         "label_field": data.condition_field if condition == "class" else None,
@@ -200,23 +208,23 @@ def _build_encoder(
         "has_condition": condition == "vector",
     }
     if isinstance(data, AudioData):
-        return _audio_encoder(data, fields, first)
+        return _build_audio_encoder(data, fields, probe_first)
     return (
-        _video_encoder(data, fields, first)
+        _build_video_encoder(data, fields, probe_first)
         if isinstance(data, VideoData)
-        else _image_encoder(data, fields, first, inputs)
+        else _build_image_encoder(data, fields, probe_first, inputs)
     )
 
 
-def _audio_encoder(data: AudioData, fields: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
+def _build_audio_encoder(data: AudioData, fields: dict[str, Any], probe_first: Any) -> tuple[Encoder, dict[str, Any]]:
     from bottega.data.audio.encoder import AudioEncoder, read_sample_rate
 
-    rate = data.sample_rate or first(read_sample_rate)
+    rate = data.sample_rate or probe_first(read_sample_rate)
     return AudioEncoder(rate, data.normalise, **fields), {"sample_rate": rate}
 
 
-def _image_encoder(
-    data: ImageData, fields: dict[str, Any], first: Any, inputs: tuple[Input, ...]
+def _build_image_encoder(
+    data: ImageData, fields: dict[str, Any], probe_first: Any, inputs: tuple[Input, ...]
 ) -> tuple[Encoder, dict[str, Any]]:
     from bottega.data.image.buckets import compute_bucket_shapes
     from bottega.data.image.decode import read_image_shape
@@ -224,13 +232,13 @@ def _image_encoder(
 
     def probe_image(record: Record) -> tuple[tuple[int, int, int], int]:
         image = read_media_field(record, None, names=IMAGE_FIELDS, medium="image")
-        return read_image_shape(image), _encoded_size(image)
+        return read_image_shape(image), _get_encoded_size(image)
 
-    (height, width, channels), encoded = first(probe_image)
+    (height, width, channels), encoded_bytes = probe_first(probe_image)
     size = (data.image_size, data.image_size) if data.image_size is not None else (height, width)
-    total = sum(input.source_files.total_bytes for input in inputs)
-    pixels = size[0] * size[1] * (data.channels or channels) * (total / max(1, encoded))
-    store = ("decoded" if pixels <= DECODED_LIMIT else "encoded") if data.store == "auto" else data.store
+    total_bytes = sum(input.source_files.total_bytes for input in inputs)
+    decoded_bytes = size[0] * size[1] * (data.channels or channels) * (total_bytes / max(1, encoded_bytes))
+    store = ("decoded" if decoded_bytes <= MAX_DECODED_BYTES else "encoded") if data.store == "auto" else data.store
     if data.buckets is not None and data.image_size is None:
         raise UsageError(
             "data.buckets requires data.image_size, since each shape has about image_size^2 pixels; set it"
@@ -246,13 +254,13 @@ def _image_encoder(
     return encoder, {"encoder": asdict(encoder)}
 
 
-def _encoded_size(image: Any) -> int:
+def _get_encoded_size(image: Any) -> int:
     if isinstance(image, Path):
         return image.stat().st_size
     return len(image) if isinstance(image, bytes) else image.nbytes
 
 
-def _video_encoder(data: VideoData, fields: dict[str, Any], first: Any) -> tuple[Encoder, dict[str, Any]]:
+def _build_video_encoder(data: VideoData, fields: dict[str, Any], probe_first: Any) -> tuple[Encoder, dict[str, Any]]:
     from bottega.data.image.decode import read_image_shape
     from bottega.data.image.encoder import read_media_field
     from bottega.data.video.decode import decode_frames
@@ -267,7 +275,7 @@ def _video_encoder(data: VideoData, fields: dict[str, Any], first: Any) -> tuple
         return read_image_shape(next(decode_frames(video).frames) if not hasattr(video, "shape") else video[0])
 
     side, channels = data.image_size or 0, data.channels or 0
-    height, width, in_colour = (side, side, channels) if side and channels else first(probe_video)
+    height, width, probed_channels = (side, side, channels) if side and channels else probe_first(probe_video)
     size = (side, side) if side else (height, width)
-    encoder = VideoEncoder(size, channels=channels or in_colour, fps=data.fps, resize=data.resize, **fields)
+    encoder = VideoEncoder(size, channels=channels or probed_channels, fps=data.fps, resize=data.resize, **fields)
     return encoder, {"size": list(size), "channels": encoder.channels}

@@ -30,13 +30,13 @@ from bottega.data.tables.shards import Table
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.storage.durable import flush_all, write_atomic
 
-META = "meta.json"
-WORK = ("scan", "decisions", "parts")
+META_FILE = "meta.json"
+WORK_FOLDERS = ("scan", "decisions", "parts")
 """Temporary folders of a preparation."""
 # Allowed names of tables: the folder may come from anywhere.
 _IS_TABLE_NAME = re.compile(r"train(\.\d+)?|validation|test|replay").fullmatch
-# Part of the key: raised when the same inputs would give other files.
-FORMAT = 4
+# Part of the key; increased whenever the same inputs would give different files.
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class PreparedData:
     unread_splits: tuple[str, ...] = ()
     """Splits beside train that are not read. Not stored with the tables, since the same rows may come from a plain file."""
     held_out_hashes: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """validation and test to the hash of the files their rows come from; empty if that was not recorded."""
+    """validation and test -> hash of the files their rows come from; empty if it was not recorded."""
 
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """The content of meta.json."""
-        return json.loads((self.folder / META).read_bytes())
+        return json.loads((self.folder / META_FILE).read_bytes())
 
     @property
     def tables(self) -> dict[str, dict[str, int]]:
@@ -74,7 +74,7 @@ class PreparedData:
         lines = []
         if self.unread_splits:
             names, split = ", ".join(self.unread_splits), self.unread_splits[0]
-            lines.append(f"only the split train is read, not {names}; set data.{split}.split={split} to use that")
+            lines.append(f"only the split train is read, not {names}; set data.{split}.split={split} to use it")
         dropped = {reason: count for reason, count in meta["dropped"].items() if reason != OTHER_CLASS}
         lines += [f"{count:,} records dropped: {reason}" for reason, count in sorted(dropped.items())]
         if meta["bad"]:
@@ -90,19 +90,17 @@ class PreparedData:
 
     def hash_samples(self, table: str) -> str:
         """Return a hash of the keys and labels of a table."""
-        columns, digest = self.table(table), hashlib.sha256()
+        rows, digest = self.table(table), hashlib.sha256()
         for name in ("key", "label"):
-            if name in columns.columns:
-                digest.update(f"{name} {len(columns)}\0".encode())
-                digest.update(
-                    np.ascontiguousarray(columns.ends(name)).tobytes() if columns.columns[name].varying else b""
-                )
-                digest.update(np.ascontiguousarray(columns.values(name)).tobytes())
+            if name in rows.columns:
+                digest.update(f"{name} {len(rows)}\0".encode())
+                digest.update(np.ascontiguousarray(rows.ends(name)).tobytes() if rows.columns[name].varying else b"")
+                digest.update(np.ascontiguousarray(rows.values(name)).tobytes())
         return digest.hexdigest()[:32]
 
     def class_ids(self, table: str) -> np.ndarray | None:
         """Return the class id of each row, or None without classes."""
-        return self.classes.ids(list(_column(self.table(table), "label"))) if len(self.classes) else None
+        return self.classes.ids(list(_iterate_column(self.table(table), "label"))) if len(self.classes) else None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -119,15 +117,15 @@ class PreparationPlan:
     split_fractions: Shares
     data: Data
     rules: Rules
-    encoder: Callable[[PlannedTexts, Path, ProgressCallback], Encoder]
+    build_encoder: Callable[[PlannedTexts, Path, ProgressCallback], Encoder]
     """Called once the records are known, since it may train a tokenizer on them."""
     options: tuple[Any, ...]
-    """Anything else that decides what is written; its repr is part of the key."""
+    """All other values that affect the tables; their repr is part of the key."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """Additional values for meta.json."""
     label_field: str | None = None
     num_classes: int | None = None
-    """Given by the recipe; None takes it from the data."""
+    """Number of classes in the recipe; None takes it from the data."""
     needs_classes: bool = False
     """Whether a record without a label is an error."""
     deduplicate: Deduplication | None = None
@@ -136,25 +134,25 @@ class PreparationPlan:
     def tables(self) -> tuple[str, ...]:
         """Names of the tables to write."""
         tables = [input.table for input in self.inputs]
-        shared = [name for name in ("validation", "test") if getattr(self.split_fractions, name)]
-        folds = ["validation"] if self.data.split is not None and self.data.split.folds else []
-        return tuple(dict.fromkeys([*tables, *shared, *folds]))
+        held_out = [name for name in ("validation", "test") if getattr(self.split_fractions, name)]
+        fold_tables = ["validation"] if self.data.split is not None and self.data.split.folds else []
+        return tuple(dict.fromkeys([*tables, *held_out, *fold_tables]))
 
     @cached_property
     def key(self) -> str:
-        """Hash of everything that decides the tables."""
+        """Hash of everything that affects the tables."""
         inputs = [(*_content_key(input), input.table, input.is_split, *_selection_key(input)) for input in self.inputs]
-        parts = (FORMAT, self.task, inputs, self.split_fractions, self.data.split, self.rules, self.deduplicate)
+        parts = (FORMAT_VERSION, self.task, inputs, self.split_fractions, self.data.split, self.rules, self.deduplicate)
         labels = (self.label_field, self.num_classes, self.needs_classes)
         policy = (self.stop_on_bad, self.data.max_bad, *labels, self.score_field, *self.rules.class_names_key)
-        # Another version of Python may have another Unicode database.
+        # The Unicode database, which depends on the version of Python, affects cleaning, filtering and deduplication.
         is_text_changed = self.rules.clean or self.rules.filter or self.deduplicate
         unicode_version = unicodedata.unidata_version if is_text_changed else None
         return hashlib.sha256(repr((parts, policy, self.options, unicode_version)).encode()).hexdigest()[:32]
 
     @property
     def held_out_hashes(self) -> dict[str, str]:
-        """validation and test to the hash of the files their rows come from, however these are read."""
+        """validation and test -> hash of the files their rows come from; options of reading them do not change it."""
         hashes: dict[str, str] = {}
         for name in (table for table in ("validation", "test") if table in self.tables):
             has_own = any(input.table == name for input in self.inputs)
@@ -185,7 +183,7 @@ def _content_key(input: Input) -> tuple[str, str | tuple[str, ...] | None, str |
 
 
 def _selection_key(input: Input) -> tuple[Any, ...]:
-    """Return the key of options that few inputs set; empty without them, as before the options existed."""
+    """Return the key of options that few inputs set; empty if none is set, so that keys from before these options stay valid."""
     labels, number = input.source_files.source.labels, input.source_index
     if labels is None and number is None:
         return ()
@@ -207,21 +205,21 @@ def prepare(
     """Return the prepared data of a plan, built unless it is cached. Several processes may call this at once."""
     for input in plan.inputs:
         input.source_files.hash_files(progress)
-    folder = get_or_build(cache, plan.key, lambda folder: _build(plan, folder, progress))
+    folder = get_or_build(cache, plan.key, lambda folder: _build_tables(plan, folder, progress))
     return PreparedData(folder, plan.key, _list_unread_splits(plan.inputs), plan.held_out_hashes)
 
 
 def open_prepared(folder: Path, *, task: str) -> PreparedData:
     """Open a folder that `bottega prepare --out` wrote, here or elsewhere."""
     try:
-        meta = json.loads((folder / META).read_bytes())
+        meta = json.loads((folder / META_FILE).read_bytes())
         prepared_task, version, key = meta["task"], meta["format"], meta["key"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DataError(f"{folder} is not prepared data: {META} cannot be read; prepare the data again") from error
-    if (prepared_task, version) != (task, FORMAT):
+        raise DataError(f"{folder} is not prepared data: {META_FILE} cannot be read; prepare the data again") from error
+    if (prepared_task, version) != (task, FORMAT_VERSION):
         raise DataError(
-            f"{folder} was prepared for {prepared_task} (format {version}), not for {task} (format {FORMAT}); prepare the "
-            "data again"
+            f"{folder} was prepared for {prepared_task} (format {version}), not for {task} (format {FORMAT_VERSION}); "
+            "prepare the data again"
         )
     problem = find_damage(folder) or next(
         (f"{name!r} is not a table" for name in meta["tables"] if not _IS_TABLE_NAME(name)), None
@@ -235,7 +233,7 @@ def open_prepared(folder: Path, *, task: str) -> PreparedData:
 def is_prepared(folder: Path) -> bool:
     """Return whether `bottega prepare --out` wrote a folder; other data may hold a meta.json of its own."""
     try:
-        return {"format", "task", "key", "tables"} <= json.loads((folder / META).read_bytes()).keys()
+        return {"format", "task", "key", "tables"} <= json.loads((folder / META_FILE).read_bytes()).keys()
     except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
@@ -261,24 +259,24 @@ def open_if_prepared(data: Data, *, task: str) -> PreparedData | None:
     return None
 
 
-def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
+def _build_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     """Build the tables; temporary folders are removed last, so that a kill at any moment costs little."""
-    if not (folder / META).is_file():
-        _make_tables(plan, folder, progress)
-    for name in WORK:
+    if not (folder / META_FILE).is_file():
+        _write_tables(plan, folder, progress)
+    for name in WORK_FOLDERS:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
-    # The end of a single text is cut by bytes, without a scan.
+def _write_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
+    # The held-out end of a single text is cut off by bytes, which needs no scan.
     items = list_items(plan.inputs, plan.split_fractions, cut_single_text=plan.data.split is None)
     jobs = group_into_jobs(items, plan.inputs)
     sizes = tuple(sum(item.bytes for item in job) for job in jobs)
-    decisions = _decide(plan, jobs, sizes, folder, progress)
-    encoder = plan.encoder(PlannedTexts(plan, jobs, decisions), folder, progress)
+    decisions = _scan_and_decide(plan, jobs, sizes, folder, progress)
+    encoder = plan.build_encoder(PlannedTexts(plan, jobs, decisions), folder, progress)
     if plan.score_field is not None:
         encoder = ScoredEncoder(encoder, plan.score_field)
-    work = EncodeJobs(
+    encode_jobs = EncodeJobs(
         plan.inputs,
         jobs,
         folder / "parts",
@@ -289,7 +287,7 @@ def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback
         decisions,
         stop_on_bad=plan.stop_on_bad,
     )
-    counts = encode_tables(work, folder, max_bad=plan.data.max_bad, progress=progress)
+    counts = encode_tables(encode_jobs, folder, max_bad=plan.data.max_bad, progress=progress)
     for name, count in (decisions.dropped if decisions else {}).items():
         counts["dropped"][name] = count
     classes = None
@@ -297,7 +295,7 @@ def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback
         _check_labels(plan, folder)
         classes = _collect_classes(plan, folder, counts["tables"])
     meta = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "task": plan.task,
         "key": plan.key,
         "contents": plan.held_out_hashes,
@@ -309,7 +307,7 @@ def _make_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback
     _check_unchanged(plan)
     for table in counts["tables"]:
         flush_all(folder / table)
-    write_atomic(folder / META, json.dumps(meta, indent=1))
+    write_atomic(folder / META_FILE, json.dumps(meta, indent=1))
 
 
 def _list_unread_splits(inputs: tuple[Input, ...]) -> tuple[str, ...]:
@@ -323,22 +321,22 @@ def _list_unread_splits(inputs: tuple[Input, ...]) -> tuple[str, ...]:
 def _check_unchanged(plan: PreparationPlan) -> None:
     """Raise DataError if an input changed since its key was computed; hashes are cached, so this only checks times."""
     for input in plan.inputs:
-        again = replace(input.source_files)
-        if again.fingerprint != input.source_files.fingerprint:
+        current_files = replace(input.source_files)
+        if current_files.fingerprint != input.source_files.fingerprint:
             raise DataError(f"{input.source_files.root} changed while it was read; run again when it no longer changes")
 
 
 def _collect_classes(plan: PreparationPlan, folder: Path, tables: Iterable[str]) -> list[str]:
-    """Return the classes of all tables; a label outside of them is an error now rather than in training."""
-    first_of: dict[str, str] = {}
+    """Return the classes of all tables; an unknown label is an error here rather than in training."""
+    first_keys: dict[str, str] = {}
     for name in tables:
         table = Table(folder / name)
-        for number, label in enumerate(_column(table, "label")):
-            if label not in first_of:
-                first_of[label] = table.row("key", number)
-    classes = find_classes_if_labelled(first_of, num_classes=plan.num_classes, required=plan.needs_classes)
+        for number, label in enumerate(_iterate_column(table, "label")):
+            if label not in first_keys:
+                first_keys[label] = table.row("key", number)
+    classes = find_classes_if_labelled(first_keys, num_classes=plan.num_classes, required=plan.needs_classes)
     if len(classes):
-        classes.ids(list(first_of), keys=list(first_of.values()))
+        classes.ids(list(first_keys), keys=list(first_keys.values()))
     return list(classes.names)
 
 
@@ -349,28 +347,28 @@ def _check_labels(plan: PreparationPlan, folder: Path) -> None:
         if labels is None or not input.table.startswith("train"):
             continue
         present = set(read_text_column(Table(folder / input.table), "label"))
-        wrong = [label for label in labels if label not in present]
-        if wrong:
+        absent = [label for label in labels if label not in present]
+        if absent:
             raise DataError(
-                f"{input.source_files.root}: no record has the class {wrong[0]!r} of data.train.labels; of these "
+                f"{input.source_files.root}: no record has the class {absent[0]!r} of data.train.labels; of these "
                 "classes it has "
                 f"{', '.join(sorted(present))}"
             )
 
 
-def _column(table: Table, name: str) -> Iterator[str]:
+def _iterate_column(table: Table, name: str) -> Iterator[str]:
     return (table.row(name, number) for number in range(len(table)))
 
 
-def _decide(
+def _scan_and_decide(
     plan: PreparationPlan,
     jobs: tuple[tuple[Item, ...], ...],
     sizes: tuple[int, ...],
     folder: Path,
     progress: ProgressCallback,
 ) -> Decisions | None:
-    undecided = any(item.table is None and plan.inputs[item.input].is_split for job in jobs for item in job)
-    if not undecided and plan.deduplicate is None:
+    needs_split = any(item.table is None and plan.inputs[item.input].is_split for job in jobs for item in job)
+    if not needs_split and plan.deduplicate is None:
         return None
     scan = ScanJobs(
         plan.inputs,

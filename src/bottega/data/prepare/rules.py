@@ -68,15 +68,15 @@ class Rules:
         return self.medium == "text"
 
     def apply(
-        self, record: Record, source: Source, *, starts: bool = True, ends: bool = True, by_number: bool = False
+        self, record: Record, source: Source, *, is_start: bool = True, is_end: bool = True, by_number: bool = False
     ) -> Record | BadRecord | DroppedRecord:
         """Apply the rules to a record.
 
-        `starts` and `ends` say whether a text begins and ends in this record, rather than in another piece of it.
+        `is_start` and `is_end` say whether the text begins and ends in this record, rather than in another piece of the text.
         `by_number` allows fields to be given by column number, for tables.
         """
         try:
-            record = record._replace(fields=self._rename(record.fields, source, by_number=by_number))
+            record = record._replace(fields=self._rename_fields(record.fields, source, by_number=by_number))
         except Unreadable as error:
             return BadRecord(record.key, record.where, str(error))
         if source.labels is not None:
@@ -85,31 +85,31 @@ class Rules:
                     return DroppedRecord(record.key, OTHER_CLASS)
             except Unreadable as error:
                 return BadRecord(record.key, record.where, str(error))
-        return self._clean_and_filter(record, starts=starts, ends=ends) if self.is_text else record
+        return self._clean_and_filter(record, is_start=is_start, is_end=is_end) if self.is_text else record
 
-    def _rename(self, fields: dict[str, Any], source: Source, *, by_number: bool) -> RenamedFields:
+    def _rename_fields(self, fields: dict[str, Any], source: Source, *, by_number: bool) -> RenamedFields:
         """Return the fields with content and label under our names. Raises Unreadable if one is missing."""
         columns = Columns(fields, by_number)
         renamed: dict[str, Any] = {}
-        own = {source.label} if source.label is not None else set()
+        source_names = {source.label} if source.label is not None else set()
         if isinstance(source.field, tuple):
-            renamed[self.medium] = self._join(columns, source.field)
+            renamed[self.medium] = self._join_fields(columns, source.field)
         elif source.field is not None:
             # Kept under its original name as well: a split or a curriculum may use it.
             renamed[self.medium] = columns.value(source.field)
-            own.add(source.field)
+            source_names.add(source.field)
         if source.label is not None:
             renamed[self.label] = columns.value(source.label)
         elif by_number and self.label.isdecimal() and self.label not in fields:
             renamed[self.label] = columns.value(self.label)
-        result = RenamedFields({**fields, **renamed}, own=own - renamed.keys())
+        result = RenamedFields({**fields, **renamed}, own=source_names - renamed.keys())
         if self.class_names:
             name = find_label_field(result, self.label)
             if name is not None:
-                result[name] = self._class_name(result[name], name)
+                result[name] = self._map_class_name(result[name], name)
         return result
 
-    def _join(self, columns: Columns, names: tuple[str, ...]) -> str:
+    def _join_fields(self, columns: Columns, names: tuple[str, ...]) -> str:
         if not self.is_text:
             raise UsageError(
                 f"data.train.field lists {len(names)} fields, but only text fields can be joined; give one"
@@ -117,26 +117,26 @@ class Rules:
         texts = (to_text(columns.value(name), name).strip() for name in names)
         return "\n".join(text for text in texts if text)
 
-    def _class_name(self, value: Any, field: str) -> Any:
+    def _map_class_name(self, value: Any, field: str) -> Any:
         if isinstance(value, list | tuple):
-            return [self._class_name(item, field) for item in value]
+            return [self._map_class_name(item, field) for item in value]
         label = normalize_label(value, field)
         if label in self.class_names or label in self.class_names.values():
             return self.class_names.get(label, label)
-        numbers = ", ".join(list(self.class_names)[:6]) + (", ..." if len(self.class_names) > 6 else "")
+        class_ids = ", ".join(list(self.class_names)[:6]) + (", ..." if len(self.class_names) > 6 else "")
         raise Unreadable(
-            f"label {label!r} has no name in data.class_names, which has names for {numbers}; "
-            "add one, or write data.class_names as {{number: name}} if classes are not counted from 0"
+            f"label {label!r} has no name in data.class_names, which has names for {class_ids}; "
+            "add one, or write data.class_names as {number: name} if classes are not counted from 0"
         )
 
-    def _clean_and_filter(self, record: Record, *, starts: bool, ends: bool) -> Record | BadRecord | DroppedRecord:
+    def _clean_and_filter(self, record: Record, *, is_start: bool, is_end: bool) -> Record | BadRecord | DroppedRecord:
         text = _find_text(record)
         if isinstance(text, BadRecord):
             return text
         if self.clean is not None:
-            text = clean_text(text, self.clean, is_start=starts, is_end=ends)
-        # Pieces of a longer text are never dropped: without a short last one the text would lose its end.
-        if starts and ends:
+            text = clean_text(text, self.clean, is_start=is_start, is_end=is_end)
+        # Pieces of a longer text are never dropped: without a short last piece the text would lose its end.
+        if is_start and is_end:
             if not text:
                 return DroppedRecord(record.key, "empty")
             if self.filter is not None:
@@ -162,7 +162,7 @@ class Columns(NamedTuple):
             if int(name) < len(columns):
                 return self.fields[columns[int(name)]]
             raise Unreadable(f"has no column {name}; its columns are numbered 0 to {len(columns) - 1}")
-        raise Unreadable(_missing_field(name, self.fields))
+        raise Unreadable(_explain_missing_field(name, self.fields))
 
 
 def read_records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterator[Record | BadRecord | DroppedRecord]:
@@ -173,14 +173,14 @@ def read_records(inputs: tuple[Input, ...], item: Item, rules: Rules) -> Iterato
             yield record
             continue
         if item.table is not None:
-            record.fields["continued"] = not item.ends
+            record.fields["continued"] = not item.is_text_end
         # Only text files are read in pieces; in a table, `continued` is a column like any other.
         is_piece = files.kind == "text"
-        starts = not is_piece or record.key == item.piece.name
-        ends = not is_piece or not record.fields["continued"]
-        result = rules.apply(record, files.source, starts=starts, ends=ends, by_number=files.kind == "csv")
+        is_start = not is_piece or record.key == item.piece.name
+        is_end = not is_piece or not record.fields["continued"]
+        result = rules.apply(record, files.source, is_start=is_start, is_end=is_end, by_number=files.kind == "csv")
         if is_piece and isinstance(result, Record):
-            result.fields[HAS_NEXT_PIECE] = not ends
+            result.fields[HAS_NEXT_PIECE] = not is_end
         yield result
 
 
@@ -191,7 +191,7 @@ def _find_text(record: Record) -> str | BadRecord:
         return BadRecord(
             record.key,
             record.where,
-            f"{_missing_field('text', fields)}; set data.train.field to the right one (`bottega data FILE` lists all)",
+            f"{_explain_missing_field('text', fields)}; set data.train.field to the right one (`bottega data FILE` lists all)",
         )
     text = fields[name]
     if not isinstance(text, str):
@@ -199,11 +199,13 @@ def _find_text(record: Record) -> str | BadRecord:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        half = f"an unpaired surrogate ({text[error.start]!r}) at character {error.start}"
-        return BadRecord(record.key, record.where, f"field {name!r} has {half}")
+        problem = f"an unpaired surrogate ({text[error.start]!r}) at character {error.start}"
+        return BadRecord(record.key, record.where, f"field {name!r} has {problem}")
     return text
 
 
-def _missing_field(name: str, fields: Mapping[str, Any]) -> str:
-    near = find_similar_names(name, fields)
-    return f"no field {name!r}; " + (f"did you mean {near[0]!r}?" if near else f"the row has {list_fields(fields)}")
+def _explain_missing_field(name: str, fields: Mapping[str, Any]) -> str:
+    similar_names = find_similar_names(name, fields)
+    return f"no field {name!r}; " + (
+        f"did you mean {similar_names[0]!r}?" if similar_names else f"the row has {list_fields(fields)}"
+    )

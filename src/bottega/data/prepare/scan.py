@@ -1,4 +1,4 @@
-"""A first pass over all records, needed if the table of one depends on others: fractions, classes, groups, duplicates."""
+"""A first pass over all records, needed if fractions, classes, groups or duplicates decide the table of a record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from bottega.data.text.duplicates import (
 )
 
 SPLITS = ("train", "validation", "test")
-NO_FIELD = "no field to split by"
+NO_SPLIT_FIELD = "no field to split by"
 
 
 class ScannedRecord(NamedTuple):
@@ -46,7 +46,7 @@ class ScannedRecord(NamedTuple):
     """Only if near duplicates are removed."""
 
 
-TYPES: dict[str, Any] = {
+DTYPES: dict[str, Any] = {
     "keys": np.uint64,
     "sizes": np.int64,
     "files": np.uint64,
@@ -82,27 +82,27 @@ class ScanJobs(Jobs):
 
     def run_job(self, number: int, out: Path) -> dict[str, Any]:
         tally = Tally()
-        rows = list(self._rows(number, tally))
+        rows = list(self._scan_job(number, tally))
         for name in ScannedRecord._fields:
             if name != "signatures" or self.finds_near_duplicates:
-                np.save(out / f"{name}.npy", np.array([getattr(row, name) for row in rows], TYPES[name]))
+                np.save(out / f"{name}.npy", np.array([getattr(row, name) for row in rows], DTYPES[name]))
         return {**vars(tally), "records": len(rows)}
 
     @property
     def finds_near_duplicates(self) -> bool:
         return self.duplicates is not None and self.duplicates.method == "near"
 
-    def _rows(self, number: int, tally: Tally) -> Iterator[ScannedRecord]:
-        empty = minhash_signature("") if self.finds_near_duplicates else None
+    def _scan_job(self, number: int, tally: Tally) -> Iterator[ScannedRecord]:
+        empty_signature = minhash_signature("") if self.finds_near_duplicates else None
         for item in self.jobs[number]:
             file = hash_key(item.piece.name)
             for record in read_records(self.inputs, item, self.rules):
-                scanned = self._scan(record, item, tally) if isinstance(record, Record) else None
+                scanned = self._scan_record(record, item, tally) if isinstance(record, Record) else None
                 if isinstance(record, BadRecord):
                     tally.count_bad(record, stop=self.stop_on_bad)
-                yield (scanned or ScannedRecord(hash_key(record.key), signatures=empty))._replace(files=file)
+                yield (scanned or ScannedRecord(hash_key(record.key), signatures=empty_signature))._replace(files=file)
 
-    def _scan(self, record: Record, item: Item, tally: Tally) -> ScannedRecord | None:
+    def _scan_record(self, record: Record, item: Item, tally: Tally) -> ScannedRecord | None:
         """Return the properties of a record, or None if it lacks the field to split by."""
         is_split = self.inputs[item.input].is_split
         group = 0
@@ -110,15 +110,15 @@ class ScanJobs(Jobs):
             if self.split.field not in record.fields:
                 reason = f"has no field {self.split.field!r} to split by; it has {list_fields(record.fields)}"
                 tally.count_bad(BadRecord(record.key, record.where, reason), stop=self.stop_on_bad)
-                # The encoder does not get this record, so it is counted here.
-                tally.dropped[NO_FIELD] = tally.dropped.get(NO_FIELD, 0) + 1
+                # The encoder does not get this record, so it is counted as dropped here.
+                tally.dropped[NO_SPLIT_FIELD] = tally.dropped.get(NO_SPLIT_FIELD, 0) + 1
                 return None
             group = hash_key(str(record.fields[self.split.field]))
         text = str(record.fields.get("text", "")) if self.rules.is_text else ""
         return ScannedRecord(
             keys=hash_key(record.key),
             sizes=len(text) if self.by_length else 1,
-            labels=hash_key(self._label(record)) if is_split and self.split.by == "stratified" else 0,
+            labels=hash_key(self._read_label(record)) if is_split and self.split.by == "stratified" else 0,
             groups=group,
             contents=hash_content(text) if self.duplicates is not None else 0,
             kept=True,
@@ -126,7 +126,7 @@ class ScanJobs(Jobs):
             signatures=minhash_signature(text) if self.finds_near_duplicates else None,
         )
 
-    def _label(self, record: Record) -> str:
+    def _read_label(self, record: Record) -> str:
         """Return the label as the encoder stores it; empty if it cannot be read, which the encoder will report."""
         try:
             return read_label(record, self.label_field)
@@ -152,92 +152,98 @@ def decide_tables(
     scan: ScanJobs, fractions: Shares, tables: tuple[str, ...], *, max_bad: float | None, progress: ProgressCallback
 ) -> Decisions:
     """Scan all records and decide the table of each."""
-    tally, counts = Tally(), []
+    tally, records_per_job = Tally(), []
     for summary in run_jobs(scan, progress):
         tally.add(summary)
-        counts.append(summary["records"])
+        records_per_job.append(summary["records"])
     # Checked before splitting: too few good records would fail there with a misleading message.
     tally.check(max_bad)
-    load = partial(_load, scan, len(counts))
-    accepted = load("kept")
-    keep = accepted.copy()
+    load = partial(_load_arrays, scan, len(records_per_job))
+    is_accepted = load("kept")
+    is_kept = is_accepted.copy()
     if scan.duplicates is not None:
-        keep[accepted] = _find_unique(scan, load, accepted, counts)
-    inputs = np.repeat([job[0].input for job in scan.jobs], counts).astype(np.int64)
+        is_kept[is_accepted] = _find_unique(scan, load, is_accepted, records_per_job)
+    inputs = np.repeat([job[0].input for job in scan.jobs], records_per_job).astype(np.int64)
     table_numbers: np.ndarray = np.array([tables.index(input.table) for input in scan.inputs], np.int8)[inputs]
-    splitting = np.array([input.is_split for input in scan.inputs])[inputs] & keep & ~load("placed")
-    for rows, source_root in _split_groups(scan, splitting, inputs):
-        splits = _assign(scan, load, rows, fractions, source_root=source_root)
+    is_split = np.array([input.is_split for input in scan.inputs])[inputs] & is_kept & ~load("placed")
+    for rows, source_root in _iterate_split_groups(scan, is_split, inputs):
+        splits = _assign_group(scan, load, rows, fractions, source_root=source_root)
         for split, name in enumerate(SPLITS[1:], start=1):
             if name in tables:
                 table_numbers[np.flatnonzero(rows)[splits == split]] = tables.index(name)
-    table_numbers[~keep] = -1
+    table_numbers[~is_kept] = -1
     folder = scan.folder.with_name("decisions")
     folder.mkdir(exist_ok=True)
-    for number, decided in enumerate(np.split(table_numbers, np.cumsum(counts)[:-1])):
-        np.save(folder / f"{number:06d}.npy", decided)
-    num_duplicates = int(accepted.sum() - keep.sum())
+    for number, job_tables in enumerate(np.split(table_numbers, np.cumsum(records_per_job)[:-1])):
+        np.save(folder / f"{number:06d}.npy", job_tables)
+    num_duplicates = int(is_accepted.sum() - is_kept.sum())
     return Decisions(folder, {**tally.dropped, **({"duplicate": num_duplicates} if num_duplicates else {})})
 
 
-def _split_groups(
-    scan: ScanJobs, splitting: np.ndarray, inputs: np.ndarray
+def _iterate_split_groups(
+    scan: ScanJobs, is_split: np.ndarray, inputs: np.ndarray
 ) -> Iterator[tuple[np.ndarray, Path | None]]:
     """Yield groups of rows that are split by themselves: all of them, or for a sequence each source, with its path.
 
     A sequence evaluates each source separately, so each needs held-out rows, however few it has.
     """
-    if not splitting.any():
+    if not is_split.any():
         return
-    separate = [number for number, input in enumerate(scan.inputs) if input.is_split and input.source_index is not None]
-    if not separate:
-        yield splitting, None
-    for number in separate:
-        rows = splitting & (inputs == number)
+    sequence_inputs = [
+        number for number, input in enumerate(scan.inputs) if input.is_split and input.source_index is not None
+    ]
+    if not sequence_inputs:
+        yield is_split, None
+    for number in sequence_inputs:
+        rows = is_split & (inputs == number)
         if rows.any():
             yield rows, scan.inputs[number].source_files.root
 
 
-def _assign(scan: ScanJobs, load: Any, rows: np.ndarray, fractions: Shares, *, source_root: Path | None) -> np.ndarray:
+def _assign_group(
+    scan: ScanJobs, load: Any, rows: np.ndarray, fractions: Shares, *, source_root: Path | None
+) -> np.ndarray:
     try:
-        return assign_splits(_split_table(scan, load, rows), scan.split, fractions.validation, fractions.test)
+        return assign_splits(_build_split_table(scan, load, rows), scan.split, fractions.validation, fractions.test)
     except DataError as error:
         if source_root is None:
             raise
         raise DataError(f"{source_root}, which is split by itself in a sequence: {error}") from None
 
 
-def _load(scan: ScanJobs, count: int, name: str) -> np.ndarray:
-    arrays = [np.load(scan.job_folder(n) / f"{name}.npy", allow_pickle=False) for n in range(count)]
+def _load_arrays(scan: ScanJobs, num_jobs: int, name: str) -> np.ndarray:
+    arrays = [np.load(scan.job_folder(n) / f"{name}.npy", allow_pickle=False) for n in range(num_jobs)]
     return np.concatenate(arrays) if arrays else np.empty(0)
 
 
-def _find_unique(scan: ScanJobs, load: Any, accepted: np.ndarray, counts: list[int]) -> np.ndarray:
-    """Return which of the kept records are not duplicates of an earlier one."""
+def _find_unique(scan: ScanJobs, load: Any, is_accepted: np.ndarray, records_per_job: list[int]) -> np.ndarray:
+    """Return which of the accepted records are not duplicates of an earlier one."""
     assert scan.duplicates is not None
-    keep = find_exact_unique(load("contents")[accepted])
+    is_unique = find_exact_unique(load("contents")[is_accepted])
     if scan.finds_near_duplicates:
-        compared = accepted.copy()
-        compared[accepted] = keep
-        keep[keep] = find_near_unique(_signatures(scan, compared, counts), scan.duplicates.threshold)
-    return keep
+        is_compared = is_accepted.copy()
+        is_compared[is_accepted] = is_unique
+        is_unique[is_unique] = find_near_unique(
+            _load_signatures(scan, is_compared, records_per_job), scan.duplicates.threshold
+        )
+    return is_unique
 
 
-def _signatures(scan: ScanJobs, rows: np.ndarray, counts: list[int]) -> np.ndarray:
-    """Return the signatures of `rows`, copied once: 512 bytes per record are 5 GB for ten million."""
-    signatures = np.empty((np.count_nonzero(rows), NUM_PERMUTATIONS), np.uint32)
-    filled = start = 0
-    for number, count in enumerate(counts):
-        selected = np.flatnonzero(rows[start : start + count])
+def _load_signatures(scan: ScanJobs, is_compared: np.ndarray, records_per_job: list[int]) -> np.ndarray:
+    """Return the signatures of the records in `is_compared`, copied once: 512 bytes per record are 5 GB for ten million."""
+    signatures = np.empty((np.count_nonzero(is_compared), NUM_PERMUTATIONS), np.uint32)
+    num_filled = start = 0
+    for number, count in enumerate(records_per_job):
+        selected = np.flatnonzero(is_compared[start : start + count])
         start += count
         if len(selected):
             stored = np.load(scan.job_folder(number) / "signatures.npy", mmap_mode="r", allow_pickle=False)
-            np.take(stored, selected, axis=0, out=signatures[filled : filled + len(selected)], mode="clip")
-            filled += len(selected)
+            np.take(stored, selected, axis=0, out=signatures[num_filled : num_filled + len(selected)], mode="clip")
+            num_filled += len(selected)
     return signatures
 
 
-def _split_table(scan: ScanJobs, load: Any, rows: np.ndarray) -> SplitTable:
+def _build_split_table(scan: ScanJobs, load: Any, rows: np.ndarray) -> SplitTable:
     # A hash split by a field takes the field's value in place of the record key.
     keys = load("groups") if scan.split.by == "hash" and scan.split.field is not None else load("keys")
     return SplitTable(

@@ -11,7 +11,7 @@ from bottega.data.prepare.encoder import Encoder, Row
 from bottega.data.records.record import BadRecord, Record
 from bottega.data.tables.shards import Column
 
-SCORE = "score"
+SCORE_COLUMN = "score"
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ScoredEncoder(Encoder):
     field: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counted", self.inner.summed_entries)
+        object.__setattr__(self, "summed_entries", self.inner.summed_entries)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -30,15 +30,15 @@ class ScoredEncoder(Encoder):
 
     @property
     def columns(self) -> dict[str, Column]:
-        return {**self.inner.columns, SCORE: Column("<f8")}
+        return {**self.inner.columns, SCORE_COLUMN: Column("<f8")}
 
     def rows(self, record: Record) -> Iterator[Row]:
         for row in self.inner.rows(record):
-            yield {**row, SCORE: float(record.fields[self.field])}
+            yield {**row, SCORE_COLUMN: float(record.fields[self.field])}
 
     def encode(self, records: Iterable[tuple[str, Record]]) -> Iterator[tuple[str, Row | BadRecord]]:
         scores: dict[str, float] = {}
-        bad: list[tuple[str, BadRecord]] = []
+        bad_records: list[tuple[str, BadRecord]] = []
 
         def scored_records() -> Iterator[tuple[str, Record]]:
             for table, record in records:
@@ -52,14 +52,14 @@ class ScoredEncoder(Encoder):
                     yield table, record
                 else:
                     reason = f"field {self.field!r} (data.curriculum.by) must be a number, not {value!r}"
-                    bad.append((table, BadRecord(record.key, record.where, reason)))
+                    bad_records.append((table, BadRecord(record.key, record.where, reason)))
 
         for table, row in self.inner.encode(scored_records()):
-            while bad:
-                yield bad.pop()
+            while bad_records:
+                yield bad_records.pop()
             if not isinstance(row, BadRecord):
                 # An augmented copy has the key of its record with ~number appended.
                 key = row["key"]
-                row[SCORE] = scores[key] if key in scores else scores[key.rpartition("~")[0]]
+                row[SCORE_COLUMN] = scores[key] if key in scores else scores[key.rpartition("~")[0]]
             yield table, row
-        yield from bad
+        yield from bad_records

@@ -9,8 +9,8 @@ from typing import Any
 from bottega.core.errors import DataError
 from bottega.data.records.record import BadRecord
 
-# Bad records that are listed by name; more are only counted.
-MAX_NAMED = 100
+# Maximum number of bad records that are listed by name; the others are only counted.
+MAX_NAMED_RECORDS = 100
 DEFAULT_MAX_BAD = 0.001
 
 
@@ -28,15 +28,15 @@ class Tally:
         if stop or bad.is_unsafe:
             raise DataError(str(bad))
         self.bad += 1
-        if len(self.named) < MAX_NAMED:
+        if len(self.named) < MAX_NAMED_RECORDS:
             self.named.append(str(bad))
 
-    def add(self, other: dict[str, Any]) -> None:
+    def add(self, counts: dict[str, Any]) -> None:
         """Add the counts of a job, as plain values."""
-        self.records += other["records"]
-        self.bad += other["bad"]
-        self.named += other["named"][: MAX_NAMED - len(self.named)]
-        self.dropped = dict(Counter(self.dropped) + Counter(other["dropped"]))
+        self.records += counts["records"]
+        self.bad += counts["bad"]
+        self.named += counts["named"][: MAX_NAMED_RECORDS - len(self.named)]
+        self.dropped = dict(Counter(self.dropped) + Counter(counts["dropped"]))
 
     def check(self, max_bad: float | None) -> None:
         """Raise DataError if the fraction of bad records exceeds `max_bad`."""
@@ -45,5 +45,5 @@ class Tally:
             others = f" (and {self.bad - 1:,} more)" if self.bad > 1 else ""
             raise DataError(
                 f"{self.named[0]}{others}; {self.bad:,} of {self.records:,} records are bad, more than data.max_bad="
-                f"{limit:g} allows"
+                f"{limit:g} allows; repair them, or raise it"
             )

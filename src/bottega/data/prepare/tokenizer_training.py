@@ -16,12 +16,12 @@ from bottega.data.records.record import Record
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.data.text.vocabulary import TokenizerSpec, build_tokenizer
 
-# At most this many bytes, evenly spread: more text hardly changes the merges, and 1 GB takes minutes.
+# Train on at most this many bytes, evenly spread over the data: more text hardly changes the merges, and 1 GB takes minutes.
 MAX_TRAINING_BYTES = 64 << 20
 
 
-_OPEN: dict[Path, Tokenizer] = {}
-"""The last tokenizer used in this process: loading a large vocabulary takes 0.1 s, and a process runs many jobs."""
+_LAST_TOKENIZER: dict[Path, Tokenizer] = {}
+"""Folder -> the last tokenizer used in this process: loading a large vocabulary takes 0.1 s, and a process runs many jobs."""
 
 
 def load_or_train_tokenizer(
@@ -30,24 +30,24 @@ def load_or_train_tokenizer(
     """Return the tokenizer saved in `folder` by a killed process, the `existing` one, or a newly trained one; save it there."""
     if (folder / "tokenizer_config.json").is_file():  # written last
         return open_tokenizer(folder)
-    # Characters come from all splits, so that validation has no unknown ones; all else is trained on train only.
+    # Characters come from all splits, so that validation has no unknown characters; other tokenizers are trained on train only.
     read_all = spec.kind == "characters"
-    trained = existing or build_tokenizer(spec, _texts(texts, progress, read_all=read_all))
-    trained.save(folder)
-    _OPEN.clear()
-    _OPEN[folder] = trained
-    return trained
+    tokenizer = existing or build_tokenizer(spec, _read_texts(texts, progress, read_all=read_all))
+    tokenizer.save(folder)
+    _LAST_TOKENIZER.clear()
+    _LAST_TOKENIZER[folder] = tokenizer
+    return tokenizer
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer of a folder; cached per process."""
-    if folder not in _OPEN:
-        _OPEN.clear()
-        _OPEN[folder] = Tokenizer.load(folder)
-    return _OPEN[folder]
+    if folder not in _LAST_TOKENIZER:
+        _LAST_TOKENIZER.clear()
+        _LAST_TOKENIZER[folder] = Tokenizer.load(folder)
+    return _LAST_TOKENIZER[folder]
 
 
-def tokenizer_metadata(folder: Path) -> dict[str, Any]:
+def get_tokenizer_metadata(folder: Path) -> dict[str, Any]:
     """Return the values of meta.json that readers of the tokens need."""
     tokenizer = open_tokenizer(folder)
     return {
@@ -58,21 +58,21 @@ def tokenizer_metadata(folder: Path) -> dict[str, Any]:
     }
 
 
-def _texts(texts: PlannedTexts, progress: ProgressCallback, *, read_all: bool) -> Iterator[str]:
+def _read_texts(texts: PlannedTexts, progress: ProgressCallback, *, read_all: bool) -> Iterator[str]:
     plan = texts.plan
     sizes = [sum(item.bytes for item in job) for job in texts.jobs]
-    # A job is of one input; held-out ones are not used for training.
+    # A job reads one input; jobs of held-out inputs are not used for training.
     tables = [plan.inputs[job[0].input].table for job in texts.jobs]
-    chosen = np.array([n for n, table in enumerate(tables) if read_all or table.startswith("train")])
-    total = sum(sizes[n] for n in chosen)
-    if not read_all and total > MAX_TRAINING_BYTES:
-        num_jobs = max(1, len(chosen) * MAX_TRAINING_BYTES // total)
-        chosen = chosen[np.unique(np.linspace(0, len(chosen) - 1, num_jobs).astype(int))]
-        total = sum(sizes[n] for n in chosen)
-    done, num_records = 0, 0
-    progress("tokenizer", 0, total)
-    for number in map(int, chosen):
-        decided = texts.decisions.for_job(number) if texts.decisions is not None else None
+    chosen_jobs = np.array([n for n, table in enumerate(tables) if read_all or table.startswith("train")])
+    total_bytes = sum(sizes[n] for n in chosen_jobs)
+    if not read_all and total_bytes > MAX_TRAINING_BYTES:
+        num_jobs = max(1, len(chosen_jobs) * MAX_TRAINING_BYTES // total_bytes)
+        chosen_jobs = chosen_jobs[np.unique(np.linspace(0, len(chosen_jobs) - 1, num_jobs).astype(int))]
+        total_bytes = sum(sizes[n] for n in chosen_jobs)
+    done_bytes, num_records = 0, 0
+    progress("tokenizer", 0, total_bytes)
+    for number in map(int, chosen_jobs):
+        table_numbers = texts.decisions.for_job(number) if texts.decisions is not None else None
         position = -1
         for item in texts.jobs[number]:
             for record in read_records(plan.inputs, item, plan.rules):
@@ -81,14 +81,14 @@ def _texts(texts: PlannedTexts, progress: ProgressCallback, *, read_all: bool) -
                 if not isinstance(record, Record):
                     continue
                 table = item.table or plan.inputs[item.input].table
-                if decided is not None and item.table is None:
-                    if decided[position] < 0:
+                if table_numbers is not None and item.table is None:
+                    if table_numbers[position] < 0:
                         continue
-                    table = plan.tables[decided[position]]
+                    table = plan.tables[table_numbers[position]]
                 if read_all or table.startswith("train"):
                     yield record.fields["text"]
-        done += sizes[number]
-        progress("tokenizer", done, total)
+        done_bytes += sizes[number]
+        progress("tokenizer", done_bytes, total_bytes)
     if not num_records:  # a clearer message than the trainer's about rare words
         files = [file for input in plan.inputs if input.table.startswith("train") for file in input.source_files.paths]
         where = f"{files[0]} is" if len(files) == 1 else f"the {len(files)} files of the training data are all"

@@ -33,8 +33,8 @@ class Unshuffled(OnlineOrder):
     def indices(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return positions % self.length, positions // self.length
 
-    def num_epochs(self, positions: int) -> int:
-        return -(-positions // self.length)
+    def num_epochs(self, num_positions: int) -> int:
+        return -(-num_positions // self.length)
 
 
 @final

@@ -9,11 +9,11 @@ import numpy as np
 
 from bottega.data.prepare.preview import (
     Preview,
-    evenly_spaced_rows,
-    image_path,
+    choose_evenly_spaced_rows,
+    get_row_annotations,
+    get_row_caption,
+    make_image_path,
     read_rows,
-    row_annotations,
-    row_caption,
 )
 from bottega.data.tables.shards import Table
 
@@ -27,16 +27,16 @@ class VideoPreview(Preview):
     column, unit = "video", "frames"
 
     def public_fields(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {"video": np.asarray(row["video"]), "fps": float(np.ravel(row["fps"])[0]), **row_annotations(row)}
+        return {"video": np.asarray(row["video"]), "fps": float(np.ravel(row["fps"])[0]), **get_row_annotations(row)}
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
         from bottega.data.image.contact_sheet import write_contact_sheet
 
-        rows, path = read_rows(table, evenly_spaced_rows(table, 4)), image_path(folder, "frames.png")
+        rows, path = read_rows(table, choose_evenly_spaced_rows(table, 4)), make_image_path(folder, "frames.png")
         frames = [
             row["video"][i] for row in rows for i in np.linspace(0, len(row["video"]) - 1, NUM_FRAMES).astype(int)
         ]
         write_contact_sheet(
-            frames, path, captions=[row_caption(row) for row in rows for _ in range(NUM_FRAMES)], columns=NUM_FRAMES
+            frames, path, captions=[get_row_caption(row) for row in rows for _ in range(NUM_FRAMES)], columns=NUM_FRAMES
         )
         return [path]

@@ -121,7 +121,7 @@ class TorchEngine(Engine):
         self.settings = resolve_parameter_settings(
             self.training,
             list(self.settings),
-            total=total,
+            total_steps=total,
             steps_per_epoch=steps_per_epoch,
             is_trainable=self.task.is_trainable,
         )

@@ -18,10 +18,10 @@ from bottega.data.embedded.docstrings import find_docstrings_file
 from bottega.data.prepare.encoder import Encoder, Row
 from bottega.data.prepare.inputs import Input, check_medium, collect_inputs
 from bottega.data.prepare.jobs import ProgressCallback
-from bottega.data.prepare.labels import BLANKS, COPY, NAME_IT, NUMBER, SKIP, WORD, LabelReader
+from bottega.data.prepare.labels import COPY, LABEL_FIELD_REMEDY, NUMBER, SKIP_REMEDY, STRIPPED_FLAG, WORD, LabelReader
 from bottega.data.prepare.prepared import PlannedTexts, PreparationPlan, PreparedData, open_if_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.prepare.tokenizer_training import load_or_train_tokenizer, open_tokenizer, tokenizer_metadata
+from bottega.data.prepare.tokenizer_training import get_tokenizer_metadata, load_or_train_tokenizer, open_tokenizer
 from bottega.data.records.record import BadRecord, Record, Unreadable
 from bottega.data.tables.cache import default_cache
 from bottega.data.tables.classes import find_classes, read_text_column
@@ -92,7 +92,7 @@ def prepare_classify(
         split_fractions=fractions,
         data=data,
         rules=Rules.for_text(data, label=data.label_field, class_names=data.class_name_by_number),
-        encoder=encoder,
+        build_encoder=encoder,
         options=(*options, FORMAT, reader, vocabulary, longest),
         label_field=data.label_field,
         # A label is then a list, so the encoder finds the classes.
@@ -165,7 +165,7 @@ class LabelChecks:
         first: dict[int, str] = {}
         for table in (Table(folder / name) for name in self.tables):
             for form in {NUMBER, WORD} - first.keys():
-                rows = np.flatnonzero(table.values("form") & ~np.uint8(BLANKS) == form)
+                rows = np.flatnonzero(table.values("form") & ~np.uint8(STRIPPED_FLAG) == form)
                 if len(rows):
                     first[form] = f"{table.row('label', int(rows[0]))} at {table.row('key', int(rows[0]))}"
         if len(first) == 2:
@@ -178,7 +178,7 @@ class LabelChecks:
         count, first = 0, None
         for table in (Table(folder / name) for name in self.tables):
             forms = table.values("form")
-            rows = np.flatnonzero((forms != COPY) & (forms & BLANKS > 0))
+            rows = np.flatnonzero((forms != COPY) & (forms & STRIPPED_FLAG > 0))
             count += len(rows)
             if len(rows) and first is None:
                 first = f"that of {table.row('key', int(rows[0]))}, now {table.row('label', int(rows[0]))!r}"
@@ -247,7 +247,7 @@ class LabelledEncoder(Encoder):
         self.checks.check_fold_sizes(tables)
         multi_label = self.reader.separator is not None
         return {
-            **tokenizer_metadata(self.folder),
+            **get_tokenizer_metadata(self.folder),
             "frame": tokenizer.special_tokens_around,
             "padding": tokenizer.pad_token_id,
             "unknown": tokenizer.unk_token_id,
@@ -271,8 +271,8 @@ class LabelledEncoder(Encoder):
             for row in self._texts(record, is_training=table.startswith("train")):
                 if not isinstance(row, BadRecord):
                     has_labels = True
-                elif has_labels and row.reason.endswith(NAME_IT):
-                    row = row._replace(reason=row.reason + SKIP)
+                elif has_labels and row.reason.endswith(LABEL_FIELD_REMEDY):
+                    row = row._replace(reason=row.reason + SKIP_REMEDY)
                 group.append((table, row))
                 characters += len(row["text"]) if not isinstance(row, BadRecord) else 0
             if characters >= CHARACTERS_PER_CALL:

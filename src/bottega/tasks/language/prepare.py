@@ -16,7 +16,7 @@ from bottega.data.prepare.inputs import Input, check_medium, collect_inputs
 from bottega.data.prepare.jobs import ProgressCallback
 from bottega.data.prepare.prepared import PlannedTexts, PreparationPlan, PreparedData, open_if_prepared, prepare
 from bottega.data.prepare.rules import Rules
-from bottega.data.prepare.tokenizer_training import load_or_train_tokenizer, open_tokenizer, tokenizer_metadata
+from bottega.data.prepare.tokenizer_training import get_tokenizer_metadata, load_or_train_tokenizer, open_tokenizer
 from bottega.data.records.fields import HAS_NEXT_PIECE
 from bottega.data.records.record import BadRecord, Record
 from bottega.data.tables.cache import default_cache
@@ -65,7 +65,7 @@ def plan_language_data(data: TextData, spec: TokenizerSpec) -> PreparationPlan:
         split_fractions=fractions,
         data=data,
         rules=rules,
-        encoder=encoder,
+        build_encoder=encoder,
         options=tokenizer_cache_key(spec, pretrained),
         deduplicate=data.deduplicate,
     )
@@ -106,7 +106,7 @@ class TokenEncoder(Encoder):
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return tokenizer_metadata(self.folder)
+        return get_tokenizer_metadata(self.folder)
 
     def rows(self, record: Record) -> Iterator[Row]:
         for _, row in self.encode([("", record)]):

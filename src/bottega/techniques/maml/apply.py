@@ -112,7 +112,7 @@ class EpisodeDivision:
             length=max(MIN_EPISODES, len(source) // (size * (ways or 1))) if is_training else EVALUATION_EPISODES,
             seed=seed,
             ways=ways,
-            renumbered=None if keeps_labels else "label",
+            relabelled_field=None if keeps_labels else "label",
             name=name,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.data.prepare.preview import Preview, evenly_spaced_rows, image_path
+from bottega.data.prepare.preview import Preview, choose_evenly_spaced_rows, make_image_path
 from bottega.data.tables.shards import Table
 
 LIKED = 6
@@ -38,7 +38,7 @@ class PeoplePreview(Preview):
         from bottega.tasks.personalize.data.records import PersonalRows
 
         rows = PersonalRows(self.prepared, self.prepared.training_tables[0])
-        records = [rows.record(number) for number in evenly_spaced_rows(table, 4)]
+        records = [rows.record(number) for number in choose_evenly_spaced_rows(table, 4)]
         columns = min(LIKED, max(len(record.history) for record in records)) + 1
         size = self.prepared.metadata["image_size"]
         white = np.full((size, size, 3), 255, np.uint8)
@@ -48,6 +48,6 @@ class PeoplePreview(Preview):
             missing = columns - len(items)
             images += [white] * missing + [white if item.image is None else rows.image(item) for item in items]
             captions += [""] * missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
-        path = image_path(folder, "people.png")
+        path = make_image_path(folder, "people.png")
         write_contact_sheet(images, path, captions=captions, columns=columns)
         return [path]

@@ -13,8 +13,8 @@ from pathlib import Path
 from bottega.core.errors import DataError, UsageError
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.prepare.jobs import ProgressCallback
-from bottega.data.prepare.media import DECODED_LIMIT
-from bottega.data.prepare.prepared import FORMAT, META, PreparedData, open_if_prepared
+from bottega.data.prepare.media import MAX_DECODED_BYTES
+from bottega.data.prepare.prepared import FORMAT_VERSION, META_FILE, PreparedData, open_if_prepared
 from bottega.data.prepare.tally import Tally
 from bottega.data.records.record import BadRecord
 from bottega.data.tables.cache import default_cache, get_or_build
@@ -126,7 +126,7 @@ class PreparationPlan:
         """Cache key: a hash of the records and the contents of their images, wherever the files are."""
         tally = self.records.tally
         policy = (
-            (FORMAT, VERSION, TASK, len(self.records.notes)),
+            (FORMAT_VERSION, VERSION, TASK, len(self.records.notes)),
             self.data.image_size,
             self.stop_on_bad,
             self.data.max_bad,
@@ -234,7 +234,7 @@ def _add_caption(
 
 def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     """Write tables and metadata; decoded parts of an interrupted preparation are reused, see `get_or_build`."""
-    if (folder / META).is_file():
+    if (folder / META_FILE).is_file():
         shutil.rmtree(folder / "parts", ignore_errors=True)
         return
     first_of: dict[str, tuple[Path, str]] = {}
@@ -252,7 +252,7 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
     numbers = {image_hash: number for number, image_hash in enumerate(p for p in first_of if p not in damaged)}
     tally, tables = _write(plan, folder, numbers, damaged)
     meta = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "task": TASK,
         "key": plan.key,
         "tables": tables,
@@ -265,11 +265,11 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
     }
     shutil.rmtree(folder / "parts", ignore_errors=True)
     flush_all(folder)
-    write_atomic(folder / META, json.dumps(meta, indent=1))
+    write_atomic(folder / META_FILE, json.dumps(meta, indent=1))
 
 
 def _encoder(size: int, count: int) -> ImageEncoder:
-    is_small = size * size * 3 * count <= DECODED_LIMIT
+    is_small = size * size * 3 * count <= MAX_DECODED_BYTES
     return ImageEncoder(size=(size, size), channels=3, resize="crop", store="decoded" if is_small else "encoded")
 
 
