@@ -131,7 +131,7 @@ def test_a_part_is_initialised_as_it_would_be_alone() -> None:
 def test_pretrained_weights_take_precedence_over_initialised_ones() -> None:
     models = {n: build_models(Classification(key="text", shape=ENCODER), s)["model"] for n, s in (("a", 0), ("b", 1))}
     expected = models["b"].embedding.weight.detach().clone()
-    assert torch.equal(MultitaskModel(models, first=["b"]).part("a").embedding.weight, expected)
+    assert torch.equal(MultitaskModel(models, priority=["b"]).part("a").embedding.weight, expected)
 
 
 def test_only_layers_of_equal_shape_are_shared() -> None:
