@@ -98,7 +98,7 @@ def test_exported_text_model_loads_as_a_text_encoder(clip: Clip, exported: Path)
     from bottega.models.text_encoder import load_text_encoder, read_text_encoder_metadata
 
     ids, metadata = torch.tensor([build_row([1, 2, 3])]), read_text_encoder_metadata(exported)
-    assert (metadata.width, metadata.positions, metadata.vocab_size, metadata.is_clip) == (16, 10, 20, True)
+    assert (metadata.width, metadata.max_positions, metadata.vocab_size, metadata.is_clip) == (16, 10, 20, True)
     with torch.no_grad():
         ours = clip.network.text_model(input_ids=ids).last_hidden_state
         for loaded in (load_text_encoder(exported), transformers.CLIPTextModel.from_pretrained(exported).eval()):

@@ -43,11 +43,11 @@ def test_downsampling_follows_the_grid_size() -> None:
     def shape(*grid: int) -> ConvNetShape:
         return ConvNetShape(grid=grid, channels=1, num_labels=2)
 
-    assert shape(8, 8).stages == ((1, 1), (2, 2))
-    assert (shape(28, 28).stem, shape(28, 28).stages) == ((1, 1), ((1, 1), (2, 2), (2, 2)))
-    assert (shape(64, 64).stem, shape(64, 64).widths) == ((2, 2), (32, 64, 128, 128))
+    assert shape(8, 8).stage_strides == ((1, 1), (2, 2))
+    assert (shape(28, 28).stem_strides, shape(28, 28).stage_strides) == ((1, 1), ((1, 1), (2, 2), (2, 2)))
+    assert (shape(64, 64).stem_strides, shape(64, 64).widths) == ((2, 2), (32, 64, 128, 128))
     # A short time axis is not downsampled while the image shrinks.
-    assert shape(4, 16, 16).stages == ((1, 1, 1), (1, 2, 2), (1, 2, 2))
+    assert shape(4, 16, 16).stage_strides == ((1, 1, 1), (1, 2, 2), (1, 2, 2))
 
 
 @pytest.mark.parametrize("grid", [(8, 8), (8, 16, 16)])

@@ -10,7 +10,12 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from bottega.models.decoder.config import DOCUMENTED_PARAMETERS, SIZES, TransformerShape
-from bottega.models.decoder.kinds import decoder_kind, layer_mixers, resolve_shape_fields, shape_to_recipe_keys
+from bottega.models.decoder.kinds import (
+    infer_decoder_kind,
+    list_layer_mixers,
+    resolve_shape_fields,
+    shape_to_recipe_keys,
+)
 from bottega.models.decoder.torch import Block, DecoderCache, Transformer
 from bottega.models.experts.config import ExpertsShape
 from bottega.models.initial import initialise
@@ -58,7 +63,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_named_size_has_the_same_parameters_in_every_kind(kind: Any, size: str) -> None:
     vocab_size, declared = DOCUMENTED_PARAMETERS[size]
     shape = TransformerShape(vocab_size=vocab_size, **resolve_shape_fields(kind, size, {}))
-    assert decoder_kind(shape) == kind
+    assert infer_decoder_kind(shape) == kind
     with torch.device("meta"):
         counted = sum(p.numel() for p in Transformer(shape).parameters())
     assert shape.num_parameters() == counted
@@ -94,21 +99,27 @@ def test_shape_round_trips_through_recipe_keys(name: str) -> None:
 
 
 def test_attention_is_every_nth_layer() -> None:
-    assert layer_mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
-    assert layer_mixers(2, attention_every=4) == ("ssm", "ssm")
-    assert layer_mixers(2, attention_every=1) == ("attention", "attention")
-    assert layer_mixers(2, attention_every=None) == ("ssm", "ssm")
+    assert list_layer_mixers(5, attention_every=2) == ("ssm", "attention", "ssm", "attention", "ssm")
+    assert list_layer_mixers(2, attention_every=4) == ("ssm", "ssm")
+    assert list_layer_mixers(2, attention_every=1) == ("attention", "attention")
+    assert list_layer_mixers(2, attention_every=None) == ("ssm", "ssm")
 
 
 def test_impossible_shapes_name_the_remedy() -> None:
     experts = ExpertsShape(hidden_size=32, expert_size=8, num_experts=4)
     dense = small_shape("transformer").model_dump()
     for change, message in (
-        ({"experts": experts, "experts_every": 5}, "experts_every 5: none of the 4 layers has experts; try 4"),
-        ({"experts": experts.model_copy(update={"hidden_size": 16})}, "experts.hidden_size 16: the model has 32"),
-        ({"mixers": ("attention",)}, "mixers: has length 1, but num_layers is 4"),
+        (
+            {"experts": experts, "experts_every": 5},
+            "experts_every is 5, but then none of the 4 layers has experts; try 4",
+        ),
+        (
+            {"experts": experts.model_copy(update={"hidden_size": 16})},
+            "experts.hidden_size is 16, but hidden_size is 32",
+        ),
+        ({"mixers": ("attention",)}, "mixers has length 1, but num_layers is 4"),
         ({"mixers": ("ssm",) * 4}, "ssm must be given if a layer is a state-space layer"),
-        ({"num_heads": 0}, "num_heads 0: a layer with attention needs at least 1"),
+        ({"num_heads": 0}, "num_heads is 0, but a layer with attention needs at least 1"),
     ):
         with pytest.raises(ValidationError, match=message):
             TransformerShape(**{**dense, **change})
@@ -162,7 +173,7 @@ def test_cached_decoding_equals_the_full_pass(name: str) -> None:
     model, tokens = small_model(name).eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
-        cache = DecoderCache.empty(model.shape, batch=2)
+        cache = DecoderCache.empty(model.shape, batch_size=2)
         pieces, position = [], 0
         for length in (7, 1, 1, 5, 1, 9):
             pieces.append(model(tokens[:, position : position + length], cache=cache, position=position))
@@ -176,7 +187,7 @@ def test_padding_does_not_enter_the_cache(name: str) -> None:
     with torch.no_grad():
         expected = model(tokens)
         for filling in (0, 7):
-            cache = DecoderCache.empty(model.shape, batch=2)
+            cache = DecoderCache.empty(model.shape, batch_size=2)
             filled = tokens[:, :12].clone()
             filled[1, 5:] = filling
             model.hidden(filled, cache=cache, lengths=[12, 5])
@@ -187,14 +198,14 @@ def test_padding_does_not_enter_the_cache(name: str) -> None:
 
 
 def test_ssm_cache_does_not_grow_with_length() -> None:
-    short, long = (DecoderCache.empty(small_shape("ssm"), batch=2, length=n) for n in (8, 8000))
+    short, long = (DecoderCache.empty(small_shape("ssm"), batch_size=2, length=n) for n in (8, 8000))
     assert [t.shape for layer in short.layers for t in layer] == [t.shape for layer in long.layers for t in layer]
 
 
 def test_ssm_decodes_beyond_its_context() -> None:
     model, tokens = small_model("ssm").eval(), draw_tokens(1, 100)
     with torch.no_grad():
-        cache = DecoderCache.empty(model.shape, batch=1)
+        cache = DecoderCache.empty(model.shape, batch_size=1)
         model(tokens[:, :99], cache=cache)
         stepped = model(tokens[:, 99:], cache=cache, position=99)
         torch.testing.assert_close(stepped[:, 0], model(tokens)[:, 99], atol=1e-5, rtol=0)

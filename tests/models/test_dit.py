@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bottega.core.noise import Noise, numpy_generator
-from bottega.models.dit.torch import DiT, sinusoidal_positions, time_frequencies
+from bottega.models.dit.torch import DiT, embed_times, sinusoidal_positions
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape
 from bottega.models.generator.torch import ClassCondition, Generator, build_generator
 
@@ -103,7 +103,7 @@ def test_temporal_attention_does_not_mix_positions() -> None:
     """In the second block a patch attends to its own position in other frames only."""
     shape = build_shape(layers=2, attention="factorised", **FRAMES)
     block = randomise(DiT(shape)).blocks[1]
-    assert block.along == "time"
+    assert block.extent == "time"
     h = Noise(2, 0, torch.arange(1), torch).normal("h", (16, 24))
     other = h.clone()
     other[:, 0, ::2] += 1  # frame 0, position 0 of 4; the norm would cancel a constant
@@ -172,7 +172,7 @@ def test_positions_match_the_published_formula() -> None:
 
 
 def test_time_embedding_matches_the_published_formula() -> None:
-    embedding = time_frequencies(torch.tensor([0.0, 500.0]))
+    embedding = embed_times(torch.tensor([0.0, 500.0]))
     assert embedding.shape == (2, 256)
     assert embedding[0].tolist() == [1.0] * 128 + [0.0] * 128
     assert embedding[1, 0].item() == pytest.approx(math.cos(500), abs=1e-4), "the highest frequency is 1 per step"
@@ -190,7 +190,7 @@ def test_positions_and_times_match_diffusers(patch: int) -> None:
     torch.testing.assert_close(sinusoidal_positions((side, side), 24), theirs.float(), rtol=0, atol=1e-6)
     times = torch.tensor([0.0, 1.0, 37.5, 999.0])
     their_times = embeddings.Timesteps(num_channels=256, flip_sin_to_cos=True, downscale_freq_shift=1)(times)
-    torch.testing.assert_close(time_frequencies(times), their_times, rtol=0, atol=1e-6)
+    torch.testing.assert_close(embed_times(times), their_times, rtol=0, atol=1e-6)
 
 
 def test_bf16_is_close_to_float32() -> None:

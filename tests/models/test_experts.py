@@ -26,7 +26,7 @@ from bottega.models.experts.torch import (
     update_router_state,
 )
 from bottega.models.initial import initialise
-from bottega.models.multitask import shared_layers
+from bottega.models.multitask import find_shared_layers
 from bottega.models.spiking.config import SpikingShape
 
 D, E = 8, 4
@@ -453,7 +453,7 @@ def test_router_and_experts_are_shareable_layers() -> None:
     models = {
         name: torch.nn.Sequential(Experts(build_shape(num_shared=1)), torch.nn.Linear(D, 2)) for name in ("a", "b")
     }
-    assert {"0.router", "0.experts", "0.shared.up_proj"} <= set(shared_layers(models))
+    assert {"0.router", "0.experts", "0.shared.up_proj"} <= set(find_shared_layers(models))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # raised by the compiler
@@ -501,12 +501,12 @@ def test_compiles_fully_with_the_grouped_kernel_or_breaks_the_graph(
         ({"capacity": -2}, "capacity -2 must be at least 1"),
         ({"capacity_factor": 0.0}, "capacity_factor 0 must be more than 0; remove it"),
         ({"capacity_factor": math.inf}, "capacity_factor"),
-        ({"num_experts": 0}, "num_experts 0 is too few; give at least 1"),
-        ({"hidden_size": -8}, "hidden_size -8 is too few; give at least 1"),
-        ({"expert_size": 0}, "expert_size 0 is too few; give at least 1"),
-        ({"top_k": 0}, "top_k 0 is too few; give at least 1"),
-        ({"num_shared": -1}, "num_shared -1 is too few; give at least 0"),
-        ({"num_shared": 1, "shared_size": 0}, "shared_size 0 is too few; give at least 1"),
+        ({"num_experts": 0}, "num_experts 0 is too small; give at least 1"),
+        ({"hidden_size": -8}, "hidden_size -8 is too small; give at least 1"),
+        ({"expert_size": 0}, "expert_size 0 is too small; give at least 1"),
+        ({"top_k": 0}, "top_k 0 is too small; give at least 1"),
+        ({"num_shared": -1}, "num_shared -1 is too small; give at least 0"),
+        ({"num_shared": 1, "shared_size": 0}, "shared_size 0 is too small; give at least 1"),
         ({"expert_dropout": 1.0}, "expert_dropout"),
         ({"load_decay": 1.0}, "load_decay"),
         ({"topk": 1}, "topk"),

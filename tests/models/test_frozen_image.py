@@ -426,7 +426,7 @@ def test_missing_and_damaged_weights_are_errors(part: str, copy: Callable[[str],
         load_image_model(folder, device="cpu")
     assert "\n" not in str(caught.value)
     save_file({**tensors, removed: torch.zeros(99)}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"has another shape of {removed}"):
+    with pytest.raises(CheckpointError, match=f"has the wrong shape of {removed}"):
         load_image_model(folder, device="cpu")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="cannot be loaded"):

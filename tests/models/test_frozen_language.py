@@ -151,7 +151,7 @@ def test_batched_states_match_transformers_on_each_row_alone(
 ) -> None:
     lm, soft = _load(folder(kind)), _build_soft_prompts(folder(kind), prefixes)
     ids, mask = _draw_prompts()
-    states = lm.states(ids, mask, soft)
+    states = lm.encode_image_tokens(ids, mask, soft)
     for row, length in enumerate(LENGTHS):
         _assert_close(states[row : row + 1], _reference_states(lm, ids[row : row + 1, :length], soft))
 
@@ -160,19 +160,19 @@ def test_batched_states_match_transformers_on_each_row_alone(
 def test_padding_does_not_change_the_states(folder: Callable[[str], Path], prefixes: int) -> None:
     lm, soft = _load(folder("llama")), _build_soft_prompts(folder("llama"), prefixes)
     ids, mask = _draw_prompts()
-    expected = lm.states(ids, mask, soft)
+    expected = lm.encode_image_tokens(ids, mask, soft)
     other = torch.where(mask.bool(), ids, 7)
-    _assert_close(lm.states(other, mask, soft), expected)
+    _assert_close(lm.encode_image_tokens(other, mask, soft), expected)
     wider = torch.nn.functional.pad(ids, (0, 9)), torch.nn.functional.pad(mask, (0, 9))
-    _assert_close(lm.states(*wider, soft), expected)
+    _assert_close(lm.encode_image_tokens(*wider, soft), expected)
     left_padded = torch.stack([row.roll(max(LENGTHS) - length) for row, length in zip(ids, LENGTHS, strict=True)])
-    _assert_close(lm.states(left_padded, mask.flip(1), soft), expected)
+    _assert_close(lm.encode_image_tokens(left_padded, mask.flip(1), soft), expected)
 
 
 @pytest.mark.parametrize("kind", WITH_PREFIXES)
 def test_prefixes_of_every_layer_are_used(folder: Callable[[str], Path], kind: str) -> None:
     lm, soft = _load(folder(kind)), _build_soft_prompts(folder(kind), 2)
-    gradients = _compute_gradients(soft, lm.states(*_draw_prompts(), soft))
+    gradients = _compute_gradients(soft, lm.encode_image_tokens(*_draw_prompts(), soft))
     assert (gradients["prefix"].abs().amax(-1) > 1e-6).all()  # keys and values, of each token in each layer
     assert (gradients["image_tokens"].abs().amax(-1) > 1e-4).all()
 
@@ -184,13 +184,15 @@ def test_sliding_window_follows_the_row_and_always_includes_the_prefix(
     """Padding between prompt and image tokens would shift the window."""
     lm, soft = _load(folder("windowed")), _build_soft_prompts(folder("windowed"), prefixes)
     ids, mask = _draw_prompts()
-    together = lm.states(ids, mask, soft)
-    alone = [lm.states(ids[row : row + 1, :n], mask[row : row + 1, :n], soft) for row, n in enumerate(LENGTHS)]
+    together = lm.encode_image_tokens(ids, mask, soft)
+    alone = [
+        lm.encode_image_tokens(ids[row : row + 1, :n], mask[row : row + 1, :n], soft) for row, n in enumerate(LENGTHS)
+    ]
     _assert_close(together, torch.cat(alone))
     # Two layers with a window of 3: the last image token attends to 5 tokens, not to the first of the prompt.
     changed = ids.clone()
     changed[:, 0] = (ids[:, 0] + 1) % VOCAB_SIZE
-    _assert_close(lm.states(changed, mask, soft)[:, -1], together[:, -1])
+    _assert_close(lm.encode_image_tokens(changed, mask, soft)[:, -1], together[:, -1])
     if prefixes:
         assert _compute_gradients(soft, together)["prefix"].abs().min() > 0
 
@@ -199,7 +201,7 @@ def test_sliding_window_follows_the_row_and_always_includes_the_prefix(
 def test_any_architecture_works_without_prefixes(folder: Callable[[str], Path], kind: str) -> None:
     lm, soft = _load(folder(kind)), _build_soft_prompts(folder(kind), 0)
     ids, mask = _draw_prompts()
-    states = lm.states(ids, mask, soft)
+    states = lm.encode_image_tokens(ids, mask, soft)
     for row, length in enumerate(LENGTHS):
         _assert_close(states[row : row + 1], _reference_states(lm, ids[row : row + 1, :length], soft))
     assert _compute_gradients(soft, states)["image_tokens"].abs().min() > 0
@@ -237,7 +239,7 @@ def test_model_that_drops_the_prefixes_is_refused(
     forward = layer.forward
     monkeypatch.setattr(layer, "forward", lambda *a, prefixes=None, **k: forward(*a, **k))
     with pytest.raises(UsageError, match=r"1 of the 2 layers .* set it to 0"):
-        lm.states(*_draw_prompts(), soft)
+        lm.encode_image_tokens(*_draw_prompts(), soft)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # internal warnings of the compiler
@@ -249,7 +251,7 @@ def test_compiled_layers_share_one_graph_and_match_eager(
     graphs: list[Any] = []
     if is_fast:  # the path taken on a GPU
         monkeypatch.setattr(prefix_attention, "flash", _flash_reference)
-        monkeypatch.setattr(prefix_attention, "_fits", lambda key: True)
+        monkeypatch.setattr(prefix_attention, "_supports_flash", lambda key: True)
 
     def backend(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -260,16 +262,16 @@ def test_compiled_layers_share_one_graph_and_match_eager(
     monkeypatch.setattr(prefix_attention, "_has_flash", is_fast)
     soft, (ids, mask) = _build_soft_prompts(folder("llama"), 2), _draw_prompts()
     lm.compile_parts(always=False)
-    lm.states(ids, mask, soft)
+    lm.encode_image_tokens(ids, mask, soft)
     assert not graphs, "small models are not compiled"
     lm.compile_parts(always=True)
     with torch.no_grad():
-        assert torch.equal(lm.states(ids, mask, soft), plain.states(ids, mask, soft))
+        assert torch.equal(lm.encode_image_tokens(ids, mask, soft), plain.encode_image_tokens(ids, mask, soft))
     assert not graphs, "inference is not compiled: its shapes vary"
-    expected, states = plain.states(ids, mask, soft), lm.states(ids, mask, soft)
+    expected, states = plain.encode_image_tokens(ids, mask, soft), lm.encode_image_tokens(ids, mask, soft)
     _assert_close(states, expected)
     for name, value in _compute_gradients(soft, expected).items():
-        _assert_close(_compute_gradients(soft, lm.states(ids, mask, soft))[name], value)
+        _assert_close(_compute_gradients(soft, lm.encode_image_tokens(ids, mask, soft))[name], value)
     assert len(graphs) == 1, "both layers share one graph"
 
 
@@ -283,13 +285,13 @@ def test_compiled_model_that_drops_the_prefixes_is_refused(
     monkeypatch.setattr(layer, "forward", lambda *a, prefixes=None, **k: forward(*a, **k))
     lm.compile_parts(always=True)
     with pytest.raises(UsageError, match=r"1 of the 2 layers .* set it to 0"):
-        lm.states(*_draw_prompts(), soft)
+        lm.encode_image_tokens(*_draw_prompts(), soft)
 
 
 def test_prefixes_of_mismatched_head_shape_are_refused(folder: Callable[[str], Path]) -> None:
     shape = _build_soft_prompts(folder("llama"), 1).shape.model_copy(update={"num_kv_heads": 4})
     with pytest.raises(UsageError, match=r"keys or values of 2 x 8, but prefixes are 32 wide"):
-        _load(folder("llama")).states(*_draw_prompts(), build_soft_prompts(shape, 0))
+        _load(folder("llama")).encode_image_tokens(*_draw_prompts(), build_soft_prompts(shape, 0))
 
 
 @pytest.mark.parametrize("kind", WITH_PREFIXES)
@@ -307,7 +309,7 @@ def test_without_prefixes_activations_are_saved_for_image_tokens_only(folder: Ca
         with torch.autograd.graph.saved_tensors_hooks(save_tensor, lambda tensor: tensor):
             return run()
 
-    cheap = count_saved("cheap", lambda: lm.states(ids, mask, soft))
+    cheap = count_saved("cheap", lambda: lm.encode_image_tokens(ids, mask, soft))
     plain = count_saved("plain", lambda: torch.cat([_reference_states(lm, row[None], soft) for row in ids]))
     _assert_close(cheap, plain)
     _assert_close(_compute_gradients(soft, cheap)["image_tokens"], _compute_gradients(soft, plain)["image_tokens"])
@@ -320,7 +322,7 @@ def test_gradients_match_prefixes_in_a_cache(folder: Callable[[str], Path], kind
     lm, soft = _load(folder(kind)), _build_soft_prompts(folder(kind), 2, projection=projection)
     ids, mask = _draw_prompts()
     expected = torch.cat([_reference_states(lm, ids[row : row + 1, :n], soft) for row, n in enumerate(LENGTHS)])
-    ours, theirs = _compute_gradients(soft, lm.states(ids, mask, soft)), _compute_gradients(soft, expected)
+    ours, theirs = _compute_gradients(soft, lm.encode_image_tokens(ids, mask, soft)), _compute_gradients(soft, expected)
     for name, value in theirs.items():
         _assert_close(ours[name], value)
 
@@ -345,15 +347,15 @@ def test_checkpointing_recomputes_layers_with_the_same_gradients(folder: Callabl
     assert not any(module.training for module in checkpointed.modules())
     soft = _build_soft_prompts(path, 2)
     calls = _CallCounter(checkpointed)
-    expected = _compute_gradients(soft, plain.states(*batch, soft))
-    states = checkpointed.states(*batch, soft)
+    expected = _compute_gradients(soft, plain.encode_image_tokens(*batch, soft))
+    states = checkpointed.encode_image_tokens(*batch, soft)
     assert calls.count == 1
     gradients = _compute_gradients(soft, states)
     assert calls.count == 2
     for name, value in expected.items():
         _assert_close(gradients[name], value)
     with torch.no_grad():
-        checkpointed.states(*batch, soft)
+        checkpointed.encode_image_tokens(*batch, soft)
     assert calls.count == 3
 
 
@@ -366,7 +368,9 @@ def test_two_forwards_before_one_backward_use_their_own_prefixes(folder: Callabl
     def compute_prefix_gradients(lm: FrozenLanguageModel) -> list[Tensor]:
         for soft in (soft_a, soft_b):
             soft.zero_grad()
-        (lm.states(*first, soft_a).sum() + lm.states(*second, soft_b).square().sum()).backward()
+        (
+            lm.encode_image_tokens(*first, soft_a).sum() + lm.encode_image_tokens(*second, soft_b).square().sum()
+        ).backward()
         return [soft.prefix.grad.clone() for soft in (soft_a, soft_b) if soft.prefix.grad is not None]
 
     for gradient, expected in zip(compute_prefix_gradients(checkpointed), compute_prefix_gradients(plain), strict=True):
@@ -377,14 +381,14 @@ def test_two_forwards_before_one_backward_use_their_own_prefixes(folder: Callabl
 def test_states_are_float32_and_accurate_in_bf16(folder: Callable[[str], Path], prefixes: int) -> None:
     path = folder("qwen3")
     soft, batch = _build_soft_prompts(path, prefixes), _draw_prompts()
-    exact = _load(path).states(*batch, soft)
+    exact = _load(path).encode_image_tokens(*batch, soft)
     half = load_language_model(path, precision="bf16", checkpointing=True)
     assert next(half.parameters()).dtype == torch.bfloat16
-    states = half.states(*batch, soft)
+    states = half.encode_image_tokens(*batch, soft)
     assert states.dtype == torch.float32
     assert (states - exact).abs().mean() < 0.05 * exact.abs().mean()
     with torch.autocast("cpu", torch.bfloat16):
-        mixed = _load(path, checkpointing=True).states(*batch, soft)
+        mixed = _load(path, checkpointing=True).encode_image_tokens(*batch, soft)
         gradients = _compute_gradients(soft, soft(lambda _: mixed))
     assert (mixed - exact).abs().mean() < 0.05 * exact.abs().mean()
     assert all(value.isfinite().all() and value.abs().max() > 0 for value in gradients.values())
@@ -426,7 +430,7 @@ def test_invalid_folder_is_refused_in_one_line(folder: Callable[[str], Path], tm
     assert_refused(folder("bert"), "does not generate text")
     (code / "config.json").write_text(json.dumps({**config, "vocab_size": VOCAB_SIZE + 1}))
     assert_refused(
-        code, r"has another shape of lm_head\.weight \(\[60, 32\], not \[61, 32\]\) and 1 more", CheckpointError
+        code, r"has the wrong shape of lm_head\.weight \(\[60, 32\], not \[61, 32\]\) and 1 more", CheckpointError
     )
     (code / "config.json").write_text(json.dumps(config))
     weights = load_file(code / "model.safetensors")
@@ -500,7 +504,7 @@ def test_random_walks_produce_each_allowed_word_at_most_once(which: str) -> None
     lengths, covered = set(), set()
     for _ in range(400):
         count = draw.randint(1, 9)
-        allowed = AllowedWords(ALLOWED, _encode(tokens), count=count)
+        allowed = AllowedWords(ALLOWED, _encode(tokens), max_words=count)
         sequence: list[int] = []
         while True:
             following, may_end = allowed.allowed_next(sequence)
@@ -525,7 +529,7 @@ def test_random_walks_produce_each_allowed_word_at_most_once(which: str) -> None
 
 def test_every_list_of_allowed_words_can_be_generated() -> None:
     tokens = llama_tokenizer()
-    allowed = AllowedWords(ALLOWED, _encode(tokens), count=4)
+    allowed = AllowedWords(ALLOWED, _encode(tokens), max_words=4)
     draw = random.Random(1)
     for _ in range(100):
         words = draw.sample(ALLOWED, draw.randint(1, 4))
@@ -541,12 +545,12 @@ def test_every_list_of_allowed_words_can_be_generated() -> None:
 @pytest.mark.parametrize("word", ["red, blue", "", "  ", "a\nb"])
 def test_invalid_word_is_refused(word: str) -> None:
     with pytest.raises(UsageError, match="is not a word"):
-        AllowedWords(["red", word], _encode(llama_tokenizer()), count=2)
+        AllowedWords(["red", word], _encode(llama_tokenizer()), max_words=2)
 
 
 def test_words_with_identical_tokens_are_refused() -> None:
     with pytest.raises(UsageError, match="1 of the words have the same tokens"):
-        AllowedWords(["é", "è"], lambda text: [ord(c) if ord(c) < 128 else 0 for c in text], count=2)
+        AllowedWords(["é", "è"], lambda text: [ord(c) if ord(c) < 128 else 0 for c in text], max_words=2)
 
 
 def _bias_logits(lm: FrozenLanguageModel, follows: dict[int, int]) -> None:
@@ -564,7 +568,7 @@ def _bias_logits(lm: FrozenLanguageModel, follows: dict[int, int]) -> None:
 def test_random_model_generates_allowed_words_only(tmp_path: Path, seed: int) -> None:
     lm = _load(write_llama(tmp_path / "llama", seed=seed))
     tokens = llama_tokenizer()
-    allowed = AllowedWords(ALLOWED, _encode(tokens), count=3)
+    allowed = AllowedWords(ALLOWED, _encode(tokens), max_words=3)
     batch = [torch.tensor([tokens(text)["input_ids"]]) for text in ("a star:", "of blue, red:", "likes", "moon: moon:")]
     width = max(ids.shape[1] for ids in batch)
     ids = torch.cat([torch.nn.functional.pad(row_ids, (0, width - row_ids.shape[1])) for row_ids in batch])
@@ -593,7 +597,7 @@ def test_random_model_generates_allowed_words_only(tmp_path: Path, seed: int) ->
 def test_likeliest_allowed_words_are_generated(tmp_path: Path) -> None:
     lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
     encode = _encode(tokens)
-    allowed = AllowedWords(("red", "blue", "moon", "star"), encode, count=3)
+    allowed = AllowedWords(("red", "blue", "moon", "star"), encode, max_words=3)
     prompt = torch.tensor([encode("likes:")])
     answer = [*encode(" moon, red"), tokens.eos_token_id]
     # A comma maps to one successor only, so two words and one comma give a unique answer.
@@ -605,7 +609,7 @@ def test_likeliest_allowed_words_are_generated(tmp_path: Path) -> None:
 def test_answers_of_different_lengths_decode_in_one_batch(tmp_path: Path) -> None:
     lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
     encode, end = _encode(tokens), tokens.eos_token_id
-    allowed = AllowedWords(("red", "blue", "moon", "star"), encode, count=3)
+    allowed = AllowedWords(("red", "blue", "moon", "star"), encode, max_words=3)
     first, second = encode("likes:"), encode(" moon of")
     (moon,), (red,), (blue,), comma = encode(" moon"), encode(" red"), encode(" blue"), encode(",")[0]
     _bias_logits(lm, {first[-1]: moon, moon: end, second[-1]: red, red: comma, comma: blue, blue: end})
@@ -619,7 +623,7 @@ def test_answers_of_different_lengths_decode_in_one_batch(tmp_path: Path) -> Non
 def test_disallowed_words_are_never_generated_even_if_likeliest(tmp_path: Path) -> None:
     lm, tokens = _load(write_llama(tmp_path / "llama")), llama_tokenizer()
     encode = _encode(tokens)
-    allowed = AllowedWords(("red", "blue"), encode, count=5)
+    allowed = AllowedWords(("red", "blue"), encode, max_words=5)
     prompt = torch.tensor([encode("likes:")])
     colon, comma = int(prompt[0, -1]), encode(",")[0]
     (moon,), (red,) = encode(" moon"), encode(" red")

@@ -121,7 +121,7 @@ def test_any_config_value_gives_a_model_or_an_error(case: tuple[Path, Callable[[
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"hidden_size": "large"}, "hidden_size must be a number, got 'large'"),
+        ({"hidden_size": "large"}, "hidden_size must be a number, but is 'large'"),
         (
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
             "quantized weights are not supported",

@@ -45,16 +45,16 @@ class SilentServer:
 def silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SilentServer]:
     server = SilentServer()
     endpoint = f"http://127.0.0.1:{server.port}"
-    for name in hub_access.PROXIES:
+    for name in hub_access.PROXY_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub_access, "ANSWER_SECONDS", 0.3)
-    hub_access._unreachable_reason.cache_clear()
+    hub_access._find_unreachable_reason.cache_clear()
     hub._load.cache_clear()
     yield server
-    hub_access._unreachable_reason.cache_clear()
+    hub_access._find_unreachable_reason.cache_clear()
     server.close()
 
 

@@ -63,7 +63,7 @@ def test_flex_attention_of_documents_matches_a_mask(heads: int) -> None:
     outputs = []
     for flex in (True, False):
         q, k, v = (normal(2, n, 256, 32, seed=i).requires_grad_() for i, n in enumerate((4, heads, heads)))
-        y = attend(q, k, v, mask=build_document_mask(documents, flex=flex), causal=True, dropout=0.0)
+        y = attend(q, k, v, mask=build_document_mask(documents, use_flex=flex), is_causal=True, dropout=0.0)
         outputs.append((y, *torch.autograd.grad(y.sin().sum(), (q, k, v))))
     for flexed, masked in zip(*outputs, strict=True):
         assert (flexed - masked).abs().max() <= 5e-3 * masked.abs().max()

@@ -14,9 +14,9 @@ from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.models.folders import resolve
 from bottega.models.folders.resolve import (
     ModelFolder,
+    detect_folder_kind,
     find_component_folder,
     find_own_adapter,
-    folder_kind,
     is_local_path,
     require_config,
     resolve_model,
@@ -53,7 +53,7 @@ def write_folder(path: Path, *files: str) -> Path:
     ],
 )
 def test_folder_kind_follows_its_files(tmp_path: Path, files: list[str], kind: str) -> None:
-    assert folder_kind(write_folder(tmp_path / "x", *files)) == kind
+    assert detect_folder_kind(write_folder(tmp_path / "x", *files)) == kind
 
 
 def test_local_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from bottega.models.initial import initialise
-from bottega.models.multitask import shared_layers
+from bottega.models.multitask import find_shared_layers
 from bottega.models.ssm import scan
 from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import scan_chunked, scan_recurrent, scan_step
@@ -402,7 +402,7 @@ def test_every_parameter_sits_in_a_layer_that_can_be_shared() -> None:
     def model() -> nn.Module:
         return nn.ModuleDict({"layers": nn.ModuleList([StateSpace(small_shape())]), "score": nn.Linear(D, 2)})
 
-    plan = shared_layers({"one": model(), "two": model()})
+    plan = find_shared_layers({"one": model(), "two": model()})
     assert set(plan) == {f"layers.0.{name}" for name in ("in_proj", "conv1d", "dynamics", "norm", "out_proj")}
 
 

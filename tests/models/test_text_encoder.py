@@ -73,7 +73,7 @@ def test_loaded_folder_matches_transformers_and_is_frozen(clip: Path) -> None:
     assert not encoder.training
     assert not any(parameter.requires_grad for parameter in encoder.parameters())
     metadata = read_text_encoder_metadata(clip)
-    assert (metadata.width, metadata.positions, metadata.is_clip) == (16, 12, True)
+    assert (metadata.width, metadata.max_positions, metadata.is_clip) == (16, 12, True)
 
 
 def test_only_the_encoder_of_an_encoder_decoder_is_loaded(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_cached_decoding_equals_the_full_pass(qk_norm: bool) -> None:
     model, tokens = small_model(qk_norm=qk_norm).eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
-        cache = DecoderCache.empty(model.shape, batch=2)
+        cache = DecoderCache.empty(model.shape, batch_size=2)
         pieces, position = [], 0
         for length in (7, 1, 1, 5, 1, 9):
             pieces.append(model(tokens[:, position : position + length], cache=cache, position=position))
@@ -164,7 +164,7 @@ def test_rows_may_be_at_different_positions() -> None:
     model, tokens = small_model().eval(), draw_tokens()
     with torch.no_grad():
         expected = model(tokens)
-        cache = DecoderCache.empty(model.shape, batch=2)
+        cache = DecoderCache.empty(model.shape, batch_size=2)
         model(tokens[:, :12], cache=cache)
         # Row 1 goes back to position 6: later entries of its cache must not be attended to.
         step = torch.stack((tokens[0, 12:14], tokens[1, 6:8]))

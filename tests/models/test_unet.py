@@ -14,7 +14,7 @@ from torch import Tensor
 from bottega.core.errors import CheckpointError, EnvironmentProblem, UsageError
 from bottega.models.generator.config import ConditionShape, DiTShape, GeneratorShape, UNetShape
 from bottega.models.generator.torch import Generator, build_generator, load_generator
-from bottega.models.unet import UNet, condition_vector_size, resolve_unet_shape, unet_config
+from bottega.models.unet import UNet, build_unet_config, condition_vector_size, resolve_unet_shape
 
 diffusers = pytest.importorskip("diffusers")
 
@@ -140,7 +140,7 @@ def test_compile_applies_in_training_only_and_keeps_weight_names(monkeypatch: py
     monkeypatch.setattr(torch, "compile", compile_)
     model = randomise(build_generator(build_shape(), 0))
     names, before = list(model.state_dict()), model(*draw_inputs())
-    model.compile_whole(graphs=False)
+    model.compile_whole(use_cuda_graphs=False)
     assert torch.equal(model(*draw_inputs()), before)
     assert not calls
     model.train()(*draw_inputs())
@@ -234,7 +234,7 @@ def test_saved_run_loads_without_the_folder(published: Path) -> None:
     shape = GeneratorShape.model_validate_json(shape_from_folder(published).model_dump_json())
     saved = build_generator(shape, 0, pretrained=str(published)).state_dict()
     assert isinstance(shape.backbone, UNetShape)
-    assert unet_config(shape.backbone)["freq_shift"] == 1
+    assert build_unet_config(shape.backbone)["freq_shift"] == 1
     reopened = Generator(shape)
     reopened.load_state_dict(saved)
 

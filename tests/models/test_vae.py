@@ -230,7 +230,7 @@ def test_without_causal_time_later_frames_affect_earlier_ones() -> None:
 
 def test_invalid_sides_are_named_with_a_valid_size() -> None:
     model = small_model()
-    with pytest.raises(UsageError, match=r"height 18 \(a multiple of 4, such as 20\)") as caught:
+    with pytest.raises(UsageError, match=r"height 18 \(must be a multiple of 4, such as 20\)") as caught:
         model.encode(draw(1, 18, 16, 3))
     assert "width" not in str(caught.value)
     with pytest.raises(UsageError, match=r"height 0 .* such as 4\), width 3"):
@@ -238,7 +238,7 @@ def test_invalid_sides_are_named_with_a_valid_size() -> None:
     with pytest.raises(UsageError, match="over height, width got data with the sides"):
         model.encode(draw(1, 16, 3))
     video = small_shape(dims=3, causal_time=True, temporal_downsample=4)
-    with pytest.raises(UsageError, match=r"frames 16 \(1 more than a multiple of 4, such as 17\)"):
+    with pytest.raises(UsageError, match=r"frames 16 \(must be 1 more than a multiple of 4, such as 17\)"):
         video.latent_grid((16, 8, 8))
     assert video.latent_grid((17, 8, 8)) == (5, 2, 2)
 

@@ -1,1 +1,1 @@
-"""Plain torch modules. They know their shape from the schema and nothing else of ours."""
+"""Plain torch modules, built from a shape; they know nothing of recipes, tasks and training."""

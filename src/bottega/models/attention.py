@@ -18,21 +18,22 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from bottega.models.decoder.config import TransformerShape
 
 Mask = Tensor | BlockMask | None
-"""True where a query may attend; None is plain causal attention, which has the fastest kernels."""
+"""True for keys that a query may attend to; None is plain causal attention, which has the fastest kernels."""
 
 
 @dataclass(frozen=True)
 class SequenceContext:
     """Positions, masks and cache range of the tokens of one forward.
 
-    `start` is the position of the first token: an integer for all rows, or a tensor (B) where rows have unequal lengths.
+    `start` is the position of the first token: an integer for all rows, or a tensor (B) if rows start at
+    different positions.
     `stop` is the end of the cache range.
     """
 
     cos: Tensor
     sin: Tensor
     mask: Mask = None
-    causal: bool = True
+    is_causal: bool = True
     start: int | Tensor = 0
     stop: int = 0
     documents: Tensor | None = None
@@ -44,7 +45,7 @@ class SequenceContext:
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm, computed in float32 whatever the precision around it."""
+    """Root mean square norm, computed in float32 even under autocast."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -71,38 +72,38 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex_attention() -> Callable[..., Any]:
+def _compile_flex_attention() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=False)
 
 
 @functools.cache
-def _compiled_block_mask() -> Callable[..., BlockMask]:
+def _compile_create_block_mask() -> Callable[..., BlockMask]:
     return torch.compile(create_block_mask, dynamic=False)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, causal: bool, dropout: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, is_causal: bool, dropout: float) -> Tensor:
     """Attention of q (B, H, T, h) over k, v (B, K, S, h)."""
-    grouped = q.shape[1] != k.shape[1]
+    uses_gqa = q.shape[1] != k.shape[1]
     if isinstance(mask, BlockMask):
         # Uncompiled, FlexAttention would materialise the scores; inside a compiled block it is already fused.
-        flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled_flex_attention()
-        return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+        attend_flex: Any = flex_attention if torch.compiler.is_compiling() else _compile_flex_attention()
+        return attend_flex(q, k, v, block_mask=mask, enable_gqa=uses_gqa)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal and mask is None, enable_gqa=grouped
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=is_causal and mask is None, enable_gqa=uses_gqa
     )
 
 
-def build_document_mask(documents: Tensor, *, flex: bool) -> Mask:
+def build_document_mask(documents: Tensor, *, use_flex: bool) -> Mask:
     """Return a causal mask within documents, from document ids (B, T)."""
     length = documents.shape[1]
-    if not flex:
-        order = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-        return (order & (documents[:, :, None] == documents[:, None, :]))[:, None]
+    if not use_flex:
+        is_causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+        return (is_causal & (documents[:, :, None] == documents[:, None, :]))[:, None]
 
-    def same_document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def is_visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (q >= k) & (documents[b, q] == documents[b, k])
 
-    return _compiled_block_mask()(same_document, documents.shape[0], None, length, length, device=documents.device)
+    return _compile_create_block_mask()(is_visible, documents.shape[0], None, length, length, device=documents.device)
 
 
 class Attention(nn.Module):
@@ -110,11 +111,11 @@ class Attention(nn.Module):
 
     def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
-        queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        self.q_proj = nn.Linear(shape.hidden_size, queries, bias=False)
-        self.k_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.v_proj = nn.Linear(shape.hidden_size, keys, bias=False)
-        self.o_proj = nn.Linear(queries, shape.hidden_size, bias=False)
+        query_size, key_size = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
+        self.q_proj = nn.Linear(shape.hidden_size, query_size, bias=False)
+        self.k_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
+        self.v_proj = nn.Linear(shape.hidden_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, shape.hidden_size, bias=False)
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:
             self.q_norm = RMSNorm(shape.head_size, shape.norm_epsilon)
@@ -137,19 +138,19 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = _update_cache(cache, k, v, sequence)
         dropout = self.dropout if self.training else 0.0
-        mixed = attend(q, k, v, mask=sequence.mask, causal=sequence.causal, dropout=dropout)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        attended = attend(q, k, v, mask=sequence.mask, is_causal=sequence.is_causal, dropout=dropout)
+        return self.o_proj(attended.transpose(1, 2).flatten(2))
 
 
 def _update_cache(
     cache: tuple[Tensor, Tensor], k: Tensor, v: Tensor, sequence: SequenceContext
 ) -> tuple[Tensor, Tensor]:
     """Write new keys and values to the cache in place; return all keys and values so far."""
-    for store, new in zip(cache, (k, v), strict=True):
+    for store, update in zip(cache, (k, v), strict=True):
         if isinstance(sequence.start, int):
-            store[:, :, sequence.start : sequence.stop] = new
+            store[:, :, sequence.start : sequence.stop] = update
         else:
-            rows = torch.arange(len(new), device=new.device)[:, None]
-            positions = sequence.start[:, None] + torch.arange(new.shape[2], device=new.device)
-            store[rows, :, positions] = new.transpose(1, 2).to(store.dtype)
+            rows = torch.arange(len(update), device=update.device)[:, None]
+            positions = sequence.start[:, None] + torch.arange(update.shape[2], device=update.device)
+            store[rows, :, positions] = update.transpose(1, 2).to(store.dtype)
     return cache[0][:, :, : sequence.stop].to(v.dtype), cache[1][:, :, : sequence.stop].to(v.dtype)

@@ -1,4 +1,4 @@
-"""Builds torch modules from model specs: with initial or pretrained values, or on the meta device."""
+"""Builds torch modules from model specs, with initial or pretrained weights or on the meta device."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def build_models(task: Task, seed: int) -> dict[str, Any]:
 
 
 def build_model(spec: ModelSpec, seed: int) -> Any:
-    """Return one model before the changes of its spec."""
+    """Return one model, without the changes that its spec lists."""
     config, options = spec.config, dict(spec.options)
     if spec.parts:
-        config = {name: _build_part(part, seed) for name, part in spec.parts.items()}
+        config = {name: _build_with_changes(part, seed) for name, part in spec.parts.items()}
     if spec.is_seeded:
         options["seed"] = seed
     if spec.load is None:
@@ -40,7 +40,7 @@ def build_model(spec: ModelSpec, seed: int) -> Any:
             model = architecture(config, **options)
         model.to_empty(device="cpu")
     else:
-        # Values that no rule sets are torch's own draws; seeded, so that every rank and every start has the same.
+        # torch draws the values that no rule sets; with this seed they are the same on every rank and at every start.
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             model = architecture(config, **options)
@@ -51,7 +51,7 @@ def build_model(spec: ModelSpec, seed: int) -> Any:
     return model
 
 
-def _build_part(spec: ModelSpec, seed: int) -> Any:
+def _build_with_changes(spec: ModelSpec, seed: int) -> Any:
     model = build_model(spec, seed)
     for change in spec.changes:
         change({"model": model}, seed)
@@ -61,12 +61,12 @@ def _build_part(spec: ModelSpec, seed: int) -> Any:
 def build_meta_model(task: Task, seed: int) -> nn.Module | None:
     """Return the trained model of a task on the meta device, without reading pretrained weights.
 
-    None where the model can only be built from its folder.
+    None if the model can only be built from its folder.
     """
     spec = replace(task.specs()["model"], pretrained=None)
     try:
         with torch.device("meta"), MetaDeviceMode():
-            model: nn.Module = _build_part(spec, seed)
+            model: nn.Module = _build_with_changes(spec, seed)
             return model
     except UsageError:
         raise
@@ -75,7 +75,7 @@ def build_meta_model(task: Task, seed: int) -> nn.Module | None:
 
 
 def build_meta_models(task: Task, seed: int) -> Mapping[str, nn.Module] | None:
-    """Return the models of a task on the meta device; None where one can only be built from its files."""
+    """Return the models of a task on the meta device; None if one of them can only be built from its files."""
     try:
         with torch.device("meta"), MetaDeviceMode():
             return build_models(task, seed)

@@ -21,9 +21,12 @@ RESIDUAL_OUTPUTS = ("o_proj", "down_proj", "out_proj")
 def initial_value(
     name: str, shape: tuple[int, ...], seed: int, *, std: float = 0.02, residual_layers: int
 ) -> np.ndarray:
-    """Return one parameter: ones for a norm, zeros for a bias, else normal with `std`; stacked experts by fan-in.
+    """Return the initial value of a parameter: ones for a norm, zeros for a bias, else normal with `std`.
 
-    Layers that write into the residual stream are scaled by 1 / sqrt(2 L), so that 2 L additions keep its variance (GPT-2).
+    The standard deviation of stacked experts is 1 / sqrt(fan-in) instead.
+
+    Layers that write into the residual stream are scaled by 1 / sqrt(2 L), where L is `residual_layers`, so that 2 L
+    additions keep its variance (GPT-2).
     """
     owner, _, kind = name.rpartition(".")
     if kind == "bias":
@@ -38,32 +41,32 @@ def initial_value(
 
 
 def initialise(module: nn.Module, seed: int, *, std: float = 0.02, residual_layers: int) -> None:
-    """Set every parameter by its name and shape and the seed, on any device.
+    """Initialise every parameter from the seed, its name and its shape, on any device.
 
     A layer with a method `initial_value(kind, name, seed)` decides its own values.
     """
     own_rules = {path: layer for path, layer in module.named_modules() if hasattr(layer, "initial_value")}
 
-    def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def compute_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         owner, _, kind = name.rpartition(".")
         if owner in own_rules:
             return own_rules[owner].initial_value(kind, name, seed)
         return initial_value(name, shape, seed, std=std, residual_layers=residual_layers)
 
-    fill_parameters(module, value)
+    fill_parameters(module, compute_value)
 
 
-def fill_parameters(module: nn.Module, value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
-    """Set every parameter to `value(name, shape)`; parameters on the meta device are skipped."""
+def fill_parameters(module: nn.Module, compute_value: Callable[[str, tuple[int, ...]], np.ndarray]) -> None:
+    """Set every parameter to `compute_value(name, shape)`; parameters on the meta device are skipped."""
     import torch
 
-    def set_one(name: str, parameter: torch.nn.Parameter) -> None:
+    def set_parameter(name: str, parameter: torch.nn.Parameter) -> None:
         if parameter.is_meta:
             return
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(value(name, tuple(parameter.shape))))
+            parameter.copy_(torch.from_numpy(compute_value(name, tuple(parameter.shape))))
 
     # numpy releases the interpreter lock while it draws, so threads across parameters use all cores.
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-        for future in [pool.submit(set_one, name, parameter) for name, parameter in module.named_parameters()]:
+        for future in [pool.submit(set_parameter, name, parameter) for name, parameter in module.named_parameters()]:
             future.result()

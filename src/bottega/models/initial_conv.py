@@ -14,10 +14,11 @@ RESIDUAL_OUTPUTS = ("conv2", "to_out.0")
 
 
 def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residual_layers: int) -> np.ndarray:
-    """Return one parameter: ones for a norm, zeros for a bias, else normal with variance 1 / fan-in.
+    """Return the initial value of a parameter: ones for a norm, zeros for a bias, else normal with variance 1 / fan-in.
 
-    Fan-in rather than one deviation for all: the fan-in of a 1 x 1 kernel over 4 channels and of a 3 x 3 x 3 kernel over 512
-    differ by a factor of 3,000. Layers that write into the residual stream are scaled so that its variance is kept.
+    One variance for all would not do: the fan-in of a 1 x 1 kernel over 4 channels and that of a 3 x 3 x 3 kernel over
+    512 channels differ by a factor of 3,000. Layers that write into the residual stream are scaled so that its variance is
+    kept.
     """
     owner, _, kind = name.rpartition(".")
     if kind == "bias":
@@ -31,5 +32,5 @@ def initial_convolution(name: str, shape: tuple[int, ...], seed: int, *, residua
 
 
 def initialise_convolutional(module: nn.Module, seed: int, *, residual_layers: int) -> None:
-    """Set every parameter by its name and shape and the seed, on any device."""
+    """Initialise every parameter from the seed, its name and its shape, on any device."""
     fill_parameters(module, lambda name, shape: initial_convolution(name, shape, seed, residual_layers=residual_layers))

@@ -1,4 +1,4 @@
-"""Joins several models into one module with shared layers: layers of equal name and shape are one, except last layers."""
+"""Joins several models into one module that shares the layers of equal name and shape, except last layers."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from bottega.config.parameter_groups import assign_layers
 from bottega.core.errors import UsageError
 
-TRUNK = "model."
+TRUNK_PREFIX = "model."
 """Prefix of all parameters but the head's in transformers."""
 PARTS = "parts"
 """The module that holds each part's model under its name."""
-SAME = {"embed_tokens": "embedding"}
-"""Layers that have different names in two families of models."""
+LAYER_ALIASES = {"embed_tokens": "embedding"}
+"""Name of a layer -> its name in other families of models, under which the two are shared."""
 
 Plan = dict[str, dict[str, str]]
 """Name of a shared layer -> part -> module path in that part's model."""
@@ -30,20 +30,20 @@ class MultitaskModel(nn.Module):
     """
 
     def __init__(
-        self, models: Mapping[str, nn.Module], *, first: Sequence[str] = (), log_variances: bool = False
+        self, models: Mapping[str, nn.Module], *, priority: Sequence[str] = (), log_variances: bool = False
     ) -> None:
-        """A shared layer has the initial weights of the part that comes first in `first`, else in `models`.
+        """A shared layer has the initial weights of the first part that has it, in the order of `priority`, then of `models`.
 
         `log_variances` adds a parameter per part that weights its loss by its uncertainty.
         """
         super().__init__()
-        self.plan = shared_layers(models)
+        self.plan = find_shared_layers(models)
         names = tuple(models)
-        preferred = list(dict.fromkeys((*first, *names)))
+        part_order = list(dict.fromkeys((*priority, *names)))
         self.shared, self.parts = nn.Module(), nn.Module()
         self.aliases: dict[str, str] = {}
         for shared, paths in self.plan.items():
-            owner = min(paths, key=preferred.index)
+            owner = min(paths, key=part_order.index)
             layer = models[owner].get_submodule(paths[owner])
             _set_layer(self.shared, shared, layer)
             for part, path in paths.items():
@@ -64,49 +64,49 @@ class MultitaskModel(nn.Module):
 
     def forward(self, part: str | None, *args: Any, **kwargs: Any) -> Any:
         """Call the model of `part`; for None, return the loss weights exp(-log variance) of all parts, (parts,)."""
-        return self._loss_weights() if part is None else self.part(part)(*args, **kwargs)
+        return self._compute_loss_weights() if part is None else self.part(part)(*args, **kwargs)
 
-    def _loss_weights(self) -> Tensor:
+    def _compute_loss_weights(self) -> Tensor:
         return torch.exp(-torch.stack(list(self.log_variance.parameters())))
 
     @property
     def checkpoint_blocks(self) -> bool:
-        return any(model.checkpoint_blocks for model in self._models_with("checkpoint_blocks"))
+        return any(model.checkpoint_blocks for model in self._find_models_with("checkpoint_blocks"))
 
     @checkpoint_blocks.setter
     def checkpoint_blocks(self, value: bool) -> None:
-        for model in self._models_with("checkpoint_blocks"):
+        for model in self._find_models_with("checkpoint_blocks"):
             model.checkpoint_blocks = value
 
     def compile_blocks(self) -> None:
-        """Compile each model as it supports; without CUDA graphs, which replay one forward, and here are several."""
+        """Compile each model as it supports; without CUDA graphs, which replay a single forward: here there are several."""
         for model in self.parts.children():
             if hasattr(model, "compile_whole"):
-                model.compile_whole(graphs=False)  # type: ignore[operator]
+                model.compile_whole(use_cuda_graphs=False)  # type: ignore[operator]
             elif hasattr(model, "compile_blocks"):
                 model.compile_blocks()  # type: ignore[operator]
 
-    def _models_with(self, attribute: str) -> list[Any]:
+    def _find_models_with(self, attribute: str) -> list[Any]:
         return [model for model in self.parts.children() if hasattr(model, attribute)]
 
 
-def shared_layers(models: Mapping[str, nn.Module]) -> Plan:
+def find_shared_layers(models: Mapping[str, nn.Module]) -> Plan:
     """Return the layers to share: those of equal name, type and shape in two or more models, except a model's last layer.
 
     Layers are numbered by `assign_layers`. Raises `UsageError` if a model shares no layer.
     """
     groups: dict[tuple[str, Any], dict[str, str]] = {}
     for part, model in models.items():
-        layers = assign_layers([name for name, _ in model.named_parameters()])
-        last = max(layers.values())
+        layer_numbers = assign_layers([name for name, _ in model.named_parameters()])
+        last_number = max(layer_numbers.values())
         for path, layer in model.named_modules():
             parameters = dict(layer.named_parameters(recurse=False))
             if (
                 parameters
                 and not list(layer.children())
-                and all(layers.get(f"{path}.{name}", last) < last for name in parameters)
+                and all(layer_numbers.get(f"{path}.{name}", last_number) < last_number for name in parameters)
             ):
-                groups.setdefault((_canonical_name(path), _signature(layer)), {})[part] = path
+                groups.setdefault((_canonicalize_name(path), _compute_signature(layer)), {})[part] = path
     plan: Plan = {}
     for (key, _), paths in groups.items():
         if len(paths) > 1:
@@ -120,25 +120,25 @@ def shared_layers(models: Mapping[str, nn.Module]) -> Plan:
     return plan
 
 
-def _canonical_name(path: str) -> str:
-    return ".".join(SAME.get(name, name) for name in path.removeprefix(TRUNK).split("."))
+def _canonicalize_name(path: str) -> str:
+    return ".".join(LAYER_ALIASES.get(name, name) for name in path.removeprefix(TRUNK_PREFIX).split("."))
 
 
-def _signature(layer: nn.Module) -> Any:
-    """Return all that decides what a layer computes, except its weights."""
-    plain = {
+def _compute_signature(layer: nn.Module) -> Any:
+    """Return the type, settings and parameter shapes of a layer: all that affects its output, except its weights."""
+    settings = {
         name: value
         for name, value in vars(layer).items()
         if not name.startswith("_") and name != "training" and isinstance(value, int | float | str | tuple)
     }
     shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters(recurse=False)]
-    return type(layer), tuple(sorted(plain.items())), tuple(shapes)
+    return type(layer), tuple(sorted(settings.items())), tuple(shapes)
 
 
 def _set_layer(root: nn.Module, path: str, layer: nn.Module) -> None:
     """Set the layer at a dotted path of a module, creating missing parents."""
-    *above, last = path.split(".")
-    for name in above:
+    *parents, last = path.split(".")
+    for name in parents:
         if name not in root._modules:
             root.add_module(name, nn.Module())
         root = root.get_submodule(name)

@@ -28,8 +28,8 @@ class TextBlock(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        heads = next(n for n in range(max(1, width // HEAD_SIZE), 0, -1) if width % n == 0)
-        self.attn = Attention(width, heads)
+        num_heads = next(n for n in range(max(1, width // HEAD_SIZE), 0, -1) if width % n == 0)
+        self.attn = Attention(width, num_heads)
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
 
@@ -63,24 +63,24 @@ class TextEncoderMetadata(NamedTuple):
 
     width: int
     vocab_size: int
-    positions: int | None
-    """Maximum number of tokens; None where there is no limit."""
+    max_positions: int | None
+    """Maximum number of tokens; None if there is no limit."""
     is_clip: bool
 
 
 def read_text_encoder_metadata(folder: Path) -> TextEncoderMetadata:
     """Return the dimensions of the text encoder in a local folder."""
     config = _read_config(folder)
-    text = getattr(config, "text_config", config)
-    width, vocab_size = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
+    text_config = getattr(config, "text_config", config)
+    width, vocab_size = getattr(text_config, "hidden_size", None), getattr(text_config, "vocab_size", None)
     if not isinstance(width, int) or not isinstance(vocab_size, int):
         raise UsageError(
             f"model.text.from: {folder} contains a {config.model_type}, which is not a text encoder; use one such as "
             "CLIP or T5"
         )
-    positions = getattr(text, "max_position_embeddings", None)
+    max_positions = getattr(text_config, "max_position_embeddings", None)
     return TextEncoderMetadata(
-        width, vocab_size, positions if isinstance(positions, int) else None, config.model_type in CLIP_TYPES
+        width, vocab_size, max_positions if isinstance(max_positions, int) else None, config.model_type in CLIP_TYPES
     )
 
 
@@ -92,15 +92,15 @@ def load_text_encoder(folder: Path) -> Any:
     config = _read_config(folder)
     import transformers
 
-    kind: Any = transformers.AutoModel
+    model_class: Any = transformers.AutoModel
     if config.model_type in CLIP_TYPES:
-        kind = transformers.CLIPTextModel  # the text half of a CLIP
+        model_class = transformers.CLIPTextModel  # the text half of a CLIP
     elif type(config) in transformers.AutoModelForTextEncoding._model_mapping:
-        kind = transformers.AutoModelForTextEncoding
+        model_class = transformers.AutoModelForTextEncoding
     with attribute_errors_to(folder, key="model.text.from"):
         require_safetensors(folder)
         errors = (OSError, ValueError, RuntimeError)
-        model = load_pretrained(kind, folder, description="a text encoder", errors=errors, dtype=torch.float32)
+        model = load_pretrained(model_class, folder, description="a text encoder", errors=errors, dtype=torch.float32)
     return model.eval().requires_grad_(False)
 
 

@@ -134,7 +134,7 @@ def test_audio_tokenizers_train_and_export(tmp_path: Path, quantiser: str) -> No
     [
         ({"model.downsample": 16}, "height 8 (a multiple of 16"),
         ({"model.dropout": 0.1}, "model.dropout"),
-        ({"model.levels": [1, 4]}, "levels [1, 4]"),
+        ({"model.levels": [1, 4]}, "levels is [1, 4]"),
         ({"data.input": "video"}, "data.input"),
         ({"data.buckets": 2}, "data.buckets"),
         ({"model.from": "nowhere/at/all"}, "nowhere/at/all"),

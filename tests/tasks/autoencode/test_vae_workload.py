@@ -173,7 +173,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
         ),
         (small_media.write_images, {"data.normalise": "unit"}, r"data\.normalise: unit"),
         (small_media.write_images, {"data.buckets": 2, "data.image_size": 8}, r"data\.buckets"),
-        (small_media.write_images, {"data.image_size": 9}, r"height 9 \(a multiple of 2, such as 10\)"),
+        (small_media.write_images, {"data.image_size": 9}, r"height 9 \(must be a multiple of 2, such as 10\)"),
         (small_media.write_images, {"data.latents": True}, r"data\.latents: needs model\.vae"),
         (small_media.write_images, {"data.input": "text"}, r"data\.input"),
         (small_media.write_images, {"model.from": "nowhere"}, r"model\.from: nowhere is not a folder"),
@@ -185,7 +185,7 @@ def test_video_is_causal(tmp_path: Path) -> None:
         (
             small_media.write_videos,
             {"data.input": "video", "data.num_frames": 4, "model.temporal_downsample": 2},
-            r"frames 4 \(1 more than a multiple of 2, such as 5\)",
+            r"frames 4 \(must be 1 more than a multiple of 2, such as 5\)",
         ),
         (
             small_media.write_videos,

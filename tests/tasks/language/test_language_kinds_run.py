@@ -177,7 +177,10 @@ def test_resume_is_bitwise_equal(text: Path, tmp_path: Path) -> None:
             "model.expert_capacity: expert_capacity 3 and capacity_factor 1 both set",
         ),
         ({"kind": "ssm", "ssm_head_size": 7}, "model.ssm_head_size: ssm_head_size 7 does not divide the 256 channels"),
-        ({"kind": "moe", "experts_every": 9}, "model.experts_every: experts_every 9: none of the 4 layers has experts"),
+        (
+            {"kind": "moe", "experts_every": 9},
+            "model.experts_every: experts_every is 9, but then none of the 4 layers has experts",
+        ),
     ],
 )
 def test_invalid_settings_of_a_kind_are_refused_by_key(model: dict[str, Any], message: str) -> None:

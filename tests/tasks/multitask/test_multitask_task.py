@@ -21,7 +21,7 @@ from bottega.engines.torch.devices import move_batch
 from bottega.engines.torch.engine import TorchEngine
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
-from bottega.models.multitask import MultitaskModel, shared_layers
+from bottega.models.multitask import MultitaskModel, find_shared_layers
 from bottega.models.text_classifier.config import EncoderShape
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
@@ -131,13 +131,13 @@ def test_a_part_is_initialised_as_it_would_be_alone() -> None:
 def test_pretrained_weights_take_precedence_over_initialised_ones() -> None:
     models = {n: build_models(Classification(key="text", shape=ENCODER), s)["model"] for n, s in (("a", 0), ("b", 1))}
     expected = models["b"].embedding.weight.detach().clone()
-    assert torch.equal(MultitaskModel(models, first=["b"]).part("a").embedding.weight, expected)
+    assert torch.equal(MultitaskModel(models, priority=["b"]).part("a").embedding.weight, expected)
 
 
 def test_only_layers_of_equal_shape_are_shared() -> None:
     wider = ENCODER.model_copy(update={"vocab_size": VOCABULARY + 1})
     multitask = task(topics=Classification(key="text", shape=wider))
-    plan = shared_layers({name: build_models(part, 0)["model"] for name, part in multitask.parts.items()})
+    plan = find_shared_layers({name: build_models(part, 0)["model"] for name, part in multitask.parts.items()})
     assert "embedding" not in plan
     assert "layers.1.mlp.up_proj" in plan
 

@@ -25,7 +25,7 @@ from bottega.data.recall import IGNORE_INDEX, QUERY_TOKEN, Facts, Lasting, Strea
 from bottega.models.build import build_models
 from bottega.models.decoder.torch import Transformer
 from bottega.models.memory import torch as memories
-from bottega.models.multitask import shared_layers
+from bottega.models.multitask import find_shared_layers
 from bottega.run.compose import build_engine, build_loader, set_learning_rate_schedule
 from bottega.tasks import registry
 from bottega.tasks.recall.task import RecallFacts, RecallStreams
@@ -209,7 +209,7 @@ def test_the_trunk_is_shared_with_a_language_model(tmp_path: Path, kind: str) ->
     """A multi-task run can then share it."""
     task = streams_task(tmp_path, **{"model.kind": kind, "model.num_layers": 3})
     language = Transformer(task.shape.model_copy(update={"vocab_size": 99}))
-    plan = shared_layers({"recall": build_models(task, 0)["model"], "language": language})
+    plan = find_shared_layers({"recall": build_models(task, 0)["model"], "language": language})
     assert {name.partition(".")[0] for name in plan} == {"layers"}
     # The last layer of a language model with tied embeddings is not shared.
     assert {name.split(".")[1] for name in plan} >= {"0", "1"}

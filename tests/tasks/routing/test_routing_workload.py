@@ -16,7 +16,7 @@ from bottega.core.errors import BottegaError, DataError, UsageError
 from bottega.models.build import build_models
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import Transformer
-from bottega.models.multitask import shared_layers
+from bottega.models.multitask import find_shared_layers
 from bottega.models.routing.torch import RoutingNet
 from bottega.models.ssm.config import SSMShape
 from bottega.tasks import registry
@@ -190,7 +190,7 @@ def test_a_state_space_language_model_shares_the_trunk(tmp_path: Path) -> None:
     )
     model = build_models(workload.task, 0)["model"]
     assert isinstance(model, RoutingNet)
-    plan = shared_layers({"routing": model, "text": Transformer(text)})
+    plan = find_shared_layers({"routing": model, "text": Transformer(text)})
     own = {name.removeprefix("model.").rpartition(".")[0] for name, _ in model.model.layers[:2].named_parameters()}
     assert {f"layers.{name}" for name in own} == set(plan)
 

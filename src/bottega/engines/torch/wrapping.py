@@ -32,7 +32,7 @@ def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
     One graph for all blocks makes a cold start as fast as compiling one layer.
     """
     if hasattr(model, "compile_whole"):
-        model.compile_whole(graphs=graphs)  # type: ignore[operator]
+        model.compile_whole(use_cuda_graphs=graphs)  # type: ignore[operator]
         return model
     if hasattr(model, "compile_blocks"):
         model.compile_blocks()  # type: ignore[operator]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bottega.core.errors import UsageError
 from bottega.models.autoencoder.config import CodesShape
 from bottega.models.autoencoder.layout import diffusers_config
-from bottega.models.autoencoder.resnet import Decoder, Encoder, convolution, to_channels_first
+from bottega.models.autoencoder.resnet import Decoder, Encoder, build_convolution, to_channels_first
 from bottega.models.autoencoder.vae import count_residual_layers
 from bottega.models.initial_conv import initialise_convolutional
 
@@ -37,13 +37,16 @@ class FiniteScalarQuantizer(nn.Module):
         self.basis = tuple(math.prod(levels[:i]) for i in range(len(levels)))
 
     def forward(self, z: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Quantize z (B, *grid, Z): vectors with straight-through gradient, codes (B, *grid), and zero losses (B) twice."""
+        """Quantize z (B, *grid, Z): vectors with straight-through gradient, codes (B, *grid), and two losses (B).
+
+        The losses, of codebook and commitment, are 0, because there is no codebook.
+        """
         scaled = torch.stack(
-            [_bound(channel, level) / (level // 2) for channel, level in self._channels(z.float())], dim=-1
+            [_bound(channel, level) / (level // 2) for channel, level in self._pair_channels(z.float())], dim=-1
         )
         codes = self.nearest_codes(scaled)
         zeros = z.new_zeros(len(z), dtype=torch.float32)
-        return _straight_through(scaled, self.embed_codes(codes)), codes, zeros, zeros
+        return _apply_straight_through(scaled, self.embed_codes(codes)), codes, zeros, zeros
 
     def embed_codes(self, codes: Tensor) -> Tensor:
         """Map codes (...) to vectors (..., Z) in -1..1."""
@@ -57,19 +60,19 @@ class FiniteScalarQuantizer(nn.Module):
         """Map vectors (..., Z) to the codes (...) of the nearest lattice points."""
         digits = [
             ((channel * (level // 2)).round().long() + level // 2).clamp(0, level - 1)
-            for channel, level in self._channels(vectors)
+            for channel, level in self._pair_channels(vectors)
         ]
         return torch.stack([digit * place for digit, place in zip(digits, self.basis, strict=True)]).sum(0)
 
-    def _channels(self, z: Tensor) -> list[tuple[Tensor, int]]:
+    def _pair_channels(self, z: Tensor) -> list[tuple[Tensor, int]]:
         return list(zip(z.unbind(-1), self.levels, strict=True))
 
 
 def _bound(z: Tensor, level: int) -> Tensor:
-    """Squash z to the range that rounds to exactly `level` integers; 0 stays 0, with an even count off-centre."""
-    half = (level - 1) * (1 + MARGIN) / 2
+    """Squash z to the range that rounds to exactly `level` integers. 0 stays 0; if `level` is even, the range is off-centre."""
+    half_range = (level - 1) * (1 + MARGIN) / 2
     offset = 0.0 if level % 2 else 0.5
-    return torch.tanh(z + math.atanh(offset / half)) * half - offset
+    return torch.tanh(z + math.atanh(offset / half_range)) * half_range - offset
 
 
 class Codebook(nn.Module):
@@ -89,9 +92,9 @@ class Codebook(nn.Module):
         z = _normalize(z.float())
         codes = self.nearest_codes(z)
         vectors = self.embed_codes(codes)
-        codebook = (vectors - z.detach()).square().flatten(1).mean(1)
-        commitment = (vectors.detach() - z).square().flatten(1).mean(1)
-        return _straight_through(z, vectors), codes, codebook, commitment
+        codebook_loss = (vectors - z.detach()).square().flatten(1).mean(1)
+        commitment_loss = (vectors.detach() - z).square().flatten(1).mean(1)
+        return _apply_straight_through(z, vectors), codes, codebook_loss, commitment_loss
 
     def embed_codes(self, codes: Tensor) -> Tensor:
         """Map codes (...) to vectors (..., Z) of length sqrt(Z)."""
@@ -113,29 +116,29 @@ def _normalize(x: Tensor) -> Tensor:
     return F.normalize(x, dim=-1) * math.sqrt(x.shape[-1])
 
 
-def _straight_through(z: Tensor, vectors: Tensor) -> Tensor:
+def _apply_straight_through(z: Tensor, vectors: Tensor) -> Tensor:
     """Return the exact value of `vectors` (z - z is 0) with the gradient of z."""
     return vectors.detach() + (z - z.detach())
 
 
 class CodeAutoencoder(nn.Module):
-    """Encoder, quantizer and decoder; over images with a codebook, parameter names are those of diffusers' VQModel."""
+    """Encoder, quantizer and decoder. For images with a codebook, the parameters are named as in diffusers' VQModel."""
 
     def __init__(self, shape: CodesShape) -> None:
         super().__init__()
         self.shape = shape
-        inner, size = shape.autoencoder, shape.autoencoder.latent_channels
-        self.encoder = Encoder(inner, size)
-        self.quant_conv = convolution(inner, size, size, kernel=1)
+        autoencoder, size = shape.autoencoder, shape.autoencoder.latent_channels
+        self.encoder = Encoder(autoencoder, size)
+        self.quant_conv = build_convolution(autoencoder, size, size, kernel=1)
         self.quantize: FiniteScalarQuantizer | Codebook = (
             FiniteScalarQuantizer(shape.levels) if shape.levels is not None else Codebook(shape.num_codes, size)
         )
-        self.post_quant_conv = convolution(inner, size, size, kernel=1)
-        self.decoder = Decoder(inner)
+        self.post_quant_conv = build_convolution(autoencoder, size, size, kernel=1)
+        self.decoder = Decoder(autoencoder)
         self.checkpoint_blocks = False
 
     def initialise(self, seed: int) -> None:
-        """Set the initial weights, by seed and parameter name."""
+        """Initialise every parameter from the seed and its name."""
         initialise_convolutional(self, seed, residual_layers=count_residual_layers(self.shape.autoencoder))
 
     @property
@@ -144,8 +147,8 @@ class CodeAutoencoder(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the reconstruction of x (B, *grid, C), codes (B, *latent grid), codebook and commitment loss (B)."""
-        vectors, codes, codebook, commitment = self.quantize(self._encode_latents(x))
-        return self._decode_latents(vectors), codes, codebook, commitment
+        vectors, codes, codebook_loss, commitment_loss = self.quantize(self._encode_latents(x))
+        return self._decode_latents(vectors), codes, codebook_loss, commitment_loss
 
     def encode(self, x: Tensor) -> Tensor:
         """Encode x (B, *grid, C) to codes, int64 (B, *latent grid) in 0..K - 1."""
@@ -160,33 +163,33 @@ class CodeAutoencoder(nn.Module):
         return self.shape.autoencoder.latent_grid(grid)
 
     def diffusers_config(self, *, sample_size: int = 256) -> dict[str, Any]:
-        """Return the configuration of the VQModel that `diffusers_state` fits."""
+        """Return the configuration of a VQModel that can load `diffusers_state`."""
         if self.shape.levels is not None:
             raise UsageError(
                 "diffusers has no finite scalar quantization; train with a codebook to export to diffusers"
             )
         config = diffusers_config(self.shape.autoencoder, sample_size=sample_size)
-        absent = ("shift_factor", "use_quant_conv", "use_post_quant_conv")
+        unused_keys = ("shift_factor", "use_quant_conv", "use_post_quant_conv")
         return {
-            **{key: value for key, value in config.items() if key not in absent},
+            **{key: value for key, value in config.items() if key not in unused_keys},
             "num_vq_embeddings": self.num_codes,
             "vq_embed_dim": self.shape.autoencoder.latent_channels,
         }
 
     def diffusers_state(self) -> dict[str, Tensor]:
-        """Return the state dict with normalized codebook vectors, among which VQModel's nearest vector equals ours."""
+        """Return the state dict with normalized codebook vectors, so that VQModel finds the same nearest vector as we do."""
         assert isinstance(self.quantize, Codebook)
         return {**self.state_dict(), "quantize.embedding.weight": self.quantize.normalized_table().detach()}
 
     def _encode_latents(self, x: Tensor) -> Tensor:
         self.shape.autoencoder.latent_grid(x.shape[1:-1])
-        hidden = self.encoder(to_channels_first(x), checkpointed=self._checkpointed)
+        hidden = self.encoder(to_channels_first(x), use_checkpointing=self._uses_checkpointing)
         return self.quant_conv(hidden).movedim(1, -1)
 
     def _decode_latents(self, vectors: Tensor) -> Tensor:
         z = self.post_quant_conv(to_channels_first(vectors))
-        return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
+        return self.decoder(z, use_checkpointing=self._uses_checkpointing).movedim(1, -1)
 
     @property
-    def _checkpointed(self) -> bool:
+    def _uses_checkpointing(self) -> bool:
         return self.checkpoint_blocks and self.training

@@ -36,7 +36,9 @@ def read_codes_config(folder: Path) -> tuple[CodesShape, dict[str, Any]]:
     try:
         return CodesShape.model_validate(config.pop("shape", None)), config
     except ValidationError as error:
-        raise CheckpointError(f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]})") from error
+        raise CheckpointError(
+            f"{folder / CONFIG} is damaged ({str(error).splitlines()[0]}); export it again"
+        ) from error
 
 
 def load_codes(folder: Path | str) -> CodeAutoencoder:

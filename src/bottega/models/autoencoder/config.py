@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bottega.core.errors import UsageError
 
-SIDES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
+SIDE_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("frames", "height", "width")}
 
 
 class AutoencoderShape(BaseModel):
@@ -31,7 +31,8 @@ class AutoencoderShape(BaseModel):
     norm_groups: int = Field(default=32, gt=0)
     """Maximum number of groups; `groups` is the number that divides every width."""
     causal_time: bool = False
-    """Frames depend on earlier frames only, and the first has a latent of its own: 1 + k n frames become 1 + n."""
+    """Frames depend on earlier frames only, and the first has a latent of its own: 1 + k n frames become 1 + n latents,
+    where k is `temporal_downsample`."""
     temporal_downsample: int = Field(default=1, gt=0)
     mid_attention: bool = True
     quant_conv: bool = True
@@ -41,49 +42,51 @@ class AutoencoderShape(BaseModel):
     shift_factor: float = 0.0
 
     @model_validator(mode="after")
-    def _axes_agree(self) -> AutoencoderShape:
+    def _check_axes(self) -> AutoencoderShape:
         if any(width <= 0 for width in self.widths):
-            raise ValueError(f"widths {list(self.widths)}: every stage needs at least one channel")
+            raise ValueError(f"widths is {list(self.widths)}, but every stage needs at least one channel")
         if self.dims != 3 and (self.causal_time or self.temporal_downsample != 1):
             raise ValueError(f"causal_time and temporal_downsample need frames, but dims {self.dims} has none")
-        times = self.temporal_downsample
-        if times & (times - 1) or times > self.downsample:
+        factor = self.temporal_downsample
+        if factor & (factor - 1) or factor > self.downsample:
             raise ValueError(
-                f"temporal_downsample {times} must be a power of two up to {self.downsample}, "
+                f"temporal_downsample {factor} must be a power of two up to {self.downsample}, "
                 f"the downsampling of {len(self.widths)} widths"
             )
         return self
 
     @property
     def downsample(self) -> int:
-        """Ratio of data sides to latent sides; that of frames is `temporal_downsample`."""
+        """Ratio of data sides to latent sides; for frames the ratio is `temporal_downsample`."""
         return 2 ** (len(self.widths) - 1)
 
     @property
     def groups(self) -> int:
         """Number of groups of all norms: the largest up to norm_groups that divides every width."""
-        common = math.gcd(*self.widths)
-        return max(g for g in range(1, min(self.norm_groups, common) + 1) if common % g == 0)
+        common_divisor = math.gcd(*self.widths)
+        return max(
+            count for count in range(1, min(self.norm_groups, common_divisor) + 1) if common_divisor % count == 0
+        )
 
     def strides(self, stage: int) -> tuple[int, ...]:
         """Return the stride of each axis after a stage of the encoder, and before it in the decoder."""
-        halvings = len(self.widths) - 1
-        if stage >= halvings:
+        num_halvings = len(self.widths) - 1
+        if stage >= num_halvings:
             return (1,) * self.dims
         if self.dims < 3:
             return (2,) * self.dims
-        return (2 if stage >= halvings - int(math.log2(self.temporal_downsample)) else 1, 2, 2)
+        return (2 if stage >= num_halvings - int(math.log2(self.temporal_downsample)) else 1, 2, 2)
 
     def latent_grid(self, grid: Sequence[int]) -> tuple[int, ...]:
-        """Return the latent sides for data sides `grid`; raise UsageError where these cannot be halved often enough."""
-        names = SIDES[self.dims]
+        """Return the latent sides for data sides `grid`; raise UsageError if these cannot be halved often enough."""
+        names = SIDE_NAMES[self.dims]
         if len(grid) != self.dims:
             raise UsageError(f"an autoencoder over {', '.join(names)} got data with the sides {list(grid)}")
         factors = [self.temporal_downsample if name == "frames" else self.downsample for name in names]
-        # In causal time the first frame is separate, so the multiple is that of the others.
+        # In causal time the first frame is separate, so only the number of the others must be a multiple.
         extras = [int(self.causal_time and name == "frames") for name in names]
         problems = [
-            f"{name} {side} ({_allowed(factor, extra)}, such as "
+            f"{name} {side} (must be {_describe_allowed(factor, extra)}, such as "
             f"{extra + max(1 - extra, -(-(side - extra) // factor)) * factor})"
             for name, side, factor, extra in zip(names, grid, factors, extras, strict=True)
             if side <= 0 or (side - extra) % factor
@@ -101,7 +104,7 @@ class AutoencoderShape(BaseModel):
         return (*self.latent_grid(grid), self.latent_channels)
 
 
-def _allowed(factor: int, extra: int) -> str:
+def _describe_allowed(factor: int, extra: int) -> str:
     return f"1 more than a multiple of {factor}" if extra else f"a multiple of {factor}"
 
 
@@ -116,17 +119,17 @@ class CodesShape(BaseModel):
     codebook_size: int | None = Field(default=None, gt=1)
 
     @model_validator(mode="after")
-    def _one_quantiser(self) -> CodesShape:
+    def _check_quantizer(self) -> CodesShape:
         if (self.levels is None) == (self.codebook_size is None):
             raise ValueError("give either levels, such as [8, 5, 5, 5], or codebook_size, such as 1024")
         if self.levels is not None:
             # Beyond 255 the margin that keeps the outermost levels reachable would be as wide as a level.
             if not self.levels or not all(2 <= level <= 255 for level in self.levels):
-                raise ValueError(f"levels {list(self.levels)}: give at least one level, each between 2 and 255")
+                raise ValueError(f"levels is {list(self.levels)}; give at least one level, each between 2 and 255")
             if self.autoencoder.latent_channels != len(self.levels):
                 raise ValueError(
-                    f"latent_channels {self.autoencoder.latent_channels} with {len(self.levels)} levels: "
-                    f"each level is one channel; set latent_channels to {len(self.levels)}"
+                    f"latent_channels is {self.autoencoder.latent_channels}, but there are {len(self.levels)} levels, "
+                    f"each for one channel; set latent_channels to {len(self.levels)}"
                 )
         return self
 

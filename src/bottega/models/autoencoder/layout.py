@@ -43,12 +43,12 @@ def diffusers_config(shape: AutoencoderShape, *, sample_size: int) -> dict[str, 
         raise UsageError(
             f"diffusers has no autoencoder for data with {shape.dims} axes; only image autoencoders can be exported"
         )
-    stages = len(shape.widths)
+    num_stages = len(shape.widths)
     return {
         "in_channels": shape.channels,
         "out_channels": shape.channels,
-        "down_block_types": ["DownEncoderBlock2D"] * stages,
-        "up_block_types": ["UpDecoderBlock2D"] * stages,
+        "down_block_types": ["DownEncoderBlock2D"] * num_stages,
+        "up_block_types": ["UpDecoderBlock2D"] * num_stages,
         "block_out_channels": list(shape.widths),
         "layers_per_block": shape.layers_per_block,
         "act_fn": "silu",
@@ -79,19 +79,19 @@ def read_autoencoder_shape(folder: Path | str) -> AutoencoderShape:
     """Return the shape of a folder's autoencoder; raise `UsageError` if our model would not compute exactly the same."""
     path = Path(folder) / CONFIG
     config = read_config(Path(folder))
-    kind = config.get("_class_name", "AutoencoderKL")
-    if kind not in ("AutoencoderKL", BOTTEGA_CLASS):
-        raise UsageError(f"{path}: {kind} is not supported; supported: AutoencoderKL")
+    class_name = config.get("_class_name", "AutoencoderKL")
+    if class_name not in ("AutoencoderKL", BOTTEGA_CLASS):
+        raise UsageError(f"{path}: {class_name} is not supported; supported: AutoencoderKL")
     try:
-        if kind == BOTTEGA_CLASS:
+        if class_name == BOTTEGA_CLASS:
             return AutoencoderShape(**{key: value for key, value in config.items() if not key.startswith("_")})
-        return _from_diffusers({**DEFAULTS, **config}, path)
+        return _convert_diffusers_config({**DEFAULTS, **config}, path)
     except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
         reason = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
         raise CheckpointError(f"{path} is not the config of an autoencoder ({reason})") from error
 
 
-def _from_diffusers(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
+def _convert_diffusers_config(config: Mapping[str, Any], path: Path) -> AutoencoderShape:
     _check_supported(config, path)
     shape = AutoencoderShape(
         channels=config["in_channels"],
@@ -123,8 +123,8 @@ def _check_supported(config: Mapping[str, Any], path: Path) -> None:
         "use_quant_conv without use_post_quant_conv": config["use_quant_conv"] != config["use_post_quant_conv"],
         "latents_mean": config["latents_mean"] is not None or config["latents_std"] is not None,
     }
-    for problem, present in problems.items():
-        if present:
+    for problem, is_present in problems.items():
+        if is_present:
             raise UsageError(f"{path}: {problem} is not supported; use an AutoencoderKL as in Stable Diffusion")
 
 
@@ -135,14 +135,14 @@ def read_autoencoder_tensors(folder: Path | str, expected: Mapping[str, Tensor])
     if missing or unexpected:
         name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
-            f"{folder}: {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
-            "the weights do not match config.json"
+            f"{folder} {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
+            "the weights do not match config.json; download or export the model again"
         )
     for name, tensor in expected.items():
         # Some early files store the attention's matrices as 1 x 1 convolutions.
         is_1x1_conv = tensor.dim() == 2 and tensors[name].shape == (*tensor.shape, 1, 1)
         if tensors[name].shape != tensor.shape and not is_1x1_conv:
             raise CheckpointError(
-                f"{folder}: {name} has shape {list(tensors[name].shape)}, its config.json needs {list(tensor.shape)}"
+                f"{folder}: {name} has shape {list(tensors[name].shape)}, but its config.json needs {list(tensor.shape)}"
             )
     return {name: tensors[name].reshape(tensor.shape) for name, tensor in expected.items()}

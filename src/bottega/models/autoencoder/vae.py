@@ -1,4 +1,4 @@
-"""Variational autoencoder with KL regularisation; over images equal to diffusers' AutoencoderKL, parameter names included.
+"""Variational autoencoder with KL regularisation; for images it equals diffusers' AutoencoderKL, parameter names included.
 
 B batch   C channels, last outside this file and first inside   Z latent channels   grid: L, or H W, or T H W
 """
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from bottega.core.errors import UsageError
 from bottega.models.autoencoder.config import AutoencoderShape
 from bottega.models.autoencoder.layout import diffusers_config, read_autoencoder_shape, read_autoencoder_tensors
-from bottega.models.autoencoder.resnet import Decoder, Encoder, convolution, to_channels_first
+from bottega.models.autoencoder.resnet import Decoder, Encoder, build_convolution, to_channels_first
 from bottega.models.initial_conv import initialise_convolutional
 
-LOG_VARIANCES = (-30.0, 20.0)
-"""Bounds of the published models: outside of them exp leaves float32's useful range."""
+LOG_VARIANCE_BOUNDS = (-30.0, 20.0)
+"""Bounds in the published models, outside of which exp leaves float32's useful range."""
 
 
 class Autoencoder(nn.Module):
@@ -31,8 +31,8 @@ class Autoencoder(nn.Module):
         self.encoder = Encoder(shape, 2 * shape.latent_channels)
         self.decoder = Decoder(shape)
         if shape.quant_conv:
-            self.quant_conv = convolution(shape, 2 * shape.latent_channels, 2 * shape.latent_channels, kernel=1)
-            self.post_quant_conv = convolution(shape, shape.latent_channels, shape.latent_channels, kernel=1)
+            self.quant_conv = build_convolution(shape, 2 * shape.latent_channels, 2 * shape.latent_channels, kernel=1)
+            self.post_quant_conv = build_convolution(shape, shape.latent_channels, shape.latent_channels, kernel=1)
         self.checkpoint_blocks = False
 
     def initialise(self, seed: int) -> None:
@@ -47,19 +47,19 @@ class Autoencoder(nn.Module):
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and log variance of the posterior of x (B, *grid, C), each float32 (B, *latent grid, Z)."""
         self.shape.latent_grid(x.shape[1:-1])
-        moments = self.encoder(to_channels_first(x), checkpointed=self._checkpointed)
+        moments = self.encoder(to_channels_first(x), use_checkpointing=self._uses_checkpointing)
         if self.shape.quant_conv:
             moments = self.quant_conv(moments)
         # float32 always: bfloat16 would round a mean of 1 by as much as the posterior's standard deviation.
         mean, log_variance = moments.movedim(1, -1).float().chunk(2, dim=-1)
-        return mean, log_variance.clamp(*LOG_VARIANCES)
+        return mean, log_variance.clamp(*LOG_VARIANCE_BOUNDS)
 
     def decode(self, z: Tensor) -> Tensor:
         """Decode latents (B, *latent grid, Z) to data (B, *grid, C)."""
         z = to_channels_first(z)
         if self.shape.quant_conv:
             z = self.post_quant_conv(z)
-        return self.decoder(z, checkpointed=self._checkpointed).movedim(1, -1)
+        return self.decoder(z, use_checkpointing=self._uses_checkpointing).movedim(1, -1)
 
     def latent_shape(self, grid: Sequence[int]) -> tuple[int, ...]:
         """Return the latent shape (*latent grid, Z) for data with sides `grid`."""
@@ -70,7 +70,7 @@ class Autoencoder(nn.Module):
         return diffusers_config(self.shape, sample_size=sample_size)
 
     @property
-    def _checkpointed(self) -> bool:
+    def _uses_checkpointing(self) -> bool:
         return self.checkpoint_blocks and self.training
 
 
@@ -93,14 +93,16 @@ def start_autoencoder(shape: AutoencoderShape, *, folder: str | None) -> Autoenc
     if folder is None:
         return Autoencoder(shape)
     model = load_autoencoder(folder)
-    expected, loaded = _architecture(shape), _architecture(model.shape)
-    for name, value in expected.items():
-        if value != loaded[name]:
-            raise UsageError(f"model.from: {folder} has {name} {loaded[name]}, but the recipe has {value}")
+    expected_fields, loaded_fields = _select_architecture_fields(shape), _select_architecture_fields(model.shape)
+    for name, value in expected_fields.items():
+        if value != loaded_fields[name]:
+            raise UsageError(
+                f"model.from: {folder} has {name} {loaded_fields[name]}, but the recipe has {value}; they must be equal"
+            )
     return model
 
 
-def _architecture(shape: AutoencoderShape) -> dict[str, Any]:
-    """Return the dimensions that decide tensors; scale and shift of latents do not."""
+def _select_architecture_fields(shape: AutoencoderShape) -> dict[str, Any]:
+    """Return the dimensions on which the tensors depend: all but the scale and shift of latents."""
     fields = shape.model_dump(exclude={"norm_groups", "scaling_factor", "shift_factor"})
     return {**fields, "groups": shape.groups}

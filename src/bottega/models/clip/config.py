@@ -19,7 +19,7 @@ class ClipShape(BaseModel):
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     """Mean and standard deviation of pixels in 0..1; 0.5 for both leaves pixels in -1..1 as they are."""
     keeps_aspect: bool = True
-    """Whether an image of another aspect ratio is center-cropped rather than distorted."""
+    """Whether images that are not square are center-cropped rather than distorted."""
 
     @property
     def config_dict(self) -> dict[str, Any]:

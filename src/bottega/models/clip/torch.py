@@ -29,12 +29,12 @@ from bottega.models.folders.untrusted import (
 )
 from bottega.models.initial import fill_parameters
 
-CONFIG, PREPROCESSOR, PAIRS = "config.json", "preprocessor_config.json", "pairs.json"
-KINDS = ("clip", "siglip")
-FIRST_SCALE = 10.0
+CONFIG, PREPROCESSOR_FILE, PAIRS_FILE = "config.json", "preprocessor_config.json", "pairs.json"
+MODEL_TYPES = ("clip", "siglip")
+INITIAL_SCALE = 10.0
 """Initial logit scale, as in SigLIP: cosines of untrained embeddings are near 0, and a larger scale amplifies noise."""
-USUAL_COSINE = 0.25
-"""Typical cosine of an uncertain pair in a trained CLIP; the initial bias of a folder without one is set from it."""
+TYPICAL_COSINE = 0.25
+"""Typical cosine of an uncertain pair in a trained CLIP; sets the initial bias if a folder has none."""
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 """OpenAI's image mean and standard deviation, for folders without a preprocessor_config.json."""
 
@@ -51,7 +51,7 @@ class ClipOutput(NamedTuple):
 
 
 class Clip(nn.Module):
-    """A CLIP or SigLIP whose `network` is transformers' own model, with a sigmoid loss's bias where CLIP has none."""
+    """A CLIP or SigLIP whose `network` is transformers' own model, with a bias for the sigmoid loss if the network has none."""
 
     mean: Tensor
     std: Tensor
@@ -68,17 +68,18 @@ class Clip(nn.Module):
         self._is_checkpointed = False
 
     def forward(self, pixels: Tensor, ids: Tensor, numbers: Tensor | None = None) -> ClipOutput:
-        """Score images `pixels` against captions `ids` (B, K, T); equal `numbers` (B, K) promise equal captions."""
-        flat, inverse = ids.flatten(0, 1).long(), None
+        """Score images `pixels` against captions `ids` (B, K, T); captions with equal `numbers` (B, K) must be equal."""
+        captions, inverse = ids.flatten(0, 1).long(), None
         if numbers is not None and ids.device.type == "cpu":
             # Only on a CPU: on a GPU the host would wait for the number of distinct captions, which costs more than it saves.
-            distinct, inverse = numbers.flatten().unique(return_inverse=True)
+            distinct_numbers, inverse = numbers.flatten().unique(return_inverse=True)
             indices = torch.arange(len(inverse))
-            flat = flat[torch.zeros_like(distinct).scatter_(0, inverse, indices)]
-            flat = self._trim_padding(flat)
-        texts = self.encode_texts(flat)
+            captions = captions[torch.zeros_like(distinct_numbers).scatter_(0, inverse, indices)]
+            captions = self._trim_padding(captions)
+        texts = self.encode_texts(captions)
         if inverse is not None:
-            # Not by indexing, whose gradient two threads sum in varying order: 148 different results in 200 runs.
+            # Not by indexing, which is not reproducible: two threads sum its gradient in varying order, and 200 runs had 148
+            # different results.
             texts = texts.index_select(0, inverse)
         texts = texts.unflatten(0, ids.shape[:2])
         images = self.encode_images(pixels)
@@ -117,12 +118,13 @@ class Clip(nn.Module):
 
     def _trim_padding(self, ids: Tensor) -> Tensor:
         """Remove columns after the end of all captions, which a causal text encoder does not attend to."""
-        end = self.network.config.text_config.eos_token_id
-        if not self.is_causal or not isinstance(end, int) or end == 2:
+        end_token = self.network.config.text_config.eos_token_id
+        # 2 marks old configurations, for which transformers pools at the highest id instead.
+        if not self.is_causal or not isinstance(end_token, int) or end_token == 2:
             return ids
-        ends = (ids == end).int()
-        longest = int(ends.argmax(dim=1).max()) + 1
-        return ids[:, :longest] if bool(ends.any(dim=1).all()) else ids
+        is_end = (ids == end_token).int()
+        max_length = int(is_end.argmax(dim=1).max()) + 1
+        return ids[:, :max_length] if bool(is_end.any(dim=1).all()) else ids
 
     @property
     def checkpoint_blocks(self) -> bool:
@@ -138,19 +140,21 @@ class Clip(nn.Module):
 
 
 def build_clip(shape: ClipShape, seed: int, *, negatives: int, folder: Path | str | None = None) -> Clip:
-    """Return a CLIP to be trained, with the weights of a folder or with initial ones by seed and parameter name.
+    """Return a CLIP to be trained, with the weights of a folder or with weights drawn from the seed and parameter names.
 
-    One of 1 + `negatives` pairs matches; the bias starts at that prior, so that the first steps need not learn it.
+    One of 1 + `negatives` pairs matches; the bias starts at the log odds of a match, so that it need not be learned.
     """
     if folder is not None:
         folder = Path(folder)
-        clip = _load(folder)
+        clip = _load_clip(folder)
         if "bias" in clip._parameters and _read_bias(folder) is None:
             with torch.no_grad():
-                clip.bias.copy_(-math.log(negatives) - USUAL_COSINE * clip.scale)
+                clip.bias.copy_(-math.log(negatives) - TYPICAL_COSINE * clip.scale)
         return clip.train()
     clip = Clip(shape, _build_network(shape), bias=0.0)
-    fill_parameters(clip, functools.partial(_initial, shape=shape.config_dict, negatives=negatives, seed=seed))
+    fill_parameters(
+        clip, functools.partial(_compute_initial_value, config=shape.config_dict, negatives=negatives, seed=seed)
+    )
     return clip.train()
 
 
@@ -159,7 +163,7 @@ def load_clip(folder: Path | str) -> Clip:
 
     Missing weights are an error.
     """
-    return _load(Path(folder)).eval().requires_grad_(False)
+    return _load_clip(Path(folder)).eval().requires_grad_(False)
 
 
 def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape:
@@ -171,14 +175,14 @@ def read_clip_shape(folder: Path | str, *, key: str = "model.clip") -> ClipShape
 def _read_clip_shape(folder: Path, key: str) -> ClipShape:
     require_config(folder, key=key, description="CLIP")
     config = read_config_without_code(folder / CONFIG, key=key)
-    if config.get("model_type") not in KINDS or not {"text_config", "vision_config"} <= config.keys():
+    if config.get("model_type") not in MODEL_TYPES or not {"text_config", "vision_config"} <= config.keys():
         model_type = config.get("model_type") or "model without a model_type"
         raise UsageError(f"{key}: {folder} contains a {model_type}; a CLIP or SigLIP with both towers is needed")
-    preprocessor = read_json_object(folder / PREPROCESSOR) if (folder / PREPROCESSOR).is_file() else {}
+    preprocessor = read_json_object(folder / PREPROCESSOR_FILE) if (folder / PREPROCESSOR_FILE).is_file() else {}
     size = preprocessor.get("size", 0)
     if not isinstance(size, dict | int):
         raise CheckpointError(
-            f"{folder / PREPROCESSOR}: size must be a number or an object, got {size!r}; export it again"
+            f"{folder / PREPROCESSOR_FILE}: size must be a number or an object, got {size!r}; export it again"
         )
     keeps_aspect = "shortest_edge" in size if isinstance(size, dict) else True
     config = {key: value for key, value in config.items() if key not in ("transformers_version", "_name_or_path")}
@@ -191,7 +195,7 @@ def _read_clip_shape(folder: Path, key: str) -> ClipShape:
         )
     except (ValueError, TypeError):
         raise CheckpointError(
-            f"{folder / PREPROCESSOR}: image_mean and image_std must be three numbers each; export it again"
+            f"{folder / PREPROCESSOR_FILE}: image_mean and image_std must be three numbers each; export it again"
         ) from None
 
 
@@ -206,7 +210,7 @@ def export_clip(clip: Clip, folder: Path) -> None:
     side, shape = clip.shape.image_size, clip.shape
     size = {"shortest_edge": side} if shape.keeps_aspect else {"height": side, "width": side}
     _write_json(
-        folder / PREPROCESSOR,
+        folder / PREPROCESSOR_FILE,
         {
             "image_processor_type": "CLIPImageProcessor",
             "do_resize": True,
@@ -222,64 +226,67 @@ def export_clip(clip: Clip, folder: Path) -> None:
             "do_convert_rgb": True,
         },
     )
-    _write_json(folder / PAIRS, {"scale": clip.scale.item(), "bias": clip.offset.item()})
+    _write_json(folder / PAIRS_FILE, {"scale": clip.scale.item(), "bias": clip.offset.item()})
 
 
-def _load(folder: Path) -> Clip:
+def _load_clip(folder: Path) -> Clip:
     shape = read_clip_shape(folder)
-    transformers = _transformers()
+    transformers = _import_transformers()
     require_safetensors(folder)
-    kind = transformers.CLIPModel if shape.config_dict["model_type"] == "clip" else transformers.SiglipModel
+    model_class = transformers.CLIPModel if shape.config_dict["model_type"] == "clip" else transformers.SiglipModel
     with isolated_rng():
-        network = load_pretrained(kind, folder, description=f"a {kind.__name__}", dtype=torch.float32)
+        network = load_pretrained(model_class, folder, description=f"a {model_class.__name__}", dtype=torch.float32)
     return Clip(shape, network, bias=_read_bias(folder) or 0.0)
 
 
 def _read_bias(folder: Path) -> float | None:
-    if not (folder / PAIRS).is_file():
+    if not (folder / PAIRS_FILE).is_file():
         return None
-    bias = read_json_object(folder / PAIRS).get("bias")
+    bias = read_json_object(folder / PAIRS_FILE).get("bias")
     if not isinstance(bias, int | float):
-        raise CheckpointError(f"{folder / PAIRS}: bias must be a number; export the run again")
+        raise CheckpointError(f"{folder / PAIRS_FILE}: bias must be a number; export the run again")
     return float(bias)
 
 
 def _build_network(shape: ClipShape) -> Any:
-    transformers = _transformers()
+    transformers = _import_transformers()
     values = shape.config_dict
-    kind = transformers.CLIPModel if values["model_type"] == "clip" else transformers.SiglipModel
+    model_class = transformers.CLIPModel if values["model_type"] == "clip" else transformers.SiglipModel
     with quiet_logging(), isolated_rng():
         config = transformers.AutoConfig.for_model(**values)
-        return kind._from_config(config, dtype=torch.float32)
+        return model_class._from_config(config, dtype=torch.float32)
 
 
-def _initial(name: str, size: tuple[int, ...], *, shape: dict[str, Any], negatives: int, seed: int) -> np.ndarray:
+def _compute_initial_value(
+    name: str, shape: tuple[int, ...], *, config: dict[str, Any], negatives: int, seed: int
+) -> np.ndarray:
     """Return the initial value of one parameter.
 
     Standard deviations follow width and depth as in CLIP (Radford et al., 2021), except that token, position and patch
-    embeddings have equal ones. With CLIP's own 0.02, positions were a fifth of a small patch, and shapes were learned last.
+    embeddings have equal ones. With CLIP's own 0.02, position embeddings were a fifth as large as those of small patches,
+    and shapes were learned last.
     """
     owner, _, kind = name.rpartition(".")
     if kind == "logit_scale":
-        return np.full(size, math.log(FIRST_SCALE), np.float32)
+        return np.full(shape, math.log(INITIAL_SCALE), np.float32)
     if kind == "logit_bias" or name == "bias":
-        return np.full(size, -math.log(negatives), np.float32)
+        return np.full(shape, -math.log(negatives), np.float32)
     if kind == "bias":
-        return np.zeros(size, np.float32)
-    if kind == "weight" and len(size) == 1:
-        return np.ones(size, np.float32)
-    tower = shape["text_config" if ".text_model." in name else "vision_config"]
+        return np.zeros(shape, np.float32)
+    if kind == "weight" and len(shape) == 1:
+        return np.ones(shape, np.float32)
+    tower = config["text_config" if ".text_model." in name else "vision_config"]
     width, depth = tower.get("hidden_size", 768), tower.get("num_hidden_layers", 12)
     std, layer = width**-0.5, owner.rpartition(".")[2]
     if layer == "patch_embedding":
-        std *= math.prod(size[1:]) ** -0.5
+        std *= math.prod(shape[1:]) ** -0.5
     elif layer == "fc1":
         std *= 0.5**0.5
     elif layer in ("q_proj", "k_proj", "v_proj", "fc2"):
         std *= (2 * depth) ** -0.5
     elif layer.endswith("_projection"):
-        std = size[1] ** -0.5
-    return std * numpy_generator(seed, name).standard_normal(size, dtype=np.float32)
+        std = shape[1] ** -0.5
+    return std * numpy_generator(seed, name).standard_normal(shape, dtype=np.float32)
 
 
 def _resize(x: Tensor, side: int, *, keeps_aspect: bool) -> Tensor:
@@ -289,7 +296,7 @@ def _resize(x: Tensor, side: int, *, keeps_aspect: bool) -> Tensor:
         return x
     if keeps_aspect and height != width:
         factor = side / min(height, width)
-        height, width = (max(side, int(old * factor)) for old in (height, width))
+        height, width = (max(side, int(length * factor)) for length in (height, width))
     else:
         height = width = side
     # Bicubic interpolation overshoots at edges; pixels stay in -1..1.
@@ -306,7 +313,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:

@@ -26,24 +26,24 @@ class ConvNetShape(BaseModel):
     dropout: float = Field(0.1, ge=0, lt=1)
 
     @property
-    def stem(self) -> tuple[int, ...]:
+    def stem_strides(self) -> tuple[int, ...]:
         """The strides of the first convolution."""
         return tuple(2 if side >= MIN_STEM_STRIDED_SIDE else 1 for side in self.grid)
 
     @property
-    def stages(self) -> tuple[tuple[int, ...], ...]:
-        """The strides at the beginning of each stage; there are stages until every side is short."""
-        sides = _strided(self.grid, self.stem)
+    def stage_strides(self) -> tuple[tuple[int, ...], ...]:
+        """The strides at the beginning of each stage; stages are added until every side is shorter than MIN_STRIDED_SIDE."""
+        sides = _divide_sides(self.grid, self.stem_strides)
         strides: list[tuple[int, ...]] = [(1,) * len(sides)]
         while max(sides) >= MIN_STRIDED_SIDE:
             strides.append(tuple(2 if side >= MIN_STRIDED_SIDE else 1 for side in sides))
-            sides = _strided(sides, strides[-1])
+            sides = _divide_sides(sides, strides[-1])
         return tuple(strides)
 
     @property
     def widths(self) -> tuple[int, ...]:
         """Channels of each stage."""
-        return tuple(self.hidden_size * min(MAX_WIDTH_FACTOR, 2**stage) for stage in range(len(self.stages)))
+        return tuple(self.hidden_size * min(MAX_WIDTH_FACTOR, 2**stage) for stage in range(len(self.stage_strides)))
 
     @property
     def num_features(self) -> int:
@@ -51,5 +51,5 @@ class ConvNetShape(BaseModel):
         return self.widths[-1]
 
 
-def _strided(sides: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _divide_sides(sides: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(-(-side // stride) for side, stride in zip(sides, strides, strict=True))

@@ -27,7 +27,7 @@ class TransformerShape(BaseModel):
     num_heads: int = Field(default=0, ge=0)
     num_kv_heads: int = Field(default=0, ge=0)
     head_size: int = Field(default=0, ge=0)
-    """Size of an attention head; 0 where no layer has attention."""
+    """Size of an attention head; 0 if no layer has attention."""
     intermediate_size: int = Field(ge=0)
     """Inner width of the MLP of a layer without experts; 0: no MLP."""
     vocab_size: int = Field(gt=1)
@@ -45,39 +45,42 @@ class TransformerShape(BaseModel):
     """Every n-th layer has experts in place of the MLP: the last of each n."""
 
     @model_validator(mode="after")
-    def _heads_agree(self) -> TransformerShape:
+    def _check_heads(self) -> TransformerShape:
         if not self.has_attention:
             return self
         for name in ("num_heads", "num_kv_heads", "head_size"):
             if not getattr(self, name):
-                raise ValueError(f"{name} 0: a layer with attention needs at least 1")
+                raise ValueError(f"{name} is 0, but a layer with attention needs at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
-                f"each key-value head serves the same number of query heads; try num_kv_heads {nearest_kv_heads(self.num_heads, self.num_kv_heads)}"
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}, "
+                f"but each key-value head serves the same number of query heads; "
+                f"try num_kv_heads {nearest_kv_heads(self.num_heads, self.num_kv_heads)}"
             )
         if self.head_size % 2:
             raise ValueError(
-                f"head_size {self.head_size} is odd: rotary positions rotate pairs of channels; try head_size {self.head_size + 1}"
+                f"head_size {self.head_size} is odd, but rotary positions rotate pairs of channels; "
+                f"try head_size {self.head_size + 1}"
             )
         return self
 
     @model_validator(mode="after")
-    def _parts_agree(self) -> TransformerShape:
+    def _check_parts(self) -> TransformerShape:
         if self.mixers is not None and len(self.mixers) != self.num_layers:
             raise ValueError(
-                f"mixers: has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
+                f"mixers has length {len(self.mixers)}, but num_layers is {self.num_layers}; give one mixer for each layer"
             )
         if (self.ssm is not None) != self.has_ssm:
             raise ValueError("ssm must be given if a layer is a state-space layer, and only then")
         for name, part in (("ssm", self.ssm), ("experts", self.experts)):
             if part is not None and part.hidden_size != self.hidden_size:
                 raise ValueError(
-                    f"{name}.hidden_size {part.hidden_size}: the model has {self.hidden_size}; they must be equal"
+                    f"{name}.hidden_size is {part.hidden_size}, but hidden_size is {self.hidden_size}; they must be equal"
                 )
         if self.experts is not None and not any(map(self.has_experts, range(self.num_layers))):
             raise ValueError(
-                f"experts_every {self.experts_every}: none of the {self.num_layers} layers has experts; try {self.num_layers}"
+                f"experts_every is {self.experts_every}, but then none of the {self.num_layers} layers has experts; "
+                f"try {self.num_layers}"
             )
         return self
 
@@ -106,45 +109,59 @@ class TransformerShape(BaseModel):
 
     def num_parameters(self) -> int:
         """Return the exact number of parameters; a tied embedding counts once."""
-        return self._count(self.experts.num_parameters() if self.experts is not None else 0)
+        return self._count_parameters(self.experts.num_parameters() if self.experts is not None else 0)
 
     def num_active_parameters(self) -> int:
-        """Return the number of parameters used for one token: of the experts only the chosen ones."""
-        return self._count(self.experts.num_active_parameters() if self.experts is not None else 0)
+        """Return the number of parameters used for one token: the chosen experts only."""
+        return self._count_parameters(self.experts.num_active_parameters() if self.experts is not None else 0)
 
-    def _count(self, experts: int) -> int:
+    def _count_parameters(self, expert_parameters: int) -> int:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        layers = (self._mixer_size(layer) + self._inner_size(layer, experts) for layer in range(self.num_layers))
-        return embeddings + sum(layers) + self.hidden_size
+        layer_parameters = (
+            self._count_mixer_parameters(layer) + self._count_mlp_parameters(layer, expert_parameters)
+            for layer in range(self.num_layers)
+        )
+        return embeddings + sum(layer_parameters) + self.hidden_size
 
-    def _mixer_size(self, layer: int) -> int:
+    def _count_mixer_parameters(self, layer: int) -> int:
         """Return the parameters of a layer's mixer with the norm before it."""
-        width, queries, keys = self.hidden_size, self.num_heads * self.head_size, self.num_kv_heads * self.head_size
+        width, query_size, key_size = (
+            self.hidden_size,
+            self.num_heads * self.head_size,
+            self.num_kv_heads * self.head_size,
+        )
         if self.mixer(layer) == "ssm":
             assert self.ssm is not None, "checked by the validator"
             return self.ssm.num_parameters() + width
-        return 2 * width * queries + 2 * width * keys + (2 * self.head_size if self.qk_norm else 0) + width
+        return 2 * width * query_size + 2 * width * key_size + (2 * self.head_size if self.qk_norm else 0) + width
 
-    def _inner_size(self, layer: int, experts: int) -> int:
+    def _count_mlp_parameters(self, layer: int, expert_parameters: int) -> int:
         if self.has_experts(layer):
-            return experts + self.hidden_size
+            return expert_parameters + self.hidden_size
         return 3 * self.hidden_size * self.intermediate_size + self.hidden_size if self.intermediate_size else 0
 
     def flops_per_token(self, length: int | None = None) -> int:
         """Return the FLOPs of forward and backward: 6 per weight, and 12 H h T per attention layer (PaLM, appendix B).
 
-        An embedding lookup multiplies nothing, so an embedding counts only where it is also the head.
+        An embedding lookup multiplies nothing, so an embedding counts only if it is also the head.
         """
-        looked_up = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
-        scanned = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))
-        attention = 12 * (self.num_layers - scanned) * self.num_heads * self.head_size * (length or self.context)
-        scans = 0 if self.ssm is None else scanned * (self.ssm.flops_per_token() - 6 * self.ssm.num_parameters())
-        return 6 * (self.num_active_parameters() - looked_up) + attention + scans
+        lookup_parameters = 0 if self.tie_embeddings else self.vocab_size * self.hidden_size
+        num_ssm_layers = sum(self.mixer(layer) == "ssm" for layer in range(self.num_layers))
+        attention_flops = (
+            12 * (self.num_layers - num_ssm_layers) * self.num_heads * self.head_size * (length or self.context)
+        )
+        scan_flops = (
+            0 if self.ssm is None else num_ssm_layers * (self.ssm.flops_per_token() - 6 * self.ssm.num_parameters())
+        )
+        return 6 * (self.num_active_parameters() - lookup_parameters) + attention_flops + scan_flops
 
 
 def nearest_kv_heads(num_heads: int, preferred: int) -> int:
     """Return the number of key-value heads nearest to `preferred` that divides the query heads."""
-    return min((d for d in range(1, num_heads + 1) if num_heads % d == 0), key=lambda d: abs(d - preferred))
+    return min(
+        (divisor for divisor in range(1, num_heads + 1) if num_heads % divisor == 0),
+        key=lambda divisor: abs(divisor - preferred),
+    )
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -157,8 +174,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "intermediate_size": 384,
         "context": 128,
     },
-    # GPT-2 small's work per token: three matrices of 768 x 2048 weigh what its two of 768 x 3072 do. Six heads of 128
-    # in place of twelve of 64, because attention kernels reach their best rate at 128.
+    # As much work per token as GPT-2 small: three matrices of 768 x 2048 have as many weights as its two of 768 x 3072.
+    # Six heads of 128 in place of twelve of 64, because attention kernels reach their best rate at 128.
     "verse": {
         "num_layers": 12,
         "hidden_size": 768,
@@ -201,7 +218,7 @@ DOCUMENTED_PARAMETERS: dict[str, tuple[int, float]] = {
 def shape_for_size(size: str, *, vocab_size: int, **changes: Any) -> TransformerShape:
     """Return the shape of a named size with a vocabulary; `changes` override fields."""
     if size not in SIZES:
-        near = find_similar_names(size, SIZES)
-        hint = f"did you mean {near[0]!r}?" if near else "known sizes: " + ", ".join(SIZES)
+        similar_sizes = find_similar_names(size, SIZES)
+        hint = f"did you mean {similar_sizes[0]!r}?" if similar_sizes else "known sizes: " + ", ".join(SIZES)
         raise UsageError(f"model.size: {size!r} is not a size of the language model; {hint}")
     return TransformerShape(**{**SIZES[size], "vocab_size": vocab_size, **changes})

@@ -25,16 +25,16 @@ ARCHITECTURES = {
     "mixtral": "MixtralForCausalLM",
     "mamba2": "Mamba2ForCausalLM",
 }
-"""model_type -> class, for those our model computes exactly. Qwen2 is not among them: its attention has biases."""
+"""model_type -> class, for models that ours computes exactly. Qwen2 is not among them: its attention has biases."""
 ROUTER_STATE = re.compile(r".*\.mlp\.router\.(load|bias|absent)")
 """Buffers of our routers. `absent` (the experts dropped in a step) is never saved."""
 
-_EXPERTS = {
+_EXPERT_NAMES = {
     "qwen3_moe": ("mlp", {"gate_proj": "gate_proj", "up_proj": "up_proj", "down_proj": "down_proj"}),
     "mixtral": ("block_sparse_moe", {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
 }
-_MIXTRAL = "without qk_norm it needs experts in every layer and two or more per token"
-_MAMBA = (
+_MIXTRAL_REASON = "without qk_norm, transformers needs experts in every layer, with two or more per token"
+_MAMBA_RULES = (
     (r"model\.embed_tokens\.", "backbone.embeddings."),
     (r"model\.norm\.", "backbone.norm_f."),
     (r"model\.(layers\.\d+)\.input_layernorm\.", r"backbone.\1.norm."),
@@ -76,7 +76,7 @@ def explain_own_layout(shape: TransformerShape) -> str:
             return "it has state spaces and attention"
         if experts is not None or shape.intermediate_size:
             return f"its layers have state spaces and {'experts' if experts is not None else 'an MLP'}"
-        return "its state spaces have another norm_epsilon than the rest"
+        return "the norm_epsilon of its state spaces differs from that of the other norms"
     assert experts is not None, "transformers has a class for every attention model without experts"
     reasons = {
         f"its gates are {experts.gate}": experts.gate != "softmax",
@@ -85,19 +85,19 @@ def explain_own_layout(shape: TransformerShape) -> str:
         "it has shared experts": experts.num_shared > 0,
         "its experts are chosen with a bias (balance: bias)": experts.balance == "bias",
     }
-    return next((reason for reason, holds in reasons.items() if holds), _MIXTRAL)
+    return next((reason for reason, applies in reasons.items() if applies), _MIXTRAL_REASON)
 
 
 def rename_tensors(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
     """Return views of our tensors under the names of a layout, to write or to fill; stacked experts are split."""
     views: dict[str, Tensor] = {}
     for name, tensor in state.items():
-        is_state = ROUTER_STATE.fullmatch(name) is not None
-        if is_state and (model_type != OWN_MODEL_TYPE or name.endswith(".absent")):
+        is_router_state = ROUTER_STATE.fullmatch(name) is not None
+        if is_router_state and (model_type != OWN_MODEL_TYPE or name.endswith(".absent")):
             continue
         if model_type == "mamba2":
-            views[_apply_rules(name, _MAMBA)] = tensor
-        elif model_type in _EXPERTS and ".mlp." in name:
+            views[_apply_rules(name, _MAMBA_RULES)] = tensor
+        elif model_type in _EXPERT_NAMES and ".mlp." in name:
             views |= _split_experts(name, tensor, model_type)
         else:
             views[name] = tensor
@@ -105,14 +105,14 @@ def rename_tensors(state: Mapping[str, Tensor], model_type: str) -> dict[str, Te
 
 
 def _apply_rules(name: str, rules: tuple[tuple[str, str], ...]) -> str:
-    for pattern, new in rules:
+    for pattern, replacement in rules:
         if re.match(pattern, name):
-            return re.sub(f"^{pattern}", new, name)
+            return re.sub(f"^{pattern}", replacement, name)
     return name
 
 
 def _split_experts(name: str, tensor: Tensor, model_type: str) -> dict[str, Tensor]:
-    module, matrices = _EXPERTS[model_type]
+    module, matrices = _EXPERT_NAMES[model_type]
     layer, _, inner = name.partition(".mlp.")
     part, _, matrix = inner.partition(".")
     if part == "router":
@@ -138,7 +138,7 @@ def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:
         "use_cache": True,
     }
     if model_type == "mamba2":
-        return config | _mamba_config(shape)
+        return config | _build_mamba_config(shape)
     config |= {
         "intermediate_size": shape.intermediate_size,
         "num_attention_heads": shape.num_heads,
@@ -168,7 +168,7 @@ def build_config(shape: TransformerShape, model_type: str) -> dict[str, Any]:
     }
 
 
-def _mamba_config(shape: TransformerShape) -> dict[str, Any]:
+def _build_mamba_config(shape: TransformerShape) -> dict[str, Any]:
     ssm = shape.ssm
     assert ssm is not None, "checked by select_layout"
     return {
@@ -189,89 +189,94 @@ def _mamba_config(shape: TransformerShape) -> dict[str, Any]:
 
 
 def shape_from_config(config: Mapping[str, Any], path: Path) -> TransformerShape:
-    """Return the shape of a config.json read from `path`; refuse one that our model does not compute exactly."""
+    """Return the shape of a config.json read from `path`; raise `UsageError` if our model would not compute the same."""
     model_type = config.get("model_type")
     try:
         if model_type == OWN_MODEL_TYPE:
             return TransformerShape(**config["shape"])
         if model_type not in ARCHITECTURES:
-            kind = (config.get("architectures") or [model_type])[0]
+            architecture = (config.get("architectures") or [model_type])[0]
             raise UsageError(
-                f"{path}: architecture {kind} is not supported; supported: {', '.join(ARCHITECTURES.values())}"
+                f"{path}: architecture {architecture} is not supported; supported: {', '.join(ARCHITECTURES.values())}"
             )
-        return _mamba_shape(config, path) if model_type == "mamba2" else _attention_shape(config, path)
+        return _read_mamba_shape(config, path) if model_type == "mamba2" else _read_attention_shape(config, path)
     except KeyError as error:
         raise CheckpointError(
             f"{path}: the key {error.args[0]} is missing; it is not a complete model config"
         ) from None
     except (ValueError, TypeError, AttributeError, IndexError, ArithmeticError) as error:
-        first = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
-        raise CheckpointError(f"{path} does not describe a valid model ({first})") from None
+        reason = "; ".join(str(error).splitlines()[1:3]) if isinstance(error, ValidationError) else str(error)
+        raise CheckpointError(f"{path} does not describe a valid model ({reason})") from None
 
 
-def _attention_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
-    _refuse(_attention_problems(config), path, "bias-free SiLU models with plain RoPE")
+def _read_attention_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
+    _refuse_problems(_find_attention_problems(config), path, "bias-free SiLU models with plain RoPE")
     model_type = config["model_type"]
-    layers = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
-    missing = [key for key in (*layers, "vocab_size", "max_position_embeddings") if key not in config]
+    layer_keys = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    missing = [key for key in (*layer_keys, "vocab_size", "max_position_embeddings") if key not in config]
     if missing:
-        raise CheckpointError(f"{path}: the keys {', '.join(missing)} are missing; it is not a complete model config")
-    heads = config["num_attention_heads"]
+        raise CheckpointError(
+            f"{path}: these keys are missing: {', '.join(missing)}; it is not a complete model config"
+        )
+    num_heads = config["num_attention_heads"]
     # Defaults of missing keys are those of the transformers class.
-    head_size = config.get("head_dim") or (128 if model_type == "qwen3" else config["hidden_size"] // heads)
-    theta = 1e6 if model_type == "mixtral" else 10000.0
-    experts = _experts_shape(config) if model_type in _EXPERTS else None
-    # Mixtral has experts in every layer; our intermediate_size is then the width of the experts of one token together.
-    inner = config["intermediate_size"] * (experts.top_k if experts is not None and model_type == "mixtral" else 1)
+    head_size = config.get("head_dim") or (128 if model_type == "qwen3" else config["hidden_size"] // num_heads)
+    default_theta = 1e6 if model_type == "mixtral" else 10000.0
+    experts = _read_experts_shape(config) if model_type in _EXPERT_NAMES else None
+    # Mixtral has experts in every layer; our intermediate_size is then the total width of the experts of one token.
+    intermediate_size = config["intermediate_size"] * (
+        experts.top_k if experts is not None and model_type == "mixtral" else 1
+    )
     return TransformerShape(
         num_layers=config["num_hidden_layers"],
         hidden_size=config["hidden_size"],
-        num_heads=heads,
-        num_kv_heads=config.get("num_key_value_heads") or heads,
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
         head_size=head_size,
-        intermediate_size=inner,
+        intermediate_size=intermediate_size,
         vocab_size=config["vocab_size"],
         context=config["max_position_embeddings"],
         dropout=config.get("attention_dropout") or 0.0,
         tie_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=model_type in ("qwen3", "qwen3_moe"),
-        rope_theta=_rope(config).get("rope_theta") or config.get("rope_theta") or theta,
+        rope_theta=_read_rope_parameters(config).get("rope_theta") or config.get("rope_theta") or default_theta,
         norm_epsilon=config.get("rms_norm_eps", 1e-5 if model_type == "mixtral" else 1e-6),
         experts=experts,
         experts_every=config.get("decoder_sparse_step", 1) if model_type == "qwen3_moe" else 1,
     )
 
 
-def _experts_shape(config: Mapping[str, Any]) -> ExpertsShape:
+def _read_experts_shape(config: Mapping[str, Any]) -> ExpertsShape:
     is_mixtral = config["model_type"] == "mixtral"
-    number = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
+    num_experts = config["num_experts"] if "num_experts" in config else config["num_local_experts"]
     return ExpertsShape(
         hidden_size=config["hidden_size"],
         expert_size=config["intermediate_size" if is_mixtral else "moe_intermediate_size"],
-        num_experts=number,
+        num_experts=num_experts,
         top_k=config["num_experts_per_tok"],
         renormalise=is_mixtral or bool(config.get("norm_topk_prob", False)),
     )
 
 
-def _mamba_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
+def _read_mamba_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
     limit = config.get("time_step_limit") or (0.0, float("inf"))
-    highest = (
-        float("inf") if isinstance(limit[1], dict) else float(limit[1])
-    )  # transformers 5 writes {"__float__": ...}
-    width, expand, heads, head = (config[key] for key in ("hidden_size", "expand", "num_heads", "head_dim"))
+    # transformers 5 writes infinity as {"__float__": ...}.
+    max_time_step = float("inf") if isinstance(limit[1], dict) else float(limit[1])
+    hidden_size, expand, num_heads, head_size = (
+        config[key] for key in ("hidden_size", "expand", "num_heads", "head_dim")
+    )
     problems = {
         f"use_bias {config.get('use_bias')}": config.get("use_bias", False),
         f"use_conv_bias {config.get('use_conv_bias')}": not config.get("use_conv_bias", True),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") not in ("silu", "swish"),
-        f"time_step_limit {limit}": limit[0] > 0 or highest != float("inf"),
-        f"num_heads {heads}": width * expand != heads * head,
+        f"time_step_limit {limit}": limit[0] > 0 or max_time_step != float("inf"),
+        f"num_heads {num_heads}": hidden_size * expand != num_heads * head_size,
     }
-    _refuse(problems, path, "Mamba-2 as it was published")
+    _refuse_problems(problems, path, "Mamba-2 as it was published")
     epsilon = config.get("layer_norm_epsilon", 1e-5)
     return TransformerShape(
         num_layers=config["num_hidden_layers"],
-        hidden_size=width,
+        hidden_size=hidden_size,
         intermediate_size=0,
         vocab_size=config["vocab_size"],
         # Mamba has no maximum length; this is the default training context.
@@ -280,9 +285,9 @@ def _mamba_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
         norm_epsilon=epsilon,
         mixers=("ssm",) * config["num_hidden_layers"],
         ssm=SSMShape(
-            hidden_size=width,
+            hidden_size=hidden_size,
             expand=expand,
-            head_size=head,
+            head_size=head_size,
             state_size=config["state_size"],
             num_groups=config.get("n_groups", 8),
             conv_size=config.get("conv_kernel", 4),
@@ -294,26 +299,26 @@ def _mamba_shape(config: Mapping[str, Any], path: Path) -> TransformerShape:
     )
 
 
-def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _read_rope_parameters(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return config.get("rope_parameters") or config.get("rope_scaling") or {}
 
 
-def _attention_problems(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Return options that would load without an error and compute something else, and whether each is set."""
-    rope_type = _rope(config).get("rope_type") or _rope(config).get("type") or "default"
-    window, always = config.get("sliding_window"), config["model_type"] in ("mistral", "mixtral")
-    slides = config.get("use_sliding_window", always) and window is not None
+def _find_attention_problems(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Return whether options are set with which a model would load without an error, but compute something else."""
+    rope_type = _read_rope_parameters(config).get("rope_type") or _read_rope_parameters(config).get("type") or "default"
+    window, is_default = config.get("sliding_window"), config["model_type"] in ("mistral", "mixtral")
+    has_window = config.get("use_sliding_window", is_default) and window is not None
     return {
         f"attention_bias {config.get('attention_bias')}": config.get("attention_bias", False),
         f"mlp_bias {config.get('mlp_bias')}": config.get("mlp_bias", False),
         f"hidden_act {config.get('hidden_act')!r}": config.get("hidden_act", "silu") not in ("silu", "swish"),
         f"rope_type {rope_type!r}": rope_type != "default",
-        f"sliding_window {window}": slides and window < config.get("max_position_embeddings", 0),
+        f"sliding_window {window}": has_window and window < config.get("max_position_embeddings", 0),
         f"mlp_only_layers {config.get('mlp_only_layers')}": bool(config.get("mlp_only_layers")),
     }
 
 
-def _refuse(problems: Mapping[str, bool], path: Path, supported: str) -> None:
-    for problem, present in problems.items():
-        if present:
+def _refuse_problems(problems: Mapping[str, bool], path: Path, supported: str) -> None:
+    for problem, is_present in problems.items():
+        if is_present:
             raise UsageError(f"{path}: {problem} is not supported; use {supported}")

@@ -42,21 +42,21 @@ class DecoderCache:
         cls,
         shape: TransformerShape,
         *,
-        batch: int,
+        batch_size: int,
         length: int | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> DecoderCache:
         """Return an empty cache for `length` tokens (default: the context)."""
-        size = (batch, shape.num_kv_heads, length or shape.context, shape.head_size)
+        size = (batch_size, shape.num_kv_heads, length or shape.context, shape.head_size)
 
-        def cache(layer: int) -> LayerCache:
+        def build_layer_cache(layer: int) -> LayerCache:
             if shape.mixer(layer) == "ssm":
                 assert shape.ssm is not None, "checked by the shape"
-                return SSMState.empty(shape.ssm, batch, device=device, dtype=dtype)
+                return SSMState.empty(shape.ssm, batch_size, device=device, dtype=dtype)
             return torch.zeros(size, device=device, dtype=dtype), torch.zeros(size, device=device, dtype=dtype)
 
-        return cls(tuple(cache(layer) for layer in range(shape.num_layers)))
+        return cls(tuple(build_layer_cache(layer) for layer in range(shape.num_layers)))
 
     def reset(self) -> None:
         """Zero the states of state spaces; keys and values need no reset, as they are overwritten before they are used."""
@@ -66,9 +66,9 @@ class DecoderCache:
                     tensor.zero_()
 
     def update_rows(self, part: DecoderCache, rows: Sequence[int], *, length: int) -> None:
-        """Copy `part`, the cache of `length` tokens from position 0, into some rows."""
-        for cache, new in zip(self.layers, part.layers, strict=True):
-            for target, source in zip(cache, new, strict=True):
+        """Copy `part`, a cache of `length` tokens from position 0, into the given rows."""
+        for cache, update in zip(self.layers, part.layers, strict=True):
+            for target, source in zip(cache, update, strict=True):
                 if isinstance(cache, SSMState):
                     target[rows] = source
                 else:
@@ -120,7 +120,7 @@ class Block(nn.Module):
         self.compiled: Callable[..., Any] | None = None
 
     def forward(self, x: Tensor, delta: Tensor, sequence: SequenceContext, cache: LayerCache | None = None) -> Any:
-        """Return what `compute` returns, compiled where possible."""
+        """Call `compute`, in its compiled version if there is one for this input."""
         # Dispatched here rather than by the caller, so that FSDP's hooks run outside the compiled region.
         if self.compiled is not None and self.training and cache is None and self._can_capture_graph(x):
             return self.compiled(self, x, delta, sequence)
@@ -135,19 +135,19 @@ class Block(nn.Module):
         addition would be a separate pass over memory.
         """
         x = x + delta
-        mixed = self._drop(self._mix(self.input_layernorm(x), sequence, cache))
+        mixed = self._apply_dropout(self._mix_tokens(self.input_layernorm(x), sequence, cache))
         if self.mlp is None:
             return x, mixed
         x = x + mixed
         if isinstance(self.mlp, Experts):
-            inner, routing = self.mlp(self.post_attention_layernorm(x), token_mask=sequence.token_mask)
-            return x, self._drop(inner), routing
-        return x, self._drop(self.mlp(self.post_attention_layernorm(x)))
+            expert_output, routing = self.mlp(self.post_attention_layernorm(x), token_mask=sequence.token_mask)
+            return x, self._apply_dropout(expert_output), routing
+        return x, self._apply_dropout(self.mlp(self.post_attention_layernorm(x)))
 
     def _can_capture_graph(self, x: Tensor) -> bool:
         return not isinstance(self.mlp, Experts) or self.mlp.experts.can_capture_graph(x)
 
-    def _mix(self, x: Tensor, sequence: SequenceContext, cache: LayerCache | None) -> Tensor:
+    def _mix_tokens(self, x: Tensor, sequence: SequenceContext, cache: LayerCache | None) -> Tensor:
         if not self.has_ssm:
             return self.self_attn(x, sequence, cache)
         assert cache is None or isinstance(cache, SSMState)
@@ -157,7 +157,7 @@ class Block(nn.Module):
                 old.copy_(new)
         return mixed
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
@@ -196,14 +196,14 @@ class Transformer(nn.Module):
         position: int | Sequence[int] = 0,
         token_mask: Tensor | None = None,
     ) -> Any:
-        """Return logits (B, T, V); with targets (B, T), the summed negative log likelihood of those that are not -100.
+        """Return logits (B, T, V); with targets (B, T), the summed negative log likelihood of the targets that are not -100.
 
         A model with experts also returns `LayerRoutings` if `targets` or `token_mask` is given; `token_mask` (B, T) selects
         the tokens that routing statistics count (default: those with a target).
         """
         if token_mask is None and targets is not None and self.shape.experts is not None:
             token_mask = targets != IGNORE_INDEX
-        sequence = self._sequence_context(
+        sequence = self._build_sequence_context(
             tokens, documents=documents, cache=cache, position=position, token_mask=token_mask
         )
         hidden, routings = self._run_blocks(tokens, sequence, cache)
@@ -224,10 +224,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return hidden states (B, T, D) after the final norm.
 
-        `position` is that of the first token, one for all rows or one each. `lengths` are the tokens of each row without
-        padding on the right; the cache then holds the state after each row's last token.
+        `position` is the position of the first token: one for all rows, or one per row. `lengths` are the numbers of tokens
+        of the rows without padding on the right; the cache then holds the state after each row's last token.
         """
-        sequence = self._sequence_context(tokens, documents=documents, cache=cache, position=position, lengths=lengths)
+        sequence = self._build_sequence_context(
+            tokens, documents=documents, cache=cache, position=position, lengths=lengths
+        )
         return self._run_blocks(tokens, sequence, cache)[0]
 
     def _run_blocks(
@@ -239,7 +241,7 @@ class Transformer(nn.Module):
             x = x.bfloat16()
         if self.shape.dropout:
             x = F.dropout(x, self.shape.dropout, self.training)
-        # Not None: with the shape and gradient of later ones, the first block uses the same compiled graph.
+        # Zeros rather than None: with inputs like those of later blocks, the first block uses the same compiled graph.
         delta = 0 * x
         routings: list[Routing] = []
         for i, block in enumerate(self.model.layers):
@@ -257,7 +259,7 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Weight (V, D) of the head; with tied embeddings that of the embedding."""
+        """Weight (V, D) of the head; with tied embeddings it is the weight of the embedding."""
         return self.model.embed_tokens.weight if self.shape.tie_embeddings else self.lm_head.weight
 
     def compile_blocks(self) -> None:
@@ -279,7 +281,7 @@ class Transformer(nn.Module):
         self.reset_buffers()
         return self
 
-    def _sequence_context(
+    def _build_sequence_context(
         self,
         tokens: Tensor,
         *,
@@ -302,21 +304,21 @@ class Transformer(nn.Module):
         start, stop = starts[0], max(starts) + length
         assert stop <= self.shape.context, f"{stop} tokens exceed the context of {self.shape.context}"
         if len(set(starts)) > 1:
-            first = torch.tensor(starts, device=device)
-            positions = first[:, None] + torch.arange(length, device=device)
+            row_starts = torch.tensor(starts, device=device)
+            positions = row_starts[:, None] + torch.arange(length, device=device)
             mask = torch.arange(stop, device=device) <= positions[:, None, :, None]
             return SequenceContext(
-                self.cos[positions][:, None], self.sin[positions][:, None], mask, start=first, stop=stop, **fields
+                self.cos[positions][:, None], self.sin[positions][:, None], mask, start=row_starts, stop=stop, **fields
             )
         cos, sin = self.cos[start:stop], self.sin[start:stop]
         if documents is not None:
             # FlexAttention skips the blocks between documents, but has no dropout.
-            flex = device.type == "cuda" and not (self.training and self.shape.dropout)
-            return SequenceContext(cos, sin, build_document_mask(documents, flex=flex), stop=stop, **fields)
+            use_flex = device.type == "cuda" and not (self.training and self.shape.dropout)
+            return SequenceContext(cos, sin, build_document_mask(documents, use_flex=use_flex), stop=stop, **fields)
         if start and length > 1:
             mask = torch.ones(length, stop, dtype=torch.bool, device=device).tril(diagonal=start)
             return SequenceContext(cos, sin, mask, start=start, stop=stop, **fields)
-        return SequenceContext(cos, sin, causal=length > 1, start=start, stop=stop, **fields)
+        return SequenceContext(cos, sin, is_causal=length > 1, start=start, stop=stop, **fields)
 
 
 def initialise_decoder(model: Transformer, seed: int, *, residual_layers: int) -> None:

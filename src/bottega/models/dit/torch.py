@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from bottega.core.noise import numpy_generator
 from bottega.models.generator.config import DiTShape
 
-FREQUENCIES = 256
+TIME_EMBEDDING_SIZE = 256
 """Width of the sinusoidal time embedding."""
 EPSILON = 1e-6
 
@@ -29,20 +29,20 @@ EPSILON = 1e-6
 def sinusoidal_positions(counts: tuple[int, ...], width: int) -> Tensor:
     """Return sinusoidal position embeddings (N, width), with an equal part of the width for each dimension.
 
-    Channels that three dimensions cannot share equally are 0.
+    Channels that remain if the width cannot be divided equally are 0.
     """
-    part = 2 * (width // (2 * len(counts)))
-    rates = 1.0 / 10000 ** (torch.arange(part // 2, dtype=torch.float64) / (part / 2))
+    axis_width = 2 * (width // (2 * len(counts)))
+    rates = 1.0 / 10000 ** (torch.arange(axis_width // 2, dtype=torch.float64) / (axis_width / 2))
     positions = torch.meshgrid(*(torch.arange(n, dtype=torch.float64) for n in counts), indexing="ij")
     # The last dimension comes first, as in the published weights.
     angles = [position.reshape(-1, 1) * rates for position in reversed(positions)]
-    parts = [torch.cat((angle.sin(), angle.cos()), dim=1) for angle in angles]
-    return F.pad(torch.cat(parts, dim=1), (0, width - part * len(counts))).float()
+    embeddings = [torch.cat((angle.sin(), angle.cos()), dim=1) for angle in angles]
+    return F.pad(torch.cat(embeddings, dim=1), (0, width - axis_width * len(counts))).float()
 
 
-def time_frequencies(time: Tensor) -> Tensor:
+def embed_times(time: Tensor) -> Tensor:
     """Return sinusoidal embeddings (B, 256) of times (B) in 0..1,000."""
-    half = FREQUENCIES // 2
+    half = TIME_EMBEDDING_SIZE // 2
     # diffusers' order of operations: at time 999 another rounding changes an angle by 1e-4.
     exponent = -math.log(10000.0) * torch.arange(half, device=time.device, dtype=torch.float32) / (half - 1)
     angles = time.float()[:, None] * exponent.exp()
@@ -54,41 +54,41 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.linear_1 = nn.Linear(FREQUENCIES, width)
+        self.linear_1 = nn.Linear(TIME_EMBEDDING_SIZE, width)
         self.linear_2 = nn.Linear(width, width)
 
     def forward(self, time: Tensor) -> Tensor:
-        return self.linear_2(F.silu(self.linear_1(time_frequencies(time))))
+        return self.linear_2(F.silu(self.linear_1(embed_times(time))))
 
 
 class Attention(nn.Module):
-    """Self-attention, or cross-attention to a `context` of that width."""
+    """Self-attention, or cross-attention to a `context` of width `context_size`."""
 
-    def __init__(self, width: int, heads: int, context: int | None = None) -> None:
+    def __init__(self, width: int, num_heads: int, context_size: int | None = None) -> None:
         super().__init__()
-        self.heads = heads
+        self.num_heads = num_heads
         self.to_q = nn.Linear(width, width)
-        self.to_k = nn.Linear(context or width, width)
-        self.to_v = nn.Linear(context or width, width)
+        self.to_k = nn.Linear(context_size or width, width)
+        self.to_v = nn.Linear(context_size or width, width)
         self.to_out = nn.Linear(width, width)
 
     def forward(self, x: Tensor, context: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         source = x if context is None else context
         q, k, v = (
-            y.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for y in (self.to_q(x), self.to_k(source), self.to_v(source))
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.to_out(mixed.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.to_out(attended.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """A DiT block with adaLN-Zero; the unit of gradient checkpointing.
 
-    `along` is the extent of self-attention: all patches, those of one frame ("space"), or one position over time ("time").
+    `extent` is the extent of self-attention: all patches, those of one frame ("space"), or one position over time ("time").
     """
 
-    def __init__(self, shape: DiTShape, *, along: str) -> None:
+    def __init__(self, shape: DiTShape, *, extent: str) -> None:
         super().__init__()
         width = shape.hidden_size
         self.modulation = nn.Linear(width, 6 * width)
@@ -96,30 +96,30 @@ class Block(nn.Module):
         self.cross = Attention(width, shape.num_heads, shape.context_size) if shape.context_size else None
         self.up = nn.Linear(width, 4 * width)
         self.down = nn.Linear(4 * width, width)
-        self.along, self.frames = along, shape.tokens[0]
+        self.extent, self.num_frames = extent, shape.tokens[0]
         self.dropout = shape.dropout
 
     def forward(self, x: Tensor, c: Tensor, context: Tensor | None, mask: Tensor | None) -> Tensor:
         modulation = self.modulation(c)[:, None].chunk(6, dim=-1)
         shift_attn, scale_attn, gate_attn, shift_mlp, scale_mlp, gate_mlp = modulation
-        x = x + gate_attn * self._drop(self._attend(_modulate(x, shift_attn, scale_attn)))
+        x = x + gate_attn * self._apply_dropout(self._attend(_modulate(x, shift_attn, scale_attn)))
         if self.cross is not None:
             x = x + self.cross(layer_norm(x), context, mask)
         h = F.gelu(self.up(_modulate(x, shift_mlp, scale_mlp)), approximate="tanh")
-        return x + gate_mlp * self._drop(self.down(h))
+        return x + gate_mlp * self._apply_dropout(self.down(h))
 
     def _attend(self, x: Tensor) -> Tensor:
-        if self.along == "all":
+        if self.extent == "all":
             return self.attn(x)
         batch, _, width = x.shape
-        grid = x.view(batch, self.frames, -1, width)
-        if self.along == "space":
+        grid = x.view(batch, self.num_frames, -1, width)
+        if self.extent == "space":
             return self.attn(grid.flatten(0, 1)).view_as(x)
         by_position = grid.transpose(1, 2)
-        mixed = self.attn(by_position.flatten(0, 1)).view_as(by_position)
-        return mixed.transpose(1, 2).reshape_as(x)
+        attended = self.attn(by_position.flatten(0, 1)).view_as(by_position)
+        return attended.transpose(1, 2).reshape_as(x)
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
@@ -132,13 +132,13 @@ class DiT(nn.Module):
         super().__init__()
         self.shape = shape
         width = shape.hidden_size
-        values = math.prod(shape.patch) * shape.channels
-        self.embed = nn.Linear(values, width)
+        values_per_patch = math.prod(shape.patch) * shape.channels
+        self.embed = nn.Linear(values_per_patch, width)
         self.time = TimeEmbedding(width)
         extents = ("space", "time") if shape.attention == "factorised" else ("all",)
-        self.blocks = nn.ModuleList(Block(shape, along=extents[i % len(extents)]) for i in range(shape.num_layers))
+        self.blocks = nn.ModuleList(Block(shape, extent=extents[i % len(extents)]) for i in range(shape.num_layers))
         self.modulation_out = nn.Linear(width, 2 * width)
-        self.out = nn.Linear(width, values)
+        self.out = nn.Linear(width, values_per_patch)
         self.checkpoint_blocks = False
         self.compiled: Callable[..., Tensor] | None = None
         self.reset_buffers()
@@ -179,13 +179,13 @@ class DiT(nn.Module):
         shift, scale = self.modulation_out(c)[:, None].chunk(2, dim=-1)
         return unpatchify(self.out(_modulate(h, shift, scale)), shape.patch, shape.grid)
 
-    def compile_whole(self, *, graphs: bool) -> None:
-        """Compile the model as one graph; with `graphs` as CUDA graphs, too.
+    def compile_whole(self, *, use_cuda_graphs: bool) -> None:
+        """Compile the model as one graph; with `use_cuda_graphs` also record it as CUDA graphs.
 
         At B/4, 32 x 32 and 256 images the GPU needs 25 ms for a step. The host needed 47 ms with one graph per block and
         36 ms with one for all; with CUDA graphs it is idle.
         """
-        mode = "reduce-overhead" if graphs and not self.shape.dropout else None
+        mode = "reduce-overhead" if use_cuda_graphs and not self.shape.dropout else None
         self.compiled = torch.compile(DiT.compute, dynamic=False, mode=mode)
 
     def reset_buffers(self) -> None:
@@ -208,15 +208,15 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
     """Return the initial value of one parameter: Glorot uniform for matrices, small normal for embeddings, else zeros."""
     if name.endswith(".bias") or (name.endswith(ZERO_INITIALISED) and not name.endswith("attn.to_out.weight")):
         return np.zeros(shape, np.float32)
-    draw = numpy_generator(seed, name)
+    generator = numpy_generator(seed, name)
     if len(shape) < 2 or "embedding" in name or ".time." in f".{name}":
-        return 0.02 * draw.standard_normal(shape, dtype=np.float32)
+        return 0.02 * generator.standard_normal(shape, dtype=np.float32)
     limit = math.sqrt(6 / (shape[0] + math.prod(shape[1:])))
-    return draw.uniform(-limit, limit, shape).astype(np.float32)
+    return generator.uniform(-limit, limit, shape).astype(np.float32)
 
 
 def layer_norm(x: Tensor) -> Tensor:
-    """Layer norm in float32 whatever the precision around it, without affine weights: the next layer can represent them."""
+    """Layer norm in float32 even under autocast, without affine weights: the next layer can represent them."""
     return F.layer_norm(x.float(), x.shape[-1:], eps=EPSILON).to(x.dtype)
 
 
@@ -229,19 +229,19 @@ def patchify(x: Tensor, patch: tuple[int, ...]) -> Tensor:
 
     A transpose is needed: a reshape alone would cut rows of pixels, not squares.
     """
-    axes = len(patch)
+    num_axes = len(patch)
     grid = x.shape[1:-1]
     sides = [size for side, part in zip(grid, patch, strict=True) for size in (side // part, part)]
-    cut = x.reshape(x.shape[0], *sides, x.shape[-1])
-    outer, inner = range(1, 2 * axes, 2), range(2, 2 * axes + 1, 2)
-    ordered = cut.permute(0, *outer, *inner, 2 * axes + 1)
-    return ordered.reshape(x.shape[0], math.prod(ordered.shape[1 : axes + 1]), -1)
+    split = x.reshape(x.shape[0], *sides, x.shape[-1])
+    outer, inner = range(1, 2 * num_axes, 2), range(2, 2 * num_axes + 1, 2)
+    patches = split.permute(0, *outer, *inner, 2 * num_axes + 1)
+    return patches.reshape(x.shape[0], math.prod(patches.shape[1 : num_axes + 1]), -1)
 
 
 def unpatchify(tokens: Tensor, patch: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
     """Reshape (B, N, P C) to (B, g..., C), the inverse of `patchify`."""
-    axes = len(patch)
+    num_axes = len(patch)
     counts = [side // part for side, part in zip(grid, patch, strict=True)]
-    cut = tokens.reshape(tokens.shape[0], *counts, *patch, -1)
-    pairs = [axis for i in range(axes) for axis in (1 + i, 1 + axes + i)]
-    return cut.permute(0, *pairs, 2 * axes + 1).reshape(tokens.shape[0], *grid, -1)
+    patches = tokens.reshape(tokens.shape[0], *counts, *patch, -1)
+    axis_order = [axis for i in range(num_axes) for axis in (1 + i, 1 + num_axes + i)]
+    return patches.permute(0, *axis_order, 2 * num_axes + 1).reshape(tokens.shape[0], *grid, -1)

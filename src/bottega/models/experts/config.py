@@ -25,7 +25,7 @@ class ExpertsShape(BaseModel):
     activation: Literal["swiglu", "gelu"] = "swiglu"
     gate: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool | None = None
-    """Whether the gates of the chosen experts are normalised to sum to 1. None: only with several; the gate of a single one
+    """Whether the gates of the chosen experts are normalised to sum to 1. None: only if several are chosen; a single gate
     would always be 1, and no gradient would reach the router."""
     num_shared: int = 0
     """Number of experts that process every token."""
@@ -34,7 +34,7 @@ class ExpertsShape(BaseModel):
     capacity_factor: float | None = Field(None, allow_inf_nan=False)
     """Capacity of an expert in training, relative to an even split of a group's choices."""
     capacity: int | None = None
-    """Capacity as a number of choices. With neither, no token is dropped."""
+    """Capacity as a number of choices. If neither is set, no token is dropped."""
     expert_dropout: float = Field(0.0, ge=0, lt=1)
     """Fraction of the experts that are dropped in a step; at least `top_k` always remain."""
     balance: Literal["loss", "bias", "none"] = "loss"
@@ -46,11 +46,11 @@ class ExpertsShape(BaseModel):
     """The units of a spiking router; None is the default."""
 
     @model_validator(mode="after")
-    def _has_sizes(self) -> ExpertsShape:
+    def _check_sizes(self) -> ExpertsShape:
         for name in ("hidden_size", "expert_size", "num_experts", "top_k", "num_shared", "shared_size"):
-            value, least = getattr(self, name), 0 if name == "num_shared" else 1
-            if value is not None and value < least:
-                raise ValueError(f"{name} {value} is too few; give at least {least}")
+            value, minimum = getattr(self, name), 0 if name == "num_shared" else 1
+            if value is not None and value < minimum:
+                raise ValueError(f"{name} {value} is too small; give at least {minimum}")
         for name, valid in (("capacity", "at least 1"), ("capacity_factor", "more than 0")):
             value = getattr(self, name)
             if value is not None and value <= 0:
@@ -58,7 +58,7 @@ class ExpertsShape(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _can_route(self) -> ExpertsShape:
+    def _check_routing(self) -> ExpertsShape:
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"top_k {self.top_k} is more than num_experts {self.num_experts}; "
@@ -109,16 +109,24 @@ class ExpertsShape(BaseModel):
 
     def num_parameters(self) -> int:
         """Return the exact number of parameters."""
-        return self._router() + self.num_experts * self._expert(self.expert_size) + self._expert(self.shared_width)
+        return (
+            self._count_router_parameters()
+            + self.num_experts * self._count_expert_parameters(self.expert_size)
+            + self._count_expert_parameters(self.shared_width)
+        )
 
     def num_active_parameters(self) -> int:
         """Return the number of parameters used for one token."""
-        return self._router() + self.top_k * self._expert(self.expert_size) + self._expert(self.shared_width)
+        return (
+            self._count_router_parameters()
+            + self.top_k * self._count_expert_parameters(self.expert_size)
+            + self._count_expert_parameters(self.shared_width)
+        )
 
-    def _expert(self, size: int) -> int:
+    def _count_expert_parameters(self, size: int) -> int:
         return (3 if self.activation == "swiglu" else 2) * self.hidden_size * size
 
-    def _router(self) -> int:
+    def _count_router_parameters(self) -> int:
         if self.router == "linear":
             return self.num_experts * self.hidden_size
         return self.num_experts * SPIKING_UNITS_PER_EXPERT * (self.hidden_size + 1)

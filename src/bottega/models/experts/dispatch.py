@@ -23,16 +23,16 @@ class StackedExperts(nn.Module):
     def __init__(self, hidden_size: int, expert_size: int, num_experts: int, *, activation: str) -> None:
         super().__init__()
         self.activation = activation
-        inner, outer = (num_experts, expert_size, hidden_size), (num_experts, hidden_size, expert_size)
-        self.gate_proj = nn.Parameter(torch.empty(inner)) if activation == "swiglu" else None
-        self.up_proj = nn.Parameter(torch.empty(inner))
-        self.down_proj = nn.Parameter(torch.empty(outer))
+        up_shape, down_shape = (num_experts, expert_size, hidden_size), (num_experts, hidden_size, expert_size)
+        self.gate_proj = nn.Parameter(torch.empty(up_shape)) if activation == "swiglu" else None
+        self.up_proj = nn.Parameter(torch.empty(up_shape))
+        self.down_proj = nn.Parameter(torch.empty(down_shape))
         for weight in self.parameters():
             nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Return (N, D): for each token of x (N, D) the sum over its choices (N, k) of weight * expert(token)."""
-        dtype = _compute_dtype(x)
+        dtype = _get_compute_dtype(x)
         x = x.to(dtype)
         if not len(x):
             return x
@@ -53,13 +53,13 @@ class StackedExperts(nn.Module):
 
 def can_use_grouped_mm(x: Tensor, weight: Tensor) -> bool:
     """Return whether one kernel can compute all experts: bfloat16 on CUDA, with rows of a multiple of 16 bytes."""
-    aligned = all(size * torch.bfloat16.itemsize % 16 == 0 for size in weight.shape[1:])
-    return x.device.type == "cuda" and _compute_dtype(x) is torch.bfloat16 and aligned
+    is_aligned = all(size * torch.bfloat16.itemsize % 16 == 0 for size in weight.shape[1:])
+    return x.device.type == "cuda" and _get_compute_dtype(x) is torch.bfloat16 and is_aligned
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def _get_compute_dtype(x: Tensor) -> torch.dtype:
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 @torch.compiler.disable
@@ -72,9 +72,9 @@ def _dispatch_in_loop(x: Tensor, chosen: Tensor, weights: Tensor, stacks: Stacks
 
 
 def gated_activation(gate: Tensor | None, up: Tensor, weight: Tensor) -> Tensor:
-    """Return the inner activation times the gate; applied here, because I is smaller than D for one choice."""
-    active = F.gelu(up) if gate is None else F.silu(gate) * up
-    return (active * weight).to(up.dtype)
+    """Return the inner activation times the gate: the gate is applied here because I is smaller than D for one choice."""
+    activation = F.gelu(up) if gate is None else F.silu(gate) * up
+    return (activation * weight).to(up.dtype)
 
 
 def dispatch_sorted(
@@ -82,31 +82,31 @@ def dispatch_sorted(
 ) -> Tensor:
     """Sort choices by expert, so that each expert's tokens are contiguous, apply `run`, and sum over each token's choices."""
     k, device = chosen.shape[-1], x.device
-    experts, order = chosen.flatten().sort(stable=True)
-    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
+    sorted_experts, order = chosen.flatten().sort(stable=True)
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=device))
     expert_ids = torch.arange(len(stacks[1]), device=device)
-    ends = torch.searchsorted(experts, expert_ids, right=True, out_int32=True)
-    rows = _GatherSorted.apply(x, order, back, k)
-    out = run(rows, _GatherSorted.apply(weights.reshape(-1, 1), order, back, 1), stacks, ends)
-    return _SumChoices.apply(out, order, back, k)
+    ends = torch.searchsorted(sorted_experts, expert_ids, right=True, out_int32=True)
+    rows = _GatherSorted.apply(x, order, inverse, k)
+    out = run(rows, _GatherSorted.apply(weights.reshape(-1, 1), order, inverse, 1), stacks, ends)
+    return _SumChoices.apply(out, order, inverse, k)
 
 
 def run_grouped(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
     """Apply each expert to its rows of x (A, D), which end at ends (E), with one kernel. No shape depends on the choices."""
-    function: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # F.grouped_mm since torch 2.10
+    grouped_mm: Any = getattr(F, "grouped_mm", None) or torch._grouped_mm  # F.grouped_mm since torch 2.10
 
-    def product(rows: Tensor, stack: Tensor) -> Tensor:
-        return function(rows, stack.transpose(-2, -1), offs=ends)
+    def multiply(rows: Tensor, stack: Tensor) -> Tensor:
+        return grouped_mm(rows, stack.transpose(-2, -1), offs=ends)
 
     gate_proj, up_proj, down_proj = stacks
-    gate = None if gate_proj is None else product(x, gate_proj)
-    return product(gated_activation(gate, product(x, up_proj), weight), down_proj)
+    gate = None if gate_proj is None else multiply(x, gate_proj)
+    return multiply(gated_activation(gate, multiply(x, up_proj), weight), down_proj)
 
 
 def run_loop(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
     """Apply one expert after the other to its rows; equal to `run_grouped`."""
-    at = [0, *ends.tolist()]
-    sizes = [end - start for start, end in itertools.pairwise(at)]
+    bounds = [0, *ends.tolist()]
+    sizes = [end - start for start, end in itertools.pairwise(bounds)]
     # unbind, since the gradient of each `stack[e]` would be as large as the stack.
     by_expert = [[None] * len(sizes) if stack is None else stack.unbind(0) for stack in stacks]
     outputs = []
@@ -120,31 +120,31 @@ def run_loop(x: Tensor, weight: Tensor, stacks: Stacks, ends: Tensor) -> Tensor:
 class _GatherSorted(torch.autograd.Function):
     """The token of each choice, (A, D), sorted by expert.
 
-    The gradient of indexing sums in varying order on a GPU. Choices are a permutation, so it can be indexing again:
-    deterministic and without atomic additions.
+    The gradient of indexing sums in varying order on a GPU. The sorted choices are a permutation, so this backward can be
+    indexing by its inverse: deterministic, without atomic additions.
     """
 
     @staticmethod
-    def forward(x: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
+    def forward(x: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
         return x.index_select(0, order // k)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, _, back, ctx.k = inputs
-        ctx.save_for_backward(back)
+        _, _, inverse, ctx.k = inputs
+        ctx.save_for_backward(inverse)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (back,) = ctx.saved_tensors
-        return gradient.index_select(0, back).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
+        (inverse,) = ctx.saved_tensors
+        return gradient.index_select(0, inverse).unflatten(0, (-1, ctx.k)).sum(1), None, None, None
 
 
 class _SumChoices(torch.autograd.Function):
     """The sum over the choices of each token, (N, D): the transpose of `_GatherSorted`."""
 
     @staticmethod
-    def forward(y: Tensor, order: Tensor, back: Tensor, k: int) -> Tensor:
-        return y.index_select(0, back).unflatten(0, (-1, k)).sum(1)
+    def forward(y: Tensor, order: Tensor, inverse: Tensor, k: int) -> Tensor:
+        return y.index_select(0, inverse).unflatten(0, (-1, k)).sum(1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

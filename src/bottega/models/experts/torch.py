@@ -59,8 +59,8 @@ class Router(nn.Module):
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__()
         self.num_experts = shape.num_experts
-        linear = shape.router == "linear"
-        self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if linear else None
+        is_linear = shape.router == "linear"
+        self.weight = nn.Parameter(torch.empty(shape.num_experts, shape.hidden_size)) if is_linear else None
         if self.weight is not None:
             nn.init.normal_(self.weight, std=0.02)
         self.register_buffer("load", torch.full((shape.num_experts,), 1 / shape.num_experts))
@@ -74,14 +74,14 @@ class Router(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         # `to_empty` leaves buffers undefined, and bfloat16 would round away steps of 0.001 from 0.5 on.
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        old_buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
-        for name, old in before.items():
+        for name, old in old_buffers.items():
             new = self._buffers[name]
             assert new is not None
             if old.is_meta and not new.is_meta:
-                start = 1 / self.num_experts if name == "load" else 0.0
-                self._buffers[name] = torch.full_like(new, start, dtype=torch.float32)
+                initial = 1 / self.num_experts if name == "load" else 0.0
+                self._buffers[name] = torch.full_like(new, initial, dtype=torch.float32)
             elif new.dtype is not torch.float32:
                 self._buffers[name] = old.to(new.device)
         return self
@@ -128,27 +128,33 @@ class Experts(nn.Module):
         """
         assert x.dim() > 1, "experts take samples (N, D) or tokens (B, T, D)"
         with torch.autocast(x.device.type, enabled=False):
-            logits, rates = self._logits(x, logits, token_mask)
+            logits, rates = self._compute_logits(x, logits, token_mask)
             valid = (
                 torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device) if token_mask is None else token_mask > 0
             )
-            scores, gates, chosen = self._choose(logits)
+            scores, gates, chosen = self._choose_experts(logits)
             weights = scores.gather(-1, chosen)
             if self.shape.renormalises:
                 weights = weights / weights.sum(-1, keepdim=True).clamp_min(1e-20)
             expert_ids = torch.arange(self.shape.num_experts, device=x.device)
             choices = (chosen[..., None] == expert_ids) & valid[..., None, None]
             dropped = (
-                self._over_capacity(choices, token_mask) if self.training and self.shape.has_capacity_limit else None
+                self._find_over_capacity(choices, token_mask)
+                if self.training and self.shape.has_capacity_limit
+                else None
             )
             if dropped is not None:
                 weights = weights.masked_fill(dropped, 0.0)
-            routing = self._routing(logits, gates, chosen, valid=valid, choices=choices, dropped=dropped, rates=rates)
+            routing = self._build_routing(
+                logits, gates, chosen, valid=valid, choices=choices, dropped=dropped, rates=rates
+            )
         k = self.shape.top_k
         out = self.experts(x.flatten(0, -2), chosen.view(-1, k), weights.reshape(-1, k)).view(x.shape)
         return out if self.shared is None else out + self.shared(x), routing
 
-    def _logits(self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _compute_logits(
+        self, x: Tensor, logits: Tensor | None, token_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return router logits and firing rates; in float32 at least, or rounding would decide between close experts."""
         if logits is not None:
             return logits if logits.dtype is torch.float64 else logits.float(), None
@@ -158,7 +164,7 @@ class Experts(nn.Module):
         output: tuple[Tensor, Tensor] = self.gate(x, token_mask)
         return output
 
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _choose_experts(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scores (..., E) that weigh the experts, probabilities (..., E), and choices (..., k)."""
         shape = self.shape
         absent = self.router.absent if self.training else None
@@ -169,19 +175,20 @@ class Experts(nn.Module):
         else:
             scores = logits.sigmoid()
             gates = scores / scores.sum(-1, keepdim=True).clamp_min(1e-20)
-        rank = scores.detach()
+        ranking_scores = scores.detach()
         if shape.balance == "bias":
-            rank = rank + self.router.bias
+            ranking_scores = ranking_scores + self.router.bias
             if absent is not None:
-                rank = rank.masked_fill(absent > 0, -torch.inf)
-        # Not `topk`, whose order of ties is undefined, and votes of spiking units often tie: the lower index comes first.
-        ranked = rank.sort(dim=-1, descending=True, stable=True).indices
-        return scores, gates, ranked[..., : shape.top_k]
+                ranking_scores = ranking_scores.masked_fill(absent > 0, -torch.inf)
+        # A stable sort, so that the lower index comes first among ties, which votes of spiking units often have; `topk` leaves
+        # their order undefined.
+        ranked_experts = ranking_scores.sort(dim=-1, descending=True, stable=True).indices
+        return scores, gates, ranked_experts[..., : shape.top_k]
 
-    def _over_capacity(self, choices: Tensor, token_mask: Tensor | None) -> Tensor:
+    def _find_over_capacity(self, choices: Tensor, token_mask: Tensor | None) -> Tensor:
         """Return a mask (..., k) of choices over capacity.
 
-        Earlier tokens come first, with all their choices, so that no token's output depends on a later one.
+        Earlier tokens take precedence with all their choices, so that no token's output depends on a later token.
         """
         shape = self.shape
         # Each row is a group; samples without rows are one group.
@@ -191,13 +198,13 @@ class Experts(nn.Module):
             capacity: int | Tensor = shape.capacity_for(groups.shape[1] // shape.top_k)
         else:
             assert shape.capacity_factor is not None
-            # Of real tokens only, or padding to the longest row of a micro-batch would add capacity.
-            tokens = groups.sum((1, 2)).double() / shape.top_k
-            even = shape.capacity_factor * shape.top_k * tokens / shape.num_experts
-            capacity = (even - 1e-6).ceil().int()[:, None, None]
+            # Only real tokens count, or padding to the longest row of a micro-batch would add capacity.
+            num_tokens = groups.sum((1, 2)).double() / shape.top_k
+            even_share = shape.capacity_factor * shape.top_k * num_tokens / shape.num_experts
+            capacity = (even_share - 1e-6).ceil().int()[:, None, None]
         return ((counts > capacity) & groups).any(-1).view(choices.shape[:-1])
 
-    def _routing(
+    def _build_routing(
         self,
         logits: Tensor,
         gates: Tensor,
@@ -208,16 +215,16 @@ class Experts(nn.Module):
         dropped: Tensor | None,
         rates: Tensor | None,
     ) -> Routing:
-        def total(per_token: Tensor) -> Tensor:
+        def sum_over_tokens(per_token: Tensor) -> Tensor:
             return torch.where(valid, per_token, 0.0).sum()
 
         num_tokens = valid.sum().float()
         return Routing(
-            balance=total(self.shape.num_experts * (gates * self.router.load).sum(-1)),
-            z=total(logits.logsumexp(-1) ** 2),
+            balance=sum_over_tokens(self.shape.num_experts * (gates * self.router.load).sum(-1)),
+            z=sum_over_tokens(logits.logsumexp(-1) ** 2),
             load=choices.flatten(0, -2).sum(0).float(),
             dropped=torch.zeros_like(num_tokens) if dropped is None else dropped.sum().float(),
-            entropy=total(torch.special.entr(gates.detach()).sum(-1)),
+            entropy=sum_over_tokens(torch.special.entr(gates.detach()).sum(-1)),
             tokens=num_tokens,
             chosen=chosen,
             gates=gates,
@@ -250,17 +257,17 @@ def update_router_state(
     if shape.expert_dropout:
         present = present - tensors[f"{name}.router.absent"]
     # Dropped experts keep their fraction of the load; the others divide the rest.
-    total = counts.sum()
-    fraction = counts / total.clamp_min(1) * (load * present).sum()
-    mixed = load * shape.load_decay + fraction * (1 - shape.load_decay)
-    new = {f"{name}.router.load": torch.where((present > 0) & (total > 0), mixed, load)}
+    num_choices = counts.sum()
+    fraction = counts / num_choices.clamp_min(1) * (load * present).sum()
+    new_load = load * shape.load_decay + fraction * (1 - shape.load_decay)
+    updates = {f"{name}.router.load": torch.where((present > 0) & (num_choices > 0), new_load, load)}
     if shape.balance == "bias":
-        direction = torch.sign(total / present.sum() - counts)
-        new[f"{name}.router.bias"] = bias + shape.bias_rate * direction * present
+        direction = torch.sign(num_choices / present.sum() - counts)
+        updates[f"{name}.router.bias"] = bias + shape.bias_rate * direction * present
     if shape.expert_dropout:
         assert rng is not None, "expert dropout is drawn from seed and step; pass `rng`"
-        new[f"{name}.router.absent"] = _draw_absent(name, rng.seed, rng.step + 1, shape).to(load)
-    return new
+        updates[f"{name}.router.absent"] = _draw_absent(name, rng.seed, rng.step + 1, shape).to(load)
+    return updates
 
 
 @torch.no_grad()
@@ -273,21 +280,21 @@ def drop_initial_experts(model: nn.Module, seed: int) -> None:
 
 def _draw_absent(name: str, seed: int, step: int, shape: ExpertsShape) -> Tensor:
     """Return 1 for the experts that are dropped in a step, the same on every rank and in every micro-batch."""
-    draw = numpy_generator(seed, "expert dropout", name, step).random(shape.num_experts)
-    droppable = sorted(draw)[: shape.num_experts - shape.top_k]
-    highest = droppable[-1] if droppable else -1
-    return torch.from_numpy(((draw < shape.expert_dropout) & (draw <= highest)).astype("float32"))
+    draws = numpy_generator(seed, "expert dropout", name, step).random(shape.num_experts)
+    droppable = sorted(draws)[: shape.num_experts - shape.top_k]
+    max_draw = droppable[-1] if droppable else -1
+    return torch.from_numpy(((draws < shape.expert_dropout) & (draws <= max_draw)).astype("float32"))
 
 
 def count_active_parameters(model: nn.Module) -> int:
-    """Return the number of a model's parameters used for one token: of each stack of experts, the top_k."""
+    """Return the number of a model's parameters used for one token: of each stack of experts, top_k count."""
     total = sum(p.numel() for p in model.parameters())
     stacks = {layer.experts: layer.shape for layer in model.modules() if isinstance(layer, Experts)}
-    idle = [
+    idle_counts = [
         sum(p.numel() for p in stack.parameters()) // shape.num_experts * (shape.num_experts - shape.top_k)
         for stack, shape in stacks.items()
     ]
-    return total - sum(idle)
+    return total - sum(idle_counts)
 
 
 def load_entropy(load: Tensor) -> Tensor:

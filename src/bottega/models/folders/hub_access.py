@@ -1,7 +1,7 @@
 """Checks once whether the Hugging Face hub is reachable, before anything is downloaded from it.
 
 huggingface_hub retries each file five times with growing delays: behind a proxy that never answers, one name took more than
-six minutes to fail. Where the hub is unreachable, its local cache is still used.
+six minutes to fail. If the hub is unreachable, its local cache is still used.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ from typing import Any
 from bottega.config.credentials import strip_credentials_in_text
 
 ANSWER_SECONDS = 15.0
-"""Limit for the first response, from the DNS lookup to the end of the headers."""
-PROXIES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
+"""Time limit for the first response, from the DNS lookup to the end of the headers."""
+PROXY_VARIABLES = ("HTTPS_PROXY", "https_proxy", "HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
 
 @contextmanager
 def offline_if_hub_unreachable() -> Iterator[str | None]:
-    """Set the libraries to offline mode while the hub is unreachable; yield the reason, or None where it is reachable."""
+    """Set the libraries to offline mode while the hub is unreachable; yield the reason, or None if it is reachable."""
     from huggingface_hub import constants
 
-    reason = None if constants.HF_HUB_OFFLINE else _unreachable_reason(constants.ENDPOINT, _proxies())
-    loaded: list[Any] = [constants]
+    reason = None if constants.HF_HUB_OFFLINE else _find_unreachable_reason(constants.ENDPOINT, _read_proxies())
+    modules: list[Any] = [constants]
     if "datasets" in sys.modules:
-        loaded.append(sys.modules["datasets"].config)
-    before = [settings.HF_HUB_OFFLINE for settings in loaded]
+        modules.append(sys.modules["datasets"].config)
+    previous = [settings.HF_HUB_OFFLINE for settings in modules]
     try:
-        for settings in loaded:
+        for settings in modules:
             settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE or reason is not None
         yield reason
     finally:
-        for settings, was_offline in zip(loaded, before, strict=True):
+        for settings, was_offline in zip(modules, previous, strict=True):
             settings.HF_HUB_OFFLINE = was_offline
 
 
 @cache
-def _unreachable_reason(endpoint: str, proxies: tuple[str, ...]) -> str | None:
-    """Return why the hub cannot be reached, or None where it responds, even with an error.
+def _find_unreachable_reason(endpoint: str, proxies: tuple[str, ...]) -> str | None:
+    """Return why the hub cannot be reached, or None if it responds, even with an error.
 
     Cached: one request per endpoint and proxy setting.
     """
@@ -60,16 +60,16 @@ def _unreachable_reason(endpoint: str, proxies: tuple[str, ...]) -> str | None:
     thread = threading.Thread(target=send_request, daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    through = f" through {strip_credentials_in_text(proxies[0])}" if proxies else ""
+    via_proxy = f" through {strip_credentials_in_text(proxies[0])}" if proxies else ""
     if not outcome:
-        return f"{endpoint}{through} did not answer within {ANSWER_SECONDS:g} s"
-    kinds = {kind.__name__ for kind in type(outcome[0]).__mro__}
-    if kinds & {"TimeoutException", "Timeout", "TimeoutError"}:
-        return f"{endpoint}{through} did not answer within {ANSWER_SECONDS:g} s"
-    if kinds & {"TransportError", "ConnectionError"}:
-        return f"{endpoint}{through} could not be reached"
+        return f"{endpoint}{via_proxy} did not answer within {ANSWER_SECONDS:g} s"
+    class_names = {base.__name__ for base in type(outcome[0]).__mro__}
+    if class_names & {"TimeoutException", "Timeout", "TimeoutError"}:
+        return f"{endpoint}{via_proxy} did not answer within {ANSWER_SECONDS:g} s"
+    if class_names & {"TransportError", "ConnectionError"}:
+        return f"{endpoint}{via_proxy} could not be reached"
     return None
 
 
-def _proxies() -> tuple[str, ...]:
-    return tuple(os.environ[name] for name in PROXIES if os.environ.get(name))
+def _read_proxies() -> tuple[str, ...]:
+    return tuple(os.environ[name] for name in PROXY_VARIABLES if os.environ.get(name))

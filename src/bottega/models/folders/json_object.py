@@ -1,4 +1,4 @@
-"""Reads JSON files that lie beside weights, and refuses those that cannot describe a model."""
+"""Reads the JSON files of a model folder, and refuses those that cannot describe a model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from bottega.core.errors import CheckpointError, UsageError
 
 MAX_BYTES = 64 << 20
-"""The index of a model with thousands of weight files has 2 MB."""
-_NUMBER = re.compile(
+"""Maximum size of a file. The index of a model with thousands of weight files has 2 MB."""
+_NUMERIC_KEY = re.compile(
     r"(num|n|max|min)_\w+|\w*_(size|dim|layers|heads|channels|positions|embeddings|eps|epsilon|theta|dropout|factor)"
     r"|(d_model|d_ff|d_kv|dim|depth|width|expand|dropout)"
 )
@@ -19,17 +19,19 @@ _NUMBER = re.compile(
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file; a config.json is also checked for values no model can be built from."""
+    """Return the object in a JSON file; a config.json is also checked for values that no model can have."""
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise UsageError(f"{path} has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read")
+            raise UsageError(
+                f"{path} has {path.stat().st_size:,} bytes; the limit is {MAX_BYTES:,}; give the folder of a saved model"
+            )
         value = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; give the folder of a saved model") from error
     except RecursionError:
         raise UsageError(f"{path} is nested too deeply; give the folder of a saved model") from None
     except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON ({error})") from error
+        raise CheckpointError(f"{path} is not JSON ({error}); download or export the model again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got a {type(value).__name__}")
     if path.name == "config.json":
@@ -45,8 +47,8 @@ def _check_config(config: dict[str, Any], path: Path) -> None:
             "the original weights"
         )
     for key, value in config.items():
-        if isinstance(value, str) and _NUMBER.fullmatch(key):
-            shown = value if len(value) <= 40 else value[:37] + "..."
-            raise UsageError(f"{path}: {key} must be a number, got {shown!r}")
+        if isinstance(value, str) and _NUMERIC_KEY.fullmatch(key):
+            excerpt = value if len(value) <= 40 else value[:37] + "..."
+            raise UsageError(f"{path}: {key} must be a number, but is {excerpt!r}")
         if isinstance(value, dict) and key.endswith("_config"):
             _check_config(value, path)

@@ -1,6 +1,6 @@
 """Reads and writes decoder weights in the layout of transformers: config.json and safetensors, no remote code, no pickle.
 
-Not with transformers' own loader: that takes 2.5 s to import, is optional here, and would build a second model whose
+transformers' own loader is not used: it takes 2.5 s to import, is optional here, and would build a second model whose
 tensors are then copied into ours.
 """
 
@@ -37,7 +37,7 @@ def export_transformers(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
 ) -> Path:
-    """Write config.json and model.safetensors; AutoModelForCausalLM opens them unless the layout is our own."""
+    """Write config.json and model.safetensors; AutoModelForCausalLM can load them unless the layout is our own."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model_type = select_layout(shape, state)
@@ -54,7 +54,7 @@ def export_transformers(
 
 
 def read_decoder_shape(folder: Path | str) -> TransformerShape:
-    """Return the shape of a local folder's decoder; refuse one that our model does not compute exactly."""
+    """Return the shape of a local folder's decoder; raise `UsageError` if our model would not compute the same."""
     path = Path(folder) / CONFIG
     return shape_from_config(read_json_object(path), path)
 
@@ -63,7 +63,7 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
     """Fill a module's tensors from one or several safetensors files; every name and shape must match."""
     folder = Path(folder)
     state = module.state_dict()
-    files = _tensor_files(folder)
+    files = _find_tensor_files(folder)
     shape = getattr(module, "shape", None)
     if isinstance(shape, TransformerShape):
         state = _rename_for_folder(state, folder, files)
@@ -77,7 +77,7 @@ def load_weights(module: nn.Module, folder: Path | str) -> None:
     if missing or unexpected:
         name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
-            f"{folder}: {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
+            f"{folder} {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); "
             "set the recipe's model to the dimensions in its config.json"
         )
     with torch.no_grad():
@@ -99,7 +99,7 @@ def _rename_for_folder(state: Mapping[str, Tensor], folder: Path, files: Mapping
     return {name: view for name, view in views.items() if name in files or not ROUTER_STATE.fullmatch(name)}
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
+def _find_tensor_files(folder: Path) -> dict[str, Path]:
     """Map each tensor name to the file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -134,7 +134,7 @@ def _copy_tensors(state: Mapping[str, Tensor], file: Path, names: list[str]) -> 
                 shape = tensors.get_slice(name).get_shape()
                 if shape != list(state[name].shape):
                     raise CheckpointError(
-                        f"{file}: {name} has shape {shape}, the recipe's model needs {list(state[name].shape)}"
+                        f"{file}: {name} has shape {shape}, but the recipe's model needs {list(state[name].shape)}"
                     )
                 if not state[name].is_meta:
                     state[name].copy_(tensors.get_tensor(name))

@@ -17,9 +17,9 @@ from bottega.models.folders.hub_access import offline_if_hub_unreachable
 
 CONFIG, MODEL_INDEX, FINAL = "config.json", "model_index.json", "final"
 """Files that identify a model and a diffusers pipeline; the folder of a run's export."""
-PEFT, OWN_ADAPTER, ADAPTER = "adapter_config.json", "bottega.json", "adapter"
+PEFT_CONFIG, OWN_ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "bottega.json", "adapter"
 """Files that identify an adapter of peft and one of ours; the folder of an export's adapter."""
-PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+DOWNLOAD_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
 
 Kind = Literal["run", "pipeline", "adapter", "model", "unknown"]
 Origin = Literal["part", "run", "folder", "hub"]
@@ -41,7 +41,7 @@ def resolve_model(
     required_file: str | None = CONFIG,
     missing_message: str | None = None,
     local_only: bool = False,
-    patterns: Sequence[str] = PATTERNS,
+    patterns: Sequence[str] = DOWNLOAD_PATTERNS,
 ) -> ModelFolder:
     """Return the folder that `name` refers to; `key` is the recipe key, for errors.
 
@@ -53,13 +53,13 @@ def resolve_model(
     if is_run(path):
         return resolve_export(path, key=key, required_file=required_file, display_name=str(name))
     if path.is_dir():
-        return ModelFolder(path, folder_kind(path), "folder")
+        return ModelFolder(path, detect_folder_kind(path), "folder")
     if missing_message is not None:
         raise UsageError(f"{key}: {path} {missing_message}")
     if local_only or is_local_path(str(name)):
         raise UsageError(f"{key}: {name} is not a local folder; correct the path")
     snapshot = _download(str(name), key=key, patterns=patterns)
-    return ModelFolder(snapshot, folder_kind(snapshot), "hub")
+    return ModelFolder(snapshot, detect_folder_kind(snapshot), "hub")
 
 
 def resolve_export(
@@ -69,16 +69,16 @@ def resolve_export(
     final = run / FINAL
     if required_file is not None and not (final / required_file).is_file():
         raise not_exported_error(display_name or run, key=key)
-    return ModelFolder(final, folder_kind(final), origin)
+    return ModelFolder(final, detect_folder_kind(final), origin)
 
 
-def folder_kind(folder: Path) -> Kind:
-    """Return what a folder holds, by the files in it; a pipeline may have a config.json too, and is still a pipeline."""
+def detect_folder_kind(folder: Path) -> Kind:
+    """Return what a folder holds, by the files in it; with model_index.json it is a pipeline even if it has a config.json."""
     if is_run(folder):
         return "run"
     if (folder / MODEL_INDEX).is_file():
         return "pipeline"
-    if (folder / PEFT).is_file():
+    if (folder / PEFT_CONFIG).is_file():
         return "adapter"
     if (folder / CONFIG).is_file():
         return "model"
@@ -86,17 +86,17 @@ def folder_kind(folder: Path) -> Kind:
 
 
 def find_own_adapter(folder: Path) -> Path | None:
-    """Return the folder of our adapter format: the folder itself or its `adapter/`; None where there is neither."""
-    return next((path for path in (folder, folder / ADAPTER) if (path / OWN_ADAPTER).is_file()), None)
+    """Return the folder of our adapter format: the folder itself or its `adapter/`; None if neither has one."""
+    return next((path for path in (folder, folder / ADAPTER) if (path / OWN_ADAPTER_CONFIG).is_file()), None)
 
 
-def find_component_folder(folder: Path, part: str) -> Path:
-    """Return the folder of a pipeline's component, such as vae; `folder` itself where it has none by that name."""
-    return folder / part if (folder / part / CONFIG).is_file() else folder
+def find_component_folder(folder: Path, component: str) -> Path:
+    """Return the folder of a pipeline's component, such as vae; `folder` itself if it has no such component."""
+    return folder / component if (folder / component / CONFIG).is_file() else folder
 
 
 def require_config(folder: Path, *, key: str, description: str) -> None:
-    """Refuse a folder without config.json."""
+    """Raise `UsageError` if a folder has no config.json."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{key}: {folder} has no {CONFIG}; give the folder of a saved {description}")
 
@@ -109,11 +109,11 @@ def not_exported_error(run: str | Path, *, key: str) -> UsageError:
 def is_local_path(name: str) -> bool:
     """Return whether a name is a path rather than owner/model on the hub.
 
-    It is one by its first character, by more than one slash, or because the folder before the slash exists. Paths are never
-    looked up on the hub: that would reveal local folder names, and could find another model of the same name.
+    A name is a path if it starts like one, has more than one slash, or if the folder before its slash exists. Paths are never
+    looked up on the hub: the lookup would reveal local folder names, and could find another model of the same name.
     """
-    begins = name.startswith((".", "/", "~", "runs/"))
-    return begins or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
+    has_path_prefix = name.startswith((".", "/", "~", "runs/"))
+    return has_path_prefix or name.count("/") > 1 or ("/" in name and Path(name).parent.is_dir())
 
 
 def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
@@ -132,7 +132,7 @@ def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
             f"{key}: {name} is not a local folder, and the hub needs huggingface_hub; pip install 'bottega[hub]'"
         ) from error
     try:
-        with offline_if_hub_unreachable() as unreachable:
+        with offline_if_hub_unreachable() as unreachable_reason:
             return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except HFValidationError as error:
         raise UsageError(f"{key}: {name!r} is neither a local folder nor a hub name such as Qwen/Qwen3-0.6B") from error
@@ -145,9 +145,9 @@ def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
             f"{key}: {name} is not a local folder, and the hub has no such model; correct it, or log in if it is private"
         ) from error
     except (LocalEntryNotFoundError, ConnectionError) as error:
-        why = unreachable or "the hub could not be reached"
+        problem = unreachable_reason or "the hub could not be reached"
         raise EnvironmentProblem(
-            f"{key}: {name} is not a local folder, and {why}; correct the path, or check the network and try again"
+            f"{key}: {name} is not a local folder, and {problem}; correct the path, or check the network and try again"
         ) from error
     except (HfHubHTTPError, OSError) as error:
         reason = first_line(error)
@@ -157,7 +157,7 @@ def _download(name: str, *, key: str, patterns: Sequence[str]) -> Path:
 
 
 def resolve_tokenizer(name: str) -> Path:
-    """Return the tokenizer.json or folder that `data.tokenizer.path` names; from the hub only these files are downloaded."""
+    """Return the tokenizer.json or folder that `data.tokenizer.path` names; a hub name downloads the tokenizer's files only."""
     path = Path(name).expanduser()
     if path.exists() or name.startswith((".", "/", "~")):
         return path
@@ -168,11 +168,11 @@ def resolve_tokenizer(name: str) -> Path:
         raise EnvironmentProblem(
             f"tokenizer {name!r} is not a local folder, and the hub needs huggingface_hub; pip install 'bottega[hub]'"
         ) from error
-    with offline_if_hub_unreachable() as unreachable:
+    with offline_if_hub_unreachable() as unreachable_reason:
         try:
             path = Path(hf_hub_download(name, "tokenizer.json"))
         except (OSError, ValueError) as error:
-            reason = unreachable or str(error).strip().split("\n")[0]
+            reason = unreachable_reason or str(error).strip().split("\n")[0]
             raise EnvironmentProblem(
                 f"tokenizer {name!r} is neither a local folder nor on the hub: {reason}"
             ) from error

@@ -22,7 +22,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def check_tensors(path: Path) -> None:
-    """Read a safetensors file from end to end, one tensor at a time: it may be larger than memory."""
+    """Raise `CheckpointError` if a tensor of a safetensors file cannot be read.
+
+    Tensors are read one at a time, because a file may be larger than memory.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  (it is not a dict)

@@ -12,11 +12,11 @@ from bottega.models.folders.json_object import read_json_object
 
 
 def read_config_without_code(file: Path, *, key: str | None = None) -> dict[str, Any]:
-    """Return the configuration in `file`; refuse one that names code to run. `key` is the recipe key, for errors."""
+    """Return the configuration in `file`; raise `UsageError` if it names code to run. `key` is the recipe key, for errors."""
     config = read_json_object(file)
     if config.get("auto_map"):
         raise UsageError(
-            f"{_prefix(key)}{file} has auto_map, custom code that is never run (trust_remote_code); use a model that "
+            f"{_format_prefix(key)}{file} has auto_map, custom code that is never run (trust_remote_code); use a model that "
             "transformers has a class for, or remove auto_map if it has one for this model"
         )
     return config
@@ -34,7 +34,7 @@ def load_transformers_config(folder: Path, *, key: str, description: str) -> Any
     read_config_without_code(folder / "config.json", key=key)
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # libraries raise classes of their own where a file says what no model has
+    except Exception as error:  # the libraries raise classes of their own for a wrong file
         raise UsageError(
             f"{key}: transformers cannot read the configuration of the {description} in {folder}: {first_line(error)}"
         ) from error
@@ -54,7 +54,7 @@ def attribute_errors_to(folder: Path | str, *, key: str | None = None) -> Iterat
         if "memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
             raise
         raise UsageError(
-            f"{_prefix(key)}{folder}: no model can be built from its files "
+            f"{_format_prefix(key)}{folder}: no model can be built from its files "
             f"({type(error).__name__}: {first_line(error)}); download or export it again"
         ) from error
 
@@ -66,7 +66,7 @@ def require_safetensors(folder: Path, *, key: str | None = None) -> None:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise CheckpointError(
-            f"{_prefix(key)}{folder} has no *.safetensors, and pickles are never opened; convert the model with "
+            f"{_format_prefix(key)}{folder} has no *.safetensors, and pickles are never opened; convert the model with "
             "transformers: model.save_pretrained(folder)"
         )
     for file in files:
@@ -75,7 +75,7 @@ def require_safetensors(folder: Path, *, key: str | None = None) -> None:
                 pass
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
-                f"{_prefix(key)}{file} is damaged ({first_line(error)}); download or export it again"
+                f"{_format_prefix(key)}{file} is damaged ({first_line(error)}); download or export it again"
             ) from error
 
 
@@ -86,17 +86,21 @@ def check_loading_info(folder: Path | str, loading_info: Mapping[str, Any]) -> N
     """
     for problem, names in (
         ("lacks", loading_info["missing_keys"]),
-        ("has another shape of", loading_info["mismatched_keys"]),
+        ("has the wrong shape of", loading_info["mismatched_keys"]),
     ):
         if names:
-            first = sorted(names, key=str)[0]
-            name = f"{first[0]} ({list(first[1])}, not {list(first[2])})" if isinstance(first, tuple) else str(first)
+            first_key = sorted(names, key=str)[0]
+            name = (
+                f"{first_key[0]} ({list(first_key[1])}, not {list(first_key[2])})"
+                if isinstance(first_key, tuple)
+                else str(first_key)
+            )
             others = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise CheckpointError(
-                f"{folder}: {problem} {name}{others}; the weights do not match config.json: download or export the model "
+                f"{folder} {problem} {name}{others}; the weights do not match config.json: download or export the model "
                 "again"
             )
 
 
-def _prefix(key: str | None) -> str:
+def _format_prefix(key: str | None) -> str:
     return "" if key is None else f"{key}: "

@@ -38,24 +38,24 @@ class _Node:
 
 @final
 class AllowedWords:
-    """Answers of at most `count` words, none repeated, separated by commas; an answer may end after each word."""
+    """Answers of at most `max_words` words, none repeated, separated by commas; an answer may end after each word."""
 
-    def __init__(self, words: Iterable[str], encode: Callable[[str], Sequence[int]], *, count: int) -> None:
-        """`encode` is the tokenizer's, without special tokens."""
+    def __init__(self, words: Iterable[str], encode: Callable[[str], Sequence[int]], *, max_words: int) -> None:
+        """`encode` returns the token ids of a text, without special tokens."""
         self.words = tuple(dict.fromkeys(word.strip() for word in words))
-        self.count = min(count, len(self.words))
-        self._first, self._next = _Node(), _Node()
-        for number, word in enumerate(self.words):
+        self.max_words = min(max_words, len(self.words))
+        self._first_tree, self._next_tree = _Node(), _Node()
+        for index, word in enumerate(self.words):
             if not word or SEPARATOR in word or "\n" in word:
                 raise UsageError(
                     f"model.keywords.allowed: {word!r} is not a word; words may not be empty or contain commas or "
                     "line breaks"
                 )
             # The first word follows a colon and a space, or the start of a chat turn without a space.
-            self._first.add(_encode_after(":", f" {word}", encode), number)
-            self._first.add(list(encode(word)), number)
-            self._next.add(_encode_after("a", f"{SEPARATOR} {word}", encode), number)
-        num_ambiguous = len(self._next.words) - len(_complete_words(self._next))
+            self._first_tree.add(_encode_after(":", f" {word}", encode), index)
+            self._first_tree.add(list(encode(word)), index)
+            self._next_tree.add(_encode_after("a", f"{SEPARATOR} {word}", encode), index)
+        num_ambiguous = len(self._next_tree.words) - len(_find_complete_words(self._next_tree))
         if num_ambiguous:
             raise UsageError(
                 f"model.keywords.allowed: {num_ambiguous} of the words have the same tokens as others, so the tokenizer "
@@ -68,7 +68,7 @@ class AllowedWords:
         if node.word is None or node.word in used:
             return node.next_tokens(used), False
         used = [*used, node.word]
-        next_word = self._next.next_tokens(used) if len(used) < self.count else []
+        next_word = self._next_tree.next_tokens(used) if len(used) < self.max_words else []
         return list(dict.fromkeys([*node.next_tokens(used), *next_word])), True
 
     def decode_words(self, tokens: Sequence[int]) -> tuple[str, ...]:
@@ -76,32 +76,32 @@ class AllowedWords:
         used, node = self._walk(tokens)
         if node.word is not None and node.word not in used:
             used = [*used, node.word]
-        return tuple(self.words[number] for number in used)
+        return tuple(self.words[index] for index in used)
 
     def _walk(self, tokens: Sequence[int]) -> tuple[list[int], _Node]:
         """Return the indices of the complete words, and the node of the word in progress."""
         used: list[int] = []
-        node = self._first
+        node = self._first_tree
         for token in tokens:
             if token not in node.children and node.word is not None:
                 used.append(node.word)
-                node = self._next
+                node = self._next_tree
             node = node.children.get(token, _Node())
         return used, node
 
 
 def _encode_after(before: str, text: str, encode: Callable[[str], Sequence[int]]) -> list[int]:
-    """Return the tokens of `text` where it follows `before`.
+    """Return the tokens of `text` when it follows `before`.
 
-    Encoded alone it may differ: SentencePiece marks the space before a word, and adds one at the start of a text.
+    The tokens of `text` alone may differ: SentencePiece marks the space before a word, and adds one at the start of a text.
     """
-    left, both = list(encode(before)), list(encode(before + text))
-    if both[: len(left)] == left and len(both) > len(left):
-        return both[len(left) :]
+    before_tokens, all_tokens = list(encode(before)), list(encode(before + text))
+    if all_tokens[: len(before_tokens)] == before_tokens and len(all_tokens) > len(before_tokens):
+        return all_tokens[len(before_tokens) :]
     return list(encode(text))
 
 
-def _complete_words(node: _Node) -> set[int]:
+def _find_complete_words(node: _Node) -> set[int]:
     """Return the indices of all words that end in this subtree."""
-    own = {node.word} if node.word is not None else set()
-    return own.union(*(_complete_words(child) for child in node.children.values()))
+    own_word = {node.word} if node.word is not None else set()
+    return own_word.union(*(_find_complete_words(child) for child in node.children.values()))

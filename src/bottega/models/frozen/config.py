@@ -24,15 +24,15 @@ class SoftPromptShape(BaseModel):
     num_image_tokens: int = Field(gt=0)
     num_prefix_tokens: int = Field(ge=0)
     projection: int | None = Field(None, gt=0)
-    """Hidden width of the MLP that computes prefixes (P-tuning v2); None where prefixes are parameters themselves."""
+    """Hidden width of the MLP that computes prefixes (P-tuning v2); None if the prefixes are parameters themselves."""
 
     @property
     def num_parameters(self) -> int:
         """Number of trained parameters. With LLaMA-7B, text width 768, two image and two prefix tokens: 3,678,976."""
         tokens = self.num_image_tokens * self.hidden_size
         mapping = (self.hidden_size + 1) * self.text_size
-        each = self.num_layers * 2 * self.num_kv_heads * self.head_size
+        kv_size = self.num_layers * 2 * self.num_kv_heads * self.head_size
         if self.projection is None or not self.num_prefix_tokens:
-            return tokens + mapping + self.num_prefix_tokens * each
+            return tokens + mapping + self.num_prefix_tokens * kv_size
         inner = self.num_prefix_tokens * self.hidden_size + (self.hidden_size + 1) * self.projection
-        return tokens + mapping + inner + (self.projection + 1) * each
+        return tokens + mapping + inner + (self.projection + 1) * kv_size

@@ -1,6 +1,6 @@
 """A frozen text-to-image pipeline of diffusers: encode text, denoise, encode images to latents and decode them.
 
-The components are the libraries' own classes. Gradients flow through the denoiser to its text condition; no weight has one.
+The components are the libraries' own classes. Gradients flow through the denoiser to its text condition, not to weights.
 
 B batch   h w latent height and width, c latent channels   H W image height and width   K tokens of one text encoder
 T tokens of the condition   W width of a token   P width of the pooled text embedding
@@ -48,7 +48,7 @@ class TextEmbeddings(NamedTuple):
 
 @final
 class FrozenImageModel(nn.Module):
-    """Text encoders, denoiser and VAE of a pipeline, each in its own dtype whatever the precision of training.
+    """Text encoders, denoiser and VAE of a pipeline, each in its own dtype, which does not depend on the precision of training.
 
     Build it with `load_image_model`.
     """
@@ -63,25 +63,26 @@ class FrozenImageModel(nn.Module):
         self._compiled: dict[str, Callable[..., Any]] = {}
 
     def compile_parts(self, *, always: bool) -> None:
-        """Compile the denoiser and the VAE encoder for training; with `always` even where the model is small.
+        """Compile the denoiser and the VAE encoder for training; with `always` even if the model is small.
 
         Sampling stays uncompiled: it uses many shapes, each of which would be compiled anew.
         """
         if self._compiled or not (always or is_worth_compiling(self)):
             return
-        self._compiled["encode"] = torch.compile(self._moments)
+        self._compiled["encode"] = torch.compile(self._encode_moments)
         if not self.denoiser.is_gradient_checkpointing and not getattr(self.denoiser, "is_quantized", False):
             self._compiled["predict"] = torch.compile(self.denoiser.forward)
 
     @torch.no_grad()
     def encode_text(self, ids: Sequence[Tensor]) -> TextEmbeddings:
         """Encode the token ids (B, K) of each text encoder, padded to its length as `tokenize` returns them."""
-        with _no_autocast(ids[0]):
+        with _disable_autocast(ids[0]):
             if self.metadata.kind == "sd":
                 return TextEmbeddings(self.encoders[0](ids[0])[0].float(), None)
             # The penultimate layer, as these pipelines do: the last one is trained for the pooled text, not for tokens.
             outputs = [
-                encoder(row, output_hidden_states=True) for encoder, row in zip(self.encoders[:2], ids[:2], strict=True)
+                encoder(encoder_ids, output_hidden_states=True)
+                for encoder, encoder_ids in zip(self.encoders[:2], ids[:2], strict=True)
             ]
             tokens = torch.cat([output.hidden_states[-2].float() for output in outputs], dim=-1)
             if self.metadata.kind == "sdxl":
@@ -104,10 +105,12 @@ class FrozenImageModel(nn.Module):
     ) -> Tensor:
         """Return the denoiser's prediction, in the shape of the noisy latents `x` (B, h, w, c).
 
-        `time` (B) is in 0..1,000, `context` (B, T, W) may have any length T. `image_size` in pixels, (height, width) where
+        `time` (B) is in 0..1,000, `context` (B, T, W) may have any length T. `image_size` in pixels, (height, width) if
         they differ, is a condition of SDXL.
         """
-        assert (pooled is None) == (self.metadata.pooled_size is None), "give `pooled` exactly where the model takes it"
+        assert (pooled is None) == (self.metadata.pooled_size is None), (
+            "give `pooled` if and only if the model takes it"
+        )
         dtype = self.denoiser.dtype
         inputs: dict[str, Any] = {"encoder_hidden_states": context.to(dtype)}
         if self.metadata.kind == "flow":
@@ -116,15 +119,15 @@ class FrozenImageModel(nn.Module):
         elif self.metadata.kind == "sdxl":
             assert pooled is not None
             height, width = image_size if isinstance(image_size, tuple) else (image_size, image_size)
-            sizes = torch.tensor([height, width, 0, 0, height, width], dtype=dtype, device=x.device)
-            inputs["added_cond_kwargs"] = {"text_embeds": pooled.to(dtype), "time_ids": sizes.expand(len(x), -1)}
-        with _no_autocast(x):
-            denoise = self._compiled_or("predict", self.denoiser)
+            time_ids = torch.tensor([height, width, 0, 0, height, width], dtype=dtype, device=x.device)
+            inputs["added_cond_kwargs"] = {"text_embeds": pooled.to(dtype), "time_ids": time_ids.expand(len(x), -1)}
+        with _disable_autocast(x):
+            denoise = self._choose_compiled("predict", self.denoiser)
             (prediction,) = denoise(x.movedim(-1, 1).contiguous().to(dtype), timestep=time, **inputs, return_dict=False)
         return prediction.movedim(1, -1).to(x.dtype)
 
-    def _compiled_or(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the compiled function `name` in training, where there is one; else `function`."""
+    def _choose_compiled(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the compiled function `name` in training if there is one, else `function`."""
         return self._compiled.get(name, function) if torch.is_grad_enabled() else function
 
     def encode(self, pixels: Tensor, noise: Tensor | None = None) -> Tensor:
@@ -132,13 +135,13 @@ class FrozenImageModel(nn.Module):
 
         With standard normal `noise` of that shape the latents are sampled; without, they are the posterior mean.
         """
-        moments = self._compiled_or("encode", self._moments)
+        encode_moments = self._choose_compiled("encode", self._encode_moments)
         with torch.no_grad():
             return self._sample_latents(
-                self._in_chunks(moments, pixels, pixels_per_row=pixels[0, ..., 0].numel()), noise
+                self._apply_in_chunks(encode_moments, pixels, pixels_per_row=pixels[0, ..., 0].numel()), noise
             )
 
-    def _moments(self, pixels: Tensor) -> Tensor:
+    def _encode_moments(self, pixels: Tensor) -> Tensor:
         return self.vae.encode(pixels.movedim(-1, 1).contiguous()).latent_dist.parameters.movedim(1, -1).float()
 
     def _sample_latents(self, moments: Tensor, noise: Tensor | None) -> Tensor:
@@ -158,12 +161,12 @@ class FrozenImageModel(nn.Module):
 
         unscaled = latents.float() / self.metadata.scale + self.metadata.latent_shift
         pixels_per_row = latents[0, ..., 0].numel() * self.metadata.downsample**2
-        return self._in_chunks(decode_chunk, unscaled, pixels_per_row=pixels_per_row)
+        return self._apply_in_chunks(decode_chunk, unscaled, pixels_per_row=pixels_per_row)
 
-    def _in_chunks(self, compute: Callable[[Tensor], Tensor], x: Tensor, *, pixels_per_row: int) -> Tensor:
+    def _apply_in_chunks(self, compute: Callable[[Tensor], Tensor], x: Tensor, *, pixels_per_row: int) -> Tensor:
         """Apply `compute` to a few rows at a time: a batch of small latents may be a batch of large images."""
         size = max(1, MAX_PIXELS_PER_CHUNK // pixels_per_row)
-        with _no_autocast(x):
+        with _disable_autocast(x):
             return torch.cat([compute(chunk.to(self.vae.dtype)) for chunk in x.split(size)])
 
 
@@ -182,11 +185,16 @@ def load_image_model(
     metadata = read_pipeline_metadata(folder)
     device = default_device() if device is None else torch.device(device)
     dtype = frozen_dtype(precision, device)
-    diffusers, transformers = _libraries()
+    diffusers, transformers = _import_libraries()
     is_flow = metadata.kind == "flow"
-    quantized = _quantization_option(build_quantization_config(precision, library="diffusers", device=device))
+    quantization_option = _build_quantization_option(
+        build_quantization_config(precision, library="diffusers", device=device)
+    )
     denoiser = _load_component(
-        getattr(diffusers, TRANSFORMER if is_flow else UNET), metadata.denoiser, torch_dtype=dtype, **quantized
+        getattr(diffusers, TRANSFORMER if is_flow else UNET),
+        metadata.denoiser,
+        torch_dtype=dtype,
+        **quantization_option,
     )
     # Never fp16: activations of SDXL's VAE exceed 65,504.
     vae_dtype = torch.bfloat16 if dtype is torch.bfloat16 and device.type == "cuda" else torch.float32
@@ -210,34 +218,34 @@ def _load_text_encoder(
     """Load one text encoder. Only a T5 is quantized: it is as large as the denoiser, while CLIPs are small."""
     folder = metadata.encoders[index]
     if index == 2:
-        quantized = _quantization_option(build_quantization_config(precision, device=device))
-        return _load_component(transformers.T5EncoderModel, folder, dtype=dtype, **quantized)
+        quantization_option = _build_quantization_option(build_quantization_config(precision, device=device))
+        return _load_component(transformers.T5EncoderModel, folder, dtype=dtype, **quantization_option)
     has_projection = metadata.kind == "flow" or index == 1
-    kind = transformers.CLIPTextModelWithProjection if has_projection else transformers.CLIPTextModel
-    return _load_component(kind, folder, dtype=dtype, attn_implementation="sdpa")
+    model_class = transformers.CLIPTextModelWithProjection if has_projection else transformers.CLIPTextModel
+    return _load_component(model_class, folder, dtype=dtype, attn_implementation="sdpa")
 
 
-def _quantization_option(config: Any | None) -> dict[str, Any]:
+def _build_quantization_option(config: Any | None) -> dict[str, Any]:
     return {} if config is None else {"quantization_config": config}
 
 
-def _load_component(kind: Any, folder: str, **options: Any) -> Any:
+def _load_component(model_class: Any, folder: str, **options: Any) -> Any:
     """Load one component of a pipeline with its library's `from_pretrained`.
 
     Component by component rather than with `DiffusionPipeline.from_pretrained`, which has no loading info: a missing weight
     would be initialised at random.
     """
     return load_pretrained(
-        kind, folder, description=f"a {kind.__name__}", variant=weights_variant(Path(folder)), **options
+        model_class, folder, description=f"a {model_class.__name__}", variant=weights_variant(Path(folder)), **options
     )
 
 
-def _no_autocast(x: Tensor) -> Any:
+def _disable_autocast(x: Tensor) -> Any:
     """Disable the autocast of training: a frozen model's output must not depend on the caller's precision."""
     return torch.autocast(x.device.type, enabled=False)
 
 
-def _libraries() -> tuple[Any, Any]:
+def _import_libraries() -> tuple[Any, Any]:
     try:
         import diffusers
         import transformers

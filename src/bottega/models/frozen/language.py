@@ -40,13 +40,13 @@ class LanguageModelMetadata(NamedTuple):
     head_size: int
     vocab_size: int
     max_positions: int | None
-    """Maximum number of tokens; None where there is no limit."""
+    """Maximum number of tokens; None if there is no limit."""
     model_type: str
     supports_prefixes: bool
     """Whether learned keys and values can be added before each layer's own."""
 
     def require_prefixes(self, count: int) -> None:
-        """Raise UsageError where `count` prefix tokens are requested of a model that does not support them."""
+        """Raise UsageError if `count` is not 0 and the model does not support prefix tokens."""
         if count and not self.supports_prefixes:
             raise UsageError(
                 f"model.num_prefix_tokens: the attention of a {self.model_type} does not support prefixes; set it to 0, or "
@@ -58,23 +58,23 @@ def read_language_model_metadata(folder: Path | str) -> LanguageModelMetadata:
     """Return the metadata of the language model that `folder` (a folder, run or hub name) refers to."""
     folder = resolve_model(folder, key=KEY).path
     config = _read_config(folder)
-    text = config.get_text_config(decoder=True)
-    hidden, layers = getattr(text, "hidden_size", None), getattr(text, "num_hidden_layers", None)
-    vocab_size = getattr(text, "vocab_size", None)
-    if not isinstance(hidden, int) or not isinstance(layers, int) or not isinstance(vocab_size, int):
+    text_config = config.get_text_config(decoder=True)
+    hidden_size, num_layers = getattr(text_config, "hidden_size", None), getattr(text_config, "num_hidden_layers", None)
+    vocab_size = getattr(text_config, "vocab_size", None)
+    if not isinstance(hidden_size, int) or not isinstance(num_layers, int) or not isinstance(vocab_size, int):
         raise UsageError(
             f"{KEY}: {folder} contains a {config.model_type}, which is not a language model; use a causal language model"
         )
     # A model without attention has no heads; it takes no prefixes either, so their shape is never used.
-    heads = getattr(text, "num_attention_heads", None) or 1
-    positions = getattr(text, "max_position_embeddings", None)
+    num_heads = getattr(text_config, "num_attention_heads", None) or 1
+    max_positions = getattr(text_config, "max_position_embeddings", None)
     return LanguageModelMetadata(
-        hidden_size=hidden,
-        num_layers=layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_size=getattr(text, "head_dim", None) or hidden // heads,
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_kv_heads=getattr(text_config, "num_key_value_heads", None) or num_heads,
+        head_size=getattr(text_config, "head_dim", None) or hidden_size // num_heads,
         vocab_size=vocab_size,
-        max_positions=positions if isinstance(positions, int) else None,
+        max_positions=max_positions if isinstance(max_positions, int) else None,
         model_type=config.model_type,
         supports_prefixes=_supports_prefixes(config),
     )
@@ -87,7 +87,7 @@ def load_language_model(
     checkpointing: bool,
     device: torch.device | str | None = None,
 ) -> FrozenLanguageModel:
-    """Return the frozen model, on the CPU or where quantized weights must be.
+    """Return the frozen model, on the CPU or, if quantized, on the device that quantization needs.
 
     `device` is where it will run, which decides the precision `auto`.
     """
@@ -104,11 +104,14 @@ def load_language_model(
         options["quantization_config"] = quantization_config
     require_safetensors(folder, key=KEY)
     model = load_pretrained(transformers.AutoModelForCausalLM, folder, description="a language model", **options)
-    width, hidden = model.get_input_embeddings().embedding_dim, config.get_text_config(decoder=True).hidden_size
-    if width != hidden:
+    embedding_size, hidden_size = (
+        model.get_input_embeddings().embedding_dim,
+        config.get_text_config(decoder=True).hidden_size,
+    )
+    if embedding_size != hidden_size:
         raise UsageError(
-            f"{KEY}: {folder} has embeddings of width {width} and hidden states of width {hidden}, which is not supported; "
-            "use another model"
+            f"{KEY}: {folder} has embeddings of width {embedding_size} and hidden states of width {hidden_size}, "
+            "which is not supported; use another model"
         )
     return FrozenLanguageModel(model, supports_prefixes=supports_prefixes, checkpointing=checkpointing)
 
@@ -143,56 +146,60 @@ class FrozenLanguageModel(nn.Module):
         """Standard deviation of its embeddings, rounded to two digits, for the initial values of image tokens."""
         return float(f"{self.model.get_input_embeddings().weight.float().std().item():.2g}")
 
-    def states(self, ids: Tensor, mask: Tensor, soft: SoftPrompts) -> Tensor:
+    def encode_image_tokens(self, ids: Tensor, mask: Tensor, soft: SoftPrompts) -> Tensor:
         """Return the last hidden states (B, L, H) at the image tokens that follow each prompt `ids` (B, T).
 
         Prompts may be padded on either side; each row is computed as it would be alone. Gradients reach `soft`.
         """
         mask = mask.bool()
         lengths = mask.sum(1)
-        longest = int(lengths.max())  # batches are padded to the longest prompt of the data
+        max_length = int(lengths.max())  # batches are padded to the longest prompt of the data
         prefixes = soft.prefixes()
         assert not prefixes or self.supports_prefixes, "`require_prefixes` checks this before the model is loaded"
         if prefixes or not self.supports_prefixes:
-            ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :longest]
+            ids = ids.gather(1, mask.long().argsort(dim=1, descending=True, stable=True))[:, :max_length]
             hidden = self._encode_at_once(ids, lengths, soft.image_tokens, prefixes)
         else:
-            order = mask.long().argsort(dim=1, stable=True)[:, -longest:]
+            order = mask.long().argsort(dim=1, stable=True)[:, -max_length:]
             hidden = self._encode_after_prompt(ids.gather(1, order), mask.gather(1, order), soft.image_tokens)
         return hidden.to(soft.image_tokens.dtype)
 
     def _encode_at_once(
         self, ids: Tensor, lengths: Tensor, tokens: Tensor, prefixes: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """Encode prompts and image tokens in one forward, with padding last, where a causal model does not attend.
+        """Encode prompts and image tokens in one forward, with padding last, which a causal model does not attend to.
 
         Layers with a sliding window always attend to the prefixes as well.
         """
         num_prefix = len(prefixes[0][0]) if prefixes else 0
-        words = self.model.get_input_embeddings()(ids)
-        batch, _, size = words.shape
-        at = (lengths[:, None] + torch.arange(len(tokens), device=ids.device))[..., None].expand(-1, -1, size)
-        room = words.new_zeros(batch, len(tokens), size)
-        rows = torch.cat([words, room], 1).scatter(1, at, tokens.to(words.dtype).expand(batch, -1, -1))
+        embeddings = self.model.get_input_embeddings()(ids)
+        batch, _, size = embeddings.shape
+        indices = (lengths[:, None] + torch.arange(len(tokens), device=ids.device))[..., None].expand(-1, -1, size)
+        placeholders = embeddings.new_zeros(batch, len(tokens), size)
+        rows = torch.cat([embeddings, placeholders], 1).scatter(
+            1, indices, tokens.to(embeddings.dtype).expand(batch, -1, -1)
+        )
         # Prefixes take the first positions, as in a cache of transformers, though learned keys are not rotated.
         positions = num_prefix + torch.arange(rows.shape[1], device=ids.device)[None]
         if self._is_compiled and prefixes and not self._has_checked_prefixes:
             with torch.no_grad():  # runs uncompiled: a compiled layer cannot report whether it used its prefix
-                self._hidden_states(rows[:1, :1].detach(), positions[:, :1], prefixes)
+                self._compute_hidden_states(rows[:1, :1].detach(), positions[:, :1], prefixes)
             self._has_checked_prefixes = True
         self._is_recomputing = torch.is_grad_enabled()
         try:
-            return self._hidden_states(rows, positions, prefixes).gather(1, at)
+            return self._compute_hidden_states(rows, positions, prefixes).gather(1, indices)
         finally:
             self._is_recomputing = False
 
-    def _hidden_states(self, rows: Tensor, positions: Tensor, prefixes: list[tuple[Tensor, Tensor]]) -> Tensor:
-        by_layer = Prefixes(prefixes)
-        options = {"prefixes": by_layer} if prefixes else {}
-        output = self.model.base_model(inputs_embeds=rows, use_cache=False, **self._positions(positions), **options)
-        if len(by_layer.used) != len(prefixes):
+    def _compute_hidden_states(self, rows: Tensor, positions: Tensor, prefixes: list[tuple[Tensor, Tensor]]) -> Tensor:
+        layer_prefixes = Prefixes(prefixes)
+        options = {"prefixes": layer_prefixes} if prefixes else {}
+        output = self.model.base_model(
+            inputs_embeds=rows, use_cache=False, **self._build_position_options(positions), **options
+        )
+        if len(layer_prefixes.used_layers) != len(prefixes):
             raise UsageError(
-                f"model.num_prefix_tokens: only {len(by_layer.used)} of the {len(prefixes)} layers of this "
+                f"model.num_prefix_tokens: only {len(layer_prefixes.used_layers)} of the {len(prefixes)} layers of this "
                 f"{self.model.config.model_type} use a prefix; set it to 0, or use another {KEY}"
             )
         return output.last_hidden_state
@@ -200,25 +207,27 @@ class FrozenLanguageModel(nn.Module):
     def _encode_after_prompt(self, ids: Tensor, mask: Tensor, tokens: Tensor) -> Tensor:
         """Encode the prompts without gradients, then the image tokens with a cache.
 
-        Only image tokens are trained, so only they keep activations. Prompts are padded on the left, as transformers
+        Only image tokens are trained, so activations are kept for them alone. Prompts are padded on the left, as transformers
         requires to continue a batch.
         """
         embed, base = self.model.get_input_embeddings(), self.model.base_model
         positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         with torch.no_grad():
-            past = base(inputs_embeds=embed(ids), attention_mask=mask.long(), position_ids=positions, use_cache=True)
-        count = torch.arange(len(tokens), device=ids.device)
+            prompt_output = base(
+                inputs_embeds=embed(ids), attention_mask=mask.long(), position_ids=positions, use_cache=True
+            )
+        offsets = torch.arange(len(tokens), device=ids.device)
         rows = tokens.to(embed.weight.dtype).expand(len(ids), -1, -1)
         return base(
             inputs_embeds=rows,
             attention_mask=torch.cat([mask, mask.new_ones(len(ids), len(tokens))], 1).long(),
-            position_ids=mask.sum(1, keepdim=True) + count,
-            past_key_values=past.past_key_values,
+            position_ids=mask.sum(1, keepdim=True) + offsets,
+            past_key_values=prompt_output.past_key_values,
             use_cache=True,
         ).last_hidden_state
 
-    def _positions(self, positions: Tensor) -> dict[str, Tensor]:
-        """Return position ids for models with the attention interface; the others count themselves, and some take none."""
+    def _build_position_options(self, positions: Tensor) -> dict[str, Tensor]:
+        """Return position ids for models with the attention interface; other models count themselves; some take none."""
         return {"position_ids": positions} if self.supports_prefixes else {}
 
     @torch.no_grad()
@@ -238,8 +247,8 @@ class FrozenLanguageModel(nn.Module):
         mask = mask.long()
         order = mask.argsort(dim=1, stable=True)[:, -int(mask.sum(1).max()) :]
         ids, mask = ids.gather(1, order), mask.gather(1, order)
-        size = self.model.config.get_text_config(decoder=True).vocab_size
-        stop_tokens = sorted({token for token in stop_tokens if token < size} - set(self.end_tokens))
+        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        stop_tokens = sorted({token for token in stop_tokens if token < vocab_size} - set(self.end_tokens))
         all_stop_tokens = [*self.end_tokens, *stop_tokens]
         start = ids.shape[1]
         options: dict[str, Any] = {"max_new_tokens": max_tokens, "eos_token_id": all_stop_tokens or None}
@@ -248,7 +257,7 @@ class FrozenLanguageModel(nn.Module):
 
             def next_tokens(_: int, row: Tensor) -> list[int]:
                 tokens, may_end = allowed.allowed_next(row[start:].tolist())
-                # A finished answer is padded until the others of its batch are finished.
+                # A finished answer is padded until the other answers of its batch are finished.
                 return [*tokens, *all_stop_tokens] if may_end or not tokens else tokens
 
             options["prefix_allowed_tokens_fn"] = next_tokens
@@ -258,7 +267,7 @@ class FrozenLanguageModel(nn.Module):
         return [_cut_at_end(row, all_stop_tokens) for row in generated[:, start:].tolist()]
 
     def compile_parts(self, *, always: bool) -> None:
-        """Compile the layers for forwards with trained prefixes; with `always` even where the model is small.
+        """Compile the layers for forwards with trained prefixes; with `always` even if the model is small.
 
         Other calls stay uncompiled: they have many shapes, each of which would be compiled anew.
         """
@@ -268,7 +277,7 @@ class FrozenLanguageModel(nn.Module):
         self._wrap_layers()
 
     def _wrap_layers(self) -> None:
-        """Replace the layers' forwards by compiled and by recomputing ones, as configured.
+        """Replace the layers' forwards by compiled forwards, by recomputing ones, or by both, as configured.
 
         Not with transformers' own gradient checkpointing: it needs training mode, which would enable dropout.
         """
@@ -298,7 +307,7 @@ class FrozenLanguageModel(nn.Module):
                 return forward(*inputs, **options)
             if not torch.is_grad_enabled():
                 return forward(*inputs, prefixes=prefixes, **options)
-            prefixes.used.add(index)
+            prefixes.used_layers.add(index)
             return compiled(*inputs, prefix=prefixes.by_layer[index], **options)
 
         return compiled_forward
@@ -317,16 +326,16 @@ class FrozenLanguageModel(nn.Module):
 
 
 def _cut_at_end(row: list[int], stop_tokens: list[int]) -> list[int]:
-    return row[: next((at for at, token in enumerate(row) if token in stop_tokens), len(row))]
+    return row[: next((index for index, token in enumerate(row) if token in stop_tokens), len(row))]
 
 
 def _read_end_tokens(model: Any) -> tuple[int, ...]:
     """Return the end tokens of the model's generation config, or else of its configuration."""
-    text = model.config.get_text_config(decoder=True)
+    text_config = model.config.get_text_config(decoder=True)
     eos = getattr(model.generation_config, "eos_token_id", None)
-    eos = getattr(text, "eos_token_id", None) if eos is None else eos
+    eos = getattr(text_config, "eos_token_id", None) if eos is None else eos
     tokens = eos if isinstance(eos, list | tuple) else [eos]
-    return tuple(token for token in tokens if token is not None and token < text.vocab_size)
+    return tuple(token for token in tokens if token is not None and token < text_config.vocab_size)
 
 
 def _read_config(folder: Path) -> Any:

@@ -13,24 +13,24 @@ from bottega.core.errors import EnvironmentProblem
 from bottega.models.frozen.config import FrozenPrecision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-QUANTISED = ("8bit", "4bit")
+QUANTIZED_PRECISIONS = ("8bit", "4bit")
 KEY = "model.frozen_precision"
-LARGE = 10**8
+MIN_COMPILED_PARAMETERS = 10**8
 """Number of parameters from which compiling a frozen model pays off; smaller ones finish before they are compiled."""
 
 
 def default_device() -> torch.device:
-    """Return the device of frozen models where none is given: a GPU if there is one."""
+    """Return the default device of frozen models: a GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def is_worth_compiling(model: torch.nn.Module) -> bool:
     """Return whether a model is large enough for compilation, which takes minutes, to pay off."""
-    return sum(parameter.numel() for parameter in model.parameters()) >= LARGE
+    return sum(parameter.numel() for parameter in model.parameters()) >= MIN_COMPILED_PARAMETERS
 
 
 def frozen_dtype(precision: FrozenPrecision, device: torch.device | str) -> torch.dtype:
-    """Return the dtype of frozen weights and activations; of quantized models, that of everything not quantized."""
+    """Return the dtype of frozen weights and activations; for quantized models, of all that is not quantized."""
     if precision in DTYPES:
         return DTYPES[precision]
     # Most CPUs compute bf16 more slowly than float32.
@@ -47,18 +47,19 @@ def build_quantization_config(
 
     transformers and diffusers each have a class of that name, and take only their own.
     """
-    if precision not in QUANTISED:
+    if precision not in QUANTIZED_PRECISIONS:
         return None
     if find_spec("bitsandbytes") is None:
         raise EnvironmentProblem(f"{KEY}: {precision} needs bitsandbytes; pip install bitsandbytes, or use bf16")
     device = default_device() if device is None else torch.device(device)
     if library == "diffusers" and device.type != "cuda":
         raise EnvironmentProblem(f"{KEY}: {precision} needs a GPU for image generators; use auto, or train on a GPU")
-    options: Any = import_module(library).BitsAndBytesConfig
+    config_class: Any = import_module(library).BitsAndBytesConfig
     if precision == "8bit":
-        # It warns at every call that its kernels compute in fp16; the rest stays bf16, in which gradients do not underflow.
+        # bitsandbytes warns at every call that its kernels compute in fp16; the rest stays bf16, where gradients do not
+        # underflow.
         logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
-        return options(load_in_8bit=True)
+        return config_class(load_in_8bit=True)
     dtype = frozen_dtype(precision, device)
     # NormalFloat (Dettmers et al., 2023): its levels follow the distribution of weights; gradients pass through unharmed.
-    return options(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    return config_class(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from bottega.core.errors import UsageError
 
-NAME = "bottega_prefix"
-HALF, WIDEST = (torch.bfloat16, torch.float16), 256
-"""Dtypes and head size that flash attention supports. torch's fallback kernel cannot be compiled in training (2.11)."""
+ATTENTION_NAME = "bottega_prefix"
+FLASH_DTYPES, MAX_FLASH_HEAD_SIZE = (torch.bfloat16, torch.float16), 256
+"""Dtypes and largest head size that flash attention supports. torch's fallback kernel cannot be compiled in training (2.11)."""
 flash: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention
 _has_flash = False
 """Set once at registration, because a compiled layer cannot query the device."""
@@ -31,8 +31,8 @@ class Prefixes:
 
     by_layer: Sequence[tuple[Tensor, Tensor]]
     """Keys and values (S, G * head size) of each layer, without rotary positions."""
-    used: set[int] = field(default_factory=set)
-    """Indices of layers that applied theirs, to detect models that silently drop the argument on the way."""
+    used_layers: set[int] = field(default_factory=set)
+    """Indices of the layers that applied their prefix, to detect models that silently drop the argument on the way."""
 
 
 def register_prefix_attention() -> str:
@@ -42,17 +42,19 @@ def register_prefix_attention() -> str:
 
     global _has_flash
     _has_flash = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8
-    AttentionInterface.register(NAME, prefix_attention_forward)
+    AttentionInterface.register(ATTENTION_NAME, prefix_attention_forward)
     # Without a mask function under the same name transformers would make no mask, and padding would be attended to.
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    return NAME
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    return ATTENTION_NAME
 
 
-def model_supports_prefixes(kind: Any, config: Any) -> bool:
+def model_supports_prefixes(model_class: Any, config: Any) -> bool:
     """Return whether this model class has pluggable attention and supports torch's scaled dot-product attention."""
     if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
         return False  # torch's attention has no such cap, and some versions of transformers silently left it out
-    return bool(getattr(kind, "_supports_attention_backend", False) and getattr(kind, "_supports_sdpa", False))
+    return bool(
+        getattr(model_class, "_supports_attention_backend", False) and getattr(model_class, "_supports_sdpa", False)
+    )
 
 
 def prefix_attention_forward(
@@ -68,16 +70,16 @@ def prefix_attention_forward(
 ) -> tuple[Tensor, None]:
     """Scaled dot-product attention with the signature of transformers, over the prefix and the layer's own keys.
 
-    `prefix` is this layer's alone, for layers that share one compiled function and cannot look up their index.
+    `prefix` is the prefix of this layer alone, for layers that share one compiled function and cannot look up their index.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if prefixes is not None:
         prefix = prefixes.by_layer[module.layer_idx]
-        prefixes.used.add(module.layer_idx)
+        prefixes.used_layers.add(module.layer_idx)
     if prefix is not None:
         prefix_key, prefix_value = [_split_heads(tensor, key) for tensor in prefix]
-        use_flash = attention_mask is None and _has_flash and _fits(key)
+        use_flash = attention_mask is None and _has_flash and _supports_flash(key)
         if not use_flash:
             attention_mask = _extend_mask(prefix_key.shape[2], query, key, attention_mask)
         key, value = torch.cat([prefix_key, key], 2), torch.cat([prefix_value, value], 2)
@@ -86,9 +88,9 @@ def prefix_attention_forward(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
 
-def _fits(key: Tensor) -> bool:
+def _supports_flash(key: Tensor) -> bool:
     """Return whether flash attention supports these keys."""
-    return key.is_cuda and key.dtype in HALF and key.shape[-1] <= WIDEST and key.shape[-1] % 8 == 0
+    return key.is_cuda and key.dtype in FLASH_DTYPES and key.shape[-1] <= MAX_FLASH_HEAD_SIZE and key.shape[-1] % 8 == 0
 
 
 def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
@@ -96,23 +98,23 @@ def causal_flash_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: 
 
     Without an explicit mask a GPU can use its fastest kernel. Returns (B, Q, heads, head size), as transformers expects.
     """
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))
-    # The operator itself, whose mask is aligned to the last key: torch's CausalBias for that cannot be compiled.
+    group_size = query.shape[1] // key.shape[1]
+    if group_size > 1:
+        key, value = (tensor.repeat_interleave(group_size, 1) for tensor in (key, value))
+    # The operator is called directly, since its mask is aligned to the last key; torch's CausalBias cannot be compiled.
     output = flash(query, key, value, 0.0, True, scale=scale)[0]
     return output.transpose(1, 2).contiguous()
 
 
-def _split_heads(prefix: Tensor, like: Tensor) -> Tensor:
+def _split_heads(prefix: Tensor, reference: Tensor) -> Tensor:
     """Reshape a prefix (S, G * head size) to (B, G, S, head size)."""
-    batch, heads, _, size = like.shape
-    if prefix.shape[-1] != heads * size:
+    batch, num_heads, _, head_size = reference.shape
+    if prefix.shape[-1] != num_heads * head_size:
         raise UsageError(
-            f"model.num_prefix_tokens: layers of this language model have keys or values of {heads} x {size}, but prefixes "
-            f"are {prefix.shape[-1]} wide; set it to 0"
+            f"model.num_prefix_tokens: layers of this language model have keys or values of {num_heads} x {head_size}, "
+            f"but prefixes are {prefix.shape[-1]} wide; set it to 0"
         )
-    return prefix.to(like.dtype).view(-1, heads, size).transpose(0, 1).expand(batch, -1, -1, -1)
+    return prefix.to(reference.dtype).view(-1, num_heads, head_size).transpose(0, 1).expand(batch, -1, -1, -1)
 
 
 def _extend_mask(num_prefix: int, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -120,5 +122,5 @@ def _extend_mask(num_prefix: int, query: Tensor, key: Tensor, mask: Tensor | Non
     if mask is None:  # transformers leaves a plain causal mask to the kernel
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=key.device)
         mask = mask.tril(key.shape[2] - query.shape[2])[None, None]
-    visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
-    return torch.cat([visible(*mask.shape[:-1], num_prefix), mask], -1)
+    new_visible = mask.new_ones if mask.dtype == torch.bool else mask.new_zeros
+    return torch.cat([new_visible(*mask.shape[:-1], num_prefix), mask], -1)

@@ -29,19 +29,19 @@ class SoftPrompts(nn.Module):
     """Maps last hidden states at the image tokens (B, L, H) to text tokens of the image generator (B, L, W)."""
 
     checkpoint_blocks = False
-    """The engine sets it on the trained model; the layers that are recomputed are those of the frozen ones."""
+    """The engine sets this on the trained model, where it has no effect: only layers of frozen models are recomputed."""
 
     def __init__(self, shape: SoftPromptShape) -> None:
         super().__init__()
         self.shape = shape
-        each = shape.num_kv_heads * shape.head_size
+        kv_size = shape.num_kv_heads * shape.head_size
         self.image_tokens = nn.Parameter(torch.empty(shape.num_image_tokens, shape.hidden_size))
         if shape.num_prefix_tokens and shape.projection is not None:
             self.prefix_embedding = nn.Parameter(torch.empty(shape.num_prefix_tokens, shape.hidden_size))
             self.prefix_inner = nn.Linear(shape.hidden_size, shape.projection)
-            self.prefix_outer = nn.Linear(shape.projection, shape.num_layers * 2 * each)
+            self.prefix_outer = nn.Linear(shape.projection, shape.num_layers * 2 * kv_size)
         elif shape.num_prefix_tokens:
-            self.prefix = nn.Parameter(torch.empty(shape.num_layers, 2, shape.num_prefix_tokens, each))
+            self.prefix = nn.Parameter(torch.empty(shape.num_layers, 2, shape.num_prefix_tokens, kv_size))
         self.mapping = nn.Linear(shape.hidden_size, shape.text_size)
 
     def forward(self, read: Callable[[SoftPrompts], Tensor]) -> Tensor:
@@ -52,16 +52,16 @@ class SoftPrompts(nn.Module):
         return self.mapping(read(self))
 
     def prefixes(self) -> list[tuple[Tensor, Tensor]]:
-        """Return keys and values (S, kv heads * head size) of each layer; an empty list where S is 0."""
+        """Return keys and values (S, kv heads * head size) of each layer; an empty list if S is 0."""
         shape = self.shape
         if not shape.num_prefix_tokens:
             return []
         if shape.projection is None:
-            both: Tensor = self.prefix
+            keys_and_values: Tensor = self.prefix
         else:
             flat = self.prefix_outer(torch.tanh(self.prefix_inner(self.prefix_embedding)))
-            both = flat.view(shape.num_prefix_tokens, shape.num_layers, 2, -1).permute(1, 2, 0, 3)
-        return [(keys, values) for keys, values in both]
+            keys_and_values = flat.view(shape.num_prefix_tokens, shape.num_layers, 2, -1).permute(1, 2, 0, 3)
+        return [(keys, values) for keys, values in keys_and_values]
 
     def compile_blocks(self) -> None:
         """Do nothing: the only computation here is one small matrix product; the frozen models compile themselves."""
@@ -75,15 +75,17 @@ def build_soft_prompts(shape: SoftPromptShape, seed: int, *, token_scale: float 
 
 
 def initialise_soft_prompts(module: SoftPrompts, seed: int, *, token_scale: float = TOKEN_SCALE) -> None:
-    """Set every parameter.
+    """Set every parameter to its initial value.
 
     `token_scale` is the standard deviation of the language model's embeddings, which image tokens share a sequence with.
-    Hidden states come out of a norm, with a deviation of about 1, as have the generator's text tokens; a mapping with
-    deviation 1 / sqrt(H) keeps it.
+    Hidden states come out of a norm, so their standard deviation is about 1, like that of the generator's text tokens; a
+    mapping with standard deviation 1 / sqrt(H) keeps it.
     """
     shape = module.shape
-    count = sum(parameter.numel() for parameter in module.parameters())
-    assert count == shape.num_parameters, f"{count:,} parameters are trained, {shape.num_parameters:,} were declared"
+    num_parameters = sum(parameter.numel() for parameter in module.parameters())
+    assert num_parameters == shape.num_parameters, (
+        f"{num_parameters:,} parameters are trained, but {shape.num_parameters:,} were declared"
+    )
     scales = {
         "image_tokens": token_scale,
         "prefix": PREFIX_SCALE,
@@ -93,9 +95,9 @@ def initialise_soft_prompts(module: SoftPrompts, seed: int, *, token_scale: floa
         "mapping.weight": 1 / math.sqrt(shape.hidden_size),
     }
 
-    def value(name: str, size: tuple[int, ...]) -> np.ndarray:
+    def compute_value(name: str, size: tuple[int, ...]) -> np.ndarray:
         if name.endswith("bias"):
             return np.zeros(size, np.float32)
         return np.float32(scales[name]) * numpy_generator(seed, name).standard_normal(size, dtype=np.float32)
 
-    fill_parameters(module, value)
+    fill_parameters(module, compute_value)

@@ -74,9 +74,9 @@ class Generator(nn.Module):
     def checkpoint_blocks(self, value: bool) -> None:
         self.backbone.checkpoint_blocks = value
 
-    def compile_whole(self, *, graphs: bool) -> None:
+    def compile_whole(self, *, use_cuda_graphs: bool) -> None:
         """Compile the backbone as one graph; with `graphs` as CUDA graphs where it supports them."""
-        self.backbone.compile_whole(graphs=graphs)
+        self.backbone.compile_whole(use_cuda_graphs=use_cuda_graphs)
 
 
 class ClassCondition(nn.Module):
@@ -186,7 +186,7 @@ def read_generator(folder: Path) -> dict[str, Tensor]:
     if unet is not None:
         tensors |= {f"backbone.unet.{name}": tensor for name, tensor in read_component(unet).items()}
     for path in (folder, folder / "transformer"):
-        if read_class_name(path) == layout.CLASS:
+        if read_class_name(path) == layout.DIFFUSERS_CLASS:
             tensors |= layout.from_diffusers(read_component(path))
     file = folder / WEIGHTS
     return tensors | read_safetensors(file) if file.is_file() else tensors

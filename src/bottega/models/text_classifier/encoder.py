@@ -51,7 +51,7 @@ class TextClassifier(nn.Module):
         # A row of padding alone attends to its first token, because a softmax over nothing is NaN.
         attended = mask | (torch.arange(length, device=ids.device) == 0)
         window = SequenceContext(
-            self.cos[:length], self.sin[:length], attended[:, None, None, :], causal=False, stop=length
+            self.cos[:length], self.sin[:length], attended[:, None, None, :], is_causal=False, stop=length
         )
         x = self.embedding(ids)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:

@@ -137,7 +137,7 @@ class CodeLanguage(Task):
             first = torch.cat([first, self.first_tokens(batch, drop=none)])
         length = self.backbone.length
         cache = DecoderCache.empty(
-            model.shape, batch=len(first), length=length, device=first.device, dtype=_cache_dtype(model)
+            model.shape, batch_size=len(first), length=length, device=first.device, dtype=_cache_dtype(model)
         )
         token, sampled = first, []
         for index in range(length):

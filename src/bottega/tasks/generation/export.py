@@ -33,7 +33,7 @@ from bottega.models.dit import layout
 from bottega.models.generator.config import UNetShape
 from bottega.models.generator.torch import CLASS_EMBEDDING, WEIGHTS, Generator, load_generator
 from bottega.models.pipeline.component import CONFIG, VERSION, read_config, to_cpu, write_component
-from bottega.models.unet import UNet, unet_config
+from bottega.models.unet import UNet, build_unet_config
 from bottega.tasks.generation.paths import NoisePath as NoisePath
 from bottega.tasks.generation.task import Generation
 
@@ -134,7 +134,7 @@ def _write_weights(model: Generator, folder: Path) -> None:
     if isinstance(backbone, UNet):
         prefix = "backbone.unet."
         unet = {name.removeprefix(prefix): rest.pop(name) for name in list(rest) if name.startswith(prefix)}
-        write_component(folder / "unet", unet_config(backbone.shape), unet)
+        write_component(folder / "unet", build_unet_config(backbone.shape), unet)
     elif layout.is_diffusers_compatible(model.shape):
         config = layout.diffusers_config(backbone.shape)
         rest |= {CLASS_EMBEDDING: model.condition.folded()}
@@ -192,7 +192,7 @@ def _index(workload: GenerationWorkload, pipeline: str) -> dict[str, Any]:
     if pipeline == "DiTPipeline":
         # DiTPipeline splits names at commas into several labels.
         names = {str(i): name.replace(",", " ") for i, name in enumerate(workload.metadata.classes)}
-        return head | {"transformer": ["diffusers", layout.CLASS], "id2label": names}
+        return head | {"transformer": ["diffusers", layout.DIFFUSERS_CLASS], "id2label": names}
     return head | {
         "unet": ["diffusers", "UNet2DConditionModel"],
         "text_encoder": ["transformers", "CLIPTextModel"],

@@ -174,7 +174,7 @@ def _frozen_metadata(encoder: Path, options: TextEncoderOptions, prompts: tuple[
     from bottega.models.text_encoder import read_text_encoder_metadata
 
     config = read_text_encoder_metadata(encoder)
-    most = config.positions
+    most = config.max_positions
     if options.max_tokens is not None and most is not None and options.max_tokens > most:
         raise UsageError(
             f"model.text.max_tokens: {options.max_tokens} is more than the {most} that {encoder} can read; lower it"

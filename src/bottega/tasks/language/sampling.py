@@ -72,7 +72,7 @@ def _stream(
     longest = min(context, max(len(row.window) for row in rows) + max_new_tokens)
     kind = torch.device(device).type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.head_weight.dtype
-    cache = DecoderCache.empty(model.shape, batch=len(rows), length=longest, device=device, dtype=dtype)
+    cache = DecoderCache.empty(model.shape, batch_size=len(rows), length=longest, device=device, dtype=dtype)
     was_training = model.training
     model.eval()
     try:
@@ -134,7 +134,7 @@ def _prefill(
     part = (
         cache
         if is_whole_batch
-        else DecoderCache.empty(model.shape, batch=len(chosen), length=length, device=device, dtype=dtype)
+        else DecoderCache.empty(model.shape, batch_size=len(chosen), length=length, device=device, dtype=dtype)
     )
     part.reset()
     hidden = model.hidden(tokens, cache=part, lengths=list(map(len, windows)))

@@ -44,9 +44,9 @@ class Multitask(Task):
     def specs(self) -> dict[str, ModelSpec]:
         specs = {name: part.specs() for name, part in self.parts.items()}
         # Shared layers are taken from a part with pretrained weights, if there is one.
-        first = sorted(self.parts, key=lambda name: getattr(self.parts[name], "pretrained", None) is None)
+        priority = sorted(self.parts, key=lambda name: getattr(self.parts[name], "pretrained", None) is None)
         models = {name: own.pop("model") for name, own in specs.items()}
-        options = {"first": first, "log_variances": self.balance == "uncertainty"}
+        options = {"priority": priority, "log_variances": self.balance == "uncertainty"}
         frozen = {f"{name}/{inner}": spec for name, own in specs.items() for inner, spec in own.items()}
         return {"model": ModelSpec("bottega.models.multitask:MultitaskModel", options=options, parts=models), **frozen}
 

@@ -75,7 +75,7 @@ class KeywordDecoder:
     def _allowed(self) -> AllowedWords | None:
         if self.options.allowed is None:
             return None
-        return AllowedWords(self.options.allowed, self.tokenizer.encode, count=self.options.count)
+        return AllowedWords(self.options.allowed, self.tokenizer.encode, max_words=self.options.count)
 
     def _read_answer(self, tokens: list[int]) -> tuple[str, ...]:
         if self._allowed is not None:

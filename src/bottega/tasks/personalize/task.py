@@ -121,7 +121,7 @@ class Personalize(Task):
         language, ids, mask = models["language_model"], batch["prompt"].long(), batch["prompt_mask"]
 
         def read(soft: SoftPrompts) -> Tensor:
-            return language.states(ids, mask, soft)
+            return language.encode_image_tokens(ids, mask, soft)
 
         return models["model"](read)
 

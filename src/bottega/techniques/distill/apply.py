@@ -20,7 +20,7 @@ from bottega.data.audio.mel import MelProcessor
 from bottega.data.text.tokenizer import Tokenizer
 from bottega.models.build import build_models
 from bottega.models.folders.pretrained import read_decoder_shape
-from bottega.models.folders.resolve import folder_kind
+from bottega.models.folders.resolve import detect_folder_kind
 from bottega.models.text_classifier.pretrained import read_pretrained_shape
 from bottega.tasks.classify import media_workload as classify
 from bottega.tasks.classify import text_workload as text_classify
@@ -137,7 +137,7 @@ def _task_name(recipe: Recipe) -> str:
 
 def _read_folder(folder: Path, workload: Workload) -> Teacher:
     """Open a model folder of transformers, or an exported run."""
-    if folder_kind(folder) == "adapter":
+    if detect_folder_kind(folder) == "adapter":
         raise UsageError(f"{folder} is an adapter, not a complete model; give the run that it was exported from")
     if not isinstance(workload, LanguageWorkload | TextClassifyWorkload | MediaClassifyWorkload):
         raise UsageError(f"{folder} is not a run; for {workload.unit} the teacher must be the directory of a run")
