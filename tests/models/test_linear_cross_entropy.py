@@ -96,7 +96,7 @@ def test_logits_never_exceed_a_chunk() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("rows", [1, 100, 5000, 65536])
 def test_the_chosen_chunk_fits_its_budget(kind: str, rows: int) -> None:
-    chosen = module._choose_chunk_rows(rows, 50304, itemsize=2, kind=kind)
+    chosen = module._choose_chunk_rows(rows, 50304, itemsize=2, device_type=kind)
     assert 1 <= chosen * 50304 * 2 <= module.CHUNK_BYTES[kind]
 
 
