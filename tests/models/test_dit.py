@@ -207,7 +207,7 @@ def test_bf16_is_close_to_float32() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"grid": (8, 6), "patch": (2, 4)}, "patches of 4 do not divide a side of 6 (of 8 x 6); 1, 2, 3, 6 do"),
+        ({"grid": (8, 6), "patch": (2, 4)}, "patches of 4 do not divide a side of 6 (of 8 x 6); use one of 1, 2, 3, 6"),
         ({"grid": (8, 8), "patch": (2,)}, "patch: has length 1, but grid has length 2"),
         ({"num_heads": 5}, "24 is not a multiple of num_heads 5"),
     ],
@@ -228,4 +228,4 @@ def test_shared_class_embeddings_are_read_by_their_classes_only() -> None:
     own, rows = condition.embedding.weight, condition.shared.weight
     torch.testing.assert_close(condition(label, None)[1], own[1] + rows[0] + rows[3])
     torch.testing.assert_close(condition(label, dropped)[2], own[3] + 2 * rows[4])
-    torch.testing.assert_close(condition.folded()[:3], condition(label, None))
+    torch.testing.assert_close(condition.fold_shared()[:3], condition(label, None))

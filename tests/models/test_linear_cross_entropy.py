@@ -55,13 +55,13 @@ def test_only_trainable_inputs_get_a_gradient() -> None:
 def test_evaluation_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, targets = draw_example(6)
     requests = []
-    inner = module._losses_and_gradient
+    inner = module._compute_losses_and_gradient
 
     def spy(*args: Tensor, ignore_index: int, gradient: bool) -> None:
         requests.append(gradient)
-        inner(*args, ignore_index=ignore_index, gradient=gradient)
+        inner(*args, ignore_index=ignore_index, with_gradient=gradient)
 
-    monkeypatch.setattr(module, "_losses_and_gradient", spy)
+    monkeypatch.setattr(module, "_compute_losses_and_gradient", spy)
     with torch.no_grad():
         total = linear_cross_entropy(hidden, weight, targets)
     assert requests == [False]
@@ -96,7 +96,7 @@ def test_logits_never_exceed_a_chunk() -> None:
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize("rows", [1, 100, 5000, 65536])
 def test_the_chosen_chunk_fits_its_budget(kind: str, rows: int) -> None:
-    chosen = module._chunk_rows(rows, 50304, itemsize=2, kind=kind)
+    chosen = module._choose_chunk_rows(rows, 50304, itemsize=2, device_type=kind)
     assert 1 <= chosen * 50304 * 2 <= module.CHUNK_BYTES[kind]
 
 

@@ -290,7 +290,7 @@ def test_storing_zero_entries_leaves_the_memory_empty() -> None:
     memory = memories.store(
         memories.empty_memory(SHAPE), torch.zeros(0, K), torch.zeros(0, V), torch.zeros(0), 0, shape=SHAPE
     )
-    assert not memories.visible_slots(memory, same=0.95).any()
+    assert not memories.find_visible_slots(memory, same=0.95).any()
 
 
 # Semantic memory
@@ -394,10 +394,10 @@ def fill_memory(seed: int = 0, steps: int = 6) -> HierarchicalMemory:
 
 def test_search_equals_an_exhaustive_scan() -> None:
     memory = fill_memory()
-    assert {memory.level_of(w) for w in memory.search(draw(40, K), 3).where.unique().tolist()} > {"semantic"}
+    assert {memory.get_level(w) for w in memory.search(draw(40, K), 3).slot_indices.unique().tolist()} > {"semantic"}
     queries = draw(7, K, seed=5)
     result = memory.search(queries, 4)
-    visible = memories.visible_slots(memory.memory, same=SHAPE.same)
+    visible = memories.find_visible_slots(memory.memory, same=SHAPE.same)
     for number, query in enumerate(queries):
         scores = {
             slot: float(torch.dot(query, key) / query.norm())
@@ -405,7 +405,7 @@ def test_search_equals_an_exhaustive_scan() -> None:
             if visible[slot]
         }
         best = sorted(scores, key=lambda slot: -scores[slot])[:4]
-        assert result.where[number].tolist() == best
+        assert result.slot_indices[number].tolist() == best
         assert result.scores[number].tolist() == pytest.approx([scores[slot] for slot in best], abs=1e-6)
         assert torch.equal(result.values[number], memory.memory.values[best])
 
@@ -422,7 +422,7 @@ def test_search_returns_each_key_once_with_its_latest_value() -> None:
     for clock in range(10, 40):  # it decays out of working memory and is an episode by then
         memory.consolidate(clock)
     result = memory.search(key, 1)
-    assert memory.level_of(int(result.where[0, 0])) == "episodic"
+    assert memory.get_level(int(result.slot_indices[0, 0])) == "episodic"
     assert result.values[0, 0].tolist() == [5, 5, 5]
 
 
@@ -430,7 +430,7 @@ def test_empty_memory_returns_no_results_and_reads_zeros() -> None:
     memory = HierarchicalMemory(SHAPE)
     result = memory.search(draw(2, K), 3, clock=0)
     assert result.scores.tolist() == [[float("-inf")] * 3] * 2
-    assert result.where.tolist() == [[-1] * 3] * 2
+    assert result.slot_indices.tolist() == [[-1] * 3] * 2
     assert not result.valid.any()
     assert result.values.abs().sum() == 0
     queries = draw(2, K).requires_grad_()
@@ -461,13 +461,13 @@ def test_mismatched_shapes_clocks_and_slots_are_refused() -> None:
     memory = HierarchicalMemory(SHAPE)
     with pytest.raises(UsageError, match=r"expected keys \[n, 8\], got \[2, 7\]"):
         memory.store(draw(2, 7), draw(2, V), clock=0)
-    with pytest.raises(UsageError, match=r"\[2\] keys and \[3\] values"):
+    with pytest.raises(UsageError, match=r"\[2\] keys but \[3\] values"):
         memory.store(draw(2, K), draw(3, V), clock=0)
     memory.store(draw(2, K), draw(2, V), clock=5)
     with pytest.raises(UsageError, match="clock 4 is before 5"):
         memory.consolidate(4)
     with pytest.raises(UsageError, match="slot 21 is out of range; there are 21"):
-        memory.level_of(21)
+        memory.get_level(21)
 
 
 def test_read_gradient_matches_finite_differences() -> None:
@@ -482,7 +482,7 @@ def test_read_gradient_matches_finite_differences() -> None:
 
 def test_read_is_the_softmax_weighted_mean_of_visible_slots() -> None:
     memory = fill_memory()
-    visible = memories.visible_slots(memory.memory, same=SHAPE.same)
+    visible = memories.find_visible_slots(memory.memory, same=SHAPE.same)
     queries = draw(3, K, seed=9)
     weights = torch.softmax(
         torch.nn.functional.normalize(queries, dim=-1) @ memory.memory.keys[visible].T / 0.2, dim=-1
@@ -523,7 +523,7 @@ def test_saved_memory_loads_with_its_full_state(tmp_path: Path) -> None:
 def test_a_memory_larger_than_its_bounds_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "memory.safetensors"
     HierarchicalMemory(SHAPE.model_copy(update={"episodic_slots": 99})).save(path)
-    with pytest.raises(CheckpointError, match=r"the memory has episodic_slots 99 \(this memory: 12\); create"):
+    with pytest.raises(CheckpointError, match=r"the saved memory has episodic_slots 99 \(this memory: 12\); create"):
         HierarchicalMemory(SHAPE).load(path)
     path.write_bytes(b"no memory")
     with pytest.raises(CheckpointError, match="cannot be read as a memory"):
@@ -550,10 +550,11 @@ def test_faiss_matches_exact_search() -> None:
     keys = torch.nn.functional.normalize(draw(5000, 32), dim=-1)
     values, queries, valid = draw(5000, 4, seed=1), draw(20, 32, seed=2), draw(5000, seed=3) > 0
     exact, fast = search_exact(keys, values, valid, queries, 7), search_faiss(keys, values, valid, queries, 7)
-    assert torch.equal(exact.where, fast.where)
+    assert torch.equal(exact.slot_indices, fast.slot_indices)
     assert torch.allclose(exact.scores, fast.scores, atol=1e-6)
     assert torch.equal(exact.values, fast.values)
     few = valid & (torch.arange(5000) < 10)
     assert torch.equal(
-        search_exact(keys, values, few, queries, 9).where, search_faiss(keys, values, few, queries, 9).where
+        search_exact(keys, values, few, queries, 9).slot_indices,
+        search_faiss(keys, values, few, queries, 9).slot_indices,
     )

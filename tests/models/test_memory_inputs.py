@@ -43,11 +43,11 @@ REFUSED: dict[str, tuple[Callable[[HierarchicalMemory], Any], str]] = {
     "a single key": (lambda m: m.store([1, 0, 0], [[1, 2]], clock=4), r"expected keys \[n, 3\], got \[3\]"),
     "importances": (
         lambda m: m.store(KEYS, VALUES, [1.0, 1.0, 1.0], clock=4),
-        r"\[3\] importances of \[2\] keys; give one each, or one number",
+        r"\[3\] importances for \[2\] keys; give one for each, or a single number",
     ),
     "single importance in a list": (
         lambda m: m.store(KEYS, VALUES, [1.0], clock=4),
-        r"\[1\] importances of \[2\] keys",
+        r"\[1\] importances for \[2\] keys",
     ),
     "fractional clock": (lambda m: m.store(KEYS, VALUES, clock=4.5), "clock 4.5 is not an integer"),
     "decreasing clock": (lambda m: m.search(KEYS, 1, clock=2), "clock 2 is before 3, the last one"),
@@ -122,7 +122,7 @@ def test_every_mismatched_size_is_named(tmp_path: Path) -> None:
     before = state_lists(memory)
     with pytest.raises(
         CheckpointError,
-        match=r"the memory has key_size 5 \(this memory: 3\), working_slots 9 \(this memory: 4\); create",
+        match=r"the saved memory has key_size 5 \(this memory: 3\), working_slots 9 \(this memory: 4\); create",
     ):
         memory.load(path)
     assert state_lists(memory) == before

@@ -20,8 +20,8 @@ from bottega.models.spiking.units import (
     MAX_LOGIT,
     SpikingGate,
     SpikingLayer,
-    activity_sums,
     firing_rate_penalty,
+    sum_activity,
     unit_activity,
     unit_activity_metrics,
 )
@@ -337,7 +337,7 @@ def test_rates_give_the_same_metrics_as_spikes() -> None:
     spikes = build_spikes()
     rates = units.spike_rate(spikes)[None]
     assert torch.equal(unit_activity(rates), unit_activity(spikes))
-    assert activity_sums(rates) == activity_sums(spikes)
+    assert sum_activity(rates) == sum_activity(spikes)
     torch.testing.assert_close(firing_rate_penalty(rates, 0.3), firing_rate_penalty(spikes, 0.3))
 
 
@@ -352,11 +352,11 @@ def test_refractory_unit_at_its_highest_rate_is_saturated() -> None:
 
 def test_activity_is_a_sum_over_counted_examples() -> None:
     spikes = build_spikes()
-    total, number = activity_sums(spikes)["firing_rate"]
+    total, number = sum_activity(spikes)["firing_rate"]
     assert (total.item(), number.item()) == (pytest.approx(0.25 + 0.5 + 0.5625), 3)
-    total, number = activity_sums(spikes, torch.tensor([1, 0, 1]))["firing_rate"]
+    total, number = sum_activity(spikes, torch.tensor([1, 0, 1]))["firing_rate"]
     assert (total.item(), number.item()) == (pytest.approx(0.25 + 0.5625), 2)
-    assert activity_sums(spikes)["silent"][0].item() == pytest.approx(0.75 + 0.5 + 0.25)
+    assert sum_activity(spikes)["silent"][0].item() == pytest.approx(0.75 + 0.5 + 0.25)
 
 
 def test_rate_penalty_is_a_sum_and_decreases_towards_the_target() -> None:

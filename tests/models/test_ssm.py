@@ -135,7 +135,7 @@ def test_large_decay_does_not_lose_precision() -> None:
 @pytest.mark.parametrize("has_resets", [False, True])
 @pytest.mark.parametrize("has_state", [False, True])
 def test_states_pass_through_nested_groups(has_resets: bool, has_state: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scan, "GROUP", 3)
+    monkeypatch.setattr(scan, "MAX_CHUNKS_PER_PRODUCT", 3)
     scan_inputs = draw_inputs(length=85, longest=0.05)
     options: dict[str, Any] = {"state": draw_state(scan_inputs[0], scan_inputs[3])} if has_state else {}
     if has_resets:
@@ -203,7 +203,7 @@ def test_stepwise_decoding_equals_the_full_pass(dtype: torch.dtype, conv_size: i
         y, state = layer(x[:, t : t + 1], state=state)
         outputs.append(y)
     assert [t.shape for t in state] == sizes
-    assert sum(t[0].numel() for t in state) == layer.shape.state_numbers
+    assert sum(t[0].numel() for t in state) == layer.shape.num_state_values
     assert relative_error(torch.cat(outputs, 1), layer(x)[0]) < (1e-10 if dtype is torch.float64 else 1e-5)
 
 

@@ -42,7 +42,7 @@ def test_convolution_kernel_matches_torch(rows: int, length: int, channels: int,
     for fused in (True, False):
         x = projected[..., 8 : 8 + channels]
         if fused:
-            y = layer.fused(x, slice(0, channels), segments)
+            y = layer.forward_fused(x, slice(0, channels), segments)
         else:
             y = F.silu(layer(F.pad(x, (0, 0, width - 1, 0)), segments=segments))
         outputs.append((y, *torch.autograd.grad(y, (projected, *layer.parameters()), normal(*y.shape, seed=2))))
@@ -56,7 +56,7 @@ def test_gated_norm_kernel_matches_torch(rows: int, size: int) -> None:
         layer.weight.copy_(normal(size, seed=3))
     x, gate = normal(1, rows, size).requires_grad_(), normal(1, rows, size + 8, seed=1).requires_grad_()
     outputs = []
-    for form in (layer.fused, layer):
+    for form in (layer.forward_fused, layer):
         y = form(x, gate[..., :size])
         outputs.append((y, *torch.autograd.grad(y, (x, gate, layer.weight), normal(*y.shape, seed=2))))
     assert all(relative_error(actual, expected) < 1e-5 for actual, expected in zip(*outputs, strict=True))
@@ -71,7 +71,7 @@ def test_state_passing_kernel_matches_torch(length: int, size: int, states: int,
     leaves = [t.requires_grad_() for t in (x, dt, A, B, C)]
     outputs = []
     for kernels in (True, False):
-        y, last = scan_chunked(*leaves, chunk=8, resets=resets, kernels=kernels)
+        y, last = scan_chunked(*leaves, chunk=8, resets=resets, use_kernels=kernels)
         outputs.append((y, last, *torch.autograd.grad(y.sin().sum() + last.cos().sum(), leaves)))
     assert all(relative_error(actual, expected) < 1e-5 for actual, expected in zip(*outputs, strict=True))
 
@@ -86,7 +86,7 @@ def test_layer_with_kernels_matches_torch(packed: bool, compiled: bool) -> None:
     documents = (torch.arange(300, device=DEVICE) // 70).repeat(2, 1) if packed else None
     outputs = []
     for fused in (True, False):
-        layer.fused = fused
+        layer.has_kernels = fused
         torch.compiler.reset()
         form = torch.compile(layer, fullgraph=True, dynamic=False) if compiled and fused else layer
         y = form(x, documents=documents)[0]

@@ -17,11 +17,11 @@ from bottega.models.spiking.stdp import (
     STDPRule,
     apply_soft_bounds,
     clamp_to_bounds,
-    eligibility,
-    gain_and_loss,
+    compute_eligibility,
+    compute_gain_and_loss,
+    compute_trace,
+    compute_weight_change,
     match_row_statistics,
-    trace,
-    weight_change,
 )
 
 PAIR = STDPRule(a_plus=0.7, a_minus=0.4, tau_plus=3.0, tau_minus=5.0)
@@ -45,7 +45,7 @@ def draw_trains(
 
 
 def net_change(pre: Tensor, post: Tensor, rule: STDPRule) -> float:
-    gain, loss = gain_and_loss(pre, post, rule)
+    gain, loss = compute_gain_and_loss(pre, post, rule)
     return float(gain - loss)
 
 
@@ -83,10 +83,10 @@ def test_same_step_spikes_pair_only_when_causal() -> None:
 def test_eligibility_matches_the_formula(rule: STDPRule) -> None:
     pre, post = draw_trains(0)
     expected = reference_eligibility(pre, post, rule)
-    torch.testing.assert_close(eligibility(pre, post, rule), expected, rtol=1e-12, atol=1e-12)
-    gain, loss = gain_and_loss(pre, post, rule)
+    torch.testing.assert_close(compute_eligibility(pre, post, rule), expected, rtol=1e-12, atol=1e-12)
+    gain, loss = compute_gain_and_loss(pre, post, rule)
     torch.testing.assert_close(gain - loss, expected.sum(0), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(weight_change(pre, post, rule), expected.sum(0), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(compute_weight_change(pre, post, rule), expected.sum(0), rtol=1e-12, atol=1e-12)
     assert (gain >= 0).all()
     assert (loss >= 0).all()
     assert expected.abs().min() > 0
@@ -95,12 +95,12 @@ def test_eligibility_matches_the_formula(rule: STDPRule) -> None:
 @given(st.integers(0, 10_000))
 def test_time_reversal_flips_the_sign_of_the_pair_rule(seed: int) -> None:
     pre, post = draw_trains(seed, steps=7)
-    forwards, backwards = eligibility(pre, post, EVEN), eligibility(pre.flip(0), post.flip(0), EVEN)
+    forwards, backwards = compute_eligibility(pre, post, EVEN), compute_eligibility(pre.flip(0), post.flip(0), EVEN)
     torch.testing.assert_close(backwards, -forwards, rtol=1e-12, atol=1e-12)
     # With the causal convention same-step pairs potentiate in both directions.
     causal = replace(EVEN, same_step="causal")
     together = torch.einsum("sbo,sbi->boi", post, pre)
-    both = eligibility(pre, post, causal) + eligibility(pre.flip(0), post.flip(0), causal)
+    both = compute_eligibility(pre, post, causal) + compute_eligibility(pre.flip(0), post.flip(0), causal)
     torch.testing.assert_close(both, 2 * together, rtol=1e-12, atol=1e-12)
 
 
@@ -145,7 +145,7 @@ def test_earlier_output_spike_raises_the_gain_by_its_trace() -> None:
 
 def test_trace_with_and_without_its_own_step() -> None:
     spikes = build_train(0, 3, of=5)
-    before, after = (trace(spikes, 2.0, with_own_step=own)[:, 0, 0] for own in (False, True))
+    before, after = (compute_trace(spikes, 2.0, with_own_step=own)[:, 0, 0] for own in (False, True))
     torch.testing.assert_close(after, before + spikes[:, 0, 0])
     expected = [0.0, math.exp(-0.5), math.exp(-1.0), math.exp(-1.5), math.exp(-2.0) + math.exp(-0.5)]
     torch.testing.assert_close(before, torch.tensor(expected, dtype=torch.float64))
@@ -153,18 +153,20 @@ def test_trace_with_and_without_its_own_step() -> None:
 
 def test_sums_are_independent_of_the_split_and_weighted() -> None:
     pre, post = draw_trains(1, batch=6)
-    full = gain_and_loss(pre, post, TRIPLET)
+    full = compute_gain_and_loss(pre, post, TRIPLET)
     for cuts in ((2, 4), (1, 2, 3)):
-        parts = [gain_and_loss(*pair, TRIPLET) for pair in zip(pre.split(cuts, 1), post.split(cuts, 1), strict=True)]
+        parts = [
+            compute_gain_and_loss(*pair, TRIPLET) for pair in zip(pre.split(cuts, 1), post.split(cuts, 1), strict=True)
+        ]
         for side in (0, 1):
             summed = torch.stack([part[side] for part in parts]).sum(0)
             torch.testing.assert_close(summed, full[side], rtol=1e-12, atol=1e-12)
     reward = torch.tensor([1.0, -2.0, 0.0, 0.5, 3.0, 0.0], dtype=torch.float64)
-    gain, loss = gain_and_loss(pre, post, TRIPLET, weight=reward)
-    expected = torch.einsum("b,boi->oi", reward, eligibility(pre, post, TRIPLET))
+    gain, loss = compute_gain_and_loss(pre, post, TRIPLET, weight=reward)
+    expected = torch.einsum("b,boi->oi", reward, compute_eligibility(pre, post, TRIPLET))
     torch.testing.assert_close(gain - loss, expected, rtol=1e-12, atol=1e-12)
-    expected = torch.einsum("b,boi->oi", reward, eligibility(pre, post, PAIR))
-    torch.testing.assert_close(weight_change(pre, post, PAIR, weight=reward), expected, rtol=1e-12, atol=1e-12)
+    expected = torch.einsum("b,boi->oi", reward, compute_eligibility(pre, post, PAIR))
+    torch.testing.assert_close(compute_weight_change(pre, post, PAIR, weight=reward), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_example_of_zero_weight_may_be_nan() -> None:
@@ -172,8 +174,8 @@ def test_example_of_zero_weight_may_be_nan() -> None:
     pre[:, 1], weight = torch.nan, torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
     counted = [0, 2, 3]
     for actual, expected in zip(
-        gain_and_loss(pre, post, PAIR, weight=weight),
-        gain_and_loss(pre[:, counted], post[:, counted], PAIR),
+        compute_gain_and_loss(pre, post, PAIR, weight=weight),
+        compute_gain_and_loss(pre[:, counted], post[:, counted], PAIR),
         strict=True,
     ):
         torch.testing.assert_close(actual, expected)
@@ -182,7 +184,9 @@ def test_example_of_zero_weight_may_be_nan() -> None:
 def test_bf16_is_summed_in_float32() -> None:
     pre, post = draw_trains(3)
     for actual, expected in zip(
-        gain_and_loss(pre.bfloat16(), post.bfloat16(), PAIR), gain_and_loss(pre, post, PAIR), strict=True
+        compute_gain_and_loss(pre.bfloat16(), post.bfloat16(), PAIR),
+        compute_gain_and_loss(pre, post, PAIR),
+        strict=True,
     ):
         assert actual.dtype is torch.float32
         torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)

@@ -293,7 +293,7 @@ def test_first_mismatched_tensor_is_named_with_both_shapes(published: Path) -> N
     other = build_generator(build_shape(stages=2, hidden_size=16), 0)
     with pytest.raises(UsageError) as error:
         load_generator(other, published)
-    assert "backbone.unet.conv_in.weight of shape [8, 2, 3, 3], the recipe's model needs [16, 2, 3, 3]" in str(
+    assert "backbone.unet.conv_in.weight of shape [8, 2, 3, 3], but the recipe's model needs [16, 2, 3, 3]" in str(
         error.value
     )
     dit = DiTShape(grid=(8, 12), channels=2, patch=(2, 2), hidden_size=8, num_layers=1, num_heads=1)

@@ -30,7 +30,7 @@ from bottega.data.sources.take import Take
 from bottega.engines.torch.fisher import FISHER_STEP, fisher_diagonal
 from bottega.engines.torch.sums import sum_terms
 from bottega.tasks.evaluation_data import DataRequest
-from bottega.techniques.continual.forgetting import ForgettingMatrix, transfer_metrics
+from bottega.techniques.continual.forgetting import ForgettingMatrix, compute_transfer_metrics
 from bottega.techniques.continual.per_source_metrics import PerSourceMetrics
 from bottega.techniques.ewc.torch import Ewc, consolidate
 from toy_task import Toy, engine, source
@@ -120,15 +120,15 @@ def test_source_index_does_not_affect_training() -> None:
 
 def test_transfer_metrics_of_a_worked_example() -> None:
     matrix = np.array([[0.9, 0.2, 0.1], [0.6, 0.8, 0.3], [0.5, 0.85, 0.7]])
-    metrics = transfer_metrics(matrix, maximise=True)
+    metrics = compute_transfer_metrics(matrix, maximise=True)
     assert metrics["average"] == pytest.approx((0.5 + 0.85 + 0.7) / 3)
     assert metrics["backward_transfer"] == pytest.approx(((0.5 - 0.9) + (0.85 - 0.8)) / 2)
     assert metrics["forgetting"] == pytest.approx(((0.9 - 0.5) + (0.8 - 0.85)) / 2)
     # A rising loss is negative transfer too.
-    assert transfer_metrics(1 - matrix, maximise=False)["backward_transfer"] == pytest.approx(
+    assert compute_transfer_metrics(1 - matrix, maximise=False)["backward_transfer"] == pytest.approx(
         metrics["backward_transfer"]
     )
-    assert transfer_metrics(1 - matrix, maximise=False)["forgetting"] == pytest.approx(metrics["forgetting"])
+    assert compute_transfer_metrics(1 - matrix, maximise=False)["forgetting"] == pytest.approx(metrics["forgetting"])
 
 
 def test_matrix_is_recorded_at_source_ends_and_survives_a_resume() -> None:

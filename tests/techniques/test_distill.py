@@ -275,7 +275,7 @@ def test_recorded_language_model_computes_the_same_loss() -> None:
     model = build_models(Language(shape=shape), 0)["model"]
     tokens = torch.randint(0, 11, (3, 8), generator=torch.Generator().manual_seed(0))
     targets = tokens.roll(-1, 1).masked_fill(torch.arange(8) > 5, -100)
-    recorder = CallRecorder(model, tokens=True)
+    recorder = CallRecorder(model, computes_token_loss=True)
     torch.testing.assert_close(recorder(tokens, targets), model(tokens, targets))
     assert recorder.single_call.output.shape == (3, 8, 11)
     assert recorder.single_call.target_mask is not None

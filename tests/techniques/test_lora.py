@@ -24,7 +24,7 @@ from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import Noise
 from bottega.models.build import build_models
 from bottega.techniques.injected_layers import hash_frozen
-from bottega.techniques.lora.torch import Lora, find_low_rank_layers, merge, merged, unmerge
+from bottega.techniques.lora.torch import Lora, find_low_rank_layers, merge, merged_weights, unmerge
 from small_fine_tuning import (
     EMPTY,
     LANGUAGE,
@@ -108,7 +108,7 @@ def test_merge_is_equal_up_to_rounding_and_unmerge_bitwise(task_and_batch: tuple
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(compute_loss(task, model, batch), before)
     plain = build_models(task, 0)["model"]
-    with merged(model):
+    with merged_weights(model):
         assert list(model.state_dict()) == list(plain.state_dict())
         assert not find_low_rank_layers(model)
         plain.load_state_dict(model.state_dict())
@@ -222,7 +222,7 @@ def test_commands_work_on_a_lora_run(bases: Path, tmp_path: Path) -> None:
     run = train(bases, tmp_path, "language", name="verbs").path
     saved = bottega.load(run, device="cpu")
     text = saved.generate("alpha", max_tokens=8, temperature=0.0)
-    with merged(saved.model):
+    with merged_weights(saved.model):
         assert saved.generate("alpha", max_tokens=8, temperature=0.0) == text
     assert list_step_samples(run, step=3, replay=True)["replay"]["loss"] > 0
     rows = {row["name"]: row for row in inspect_model(str(run), [])["modules"]}

@@ -330,7 +330,7 @@ def test_evaluation_does_not_depend_on_what_is_unfrozen_so_far(method: str, tmp_
     assert evaluate(second.engine, iter_eval_batches(held_out, 4, limit=4)) == before
     assert second.advance(2, 5) == first.advance(2, 5)
     assert differing_tensors(first.state(), second.state()) == []
-    adapted = first.engine.task._adapted_parameters(first.engine.model)
+    adapted = first.engine.task._select_adapted_parameters(first.engine.model)
     assert {name for name, _ in first.engine.model.named_parameters() if name.startswith("layers.0.")}
     assert not any(name.startswith("layers.0.") for name in adapted), "permanently frozen layers are not adapted"
     assert set(is_frozen) & set(adapted)

@@ -29,7 +29,7 @@ from bottega.models.convnet.config import ConvNetShape
 from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.kinds import resolve_shape_fields
 from bottega.models.spiking.config import SpikingNetShape, SpikingShape
-from bottega.models.spiking.stdp import STDPRule, eligibility
+from bottega.models.spiking.stdp import STDPRule, compute_eligibility
 from bottega.models.spiking.units import SpikingGate, SpikingLayer
 from bottega.tasks.classify.task import Classification
 from bottega.tasks.language.task import Language
@@ -37,10 +37,10 @@ from bottega.tasks.multitask.task import Multitask
 from bottega.tasks.recipes import load_recipe
 from bottega.techniques.plasticity.config import PlasticityOptions
 from bottega.techniques.plasticity.torch import (
-    COUNT,
+    COUNT_PREFIX,
     REWARD,
-    REWARDED,
-    SUM,
+    REWARDED_PREFIX,
+    SUM_PREFIX,
     Plasticity,
     compute_reward,
     record_spikes,
@@ -119,7 +119,7 @@ def test_step_moves_weights_by_the_mean_eligibility() -> None:
     trains = record_trains(subject.model, torch.from_numpy(batches.batch(0)["image"]))
     train_steps(subject, batches, 0, 1)
     for name, (pre, post) in trains.items():
-        each = eligibility(pre, post, STDPRule(a_minus=0.8, tau_minus=5.0))
+        each = compute_eligibility(pre, post, STDPRule(a_minus=0.8, tau_minus=5.0))
         assert len(each) == 8
         expected = weight_of(before, name) + 0.05 * each.mean(0).numpy()
         np.testing.assert_allclose(weight_of(copy_state(subject), name), expected, rtol=1e-5, atol=1e-6)
@@ -292,7 +292,7 @@ def test_reward_weighs_examples_by_advantage_over_the_running_mean() -> None:
     new = plastic.update(tensors, loss.stats, RNG)
     running = 0.9 * old + 0.1 * torch.stack((correct.mean(), torch.ones(())))
     torch.testing.assert_close(new[REWARD], running)
-    each = eligibility(pre, post, plastic.rule)
+    each = compute_eligibility(pre, post, plastic.rule)
     advantage = correct - running[0] / running[1]
     expected = tensors[SECOND] + 0.05 * torch.einsum("b,boi->oi", advantage, each) / 8
     torch.testing.assert_close(new[SECOND], expected, rtol=1e-5, atol=1e-6)
@@ -304,7 +304,7 @@ def test_reward_equal_to_the_running_mean_changes_nothing() -> None:
     stats = compute_example_stats(plastic, model)
     stats[REWARD] = torch.tensor([8.0, 8.0])
     for name in (FIRST, SECOND):
-        stats[REWARDED + name] = stats[SUM + name]
+        stats[REWARDED_PREFIX + name] = stats[SUM_PREFIX + name]
     tensors = {**_tensors(model), REWARD: torch.zeros(2)}
     new = plastic.update(tensors, stats, RNG)
     for name in (FIRST, SECOND):
@@ -343,7 +343,7 @@ def test_non_finite_stats_change_no_weight() -> None:
     plastic = build_task()
     model = build_models(plastic, 0)["model"]
     stats = compute_example_stats(plastic, model)
-    stats[SUM + SECOND][0, 0] = torch.inf
+    stats[SUM_PREFIX + SECOND][0, 0] = torch.inf
     tensors = _tensors(model)
     new = plastic.update(tensors, stats, RNG)
     assert torch.equal(new[SECOND], tensors[SECOND])
@@ -379,10 +379,10 @@ def test_shared_weights_and_spiking_routers_are_updated() -> None:
     assert [recorded[i][0].pre.shape for i in range(3)] == [(5, 7, 4)] * 3
     plastic = build_task()
     sums = plastic._compute_stats(layers, recorded, Loss(terms={}), {})
-    expected = sum(eligibility(*recorded[i][0][:2], plastic.rule).sum(0) for i in (0, 1))
-    torch.testing.assert_close(sums[f"{SUM}first.synapse.weight"], expected)
+    expected = sum(compute_eligibility(*recorded[i][0][:2], plastic.rule).sum(0) for i in (0, 1))
+    torch.testing.assert_close(sums[f"{SUM_PREFIX}first.synapse.weight"], expected)
     assert sums["plasticity/count/first.synapse.weight"] == 14
-    assert sums[f"{SUM}gate.groups.synapse.weight"].abs().sum() > 0
+    assert sums[f"{SUM_PREFIX}gate.groups.synapse.weight"].abs().sum() > 0
 
 
 def test_layer_without_inputs_has_zero_stats() -> None:
@@ -419,9 +419,9 @@ def test_router_ignores_padding_tokens() -> None:
     more = torch.cat((mask, torch.zeros(2, 5, dtype=torch.long)), dim=1)
     padded = compute_stats(plastic, model, {"input_ids": wide, "attention_mask": more})
     name = "model.layers.0.mlp.gate.groups.synapse.weight"
-    assert alone[COUNT + name] == padded[COUNT + name] == 8 + 5
-    assert alone[SUM + name].abs().max() > 0.01
-    torch.testing.assert_close(padded[SUM + name], alone[SUM + name], rtol=1e-5, atol=1e-5)
+    assert alone[COUNT_PREFIX + name] == padded[COUNT_PREFIX + name] == 8 + 5
+    assert alone[SUM_PREFIX + name].abs().max() > 0.01
+    torch.testing.assert_close(padded[SUM_PREFIX + name], alone[SUM_PREFIX + name], rtol=1e-5, atol=1e-5)
     tensors = {**_tensors(model), **dict(model.named_buffers())}
     a, b = (plastic.update(tensors, stats, RNG)[name] for stats in (alone, padded))
     torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
@@ -445,10 +445,13 @@ def test_rows_of_one_task_update_that_task_only() -> None:
     short = {name: value[:1] for name, value in first.items()}
     stats = compute_stats(plastic, model, {"a": {**first, "weight": weight}, "b": first})
     separate = [compute_stats(plastic, model, batch) for batch in ({"a": short}, {"b": first})]
-    assert stats[COUNT + names[0]] == 3
+    assert stats[COUNT_PREFIX + names[0]] == 3
     for name in names:
         torch.testing.assert_close(
-            stats[SUM + name], sum(part_stats[SUM + name] for part_stats in separate), rtol=1e-5, atol=1e-6
+            stats[SUM_PREFIX + name],
+            sum(part_stats[SUM_PREFIX + name] for part_stats in separate),
+            rtol=1e-5,
+            atol=1e-6,
         )
 
 

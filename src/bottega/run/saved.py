@@ -152,7 +152,9 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
     technique = find_injection(recipe)
-    injected = build_injected_task(workload.task, technique, of=workload.task) if technique is not None else None
+    injected = (
+        build_injected_task(workload.task, technique, workload_task=workload.task) if technique is not None else None
+    )
     task = injected or workload.task
     if recipe.data.mixture == "sequence":  # the same metrics as in training
         task = PerSourceMetrics(inner=task, names=tuple(get_source_names(recipe.data.sources or ())))

@@ -16,7 +16,7 @@ from bottega.models.decoder.torch import Block
 from bottega.models.losses.token_loss import IGNORE_INDEX, token_cross_entropy
 from bottega.models.spiking.units import SpikingLayer
 
-MODEL_SPECIFIC = ("draws",)
+MODEL_SPECIFIC_ARGUMENTS = ("draws",)
 """Arguments that are not passed on to another model: the random numbers that turn pixels into spikes."""
 
 
@@ -30,10 +30,13 @@ class ModelCall:
     target_mask: Tensor | None = None
     """Bool `(B, T)`: the tokens that are predicted."""
 
-    def replay_on(self, other: Any) -> Tensor:
+    def replay_on(self, model: Any) -> Tensor:
         """Call another model with the same arguments, so that noise, timesteps and dropped conditions are the same."""
         return _split_output(
-            other(*self.args, **{name: value for name, value in self.kwargs.items() if name not in MODEL_SPECIFIC})
+            model(
+                *self.args,
+                **{name: value for name, value in self.kwargs.items() if name not in MODEL_SPECIFIC_ARGUMENTS},
+            )
         )[0]
 
 
@@ -41,16 +44,16 @@ class ModelCall:
 class CallRecorder:
     """Proxy of a model that records its calls; every other attribute is the model's own.
 
-    With `tokens`, it is called like the transformer, with inputs and targets, and returns the summed negative log
-    likelihood: it calls the model for logits and computes the sum from them.
+    With `computes_token_loss`, it is called like the transformer, with inputs and targets, and returns the summed negative
+    log likelihood: it calls the model for logits and computes the sum from them.
     """
 
-    def __init__(self, model: Any, *, tokens: bool) -> None:
-        self.model, self.tokens = model, tokens
+    def __init__(self, model: Any, *, computes_token_loss: bool) -> None:
+        self.model, self.computes_token_loss = model, computes_token_loss
         self.calls: list[ModelCall] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.tokens:
+        if not self.computes_token_loss:
             output = self.model(*args, **kwargs)
             self.calls.append(ModelCall(args, kwargs, _split_output(output)[0]))
             return output
@@ -78,14 +81,14 @@ def _split_output(output: Any) -> tuple[Tensor, tuple[Any, ...]]:
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the numbered blocks that a sample passes one after the other; empty if the model has none.
 
-    Those of the backbone if there is one, since a condition encoder has blocks too. Parallel filters, which have no
-    submodules, are not blocks.
+    They are the blocks of the backbone if there is one, since a condition encoder has blocks too. Parallel filters, which
+    have no submodules, are not blocks.
     """
     backbone = getattr(model, "backbone", None)
-    inside = backbone if isinstance(backbone, nn.Module) else model
-    rows = [list(module) for module in inside.modules() if isinstance(module, nn.ModuleList)]
-    rows = [row for row in rows if row and all(len(list(block.children())) for block in row)]
-    return max(rows, key=len, default=[])
+    root = backbone if isinstance(backbone, nn.Module) else model
+    block_lists = [list(module) for module in root.modules() if isinstance(module, nn.ModuleList)]
+    block_lists = [blocks for blocks in block_lists if blocks and all(len(list(block.children())) for block in blocks)]
+    return max(block_lists, key=len, default=[])
 
 
 def match_blocks(own: Sequence[nn.Module], theirs: Sequence[nn.Module]) -> list[tuple[nn.Module, nn.Module]]:
@@ -102,21 +105,21 @@ def record_activations(blocks: Sequence[nn.Module]) -> Iterator[dict[int, Tensor
     """
     states: dict[int, Tensor] = {}
 
-    def hook(number: int) -> Any:
+    def make_hook(number: int) -> Any:
         def record(block: nn.Module, inputs: Any, output: Any) -> None:
-            states[number] = _hidden_state(block, output)
+            states[number] = _extract_hidden_state(block, output)
 
         return record
 
-    hooks = [block.register_forward_hook(hook(number)) for number, block in enumerate(blocks)]
+    handles = [block.register_forward_hook(make_hook(number)) for number, block in enumerate(blocks)]
     try:
         yield states
     finally:
-        for handle in hooks:
+        for handle in handles:
             handle.remove()
 
 
-def _hidden_state(block: nn.Module, output: Any) -> Tensor:
+def _extract_hidden_state(block: nn.Module, output: Any) -> Tensor:
     """Return the output of a block as `(B, N, D)`; grids `(B, D, ...)` have their channels second."""
     if isinstance(block, Block):  # the residual stream, and what the next block adds to it
         output = output[0] + output[1]

@@ -24,7 +24,7 @@ from bottega.similar_names import find_similar_names
 from bottega.techniques.wrapped_task import WrappedTask
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-READ_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+FUSED_MODULES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules that pass the weights of their layers to a fused kernel and may never call the layers."""
 HEADS = ("head", "lm_head", "classifier", "score", "out", "proj_out", "conv_out")
 """Names of output layers after the blocks, here and in other libraries."""
@@ -77,21 +77,21 @@ class InjectedTask(WrappedTask):
 
     def specs(self) -> dict[str, ModelSpec]:
         specs = self.inner.specs()
-        return {**specs, "model": specs["model"].changed(self._inject_checked)}
+        return {**specs, "model": specs["model"].changed(self._check_and_inject)}
 
     def notes(self, model: nn.Module) -> list[str]:
         """Return notes for the user on these options with this model."""
         return []
 
-    def check_patterns(self, words: Iterable[str], model: nn.Module, *, key: str) -> None:
+    def check_patterns(self, patterns: Iterable[str], model: nn.Module, *, key: str) -> None:
         """Raise UsageError if a pattern matches only frozen parameters; patterns without a match are reported elsewhere."""
         names = [name for name, _ in model.named_parameters()]
-        for word in words:
-            check_pattern(word, key=key)
-            matches = [name for name in names if matches_part(word, name)]
+        for pattern in patterns:
+            check_pattern(pattern, key=key)
+            matches = [name for name in names if matches_part(pattern, name)]
             if matches and not any(map(self.is_trainable, matches)):
                 raise UsageError(
-                    f"{key}: {word!r} matches {matches[0]} of the base model, which {self.key} freezes; remove it, or "
+                    f"{key}: {pattern!r} matches {matches[0]} of the base model, which {self.key} freezes; remove it, or "
                     f"train it with {self.key}.train"
                 )
 
@@ -108,25 +108,25 @@ class InjectedTask(WrappedTask):
 
     def is_fully_trained(self, name: str) -> bool:
         """Return whether a parameter of the base model is trained in full, by `train` or `random_modules`."""
-        return any(matches_part(word, name) for word in (*self.train, *self.random_modules))
+        return any(matches_part(pattern, name) for pattern in (*self.train, *self.random_modules))
 
-    def _inject_checked(self, models: Models, seed: int) -> None:
+    def _check_and_inject(self, models: Models, seed: int) -> None:
         model = models["model"]
         names = [name for name, _ in model.named_parameters()]
-        for word in self.train:
-            check_pattern(word, key=f"{self.key}.train")
-            if not any(matches_part(word, name) for name in names):
+        for pattern in self.train:
+            check_pattern(pattern, key=f"{self.key}.train")
+            if not any(matches_part(pattern, name) for name in names):
                 modules = ", ".join(sorted({name.partition(".")[0] for name in names}))
                 raise UsageError(
-                    f"{self.key}.train: {word!r} is not a module and matches no parameter; the model has {modules}"
+                    f"{self.key}.train: {pattern!r} is not a module and matches no parameter; the model has {modules}"
                 )
         self.inject(model, seed)
 
 
-def matches_part(word: str, name: str) -> bool:
-    """Return whether a parameter or layer is inside the module `word`, such as `layers.0`, or its name matches it as a
-    pattern."""
-    return name == word or name.startswith(f"{word}.") or re.fullmatch(word, name) is not None
+def matches_part(pattern: str, name: str) -> bool:
+    """Return whether a parameter or layer is inside the module `pattern`, such as `layers.0`, or matches it as a
+    regular expression."""
+    return name == pattern or name.startswith(f"{pattern}.") or re.fullmatch(pattern, name) is not None
 
 
 def hash_frozen(model: nn.Module, is_trainable: Callable[[str], bool]) -> str:
@@ -168,7 +168,7 @@ def find_injectable_layers(
     """
     num_owners: dict[int, int] = {}
     read_directly: set[int] = set()
-    fused: set[int] = set()
+    fused_modules: set[int] = set()
     for module in model.modules():
         for parameter in module._parameters.values():
             if parameter is not None:
@@ -176,14 +176,14 @@ def find_injectable_layers(
         head = getattr(module, "head_weight", None)
         if isinstance(head, Tensor):
             read_directly.add(id(head))
-        if isinstance(module, READ_INSIDE):
-            fused |= {id(inner) for inner in module.modules()}
+        if isinstance(module, FUSED_MODULES):
+            fused_modules |= {id(inner) for inner in module.modules()}
     return {
         name: module
         for name, module in model.named_modules()
         if type(module) in kinds
         and getattr(module, "groups", 1) == 1
-        and id(module) not in fused
+        and id(module) not in fused_modules
         and id(module.weight) not in read_directly
         and num_owners[id(module.weight)] == 1
     }
@@ -192,43 +192,45 @@ def find_injectable_layers(
 def select_layers(candidates: Iterable[str], targets: Sequence[str], *, key: str, layers: Iterable[str]) -> list[str]:
     """Return the injectable layers that `targets` name, by a suffix of the name or a pattern; `layers` are all layers."""
     candidates, selected = list(candidates), set[str]()
-    for word in targets:
-        check_pattern(word, key=key)
-        matches = {name for name in candidates if _matches_target(word, name)}
+    for pattern in targets:
+        check_pattern(pattern, key=key)
+        matches = {name for name in candidates if _matches_target(pattern, name)}
         if not matches:
-            others = [name for name in layers if _matches_target(word, name)]
-            if not others and word in HEADS:
+            other_layers = [name for name in layers if _matches_target(pattern, name)]
+            if not other_layers and pattern in HEADS:
                 raise UsageError(
-                    f"{key}: the model has no separate {word}: it is tied to the embedding, and a change would affect only "
+                    f"{key}: the model has no separate {pattern}: it is tied to the embedding, and a change would affect only "
                     "one of the two uses; remove it"
                 )
-            if others:
+            if other_layers:
                 raise UsageError(
-                    f"{key}: {word!r} matches {others[0]}, whose weight is read elsewhere or trained in full; remove it"
+                    f"{key}: {pattern!r} matches {other_layers[0]}, whose weight is read elsewhere or trained in full; remove it"
                 )
-            raise UsageError(f"{key}: {word!r} matches no layer of the model; {_suggest_layers(word, candidates)}")
+            raise UsageError(
+                f"{key}: {pattern!r} matches no layer of the model; {_suggest_layers(pattern, candidates)}"
+            )
         selected |= matches
     return [name for name in candidates if name in selected]
 
 
-def name_suffixes(names: Iterable[str]) -> list[str]:
+def list_name_suffixes(names: Iterable[str]) -> list[str]:
     """Return the last components of names, with the one before if the last is a number."""
     return sorted({re.sub(r"^.*?([^.]+(\.\d+)?)$", r"\1", name) for name in names})
 
 
-def _suggest_layers(word: str, candidates: Sequence[str]) -> str:
-    suffixes = name_suffixes(candidates)
-    near = find_similar_names(word, suffixes)
-    return f"did you mean {near[0]}?" if near else f"choose from {', '.join(suffixes) or 'none'}"
+def _suggest_layers(pattern: str, candidates: Sequence[str]) -> str:
+    suffixes = list_name_suffixes(candidates)
+    similar_names = find_similar_names(pattern, suffixes)
+    return f"did you mean {similar_names[0]}?" if similar_names else f"choose from {', '.join(suffixes) or 'none'}"
 
 
-def _matches_target(word: str, name: str) -> bool:
-    return name == word or name.endswith(f".{word}") or re.fullmatch(word, name) is not None
+def _matches_target(pattern: str, name: str) -> bool:
+    return name == pattern or name.endswith(f".{pattern}") or re.fullmatch(pattern, name) is not None
 
 
-def check_pattern(word: str, *, key: str) -> None:
-    """Raise UsageError if `word` is not a valid regular expression."""
+def check_pattern(pattern: str, *, key: str) -> None:
+    """Raise UsageError if `pattern` is not a valid regular expression."""
     try:
-        re.compile(word)
+        re.compile(pattern)
     except re.error as error:
-        raise UsageError(f"{key}: {word!r} is not a regular expression: {error}") from None
+        raise UsageError(f"{key}: {pattern!r} is not a regular expression: {error}") from None

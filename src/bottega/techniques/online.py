@@ -34,7 +34,7 @@ def apply_stream(plan: TrainingPlan, recipe: Recipe, workload: Workload) -> Trai
         order = build_online_stream(recipe, len(plan.training))
     elif not isinstance(order, Unshuffled):
         raise UsageError(
-            "data.online: a stream reads samples in the order of the data, but these have another order (a mixture, or "
+            "data.online: a stream reads samples in the order of the data, but the samples have another order (a mixture, or "
             "images in buckets); keep one"
         )
     metrics_callback = Prequential(workload.summarise)
@@ -48,7 +48,7 @@ def apply_stream(plan: TrainingPlan, recipe: Recipe, workload: Workload) -> Trai
 
         engine.add_hook(evaluate)
 
-    streamed = replace(
+    streamed_plan = replace(
         plan,
         order=order,
         notes=(*plan.notes, _describe_stream(recipe, order, plan.training)),
@@ -56,25 +56,25 @@ def apply_stream(plan: TrainingPlan, recipe: Recipe, workload: Workload) -> Trai
         summarise=lambda metrics: metrics_callback.add_metrics(plan.summarise(metrics)),
         on_train_end=lambda directory, console: _report_metrics(plan, metrics_callback, directory, console),
     )
-    return streamed.with_train_start_hook(add_evaluation)
+    return streamed_plan.with_train_start_hook(add_evaluation)
 
 
 def _evaluate_in_parts(engine: Engine, batch: Batch, *, max_examples: int | None) -> Iterator[Sums]:
     """Evaluate a batch in parts of at most the micro-batch size, and at most `max_examples` examples over all ranks."""
     size = batch_length(batch)
     limits = [engine.micro_batch_size, -(-max_examples // engine.data_size) if max_examples is not None else None]
-    at_once, at = min([size, *(limit for limit in limits if limit is not None)]), 0
-    while at < size:
+    part_size, start = min([size, *(limit for limit in limits if limit is not None)]), 0
+    while start < size:
         try:
-            sums = engine.eval_step(slice_batch(batch, at, at + at_once), with_rows=False).sums
+            sums = engine.eval_step(slice_batch(batch, start, start + part_size), with_rows=False).sums
         except OutOfMemory:
-            # A single process determines its micro-batch size in the first step, which comes later; several ranks have it.
-            if at_once == 1 or engine.world > 1:
+            # A single process finds its micro-batch size in the first step, after this; several ranks already have it.
+            if part_size == 1 or engine.world > 1:
                 raise
-            at_once = -(-at_once // 2)
+            part_size = -(-part_size // 2)
             continue
         yield sums
-        at += at_once
+        start += part_size
 
 
 def _weight_new_samples(batch: Batch, loader: Loader, step: int) -> dict[str, Any]:
@@ -84,12 +84,12 @@ def _weight_new_samples(batch: Batch, loader: Loader, step: int) -> dict[str, An
     source, order = loader.source, loader.order
     assert order is not None
     if isinstance(source, Zip) and source.orders is not None:
-        parts = {name: _only_new(batch[name], own, positions) for name, own in source.orders.items()}
+        parts = {name: _mask_replayed(batch[name], part_order, positions) for name, part_order in source.orders.items()}
         return {**batch, **parts, "index": positions}
-    return {**_only_new(batch, order, positions), "index": positions}
+    return {**_mask_replayed(batch, order, positions), "index": positions}
 
 
-def _only_new(batch: Batch, order: Order, positions: np.ndarray) -> dict[str, Any]:
+def _mask_replayed(batch: Batch, order: Order, positions: np.ndarray) -> dict[str, Any]:
     assert isinstance(order, OnlineOrder), "checked when the stream was built"
     is_new = order.is_new(positions).astype(np.float32)
     return {**batch, "weight": batch["weight"] * is_new if "weight" in batch else is_new}
@@ -98,11 +98,11 @@ def _only_new(batch: Batch, order: Order, positions: np.ndarray) -> dict[str, An
 def _describe_stream(recipe: Recipe, order: Order, source: Source) -> str:
     online = recipe.data.online
     assert online is not None
-    longest = max(map(len, source.sources.values())) if isinstance(source, Zip) else len(source)
+    num_samples = max(map(len, source.sources.values())) if isinstance(source, Zip) else len(source)
     memory = f"the last {online.memory:,}" if online.memory is not None else "all earlier"
     replay = f", with {online.replay:.0%} of each batch replayed from {memory} samples" if online.replay else ""
     return (
-        f"online: {longest:,} samples once each, in the order of the data{replay}; the metrics online/... evaluate each "
+        f"online: {num_samples:,} samples once each, in the order of the data{replay}; the metrics online/... evaluate each "
         "sample before it is trained on"
     )
 

@@ -73,20 +73,20 @@ class TrainingPlan:
 
     def with_engine_built_hook(self, hook: Callable[[TrainingPlan, Engine], TrainingPlan]) -> TrainingPlan:
         """Return the plan with one more `on_engine_built` hook, called after the others."""
-        earlier = self.on_engine_built
+        earlier_hook = self.on_engine_built
 
-        def both(plan: TrainingPlan, engine: Engine) -> TrainingPlan:
-            return hook(earlier(plan, engine) if earlier is not None else plan, engine)
+        def call_both(plan: TrainingPlan, engine: Engine) -> TrainingPlan:
+            return hook(earlier_hook(plan, engine) if earlier_hook is not None else plan, engine)
 
-        return replace(self, on_engine_built=both)
+        return replace(self, on_engine_built=call_both)
 
     def with_train_start_hook(self, hook: TrainStartHook) -> TrainingPlan:
         """Return the plan with one more `on_train_start` hook, called after the others."""
-        earlier = self.on_train_start
+        earlier_hook = self.on_train_start
 
-        def both(engine: Engine, loader: Loader, *, resumed: bool) -> None:
-            if earlier is not None:
-                earlier(engine, loader, resumed=resumed)
+        def call_both(engine: Engine, loader: Loader, *, resumed: bool) -> None:
+            if earlier_hook is not None:
+                earlier_hook(engine, loader, resumed=resumed)
             hook(engine, loader, resumed=resumed)
 
-        return replace(self, on_train_start=both)
+        return replace(self, on_train_start=call_both)

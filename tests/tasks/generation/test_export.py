@@ -394,7 +394,7 @@ def test_a_generator_starts_from_an_export(case: str, tmp_path: Path) -> None:
     names = [name for name in exported.state_dict() if case != "dit-attributes" or not name.startswith("condition.")]
     assert all(torch.equal(started.state_dict()[name], exported.state_dict()[name]) for name in names)
     if case == "dit-attributes":  # diffusers' layout has a single embedding table
-        assert torch.equal(started.condition.folded(), exported.condition.folded())
+        assert torch.equal(started.condition.fold_shared(), exported.condition.fold_shared())
 
 
 def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
@@ -404,7 +404,7 @@ def test_another_number_of_classes_is_refused(tmp_path: Path) -> None:
     other = build_generator(workload.task.shape.model_copy(update={"condition": five}), 0)
     with pytest.raises(UsageError) as error:
         load_generator(other, tmp_path)
-    assert "condition.embedding.weight of shape [4, 24], the recipe's model needs [6, 24]" in str(error.value)
+    assert "condition.embedding.weight of shape [4, 24], but the recipe's model needs [6, 24]" in str(error.value)
 
 
 # A complete run

@@ -304,7 +304,7 @@ def test_more_steps_than_the_schedule_has_are_refused(run_command: Any, tmp_path
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"model.patch_size": 3}, ["model.patch_size", "3 do not divide a side of 8", "1, 2, 4, 8 do"]),
+        ({"model.patch_size": 3}, ["model.patch_size", "3 do not divide a side of 8", "use one of 1, 2, 4, 8"]),
         ({"model.num_heads": 3}, ["model.hidden_size", "not a multiple of num_heads 3"]),
         ({"data.buckets": 3, "data.image_size": 8}, ["data.buckets", "one shape"]),
         ({"model.condition": "none", "samples.guidance": 2}, ["samples.guidance 2", "no condition"]),

@@ -281,7 +281,7 @@ def test_call_recorder_preserves_expert_losses() -> None:
     """Distillation reads logits where the task computes the loss."""
     task, batch = build_task(), host_batch()
     models = build_skewed_models(task)
-    recorder = CallRecorder(models["model"], tokens=True)
+    recorder = CallRecorder(models["model"], computes_token_loss=True)
     a, b = compute_loss(task, models, batch), compute_loss(task, {"model": recorder}, batch)
     for name, (total, _) in a.terms.items():
         assert b.terms[name][0].item() == pytest.approx(total.item(), rel=1e-5), name

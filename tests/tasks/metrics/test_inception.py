@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bottega.core.errors import CheckpointError
 from bottega.core.noise import numpy_generator
-from bottega.models.metric_networks.inception import Inception, Mixed, inception_features, load_inception
+from bottega.models.metric_networks.inception import Inception, Mixed, compute_inception_features, load_inception
 
 
 def random_state() -> dict[str, Tensor]:
@@ -87,7 +87,8 @@ def test_features_are_finite_and_depend_on_the_image(model: Inception) -> None:
 def test_bytes_are_scaled_to_minus_one_to_one(model: Inception) -> None:
     images = torch.tensor([[[[0, 51, 255]]]], dtype=torch.uint8).expand(1, 9, 9, 3)
     assert torch.equal(
-        inception_features(model, images), model(torch.tensor([-1, -0.6, 1]).view(1, 3, 1, 1).expand(1, 3, 9, 9))
+        compute_inception_features(model, images),
+        model(torch.tensor([-1, -0.6, 1]).view(1, 3, 1, 1).expand(1, 3, 9, 9)),
     )
 
 

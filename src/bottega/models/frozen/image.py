@@ -21,7 +21,7 @@ from bottega.models.folders.transformers_loader import load_pretrained
 from bottega.models.frozen.config import FrozenPrecision
 from bottega.models.frozen.precision import build_quantization_config, default_device, frozen_dtype, is_worth_compiling
 from bottega.models.pipeline.metadata import T5_TOKENS, PipelineMetadata, read_pipeline_metadata
-from bottega.models.pipeline.model_index import TRANSFORMER, UNET, VAE, weights_variant
+from bottega.models.pipeline.model_index import TRANSFORMER, UNET, VAE, find_weights_variant
 from bottega.models.pipeline.tokenization import tokenize
 
 __all__ = [
@@ -236,7 +236,11 @@ def _load_component(model_class: Any, folder: str, **options: Any) -> Any:
     would be initialised at random.
     """
     return load_pretrained(
-        model_class, folder, description=f"a {model_class.__name__}", variant=weights_variant(Path(folder)), **options
+        model_class,
+        folder,
+        description=f"a {model_class.__name__}",
+        variant=find_weights_variant(Path(folder)),
+        **options,
     )
 
 

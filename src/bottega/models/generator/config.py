@@ -32,22 +32,25 @@ class DiTShape(BaseModel):
     dropout: float = Field(0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
-    def _fits(self) -> DiTShape:
+    def _check_dimensions(self) -> DiTShape:
         if len(self.patch) != len(self.grid):
             raise ValueError(
                 f"patch: has length {len(self.patch)}, but grid has length {len(self.grid)}; give one side of the patch for each side of the grid"
             )
-        wrong = [axis for axis, (side, part) in enumerate(zip(self.grid, self.patch, strict=True)) if side % part]
-        if wrong:
-            side, part = self.grid[wrong[0]], self.patch[wrong[0]]
-            key = "temporal_patch_size" if len(self.grid) == 3 and wrong[0] == 0 else "patch_size"
-            fits = ", ".join(str(n) for n in range(1, side + 1) if side % n == 0)
+        undivided_axes = [
+            axis for axis, (side, patch_side) in enumerate(zip(self.grid, self.patch, strict=True)) if side % patch_side
+        ]
+        if undivided_axes:
+            side, patch_side = self.grid[undivided_axes[0]], self.patch[undivided_axes[0]]
+            key = "temporal_patch_size" if len(self.grid) == 3 and undivided_axes[0] == 0 else "patch_size"
+            divisors = ", ".join(str(n) for n in range(1, side + 1) if side % n == 0)
             raise ValueError(
-                f"{key}: patches of {part} do not divide a side of {side} (of {_sides(self.grid)}); {fits} do"
+                f"{key}: patches of {patch_side} do not divide a side of {side} (of {_format_sides(self.grid)}); "
+                f"use one of {divisors}"
             )
         if math.prod(self.tokens) > MAX_TOKENS:
             raise ValueError(
-                f"patch_size: a sample of {_sides(self.grid)} has {math.prod(self.tokens):,} patches, more than the limit of "
+                f"patch_size: a sample of {_format_sides(self.grid)} has {math.prod(self.tokens):,} patches, more than the limit of "
                 f"{MAX_TOKENS:,}; make the sample smaller, or the patches larger"
             )
         if self.hidden_size % self.num_heads:
@@ -61,7 +64,7 @@ class DiTShape(BaseModel):
 
 
 class UNetShape(BaseModel):
-    """Dimensions of diffusers' UNet, built from scratch or by a folder's configuration."""
+    """Dimensions of diffusers' UNet, built from scratch or from a folder's configuration."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -109,7 +112,7 @@ class ConditionShape(BaseModel):
     hidden_size: int = 0
     """Width of the condition vector of the backbone."""
     vocab_size: int | None = None
-    """Vocabulary of our own text encoder; None for one from a folder."""
+    """Vocabulary of our own text encoder; None for an encoder from a folder."""
     text_size: int = 0
     text_layers: int = 0
     max_tokens: int = 0
@@ -143,5 +146,5 @@ class CodeGeneratorShape(BaseModel):
         return (*self.backbone.grid, self.backbone.channels)
 
 
-def _sides(grid: tuple[int, ...]) -> str:
+def _format_sides(grid: tuple[int, ...]) -> str:
     return " x ".join(map(str, grid))

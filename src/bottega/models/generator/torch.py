@@ -53,7 +53,8 @@ class Generator(nn.Module):
     ) -> Tensor:
         """Return the backbone's prediction.
 
-        Text is given as `input_ids` (B, L) for our own encoder or as `context` (B, L, W) of another, with `mask` (B, L).
+        Text is given as `input_ids` (B, L) for our own encoder, or as `context` (B, L, W), the output of another
+        encoder; `mask` (B, L) belongs to either.
         """
         kind = self.shape.condition.kind
         if kind == "text":
@@ -75,7 +76,7 @@ class Generator(nn.Module):
         self.backbone.checkpoint_blocks = value
 
     def compile_whole(self, *, use_cuda_graphs: bool) -> None:
-        """Compile the backbone as one graph; with `graphs` as CUDA graphs where it supports them."""
+        """Compile the backbone as one graph; with `use_cuda_graphs`, as CUDA graphs if the backbone supports them."""
         self.backbone.compile_whole(use_cuda_graphs=use_cuda_graphs)
 
 
@@ -90,7 +91,7 @@ class ClassCondition(nn.Module):
 
     def __init__(self, shape: ConditionShape) -> None:
         super().__init__()
-        self.none = shape.size
+        self.null_class = shape.size
         self.embedding = nn.Embedding(shape.size + 1, shape.hidden_size)
         self.shared: nn.Embedding | None = None
         if shape.shared:
@@ -101,14 +102,14 @@ class ClassCondition(nn.Module):
             self.register_buffer("rows", rows, persistent=False)
 
     def forward(self, label: Tensor, drop: Tensor | None) -> Tensor:
-        """Return the embedding of each label, (B, D); rows with `drop` have that of no class."""
-        label = label.long() if drop is None else torch.where(drop, self.none, label.long())
-        own = self.embedding(label)
-        return own if self.shared is None else own + self.shared(self.rows[label]).sum(dim=-2)
+        """Return the embedding of each label, (B, D); rows with `drop` have the embedding of no class."""
+        label = label.long() if drop is None else torch.where(drop, self.null_class, label.long())
+        embedding = self.embedding(label)
+        return embedding if self.shared is None else embedding + self.shared(self.rows[label]).sum(dim=-2)
 
-    def folded(self) -> Tensor:
+    def fold_shared(self) -> Tensor:
         """Return one equivalent table (classes + 1, width), with the shared embeddings added."""
-        classes = torch.arange(self.none + 1, device=self.embedding.weight.device)
+        classes = torch.arange(self.null_class + 1, device=self.embedding.weight.device)
         return self(classes, None).detach()
 
 
@@ -122,13 +123,13 @@ class VectorCondition(nn.Module):
         self.none = nn.Parameter(torch.zeros(shape.hidden_size))
 
     def forward(self, vector: Tensor, drop: Tensor | None) -> Tensor:
-        """Return the embedding of each vector, (B, D); rows with `drop` have that of no vector."""
+        """Return the embedding of each vector, (B, D); rows with `drop` have the learned vector of no condition."""
         embedded = self.linear_2(nn.functional.silu(self.linear_1(vector)))
         return embedded if drop is None else torch.where(drop[:, None], self.none.to(embedded.dtype), embedded)
 
 
 def build_generator(shape: GeneratorShape, seed: int, *, pretrained: str | None = None) -> Generator:
-    """Return a generator with initial weights by seed and parameter name, or with those of a folder."""
+    """Return a generator with initial weights from the seed and the parameter names, or with the weights of a folder."""
     model = Generator(shape)
     initialise_generator(model, seed)
     if pretrained is not None:
@@ -137,13 +138,13 @@ def build_generator(shape: GeneratorShape, seed: int, *, pretrained: str | None 
 
 
 def initialise_generator(model: Generator, seed: int) -> None:
-    """Set every parameter by its name and shape and the seed."""
+    """Initialise every parameter from the seed and its name and shape."""
     backbone_value = initial_value if isinstance(model.shape.backbone, DiTShape) else _initial_unet_value
 
-    def value(name: str, size: tuple[int, ...]) -> np.ndarray:
+    def compute_value(name: str, size: tuple[int, ...]) -> np.ndarray:
         return (backbone_value if name.startswith("backbone.") else initial_value)(name, size, seed)
 
-    fill_parameters(model, value)
+    fill_parameters(model, compute_value)
 
 
 def load_generator(model: Generator, folder: Path | str, *, require_all: bool = False) -> None:
@@ -151,30 +152,34 @@ def load_generator(model: Generator, folder: Path | str, *, require_all: bool = 
 
     Unless `require_all`, a folder with only a backbone is accepted, and the condition keeps its initial values.
     """
-    loaded, own = read_generator(Path(folder)), model.state_dict()
-    if SHARED_EMBEDDING in own and SHARED_EMBEDDING not in loaded and CLASS_EMBEDDING in loaded:
+    loaded, state = read_generator(Path(folder)), model.state_dict()
+    if SHARED_EMBEDDING in state and SHARED_EMBEDDING not in loaded and CLASS_EMBEDDING in loaded:
         # A layout with one table has the shared embeddings added to it.
-        loaded[SHARED_EMBEDDING] = torch.zeros_like(own[SHARED_EMBEDDING])
+        loaded[SHARED_EMBEDDING] = torch.zeros_like(state[SHARED_EMBEDDING])
     if not loaded:
         raise UsageError(f"model.from: {folder} has no weights; use a run's export or a diffusers UNet folder")
-    is_new = not require_all and not any(name.startswith("condition.") for name in loaded)
-    required = {name: t for name, t in own.items() if not (is_new and name.startswith("condition."))}
+    has_new_condition = not require_all and not any(name.startswith("condition.") for name in loaded)
+    required = {name: t for name, t in state.items() if not (has_new_condition and name.startswith("condition."))}
     for name, tensor in required.items():
         if name not in loaded:
-            other = next((theirs for theirs in loaded if theirs not in own), None)
-            holds = f", and contains {other} {list(loaded[other].shape)}" if other is not None else ""
-            raise UsageError(f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{holds}")
+            unexpected = next((theirs for theirs in loaded if theirs not in state), None)
+            unexpected_note = (
+                f", but contains {unexpected} {list(loaded[unexpected].shape)}" if unexpected is not None else ""
+            )
+            raise UsageError(
+                f"model.from: {folder} lacks {name} {list(tensor.shape)} of the recipe's model{unexpected_note}"
+            )
         if loaded[name].shape != tensor.shape:
             raise UsageError(
                 f"model.from: {folder} has {name} of shape {list(loaded[name].shape)}, "
-                f"the recipe's model needs {list(tensor.shape)}"
+                f"but the recipe's model needs {list(tensor.shape)}; use the folder's sizes in `model`"
             )
-    extra = next((name for name in loaded if name not in own), None)
+    extra = next((name for name in loaded if name not in state), None)
     if extra is not None:
         raise UsageError(
             f"model.from: {folder} contains {extra} {list(loaded[extra].shape)}, which the recipe's model does not have"
         )
-    model.load_state_dict({**own, **loaded})
+    model.load_state_dict({**state, **loaded})
 
 
 def read_generator(folder: Path) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ N rows   D hidden size   V vocabulary
 
 At 64 x 1,024 tokens and a vocabulary of 50,304 the logits and their gradient would take 26 GB in float32. Here each chunk
 of logits is turned into softmax - onehot in place and multiplied at once. The loss is a sum, so the backward pass only
-scales the finished gradients by the incoming one.
+scales the finished gradients by the incoming gradient.
 """
 
 from __future__ import annotations
@@ -30,24 +30,26 @@ def linear_cross_entropy(
     hidden (N, D), weight (V, D), targets (N). Never synchronises with the device. Under autocast the products are computed
     in its dtype, the softmax in float32, and the gradient of the weight is accumulated in float32.
     """
-    kind = hidden.device.type
+    device_type = hidden.device.type
     dtype = hidden.dtype
-    if kind == "cpu":
+    if device_type == "cpu":
         dtype = torch.promote_types(dtype, torch.float32)
-    elif torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    rows = chunk_rows or _chunk_rows(len(hidden), weight.shape[0], itemsize=dtype.itemsize, kind=kind)
+    elif torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    rows_per_chunk = chunk_rows or _choose_chunk_rows(
+        len(hidden), weight.shape[0], itemsize=dtype.itemsize, device_type=device_type
+    )
     has_grad = torch.is_grad_enabled()
     needs_grad = (has_grad and hidden.requires_grad, has_grad and weight.requires_grad)
-    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, rows, dtype, needs_grad)
+    return _LinearCrossEntropy.apply(hidden, weight, targets, ignore_index, rows_per_chunk, dtype, needs_grad)
 
 
-def _chunk_rows(num_rows: int, vocab_size: int, *, itemsize: int, kind: str) -> int:
-    """Return the rows of a chunk: chunks of about equal size within the budget, in multiples of 128 for tensor cores."""
-    budget = CHUNK_BYTES["cpu" if kind == "cpu" else "cuda"]
+def _choose_chunk_rows(num_rows: int, vocab_size: int, *, itemsize: int, device_type: str) -> int:
+    """Return the rows per chunk, for chunks of about equal size within the budget, a multiple of 128 for tensor cores."""
+    budget = CHUNK_BYTES["cpu" if device_type == "cpu" else "cuda"]
     limit = max(1, budget // (vocab_size * itemsize))
-    even = -(-num_rows // max(1, -(-num_rows // limit)))
-    return max(1, min(limit, -(-even // 128) * 128))
+    even_rows = -(-num_rows // max(1, -(-num_rows // limit)))
+    return max(1, min(limit, -(-even_rows // 128) * 128))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -63,38 +65,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs_grad: tuple[bool, bool],
     ) -> Tensor:
         ctx.dtypes = hidden.dtype, weight.dtype
-        total = torch.promote_types(dtype, torch.float32)
-        losses = torch.zeros(len(hidden), dtype=total, device=hidden.device)
+        sum_dtype = torch.promote_types(dtype, torch.float32)
+        losses = torch.zeros(len(hidden), dtype=sum_dtype, device=hidden.device)
         # Autocast would cast the weight again for every chunk, and has no rule for products with a float32 result.
         with torch.autocast(hidden.device.type, enabled=False):
             hidden, weight = hidden.to(dtype), weight.to(dtype)
             grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
-            grad_weight = torch.zeros_like(weight, dtype=total) if needs_grad[1] else None
-            for first in range(0, len(hidden), chunk_rows):
-                part = slice(first, first + chunk_rows)
-                logits = torch.mm(hidden[part], weight.T)
-                _losses_and_gradient(
-                    logits, targets[part], losses[part], ignore_index=ignore_index, gradient=any(needs_grad)
+            grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if needs_grad[1] else None
+            for start in range(0, len(hidden), chunk_rows):
+                rows = slice(start, start + chunk_rows)
+                logits = torch.mm(hidden[rows], weight.T)
+                _compute_losses_and_gradient(
+                    logits, targets[rows], losses[rows], ignore_index=ignore_index, with_gradient=any(needs_grad)
                 )
                 if grad_hidden is not None:
-                    torch.mm(logits, weight, out=grad_hidden[part])
+                    torch.mm(logits, weight, out=grad_hidden[rows])
                 if grad_weight is not None:
-                    _add_product(grad_weight, logits.T, hidden[part])
+                    _add_product(grad_weight, logits.T, hidden[rows])
         ctx.save_for_backward(grad_hidden, grad_weight)
         return losses.sum()
 
     @staticmethod
     @once_differentiable  # gradients are computed in the forward, so a second derivative would be silently wrong
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        scaled = (
+        gradients = (
             None if saved is None else saved.to(dtype) * grad.to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None, None, None)
+        return (*gradients, None, None, None, None, None)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where a and b may be of half precision and total is not."""
+    """Add a @ b to `total`, in place. `a` and `b` may be of half precision, `total` is not."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
     elif a.device.type == "cuda":
@@ -103,20 +105,24 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.add_(torch.mm(a, b))
 
 
-def _losses_and_gradient(logits: Tensor, targets: Tensor, losses: Tensor, *, ignore_index: int, gradient: bool) -> None:
-    """Fill `losses` of these rows and, with `gradient`, turn the logits into softmax - onehot in place."""
+def _compute_losses_and_gradient(
+    logits: Tensor, targets: Tensor, losses: Tensor, *, ignore_index: int, with_gradient: bool
+) -> None:
+    """Fill `losses` of these rows and, with `with_gradient`, turn the logits into softmax - onehot in place."""
     if logits.device.type == "cuda" and _has_triton():
-        from bottega.models.losses.linear_cross_entropy_kernel import losses_and_gradient
+        from bottega.models.losses.linear_cross_entropy_kernel import compute_losses_and_gradient
 
-        losses_and_gradient(logits, targets, losses, ignore_index=ignore_index, gradient=gradient)
+        compute_losses_and_gradient(logits, targets, losses, ignore_index=ignore_index, with_gradient=with_gradient)
         return
     # torch's softmax kernels are several times faster than separate logsumexp and exp, which read memory in every pass.
-    wide, columns = logits.to(losses.dtype), targets.long()
-    losses.copy_(F.cross_entropy(wide, columns, ignore_index=ignore_index, reduction="none"))
-    if gradient:
+    float_logits, columns = logits.to(losses.dtype), targets.long()
+    losses.copy_(F.cross_entropy(float_logits, columns, ignore_index=ignore_index, reduction="none"))
+    if with_gradient:
         ignored = columns == ignore_index
-        probabilities = wide.softmax(dim=1)
-        probabilities.scatter_add_(1, columns.masked_fill(ignored, 0)[:, None], wide.new_full((len(wide), 1), -1.0))
+        probabilities = float_logits.softmax(dim=1)
+        probabilities.scatter_add_(
+            1, columns.masked_fill(ignored, 0)[:, None], float_logits.new_full((len(float_logits), 1), -1.0)
+        )
         logits.copy_(probabilities.masked_fill_(ignored[:, None], 0.0))
 
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens from logits, the plain form of the loss that the transformer fuses with its head.
+"""Cross-entropy of tokens from logits: the unfused form of the loss that the transformer fuses with its head.
 
 B batch   T tokens   V vocabulary
 """

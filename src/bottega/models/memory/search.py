@@ -14,32 +14,32 @@ from torch import Tensor
 from bottega.core.errors import EnvironmentProblem, UsageError
 from bottega.models.memory.slots import gather_field, normalize_keys, similarity
 
-NOTHING = float("-inf")
+NO_SCORE = float("-inf")
 
 
 class SearchResult(NamedTuple):
-    """Results of a search, best first. A missing result has score -inf, a value of zeros and `where` -1."""
+    """Results of a search, best first. A missing result has score -inf, a value of zeros and slot index -1."""
 
     scores: Tensor
     """(..., Q, top_k): cosines."""
     values: Tensor
     """(..., Q, top_k, v)"""
-    where: Tensor
+    slot_indices: Tensor
     """(..., Q, top_k): index of the slot, counted over all levels."""
 
     @property
     def valid(self) -> Tensor:
         """(..., Q, top_k): whether there was a slot to return."""
-        return self.where >= 0
+        return self.slot_indices >= 0
 
 
 def search_exact(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
     """Return the slots of (..., S) whose keys have the largest cosine with each query; ties keep their order."""
     _check_top_k(top_k)
-    scores = similarity(normalize_keys(queries), keys).masked_fill(~valid[..., None, :], NOTHING)
+    scores = similarity(normalize_keys(queries), keys).masked_fill(~valid[..., None, :], NO_SCORE)
     ranked = torch.sort(scores, dim=-1, descending=True, stable=True)
-    number = min(top_k, scores.shape[-1])
-    return _pad_results(ranked.values[..., :number], ranked.indices[..., :number], values, top_k)
+    num_results = min(top_k, scores.shape[-1])
+    return _pad_results(ranked.values[..., :num_results], ranked.indices[..., :num_results], values, top_k)
 
 
 def search_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, top_k: int) -> SearchResult:
@@ -51,18 +51,18 @@ def search_faiss(keys: Tensor, values: Tensor, valid: Tensor, queries: Tensor, t
         return search_exact(keys, values, valid, queries, top_k)
     index = faiss.IndexFlatIP(keys.shape[-1])
     index.add(np.ascontiguousarray(keys[valid_indices].detach().numpy(), np.float32))
-    number = min(top_k, len(valid_indices))
+    num_results = min(top_k, len(valid_indices))
     normalized = np.ascontiguousarray(normalize_keys(queries).detach().numpy(), np.float32)
-    scores, rows = index.search(normalized, number)
+    scores, rows = index.search(normalized, num_results)
     return _pad_results(torch.from_numpy(scores), valid_indices[torch.from_numpy(rows)], values, top_k)
 
 
 def _pad_results(scores: Tensor, where: Tensor, values: Tensor, top_k: int) -> SearchResult:
     """Pad the results to `top_k`."""
     missing = top_k - scores.shape[-1]
-    scores = torch.nn.functional.pad(scores, (0, missing), value=NOTHING)
+    scores = torch.nn.functional.pad(scores, (0, missing), value=NO_SCORE)
     where = torch.nn.functional.pad(where, (0, missing))
-    is_valid = scores > NOTHING
+    is_valid = scores > NO_SCORE
     gathered = gather_field(values, where.flatten(-2)).unflatten(-2, where.shape[-2:])
     return SearchResult(scores, gathered * is_valid[..., None], where.masked_fill(~is_valid, -1))
 

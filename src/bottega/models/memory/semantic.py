@@ -60,35 +60,36 @@ def consolidate(
     new = mask_slots(SemanticSlots(episodic.keys, episodic.values, evidence), is_promotable)
     consistent = drop_contradicted(semantic, new.keys, new.values, new.valid, same=same)
     merged, is_merged = _merge(consistent, new, same)
-    both = concat_slots(merged, mask_slots(new, ~is_merged))
-    number = semantic.counts.shape[-1]
-    order = torch.sort(both.counts, dim=-1, descending=True, stable=True).indices[..., :number]
-    is_new_prototype = torch.zeros_like(both.valid).scatter(-1, order, True)[..., number:]
-    return mask_slots(episodic, ~(is_promotable & (is_merged | is_new_prototype))), gather_slots(both, order)
+    candidates = concat_slots(merged, mask_slots(new, ~is_merged))
+    num_slots = semantic.counts.shape[-1]
+    order = torch.sort(candidates.counts, dim=-1, descending=True, stable=True).indices[..., :num_slots]
+    is_new_prototype = torch.zeros_like(candidates.valid).scatter(-1, order, True)[..., num_slots:]
+    return mask_slots(episodic, ~(is_promotable & (is_merged | is_new_prototype))), gather_slots(candidates, order)
 
 
 def drop_contradicted(
     memory: SemanticSlots, keys: Tensor, values: Tensor, valid: Tensor, *, same: float
 ) -> SemanticSlots:
     """Remove the prototypes whose key was stored with another value; keys (..., N, k) are of length 1."""
-    other = match_keys(memory.keys, keys, same) & ~match_values(memory.values, values, same)
-    return mask_slots(memory, ~(other & valid[..., None, :]).any(-1))
+    is_contradicted = match_keys(memory.keys, keys, same) & ~match_values(memory.values, values, same)
+    return mask_slots(memory, ~(is_contradicted & valid[..., None, :]).any(-1))
 
 
 def _merge(old: SemanticSlots, new: SemanticSlots, same: float) -> tuple[SemanticSlots, Tensor]:
     """Return the prototypes after merging new ones with the same keys, and which new ones were merged."""
-    near = similarity(new.keys, old.keys).masked_fill(~old.valid[..., None, :], -2.0)
-    nearest, nearest_index = near.max(-1)
-    is_merged = (nearest >= same - ROUNDING) & new.valid
-    evidence = torch.zeros_like(near).scatter(
+    similarities = similarity(new.keys, old.keys).masked_fill(~old.valid[..., None, :], -2.0)
+    max_similarity, nearest_index = similarities.max(-1)
+    is_merged = (max_similarity >= same - ROUNDING) & new.valid
+    evidence = torch.zeros_like(similarities).scatter(
         -1, nearest_index[..., None], (is_merged * new.counts)[..., None]
     )  # (..., N, S)
-    added = evidence.sum(-2)
-    weight = (added / (old.counts + added).clamp(min=1e-12))[..., None]
+    added_counts = evidence.sum(-2)
+    weight = (added_counts / (old.counts + added_counts).clamp(min=1e-12))[..., None]
     new_means = [
-        evidence.transpose(-1, -2) @ field / added.clamp(min=1e-12)[..., None] for field in (new.keys, new.values)
+        evidence.transpose(-1, -2) @ field / added_counts.clamp(min=1e-12)[..., None]
+        for field in (new.keys, new.values)
     ]
     keys = normalize_keys(old.keys + weight * (new_means[0] - old.keys))
     values = old.values + weight * (new_means[1] - old.values)
     keys = torch.where(weight > 0, keys, old.keys)  # normalising again would change unchanged keys
-    return SemanticSlots(keys, values, old.counts + added), is_merged
+    return SemanticSlots(keys, values, old.counts + added_counts), is_merged

@@ -39,7 +39,8 @@ def match_keys(a: Tensor, b: Tensor, same: float) -> Tensor:
 def match_values(a: Tensor, b: Tensor, same: float) -> Tensor:
     """Return which values (..., A, v) and (..., B, v) are the same, (..., A, B).
 
-    By distance, as close as two of equal length at cosine `same`: unlike for keys the length matters.
+    They are compared by distance, because unlike for keys the length matters. The largest distance is that of two vectors
+    of equal length at cosine `same`.
     """
     squares = (a.square().sum(-1)[..., :, None], b.square().sum(-1)[..., None, :])
     distance = squares[0] + squares[1] - 2 * similarity(a, b)
@@ -48,13 +49,13 @@ def match_values(a: Tensor, b: Tensor, same: float) -> Tensor:
 
 def concat_slots(first: Slots, second: Slots) -> Slots:
     """Concatenate the slots of both. A field (..., S) has one number per slot, a field (..., S, k) a vector."""
-    axis = _axis(first)
+    axis = _find_slot_axis(first)
     return type(first)(*(torch.cat(pair, dim=axis) for pair in zip(first, second, strict=True)))
 
 
-def keep_strongest(slots: Slots, strength: Tensor, number: int) -> Slots:
-    """Return the `number` strongest slots, strongest first; ties keep their order."""
-    order = torch.sort(strength.detach(), dim=-1, descending=True, stable=True).indices[..., :number]
+def keep_strongest(slots: Slots, strength: Tensor, num_slots: int) -> Slots:
+    """Return the `num_slots` strongest slots, strongest first; ties keep their order."""
+    order = torch.sort(strength.detach(), dim=-1, descending=True, stable=True).indices[..., :num_slots]
     return gather_slots(slots, order)
 
 
@@ -70,35 +71,39 @@ def mask_slots(slots: Slots, keep: Tensor) -> Slots:
 
 def reverse_slots(slots: Slots) -> Slots:
     """Reverse the slots, so that among ties the newest is kept."""
-    axis = _axis(slots)
+    axis = _find_slot_axis(slots)
     return type(slots)(*(field.flip(axis) for field in slots))
 
 
 def find_superseded(keys: Tensor, valid: Tensor, same: float) -> Tensor:
-    """Return which of the items (..., N) have the key of a later one."""
+    """Return which of the items (..., N) have the key of a later item."""
     later = torch.ones(keys.shape[-2], keys.shape[-2], dtype=torch.bool, device=keys.device).triu(1)
     return (match_keys(keys, keys, same) & later & valid[..., None, :]).any(-1)
 
 
 def check_items(keys: Tensor, values: Tensor, *, key_size: int, value_size: int) -> None:
-    """Raise UsageError where keys and values do not have the sizes of the slots."""
+    """Raise UsageError if keys and values do not have the sizes of the slots."""
     for name, tensor, size in (("keys", keys, key_size), ("values", values, value_size)):
         if tensor.dim() < 2 or tensor.shape[-1] != size:
             raise UsageError(f"memory: expected {name} [..., n, {size}], got {list(tensor.shape)}")
     if keys.shape[:-1] != values.shape[:-1]:
-        raise UsageError(f"memory: {list(keys.shape[:-1])} keys and {list(values.shape[:-1])} values; give one each")
+        raise UsageError(
+            f"memory: there are {list(keys.shape[:-1])} keys but {list(values.shape[:-1])} values; "
+            "give one value for each key"
+        )
 
 
 def broadcast_importance(importance: Tensor, keys: Tensor) -> Tensor:
     """Expand importance to one number per item; items of importance 0 or less are not stored."""
     if importance.dim() and importance.shape != keys.shape[:-1]:
         raise UsageError(
-            f"memory: {list(importance.shape)} importances of {list(keys.shape[:-1])} keys; give one each, or one number"
+            f"memory: {list(importance.shape)} importances for {list(keys.shape[:-1])} keys; "
+            "give one for each, or a single number"
         )
     return importance.expand(keys.shape[:-1])
 
 
-def _axis(slots: tuple[Tensor, ...]) -> int:
+def _find_slot_axis(slots: tuple[Tensor, ...]) -> int:
     """Return the axis of the slots, counted from the front: the last axis of fields with one number per slot."""
     return min(field.dim() for field in slots) - 1
 

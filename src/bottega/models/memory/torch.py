@@ -3,8 +3,8 @@
 A `MemoryState` is a tuple of tensors of fixed size, and the functions return a new one. The clock is an integer that the
 caller passes and that never decreases, such as the training step.
 
-A newer level hides older ones: where working memory holds a key, its episodes and prototypes are not searched, and an
-episode hides a prototype. So no key is found twice, and a value that was replaced is never found.
+A newer level hides older ones: if working memory holds a key, the episodes and prototypes of that key are not searched, and
+an episode hides a prototype. So no key is found twice, and a value that was replaced is never found.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def store(
     Prototypes with the key of an item and another value are removed.
     """
     check_items(keys, values, key_size=shape.key_size, value_size=shape.value_size)
-    fading = {"decay": shape.working_decay, "floor": shape.working_floor}
-    working = memory_working.store(memory.working, keys, values, importance, clock, **fading, same=shape.same)
+    decay_options = {"decay": shape.working_decay, "floor": shape.working_floor}
+    working = memory_working.store(memory.working, keys, values, importance, clock, **decay_options, same=shape.same)
     episodic = memory_episodic.store(
         memory.episodic, keys, values, importance, clock, decay=shape.episodic_decay, same=shape.same
     )
@@ -101,37 +101,44 @@ def consolidate(memory: MemoryState, clock: int, *, shape: MemoryShape) -> Memor
     return MemoryState(working, episodic, semantic)
 
 
-def visible_slots(memory: MemoryState, *, same: float) -> Tensor:
+def find_visible_slots(memory: MemoryState, *, same: float) -> Tensor:
     """Return which slots of all levels are searched, bool (..., slots): valid ones that no newer level hides."""
     working, episodic, semantic = memory
 
-    def hidden(below: Tensor, above: Tensor, valid: Tensor) -> Tensor:
+    def find_hidden(below: Tensor, above: Tensor, valid: Tensor) -> Tensor:
         return (match_keys(below, above, same) & valid[..., None, :]).any(-1)
 
-    by_working = hidden(episodic.keys, working.keys, working.valid)
-    nearer = torch.cat((working.keys, episodic.keys), dim=-2), torch.cat((working.valid, episodic.valid), dim=-1)
+    is_hidden_by_working = find_hidden(episodic.keys, working.keys, working.valid)
+    newer_levels = torch.cat((working.keys, episodic.keys), dim=-2), torch.cat((working.valid, episodic.valid), dim=-1)
     return torch.cat(
-        (working.valid, episodic.valid & ~by_working, semantic.valid & ~hidden(semantic.keys, *nearer)), dim=-1
+        (
+            working.valid,
+            episodic.valid & ~is_hidden_by_working,
+            semantic.valid & ~find_hidden(semantic.keys, *newer_levels),
+        ),
+        dim=-1,
     )
 
 
 def search(memory: MemoryState, queries: Tensor, top_k: int, *, same: float) -> SearchResult:
     """Return the `top_k` nearest items of all levels for each query (..., Q, k)."""
-    return search_exact(memory.keys, memory.values, visible_slots(memory, same=same), queries, top_k)
+    return search_exact(memory.keys, memory.values, find_visible_slots(memory, same=same), queries, top_k)
 
 
 def record_use(memory: MemoryState, result: SearchResult, clock: int, *, same: float) -> MemoryState:
     """Return the memory after `result` was used: counts a use of each item's episode, also if working memory holds it."""
-    first = memory.working.strength.shape[-1]
-    number = memory.episodic.said.shape[-1]
-    slot_indices = result.where.flatten(-2)
+    num_working = memory.working.strength.shape[-1]
+    num_episodic = memory.episodic.said.shape[-1]
+    slot_indices = result.slot_indices.flatten(-2)
     keys = gather_field(memory.keys, slot_indices.clamp(min=0))
-    near = similarity(keys, memory.episodic.keys).masked_fill(~memory.episodic.valid[..., None, :], -2.0)
-    episode_of = near.argmax(-1)
-    is_episode = (slot_indices >= first) & (slot_indices < first + number)
-    is_at_hand = (slot_indices >= 0) & (slot_indices < first) & (near.amax(-1) >= same - ROUNDING)
-    slots = torch.where(is_episode, slot_indices - first, episode_of)
-    return memory._replace(episodic=memory_episodic.record_use(memory.episodic, slots, clock, is_episode | is_at_hand))
+    similarities = similarity(keys, memory.episodic.keys).masked_fill(~memory.episodic.valid[..., None, :], -2.0)
+    nearest_episode = similarities.argmax(-1)
+    is_episode = (slot_indices >= num_working) & (slot_indices < num_working + num_episodic)
+    is_in_working = (slot_indices >= 0) & (slot_indices < num_working) & (similarities.amax(-1) >= same - ROUNDING)
+    slots = torch.where(is_episode, slot_indices - num_working, nearest_episode)
+    return memory._replace(
+        episodic=memory_episodic.record_use(memory.episodic, slots, clock, is_episode | is_in_working)
+    )
 
 
 def read_memory(
@@ -165,11 +172,13 @@ def flatten_memory(memory: MemoryState) -> dict[str, Tensor]:
 def unflatten_memory(tensors: Mapping[str, Tensor]) -> MemoryState:
     """Return the memory of tensors that `flatten_memory` named."""
 
-    def level(name: str) -> dict[str, Tensor]:
+    def select_level(name: str) -> dict[str, Tensor]:
         return {key.removeprefix(f"{name}_"): t for key, t in tensors.items() if key.startswith(f"{name}_")}
 
     return MemoryState(
-        WorkingSlots(**level("working")), EpisodicSlots(**level("episodic")), SemanticSlots(**level("semantic"))
+        WorkingSlots(**select_level("working")),
+        EpisodicSlots(**select_level("episodic")),
+        SemanticSlots(**select_level("semantic")),
     )
 
 
@@ -209,7 +218,7 @@ class HierarchicalMemory:
         queries = self._to_table("queries", queries, self.shape.key_size)
         if by not in ("exact", "faiss"):
             raise UsageError(f"memory: by must be exact or faiss, got {by!r}")
-        visible = visible_slots(self.memory, same=self.shape.same)
+        visible = find_visible_slots(self.memory, same=self.shape.same)
         search_fn = search_exact if by == "exact" else search_faiss
         result = search_fn(self.memory.keys, self.memory.values, visible, queries, top_k)
         if clock is not None:
@@ -223,23 +232,23 @@ class HierarchicalMemory:
             raise UsageError(
                 f"memory: temperature must be greater than 0, got {temperature}; use search for the nearest item alone"
             )
-        visible = visible_slots(self.memory, same=self.shape.same)
+        visible = find_visible_slots(self.memory, same=self.shape.same)
         return read_memory(self.memory.keys, self.memory.values, visible, queries, temperature)
 
     def consolidate(self, clock: int) -> None:
         """Decay working memory to tick `clock`, and move episodes that were used often enough to the prototypes."""
         self.memory = consolidate(self.memory, self._advance_clock(clock), shape=self.shape)
 
-    def level_of(self, where: int) -> str:
-        """Return the level of a slot index of `SearchResult.where`."""
+    def get_level(self, slot_index: int) -> str:
+        """Return the level of an index of `SearchResult.slot_indices`."""
         ends = (self.shape.working_slots, self.shape.working_slots + self.shape.episodic_slots, self.shape.slots)
-        if not 0 <= where < self.shape.slots:
-            raise UsageError(f"memory: slot {where} is out of range; there are {self.shape.slots}")
-        return next(name for name, end in zip(LEVELS, ends, strict=True) if where < end)
+        if not 0 <= slot_index < self.shape.slots:
+            raise UsageError(f"memory: slot {slot_index} is out of range; there are {self.shape.slots}")
+        return next(name for name, end in zip(LEVELS, ends, strict=True) if slot_index < end)
 
     def __len__(self) -> int:
         """Return the number of items that a search can return."""
-        return int(visible_slots(self.memory, same=self.shape.same).sum())
+        return int(find_visible_slots(self.memory, same=self.shape.same).sum())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the tensors of all levels, and the clock."""
@@ -265,11 +274,11 @@ class HierarchicalMemory:
             save_file({name: tensor.contiguous().cpu() for name, tensor in self.state_dict().items()}, path)
         except (OSError, SafetensorError) as error:
             folder = Path(path).parent
-            why = str(error) if folder.is_dir() else f"the folder {folder} does not exist; create it first"
-            raise UsageError(f"{path}: the memory cannot be saved: {why}") from None
+            reason = str(error) if folder.is_dir() else f"the folder {folder} does not exist; create it first"
+            raise UsageError(f"{path}: the memory cannot be saved: {reason}") from None
 
     def load(self, path: str | Path) -> None:
-        """Read a memory that `save` wrote; sizes must fit."""
+        """Read a memory that `save` wrote; its sizes must fit."""
         try:
             state = load_file(path)
         except (OSError, SafetensorError) as error:
@@ -303,22 +312,24 @@ class HierarchicalMemory:
         try:
             tensor = torch.as_tensor(values, dtype=torch.float32, device=self.memory.working.keys.device)
         except (TypeError, ValueError, RuntimeError) as error:
-            why = str(error).partition("\n")[0]
-            raise UsageError(f"memory: {name} cannot be read as a table of numbers: {why}") from None
+            reason = str(error).partition("\n")[0]
+            raise UsageError(f"memory: {name} cannot be read as a table of numbers: {reason}") from None
         if not tensor.isfinite().all():
             raise UsageError(f"memory: {name} have numbers that are not finite (nan or inf); remove those rows")
         return tensor
 
 
 def _check_sizes(state: Mapping[str, Tensor], shape: MemoryShape, origin: str) -> None:
-    """Raise `CheckpointError` that names all sizes that do not fit."""
+    """Raise a `CheckpointError` that names all sizes that do not fit."""
     sizes = {"key_size": state["working_keys"].shape[-1], "value_size": state["working_values"].shape[-1]}
     slots = {f"{level}_slots": state[f"{level}_keys"].shape[0] for level in LEVELS}
-    wrong = [key for key, size in sizes.items() if size != getattr(shape, key)]
-    wrong += [key for key, number in slots.items() if number > getattr(shape, key)]
-    if wrong:
-        sizes_text = ", ".join(f"{key} {(sizes | slots)[key]} (this memory: {getattr(shape, key)})" for key in wrong)
-        raise CheckpointError(f"{origin}: the memory has {sizes_text}; create a memory of that size to load it")
+    mismatched_keys = [key for key, size in sizes.items() if size != getattr(shape, key)]
+    mismatched_keys += [key for key, number in slots.items() if number > getattr(shape, key)]
+    if mismatched_keys:
+        sizes_text = ", ".join(
+            f"{key} {(sizes | slots)[key]} (this memory: {getattr(shape, key)})" for key in mismatched_keys
+        )
+        raise CheckpointError(f"{origin}: the saved memory has {sizes_text}; create a memory of that size to load it")
     for name, tensor in state.items():
         level, _, field = name.partition("_")
         if level in LEVELS:
@@ -330,6 +341,6 @@ def _check_sizes(state: Mapping[str, Tensor], shape: MemoryShape, origin: str) -
 
 
 def _pad_slots(tensor: Tensor, like: Tensor) -> Tensor:
-    """Append empty slots, up to the number of `like`."""
+    """Append empty slots, up to the number of slots of `like`."""
     missing = like.shape[0] - tensor.shape[0]
     return F.pad(tensor.to(like), (0, 0) * (tensor.dim() - 1) + (0, missing)).clone()

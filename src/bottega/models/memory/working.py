@@ -3,8 +3,8 @@
 Strength starts as importance and is multiplied by `decay` at each tick; slots below `floor` are forgotten. When all slots
 are full, the weakest item is dropped, old or new.
 
-Storing many items at once equals storing them one after the other; with `same`, as long as there are free slots. Otherwise
-items of one tick are compared once, in their final state.
+Storing many items at once equals storing them one after the other; with `same` this is so only while there are free slots.
+After that, items of one tick are compared once, in their final state.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def empty_working(
 
 def decay_working(memory: WorkingSlots, clock: int, *, decay: float, floor: float) -> WorkingSlots:
     """Return the memory at `clock`, with decayed strengths and without slots below `floor`; an earlier clock is ignored."""
-    passed = (clock - memory.time).clamp(min=0)
-    strength = memory.strength * decay**passed
+    elapsed = (clock - memory.time).clamp(min=0)
+    strength = memory.strength * decay**elapsed
     time = torch.where(memory.valid, memory.time.clamp(min=clock), memory.time)
-    faded = memory._replace(strength=strength, time=time)
-    return mask_slots(faded, strength.detach() >= floor) if floor > 0 else faded
+    decayed = memory._replace(strength=strength, time=time)
+    return mask_slots(decayed, strength.detach() >= floor) if floor > 0 else decayed
 
 
 def store(
@@ -84,5 +84,5 @@ def store(
         old = mask_slots(old, ~is_replaced.any(-1))
         new = mask_slots(new, ~find_superseded(keys, new.valid, same))
     new = mask_slots(new, new.strength.detach() >= floor)  # only after it has replaced older items
-    both = concat_slots(reverse_slots(new), old)
-    return keep_strongest(both, both.strength, memory.strength.shape[-1])
+    candidates = concat_slots(reverse_slots(new), old)
+    return keep_strongest(candidates, candidates.strength, memory.strength.shape[-1])

@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from bottega.core.errors import UsageError
 from bottega.models.metric_networks.weights_file import check_weights, read_weights
 
-CONVERT = "docs/verbs/evaluate.md has the three lines that make one file of torchvision's AlexNet and the LPIPS heads"
-FITS = "expected features.* of torchvision's alexnet and lin0..lin4.model.1.weight of LPIPS 0.1 (alex.pth)"
+CONVERT_HINT = (
+    "docs/verbs/evaluate.md has the three lines that make one file of torchvision's AlexNet and the LPIPS heads"
+)
+WEIGHTS_HINT = "expected features.* of torchvision's alexnet and lin0..lin4.model.1.weight of LPIPS 0.1 (alex.pth)"
 
 CHANNELS = (64, 192, 384, 256, 256)
-SMALLEST = 31
+MIN_SIDE = 31
 """Smallest side in pixels that AlexNet's second pooling accepts."""
 SHIFT, SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
 """ImageNet's mean and standard deviation for images in -1..1, rounded as published."""
-TINY = 1e-10
+EPSILON = 1e-10
 
 
 @final
@@ -50,7 +52,7 @@ class Lpips(nn.Module):
             head.model = nn.ModuleDict({"1": nn.Conv2d(channels, 1, 1, bias=False)})
             self.add_module(f"lin{number}", head)
 
-    def layers(self, images: Tensor) -> list[Tensor]:
+    def compute_activations(self, images: Tensor) -> list[Tensor]:
         """Return the five activations (B, C, H, W), each of unit length over C."""
         x = images.float().movedim(-1, 1)
         shift, scale = (x.new_tensor(values)[:, None, None] for values in (SHIFT, SCALE))
@@ -60,17 +62,17 @@ class Lpips(nn.Module):
             if number in (1, 2):
                 x = F.max_pool2d(x, 3, 2)
             x = F.relu(convolution(x))
-            activations.append(x / (x.norm(dim=1, keepdim=True) + TINY))
+            activations.append(x / (x.norm(dim=1, keepdim=True) + EPSILON))
         return activations
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the LPIPS distance of each pair of images, (B)."""
-        if min(a.shape[1:3]) < SMALLEST:
+        if min(a.shape[1:3]) < MIN_SIDE:
             raise UsageError(
-                f"LPIPS needs images of at least {SMALLEST} pixels per side, got {a.shape[2]} x {a.shape[1]}"
+                f"LPIPS needs images of at least {MIN_SIDE} pixels per side, got {a.shape[2]} x {a.shape[1]}"
             )
         total = a.new_zeros(len(a), dtype=torch.float32)
-        for number, (x, y) in enumerate(zip(self.layers(a), self.layers(b), strict=True)):
+        for number, (x, y) in enumerate(zip(self.compute_activations(a), self.compute_activations(b), strict=True)):
             head = self.get_submodule(f"lin{number}.model.1")
             total = total + head((x - y) ** 2).mean((1, 2, 3))
         return total
@@ -80,7 +82,7 @@ class Lpips(nn.Module):
 class ClipPerceptual(nn.Module):
     """Perceptual distance over the hidden layers of a CLIP's vision tower, for use without LPIPS weights.
 
-    Squared differences of normalised hidden states, summed over D, and their mean over positions and layers: 0 to 4.
+    It is the squared difference of normalised hidden states, summed over D and averaged over positions and layers: 0 to 4.
     """
 
     name = "perceptual"
@@ -89,16 +91,19 @@ class ClipPerceptual(nn.Module):
         super().__init__()
         self.clip = clip
 
-    def layers(self, images: Tensor) -> list[Tensor]:
+    def compute_hidden_states(self, images: Tensor) -> list[Tensor]:
         """Return the hidden states (B, T, D) of each layer, of unit length, without CLIP's class token."""
         network: Any = self.clip.network
-        first = 1 if network.config.model_type == "clip" else 0
+        num_class_tokens = 1 if network.config.model_type == "clip" else 0
         states = _record_outputs(network.vision_model.encoder.layers, lambda: self.clip.encode_images(images))  # type: ignore[operator]
-        return [F.normalize(state[:, first:].float(), dim=-1, eps=TINY) for state in states]
+        return [F.normalize(state[:, num_class_tokens:].float(), dim=-1, eps=EPSILON) for state in states]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Return the distance of each pair of images, (B): the mean over CLIP's layers."""
-        distances = [((x - y) ** 2).sum(-1).mean(1) for x, y in zip(self.layers(a), self.layers(b), strict=True)]
+        distances = [
+            ((x - y) ** 2).sum(-1).mean(1)
+            for x, y in zip(self.compute_hidden_states(a), self.compute_hidden_states(b), strict=True)
+        ]
         return torch.stack(distances).mean(0)
 
 
@@ -121,17 +126,17 @@ def _record_outputs(layers: Sequence[nn.Module], call: Callable[[], Any]) -> lis
 def load_lpips(path: Path | str, *, device: Any = "cpu") -> Lpips:
     """Return the network with the weights of a safetensors file, in evaluation mode and frozen."""
     path = Path(path)
-    weights = _read(path)
+    weights = _read_lpips_weights(path)
     with torch.device("meta"):
         model = Lpips()
     expected = model.state_dict()
-    check_weights(path, weights, expected, fits=FITS)
+    check_weights(path, weights, expected, hint=WEIGHTS_HINT)
     model.to_empty(device=device)
     model.load_state_dict({name: weights[name].float() for name in expected})
     return model.eval().requires_grad_(False)
 
 
-def _read(path: Path) -> dict[str, Tensor]:
+def _read_lpips_weights(path: Path) -> dict[str, Tensor]:
     """Read the weights without AlexNet's classifier, which is not used."""
-    tensors = read_weights(path, convert=CONVERT)
+    tensors = read_weights(path, hint=CONVERT_HINT)
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("classifier.")}

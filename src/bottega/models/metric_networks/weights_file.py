@@ -12,10 +12,12 @@ from torch import Tensor
 from bottega.core.errors import CheckpointError
 
 
-def read_weights(path: Path, *, convert: str) -> dict[str, Tensor]:
-    """Read a safetensors file; `convert` is the instruction for other files, shown in the error message."""
+def read_weights(path: Path, *, hint: str) -> dict[str, Tensor]:
+    """Read a safetensors file; `hint` says how to convert other files, for the error message."""
     if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path}: only safetensors is read, because a pickle can run code; {convert}")
+        raise CheckpointError(
+            f"{path} is not safetensors, and only safetensors is read, because a pickle can run code; {hint}"
+        )
     try:
         return load_file(path)
     except OSError as error:
@@ -24,16 +26,16 @@ def read_weights(path: Path, *, convert: str) -> dict[str, Tensor]:
         raise CheckpointError(f"{path} is damaged or not a safetensors file ({error})") from error
 
 
-def check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, fits: str) -> None:
-    """Raise `CheckpointError` unless names and shapes are as expected; `fits` names the published weights that fit."""
+def check_weights(path: Path, weights: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, hint: str) -> None:
+    """Raise `CheckpointError` unless names and shapes are as expected; `hint` names the published weights that fit."""
     missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
     if missing or unexpected:
         name, verb = (missing[0], "lacks") if missing else (unexpected[0], "contains")
         raise CheckpointError(
-            f"{path}: {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); {fits}"
+            f"{path} {verb} {name} ({len(missing)} missing, {len(unexpected)} unexpected tensors); {hint}"
         )
     for name, tensor in expected.items():
         if weights[name].shape != tensor.shape:
             raise CheckpointError(
-                f"{path}: {name} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}"
+                f"{path}: {name} has shape {list(weights[name].shape)}, expected {list(tensor.shape)}; {hint}"
             )

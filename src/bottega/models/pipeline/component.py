@@ -1,7 +1,7 @@
 """Reads and writes one component of a diffusers pipeline (config.json and safetensors), without importing diffusers.
 
 diffusers is optional, and its import takes 3 to 4 s, more than reading a VAE of 335 MB (0.8 s). Its `save_pretrained` would
-also write the version that is installed, so that the same weights gave other files.
+also write the installed version, so that the same weights would give different files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 VERSION = "0.36.0"
 """The oldest diffusers that is tested: the library warns about files written by a newer version than itself."""
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
-"""Attention layers as named until 2023, and still in many published files, and their names today."""
+"""Names of attention layers until 2023, which many published files still have, and their names today."""
 
 
 def write_component(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -61,7 +61,7 @@ def read_component(folder: Path) -> dict[str, Tensor]:
                 "convert it with diffusers: model.save_pretrained(folder, safe_serialization=True)"
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}; give the folder of a saved model")
-    return {_current_name(name): tensor for file in files for name, tensor in read_safetensors(file).items()}
+    return {_to_current_name(name): tensor for file in files for name, tensor in read_safetensors(file).items()}
 
 
 def read_safetensors(file: Path) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
 _SHARDS = WEIGHTS.replace(".safetensors", "-?????-of-?????.safetensors")
 
 
-def _current_name(name: str) -> str:
+def _to_current_name(name: str) -> str:
     owner, _, kind = name.rpartition(".")
     owner, _, last = owner.rpartition(".")
     return f"{owner}.{OLD_NAMES[last]}.{kind}" if "attentions." in owner and last in OLD_NAMES else name

@@ -33,11 +33,11 @@ __all__ = ["MODEL_INDEX", "T5_TOKENS", "PipelineMetadata", "read_pipeline_metada
 T5_TOKENS = 256
 """Length of the T5 sequence in diffusers' pipelines; zeros of that length stand for an absent T5."""
 NUM_SIZE_IDS = 6
-"""Numbers of SDXL's size condition: original size, crop position and target size, two each."""
-UNSUPPORTED = ("encoder_hid_dim_type", "num_class_embeds", "class_embed_type", "time_cond_proj_dim")
+"""Number of values in SDXL's size condition: original size, crop position and target size, two values each."""
+UNSUPPORTED_KEYS = ("encoder_hid_dim_type", "num_class_embeds", "class_embed_type", "time_cond_proj_dim")
 """Configuration keys of UNets with inputs other than time, text and a pooled text embedding."""
-UNBOUNDED = 1 << 24
-"""A `model_max_length` of this order or more means that a tokenizer has no limit."""
+MIN_UNBOUNDED_LENGTH = 1 << 24
+"""A `model_max_length` of at least this value means that a tokenizer has no limit."""
 
 Kind = Literal["sd", "sdxl", "flow"]
 
@@ -62,7 +62,7 @@ class PipelineMetadata(BaseModel):
     text_size: int
     """Width of an encoded token, W."""
     pooled_size: int | None
-    """Width of the pooled text embedding; None where the model takes none."""
+    """Width of the pooled text embedding; None if the model does not take one."""
     objective: Objective
     schedule: Schedule
     shift: float
@@ -77,10 +77,10 @@ class PipelineMetadata(BaseModel):
     """Image sides must be multiples of this number of pixels."""
     max_side: int | None
     zero_unconditional: bool
-    """Whether the unconditional text embedding without a negative prompt is zeros, not that of the empty text."""
+    """Whether, without a negative prompt, the unconditional text embedding is zeros, not the embedding of the empty text."""
 
     def check_side(self, side: int, *, key: str = "data.image_size") -> None:
-        """Raise UsageError where the model cannot generate images of this side."""
+        """Raise UsageError if the model cannot generate images of this side."""
         if side % self.side_step:
             raise UsageError(f"{key}: {side} is not a multiple of {self.side_step}, which {self.folder} needs")
         if self.max_side is not None and side > self.max_side:
@@ -111,7 +111,7 @@ def read_pipeline_metadata(folder: Path | str) -> PipelineMetadata:
 
 
 def _read_metadata(components: PipelineComponents) -> PipelineMetadata:
-    config, texts, scheduler = (
+    config, text_encoders, scheduler = (
         read_config(components.denoiser),
         _read_text_encoders(components),
         components.folder / "scheduler",
@@ -123,30 +123,30 @@ def _read_metadata(components: PipelineComponents) -> PipelineMetadata:
             raise UsageError(
                 f"{scheduler}: {TRANSFORMER} needs a flow-matching scheduler, but this one predicts {schedule.objective}"
             )
-        own = _flow(components, config, texts, vae["downsample"])
+        family_fields = _read_flow_fields(components, config, text_encoders, vae["downsample"])
     else:
-        own = _unet(components, config, texts, vae["downsample"])
+        family_fields = _read_unet_fields(components, config, text_encoders, vae["downsample"])
     return PipelineMetadata(
         folder=str(components.folder),
         denoiser=str(components.denoiser),
         encoders=tuple(map(str, components.encoders)),
         tokenizers=tuple(map(str, components.tokenizers)),
         vae=str(components.vae),
-        vocab_sizes=texts.vocab_sizes,
+        vocab_sizes=text_encoders.vocab_sizes,
         **schedule._asdict(),
         **vae,
-        **own,
+        **family_fields,
     )
 
 
-def _unet(
-    components: PipelineComponents, config: dict[str, Any], texts: _TextEncoders, downsample: int
+def _read_unet_fields(
+    components: PipelineComponents, config: dict[str, Any], text_encoders: _TextEncoders, downsample: int
 ) -> dict[str, Any]:
     """Return the fields specific to Stable Diffusion 1, 2 and XL."""
     is_xl, unet = len(components.encoders) == 2, components.denoiser
-    unsupported = next((key for key in UNSUPPORTED if config.get(key) is not None), None)
-    if unsupported is not None:
-        raise UsageError(f"{KEY}: {unet} has {unsupported} {config[unsupported]!r}, which is not supported")
+    unsupported_key = next((key for key in UNSUPPORTED_KEYS if config.get(key) is not None), None)
+    if unsupported_key is not None:
+        raise UsageError(f"{KEY}: {unet} has {unsupported_key} {config[unsupported_key]!r}, which is not supported")
     addition = config.get("addition_embed_type")
     if addition != ("text_time" if is_xl else None):
         raise UsageError(
@@ -155,23 +155,26 @@ def _unet(
         )
     cross_attention_dim = config.get("cross_attention_dim", 1280)
     widths = set(cross_attention_dim) if isinstance(cross_attention_dim, list) else {cross_attention_dim}
-    text_size = sum(texts.widths)
+    text_size = sum(text_encoders.widths)
     if widths != {text_size}:
-        _raise_mismatch(f"{unet} takes text of width {_listed(widths)} (cross_attention_dim)", components, text_size)
-    pooled = texts.projections[-1] if is_xl else None
-    if pooled is not None:
-        _check_size_condition(unet, config, pooled)
-        if len(set(texts.lengths)) > 1:
+        _raise_mismatch(
+            f"{unet} takes text of width {_join_numbers(widths)} (cross_attention_dim)", components, text_size
+        )
+    pooled_size = text_encoders.projections[-1] if is_xl else None
+    if pooled_size is not None:
+        _check_size_condition(unet, config, pooled_size)
+        if len(set(text_encoders.lengths)) > 1:
             raise UsageError(
-                f"{KEY}: {components.folder}: its text encoders read {_listed(texts.lengths)} tokens; the lengths must be equal"
+                f"{KEY}: the text encoders of {components.folder} read {_join_numbers(text_encoders.lengths)} tokens; "
+                "the lengths must be equal"
             )
     side = config.get("sample_size")
     return {
         "kind": "sdxl" if is_xl else "sd",
-        "lengths": texts.lengths,
-        "num_tokens": texts.lengths[0],
+        "lengths": text_encoders.lengths,
+        "num_tokens": text_encoders.lengths[0],
         "text_size": text_size,
-        "pooled_size": pooled,
+        "pooled_size": pooled_size,
         "image_size": downsample * (side[0] if isinstance(side, list) else side or 64),
         "side_step": downsample,
         "max_side": None,
@@ -179,37 +182,40 @@ def _unet(
     }
 
 
-def _flow(
-    components: PipelineComponents, config: dict[str, Any], texts: _TextEncoders, downsample: int
+def _read_flow_fields(
+    components: PipelineComponents, config: dict[str, Any], text_encoders: _TextEncoders, downsample: int
 ) -> dict[str, Any]:
     """Return the fields specific to Stable Diffusion 3.
 
     The CLIPs' tokens are concatenated by width, padded with zeros to the width of the T5, whose tokens follow.
     """
-    width, pooled = config.get("joint_attention_dim", 4096), config.get("pooled_projection_dim", 2048)
-    has_t5, clip_width = len(components.encoders) == 3, sum(texts.widths[:2])
-    if has_t5 and texts.widths[2] != width:
+    width, pooled_size = config.get("joint_attention_dim", 4096), config.get("pooled_projection_dim", 2048)
+    has_t5, clip_width = len(components.encoders) == 3, sum(text_encoders.widths[:2])
+    if has_t5 and text_encoders.widths[2] != width:
         _raise_mismatch(
-            f"{components.denoiser} takes text of width {width} (joint_attention_dim)", components, texts.widths[2]
+            f"{components.denoiser} takes text of width {width} (joint_attention_dim)",
+            components,
+            text_encoders.widths[2],
         )
     if clip_width > width:
         _raise_mismatch(
             f"{components.denoiser} takes text of width {width} (joint_attention_dim)", components, clip_width
         )
-    if sum(texts.projections[:2]) != pooled:
-        expected = f"{components.denoiser} takes a pooled text of width {pooled} (pooled_projection_dim)"
-        _raise_mismatch(expected, components, sum(texts.projections[:2]))
-    if texts.lengths[0] != texts.lengths[1]:
+    if sum(text_encoders.projections[:2]) != pooled_size:
+        expected = f"{components.denoiser} takes a pooled text of width {pooled_size} (pooled_projection_dim)"
+        _raise_mismatch(expected, components, sum(text_encoders.projections[:2]))
+    if text_encoders.lengths[0] != text_encoders.lengths[1]:
         raise UsageError(
-            f"{KEY}: {components.folder}: its CLIPs read {_listed(texts.lengths[:2])} tokens; the lengths must be equal"
+            f"{KEY}: the CLIPs of {components.folder} read {_join_numbers(text_encoders.lengths[:2])} tokens; "
+            "the lengths must be equal"
         )
     patch = config.get("patch_size", 2)
     return {
         "kind": "flow",
-        "lengths": texts.lengths,
-        "num_tokens": texts.lengths[0] + (texts.lengths[2] if has_t5 else T5_TOKENS),
+        "lengths": text_encoders.lengths,
+        "num_tokens": text_encoders.lengths[0] + (text_encoders.lengths[2] if has_t5 else T5_TOKENS),
         "text_size": width,
-        "pooled_size": pooled,
+        "pooled_size": pooled_size,
         "image_size": downsample * config.get("sample_size", 128),
         "side_step": downsample * patch,
         "max_side": downsample * patch * config.get("pos_embed_max_size", 96),
@@ -217,13 +223,13 @@ def _flow(
     }
 
 
-def _check_size_condition(unet: Path, config: dict[str, Any], pooled: int) -> None:
+def _check_size_condition(unet: Path, config: dict[str, Any], pooled_size: int) -> None:
     """Check the width of SDXL's added condition: the pooled text and the embedded size numbers, concatenated."""
     width, expected = config.get("addition_time_embed_dim"), config.get("projection_class_embeddings_input_dim")
-    if width is None or expected != pooled + NUM_SIZE_IDS * width:
+    if width is None or expected != pooled_size + NUM_SIZE_IDS * width:
         raise UsageError(
             f"{KEY}: {unet} has projection_class_embeddings_input_dim {expected}, but the pooled output of its second text "
-            f"encoder ({pooled}) and the embedded image size ({NUM_SIZE_IDS} x {width}) do not add up to it; use a complete "
+            f"encoder ({pooled_size}) and the embedded image size ({NUM_SIZE_IDS} x {width}) do not add up to it; use a complete "
             "copy of one pipeline"
         )
 
@@ -241,8 +247,8 @@ def _read_vae(components: PipelineComponents, denoiser: dict[str, Any]) -> dict[
     out_channels = denoiser.get("out_channels") or in_channels
     if (in_channels, out_channels) != (channels, channels):
         raise UsageError(
-            f"{KEY}: {components.denoiser} takes {in_channels} channels and gives {out_channels}, its autoencoder has {channels}; "
-            "use a text-to-image pipeline"
+            f"{KEY}: {components.denoiser} takes {in_channels} channels and gives {out_channels}, "
+            f"but its autoencoder has {channels}; use a text-to-image pipeline"
         )
     downsample = 2 ** (len(config["block_out_channels"]) - 1)
     return {
@@ -255,16 +261,18 @@ def _read_vae(components: PipelineComponents, denoiser: dict[str, Any]) -> dict[
 
 def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
     rows = []
-    for encoder, tokenizer, kind in zip(
+    for encoder, tokenizer, encoder_class in zip(
         components.encoders, components.tokenizers, components.encoder_classes, strict=True
     ):
         config = load_transformers_config(encoder, key=KEY, description="text encoder")
         if getattr(config, "use_attention_mask", None):
             raise UsageError(f"{KEY}: {encoder} has use_attention_mask, which is not supported")
-        limit = T5_TOKENS if kind == T5 else config.max_position_embeddings
+        limit = T5_TOKENS if encoder_class == T5 else config.max_position_embeddings
         file = tokenizer / "tokenizer_config.json"
         length = read_json_object(file).get("model_max_length") if file.is_file() else None
-        length = min(limit, int(length)) if isinstance(length, int | float) and 0 < length < UNBOUNDED else limit
+        length = (
+            min(limit, int(length)) if isinstance(length, int | float) and 0 < length < MIN_UNBOUNDED_LENGTH else limit
+        )
         projection = getattr(config, "projection_dim", 0) or 0
         rows.append((config.hidden_size, projection, length, config.vocab_size))
     widths, projections, lengths, sizes = zip(*rows, strict=True)
@@ -273,8 +281,10 @@ def _read_text_encoders(components: PipelineComponents) -> _TextEncoders:
 
 def _raise_mismatch(expected: str, components: PipelineComponents, width: int) -> None:
     names = " and ".join(path.name for path in components.encoders)
-    raise UsageError(f"{KEY}: {expected}, but {names} of the same pipeline gives {width}; they do not match")
+    raise UsageError(
+        f"{KEY}: {expected}, but {names} of the same pipeline gives {width}; use a complete copy of one pipeline"
+    )
 
 
-def _listed(numbers: Any) -> str:
+def _join_numbers(numbers: Any) -> str:
     return " and ".join(map(str, numbers))

@@ -12,19 +12,19 @@ from bottega.models.folders.untrusted import read_config_without_code
 
 KEY = "model.diffusion"
 UNET, TRANSFORMER, VAE = "UNet2DConditionModel", "SD3Transformer2DModel", "AutoencoderKL"
-CLIPS, T5 = ("CLIPTextModel", "CLIPTextModelWithProjection"), "T5EncoderModel"
+CLIP_CLASSES, T5 = ("CLIPTextModel", "CLIPTextModelWithProjection"), "T5EncoderModel"
 LIBRARIES = ("diffusers", "transformers")
-SUPPORTED = "supported: Stable Diffusion 1, 2, XL and 3"
+SUPPORTED_HINT = "supported: Stable Diffusion 1, 2, XL and 3"
 DENOISERS = ("unet", "transformer")
 ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
-USED = (*DENOISERS, *ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3", "vae", "scheduler")
+USED_COMPONENTS = (*DENOISERS, *ENCODERS, "tokenizer", "tokenizer_2", "tokenizer_3", "vae", "scheduler")
 """Components that are read; others, such as a safety checker, are ignored."""
 CONFIGS = (CONFIG, "tokenizer_config.json", "scheduler_config.json")
-STEMS = ("diffusion_pytorch_model", "model")
+WEIGHT_STEMS = ("diffusion_pytorch_model", "model")
 VARIANT = "fp16"
-PICKLES = ("bin", "pt", "pth", "ckpt")
-DESCRIPTIONS = [MODEL_INDEX, "*/*.json", "*/*.txt", "*/*.model"]
-SHARD = "-?????-of-?????"
+PICKLE_EXTENSIONS = ("bin", "pt", "pth", "ckpt")
+DESCRIPTION_PATTERNS = [MODEL_INDEX, "*/*.json", "*/*.txt", "*/*.model"]
+SHARD_PATTERN = "-?????-of-?????"
 
 
 class PipelineComponents(NamedTuple):
@@ -42,41 +42,50 @@ class PipelineComponents(NamedTuple):
 
 
 def resolve_pipeline(name: str, *, key: str = KEY, required_file: str = MODEL_INDEX) -> ModelFolder:
-    """Resolve a pipeline like `resolve_model`; from the hub, download half-precision files only where there are no others."""
+    """Resolve a pipeline like `resolve_model`; from the hub, download half-precision files only if there are no others."""
     names = [*DENOISERS, *ENCODERS, "vae"]
-    patterns = [*DESCRIPTIONS, *weight_patterns(names)]
+    patterns = [*DESCRIPTION_PATTERNS, *list_weight_patterns(names)]
     pipeline = resolve_model(name, key=key, required_file=required_file, patterns=patterns)
     folders = [pipeline.path / component for component in names]
-    incomplete = [path.name for path in folders if (path / CONFIG).is_file() and not _weight_files(path)]
+    incomplete = [path.name for path in folders if (path / CONFIG).is_file() and not _list_weight_files(path)]
     if pipeline.origin == "hub" and incomplete:
-        return resolve_model(name, key=key, patterns=[*DESCRIPTIONS, *weight_patterns(incomplete, variant=VARIANT)])
+        return resolve_model(
+            name, key=key, patterns=[*DESCRIPTION_PATTERNS, *list_weight_patterns(incomplete, variant=VARIANT)]
+        )
     return pipeline
 
 
-def weight_patterns(components: list[str], *, variant: str = "") -> list[str]:
+def list_weight_patterns(components: list[str], *, variant: str = "") -> list[str]:
     """Return glob patterns of weight files, whole or sharded.
 
-    Exact patterns, because many repositories have each file several times, in other precisions and formats.
+    The patterns are exact, because many repositories have each file several times, in several precisions and formats.
     """
-    ends = [f".{variant}", f".{variant}{SHARD}", f"{SHARD}.{variant}"] if variant else ["", SHARD]
-    return [f"{component}/{stem}{end}.safetensors" for component in components for stem in STEMS for end in ends]
+    suffixes = (
+        [f".{variant}", f".{variant}{SHARD_PATTERN}", f"{SHARD_PATTERN}.{variant}"] if variant else ["", SHARD_PATTERN]
+    )
+    return [
+        f"{component}/{stem}{suffix}.safetensors"
+        for component in components
+        for stem in WEIGHT_STEMS
+        for suffix in suffixes
+    ]
 
 
-def weights_variant(folder: Path) -> str | None:
-    """Return the `variant` of `from_pretrained` for a component's folder: None, or fp16 where there is nothing else."""
-    return None if _weight_files(folder) else VARIANT
+def find_weights_variant(folder: Path) -> str | None:
+    """Return the `variant` of `from_pretrained` for a component's folder: None, or fp16 if there is nothing else."""
+    return None if _list_weight_files(folder) else VARIANT
 
 
 def read_pipeline_components(folder: Path) -> PipelineComponents:
-    """Return the components of a pipeline; refuse one that is missing, of another class, or would run code."""
+    """Return the components of a pipeline; refuse a component that is missing, of another class, or would run code."""
     file = folder / MODEL_INDEX
     if not file.is_file():
         raise UsageError(f"{KEY}: {folder} has no {MODEL_INDEX}; use the folder of a saved diffusers pipeline")
     index = read_json_object(file)
-    classes = {name: _component_class(index, name, file) for name in USED}
-    folders = {name: folder / name for name, kind in classes.items() if kind is not None}
+    classes = {name: _read_component_class(index, name, file) for name in USED_COMPONENTS}
+    folders = {name: folder / name for name, class_name in classes.items() if class_name is not None}
     if not isinstance(index.get("_class_name"), str):
-        raise UsageError(f"{KEY}: {file} is a pipeline with custom code, which is never run; {SUPPORTED}")
+        raise UsageError(f"{KEY}: {file} is a pipeline with custom code, which is never run; {SUPPORTED_HINT}")
     for path in folders.values():
         _check_no_code(path)
     encoders = [name for name in ENCODERS if name in folders]
@@ -84,12 +93,12 @@ def read_pipeline_components(folder: Path) -> PipelineComponents:
     supported = {"unet": (UNET,), "transformer": (TRANSFORMER,), "vae": (VAE,), ENCODERS[2]: (T5,)}
     counts: dict[str | None, tuple[int, ...]] = {"unet": (1, 2), "transformer": (2, 3)}
     for name in (denoiser, *encoders, "vae"):
-        if name is not None and classes[name] not in supported.get(name, CLIPS):
-            raise UsageError(f"{KEY}: {file} has a {classes[name]} as {name}, which is not supported; {SUPPORTED}")
+        if name is not None and classes[name] not in supported.get(name, CLIP_CLASSES):
+            raise UsageError(f"{KEY}: {file} has a {classes[name]} as {name}, which is not supported; {SUPPORTED_HINT}")
     if encoders != list(ENCODERS[: len(encoders)]) or len(encoders) not in counts.get(denoiser, ()):
-        listed = " and ".join(encoders) or "no text encoder"
+        encoder_names = " and ".join(encoders) or "no text encoder"
         raise UsageError(
-            f"{KEY}: {file} has {listed} for {denoiser or 'no denoiser'}, which is not supported; {SUPPORTED}"
+            f"{KEY}: {file} has {encoder_names} for {denoiser or 'no denoiser'}, which is not supported; {SUPPORTED_HINT}"
         )
     assert denoiser is not None
     if denoiser == "transformer" or len(encoders) > 1:
@@ -114,9 +123,9 @@ def read_pipeline_components(folder: Path) -> PipelineComponents:
 
 def require_component_weights(folder: Path) -> None:
     """Refuse a component's folder without safetensors."""
-    if _weight_files(folder) or _weight_files(folder, VARIANT):
+    if _list_weight_files(folder) or _list_weight_files(folder, VARIANT):
         return
-    pickles = sorted(file.name for ending in PICKLES for file in folder.glob(f"*.{ending}"))
+    pickles = sorted(file.name for ending in PICKLE_EXTENSIONS for file in folder.glob(f"*.{ending}"))
     if pickles:
         raise UsageError(
             f"{KEY}: {folder / pickles[0]} is a pickle, which can run code and is never opened; convert the pipeline with "
@@ -125,13 +134,13 @@ def require_component_weights(folder: Path) -> None:
     raise UsageError(f"{KEY}: {folder} has no *.safetensors; save or download the pipeline again")
 
 
-def _weight_files(folder: Path, variant: str = "") -> list[Path]:
-    patterns = weight_patterns([folder.name], variant=variant)
+def _list_weight_files(folder: Path, variant: str = "") -> list[Path]:
+    patterns = list_weight_patterns([folder.name], variant=variant)
     return sorted(file for pattern in patterns for file in folder.parent.glob(pattern))
 
 
-def _component_class(index: dict[str, Any], name: str, file: Path) -> str | None:
-    """Return the class of a component; None where the pipeline does not have it."""
+def _read_component_class(index: dict[str, Any], name: str, file: Path) -> str | None:
+    """Return the class of a component; None if the pipeline does not have it."""
     entry = index.get(name)
     if entry is None or entry == [None, None]:
         return None
@@ -139,10 +148,12 @@ def _component_class(index: dict[str, Any], name: str, file: Path) -> str | None
         raise UsageError(
             f"{KEY}: {file} has no library and class for {name} ({entry!r}); save or download the pipeline again"
         )
-    library, kind = entry
+    library, class_name = entry
     if library not in LIBRARIES:
-        raise UsageError(f"{KEY}: {file} takes {name} from {library!r}, custom code, which is never run; {SUPPORTED}")
-    return str(kind)
+        raise UsageError(
+            f"{KEY}: {file} takes {name} from {library!r}, custom code, which is never run; {SUPPORTED_HINT}"
+        )
+    return str(class_name)
 
 
 def _check_no_code(folder: Path) -> None:
@@ -154,5 +165,7 @@ def _check_no_code(folder: Path) -> None:
 def _check_projection(classes: dict[str, str | None], encoders: list[str], file: Path) -> None:
     """Refuse text encoders without the projection that a pooled text embedding needs."""
     for name in encoders:
-        if classes[name] != CLIPS[1]:
-            raise UsageError(f"{KEY}: {file} has a {classes[name]} as {name}, but needs a {CLIPS[1]}; {SUPPORTED}")
+        if classes[name] != CLIP_CLASSES[1]:
+            raise UsageError(
+                f"{KEY}: {file} has a {classes[name]} as {name}, but needs a {CLIP_CLASSES[1]}; {SUPPORTED_HINT}"
+            )

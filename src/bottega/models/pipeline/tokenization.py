@@ -22,53 +22,55 @@ def tokenize(metadata: PipelineMetadata, texts: Sequence[str]) -> list[np.ndarra
     """Return token ids, int64 (texts, K), for each text encoder; the lengths K are `metadata.lengths`."""
     batches = []
     for folder, length, vocab_size in zip(metadata.tokenizers, metadata.lengths, metadata.vocab_sizes, strict=True):
-        rows = np.array(_encoder(folder, length)(list(texts)), np.int64).reshape(len(texts), length)
-        if rows.size and rows.max() >= vocab_size:
+        token_ids = np.array(_load_encoder(folder, length)(list(texts)), np.int64).reshape(len(texts), length)
+        if token_ids.size and token_ids.max() >= vocab_size:
             raise UsageError(
-                f"{folder} gives token {rows.max()}, but its text encoder has {vocab_size} embeddings; they do not match"
+                f"{folder} gives token {token_ids.max()}, but its text encoder has only {vocab_size} embeddings; "
+                "use a complete copy of one pipeline"
             )
-        batches.append(rows)
+        batches.append(token_ids)
     return batches
 
 
 @lru_cache(maxsize=8)
-def _encoder(folder: str, length: int) -> Encode:
-    """Return the tokenizer's encode function; cached, because opening CLIP's takes 50 ms."""
+def _load_encoder(folder: str, length: int) -> Encode:
+    """Return the tokenizer's encode function; cached, because opening CLIP's tokenizer takes 50 ms."""
     path = Path(folder)
     return (
-        _from_tokenizer_json(path, length) if (path / "tokenizer.json").is_file() else _from_older_files(path, length)
+        _load_tokenizer_json(path, length) if (path / "tokenizer.json").is_file() else _load_older_files(path, length)
     )
 
 
-def _from_tokenizer_json(folder: Path, length: int) -> Encode:
+def _load_tokenizer_json(folder: Path, length: int) -> Encode:
     """Load tokenizer.json itself, not with the class that the index names.
 
-    That class rebuilds the tokenizer from its vocabulary, which differs where no class of transformers matches, as for ours.
+    That class rebuilds the tokenizer from its vocabulary, and the result differs if no class of
+    transformers matches, as for our tokenizers.
     """
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
     try:
         with convert_panics(str(file)):
-            core = Tokenizer.from_str(read_tokenizer(file))
+            backend = Tokenizer.from_str(read_tokenizer(file))
     except DataError:
         raise
     except Exception as error:  # the library raises nothing more specific
         raise UsageError(f"{file} is not a tokenizer that can be read ({str(error).splitlines()[0]})") from error
     # A caption that spells a special token, such as the end of text, is plain text.
-    core.encode_special_tokens = True
-    pad_id, pad_token = _find_padding(core, folder)
-    core.enable_truncation(length)
-    core.enable_padding(length=length, pad_id=pad_id, pad_token=pad_token)
+    backend.encode_special_tokens = True
+    pad_id, pad_token = _find_padding(backend, folder)
+    backend.enable_truncation(length)
+    backend.enable_padding(length=length, pad_id=pad_id, pad_token=pad_token)
 
     def encode(texts: list[str]) -> list[list[int]]:
         with convert_panics(str(file)):
-            return [encoding.ids for encoding in core.encode_batch_fast(texts)]
+            return [encoding.ids for encoding in backend.encode_batch_fast(texts)]
 
     return encode
 
 
-def _from_older_files(folder: Path, length: int) -> Encode:
+def _load_older_files(folder: Path, length: int) -> Encode:
     """Load vocab.json and merges.txt, or spiece.model, with transformers."""
     try:
         from transformers import AutoTokenizer
@@ -80,14 +82,14 @@ def _from_older_files(folder: Path, length: int) -> Encode:
     return lambda texts: tokenizer(texts, padding="max_length", max_length=length, truncation=True)["input_ids"]
 
 
-def _find_padding(core: Any, folder: Path) -> tuple[int, str]:
+def _find_padding(backend: Any, folder: Path) -> tuple[int, str]:
     """Return id and text of the padding token. CLIP attends to padding, and SDXL's two encoders pad differently."""
     files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
     configs = [read_json_object(file) for file in files if file.is_file()]
     entries = [config.get(key) for key in ("pad_token", "eos_token") for config in configs]
     tokens = [entry.get("content") if isinstance(entry, dict) else entry for entry in entries]
     for token in (*tokens, *END_TOKENS):
-        token_id = core.token_to_id(token) if isinstance(token, str) else None
+        token_id = backend.token_to_id(token) if isinstance(token, str) else None
         if token_id is not None:
             return token_id, str(token)
     raise UsageError(f"{folder / 'tokenizer_config.json'} has no pad_token; add one")

@@ -1,6 +1,7 @@
 """Two models with an external memory: one within a stream, one across the steps of a training.
 
-Both encode a segment with the layers of a language model, query a memory, and predict a value from both.
+Both encode a segment with the layers of a language model, query a memory, and predict a value from the hidden states and
+the result of the query.
 
 B batch   S segments   T tokens of a segment   D hidden size   k width of a key   V values
 """
@@ -79,17 +80,19 @@ class StreamRecall(Transformer):
     ) -> tuple[Tensor, WorkingSlots | None]:
         """Return scores of the values (B, S, T, V) for tokens (B, S, T), and the memory after the last segment.
 
-        `memory` is that of earlier segments, None is empty; `clock` is the number of earlier segments.
+        `memory` is the memory of earlier segments, None for an empty one; `clock` is the number of earlier segments.
         """
         batch, segments = tokens.shape[:2]
         # No segment sees another, so all of them go through the trunk at once.
         hidden = self.hidden(tokens.flatten(0, 1)).unflatten(0, (batch, segments))
         if self.options is None or not with_memory:
             return self.head(hidden), memory
-        with _in_float32(hidden):
-            return self._recalled(hidden.float(), memory, clock)
+        with _disable_autocast(hidden):
+            return self._predict_with_memory(hidden.float(), memory, clock)
 
-    def _recalled(self, hidden: Tensor, memory: WorkingSlots | None, clock: int) -> tuple[Tensor, WorkingSlots]:
+    def _predict_with_memory(
+        self, hidden: Tensor, memory: WorkingSlots | None, clock: int
+    ) -> tuple[Tensor, WorkingSlots]:
         assert self.options is not None, "checked by forward"
         width = hidden.shape[-1]
         if memory is None:
@@ -97,15 +100,15 @@ class StreamRecall(Transformer):
             memory = memory_working.empty_working(len(hidden), **sizes, device=hidden.device)
         queries, values = self.memory_query(hidden), self.memory_value(hidden)
         # The key of a value is often the token before it, which the layers alone are slow to learn.
-        before = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :, :-1]
-        keys = self.memory_key(torch.cat((hidden, before), dim=-1))
+        previous_hidden = torch.nn.functional.pad(hidden, (0, 0, 1, 0))[:, :, :-1]
+        keys = self.memory_key(torch.cat((hidden, previous_hidden), dim=-1))
         importance = torch.sigmoid(self.memory_importance(hidden)).squeeze(-1)
-        fading = {"decay": self.options.working_decay, "floor": self.options.working_floor}
+        decay_options = {"decay": self.options.working_decay, "floor": self.options.working_floor}
         recalled = []
         for segment in range(hidden.shape[1]):
             recalled.append(read_working(memory, queries[:, segment], self.memory_temperature()))
             memory = memory_working.store(
-                memory, keys[:, segment], values[:, segment], importance[:, segment], clock + segment, **fading
+                memory, keys[:, segment], values[:, segment], importance[:, segment], clock + segment, **decay_options
             )
         return self.head(hidden + self.memory_output(torch.stack(recalled, dim=1))), memory
 
@@ -162,15 +165,15 @@ class LastingRecall(Transformer):
         hidden = self.hidden(tokens)
         if self.memory_shape is None or not with_memory:
             return self.head(hidden)
-        with _in_float32(hidden):
+        with _disable_autocast(hidden):
             memory = self.memory.state()
-            visible = memories.visible_slots(memory, same=self.memory_shape.same)
+            visible = memories.find_visible_slots(memory, same=self.memory_shape.same)
             queries = self.memory_query(self.codes[tokens]).flatten(0, 1)
             recalled = memories.read_memory(memory.keys, memory.values, visible, queries, self.memory_temperature())
             return self.head(hidden.float() + self.memory_output(recalled.unflatten(0, tokens.shape)))
 
 
-def _in_float32(x: Tensor) -> Any:
+def _disable_autocast(x: Tensor) -> Any:
     """Disable autocast: half precision would confuse keys that are close to each other."""
-    is_lowered = torch.is_autocast_enabled(x.device.type)
-    return torch.autocast(x.device.type, enabled=False) if is_lowered else contextlib.nullcontext()
+    is_autocast = torch.is_autocast_enabled(x.device.type)
+    return torch.autocast(x.device.type, enabled=False) if is_autocast else contextlib.nullcontext()

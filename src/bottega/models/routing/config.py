@@ -45,13 +45,16 @@ class RoutingShape(BaseModel):
         """Return the FLOPs of the forward: 2 per weight that is used, counting the active experts only."""
         width = self.hidden_size
         if self.spiking is not None:
-            first = self.num_inputs * width  # its current is the same in every step
-            inner = (self.num_layers - 1) * width * width * self.spiking.time_steps
+            # The current of the first layer is the same in every step, so it is computed once.
+            input_weights = self.num_inputs * width
+            trunk_weights = (self.num_layers - 1) * width * width * self.spiking.time_steps
         elif self.ssm is not None:
-            first = self.num_tokens * self.token_size * width
-            inner = self.num_layers * self.num_tokens * self.ssm.flops_per_token() // 6
+            input_weights = self.num_tokens * self.token_size * width
+            trunk_weights = self.num_layers * self.num_tokens * self.ssm.flops_per_token() // 6
         else:
-            first, inner = self.num_inputs * width, self.num_layers * 2 * width * width
+            input_weights, trunk_weights = self.num_inputs * width, self.num_layers * 2 * width * width
         # A single expert has no router.
         router = width if self.experts.num_experts == 1 else 0
-        return 2 * (first + inner + self.experts.num_active_parameters() - router + width * self.num_labels)
+        return 2 * (
+            input_weights + trunk_weights + self.experts.num_active_parameters() - router + width * self.num_labels
+        )

@@ -95,13 +95,15 @@ class SpikingTrunk(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         spikes: list[Tensor] = []
-        total = stream = x.expand(self.steps, *x.shape)
+        total = layer_input = x.expand(self.steps, *x.shape)
         for number, layer in enumerate(self.layers, start=1):
             stores_activations = not (self.checkpoint_blocks and self.training)
-            spikes.append(layer(stream) if stores_activations else checkpoint(layer, stream, use_reentrant=False))
+            spikes.append(
+                layer(layer_input) if stores_activations else checkpoint(layer, layer_input, use_reentrant=False)
+            )
             total = spikes[0] if number == 1 else total + spikes[-1]
-            stream = total / number
-        return apply_dropout(stream.mean(0), self.dropout, self.training), torch.cat(spikes, dim=-1)
+            layer_input = total / number
+        return apply_dropout(layer_input.mean(0), self.dropout, self.training), torch.cat(spikes, dim=-1)
 
 
 class SSMTrunk(nn.Module):
@@ -112,31 +114,33 @@ class SSMTrunk(nn.Module):
 
     def __init__(self, shape: RoutingShape) -> None:
         super().__init__()
-        self.size, self.num_tokens, self.dropout = shape.token_size, shape.num_tokens, shape.dropout
+        self.token_size, self.num_tokens, self.dropout = shape.token_size, shape.num_tokens, shape.dropout
         self.embed = nn.Linear(shape.token_size, shape.hidden_size)
         self.place = nn.Embedding(shape.num_tokens, shape.hidden_size)
-        blocks = _block_shape(shape)
-        self.layers = nn.ModuleList(Block(blocks, layer) for layer in range(shape.num_layers))
+        block_shape = _build_block_shape(shape)
+        self.layers = nn.ModuleList(Block(block_shape, layer) for layer in range(shape.num_layers))
         self.norm = RMSNorm(shape.hidden_size, EPSILON)
         self.checkpoint_blocks = False
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        tokens = F.pad(x, (0, self.size * self.num_tokens - x.shape[1])).unflatten(1, (self.num_tokens, self.size))
+        tokens = F.pad(x, (0, self.token_size * self.num_tokens - x.shape[1])).unflatten(
+            1, (self.num_tokens, self.token_size)
+        )
         x = apply_dropout(self.embed(tokens) + self.place.weight, self.dropout, self.training)
-        added = torch.zeros_like(x)
+        delta = torch.zeros_like(x)
         no_positions = x.new_zeros(0)  # state-space layers have no position embeddings
-        window = SequenceContext(no_positions, no_positions)
+        context = SequenceContext(no_positions, no_positions)
         for block in self.layers:
             stores_activations = not (self.checkpoint_blocks and self.training)
-            x, added = (
-                block(x, added, window)
+            x, delta = (
+                block(x, delta, context)
                 if stores_activations
-                else checkpoint(block, x, added, window, use_reentrant=False)
+                else checkpoint(block, x, delta, context, use_reentrant=False)
             )
-        return self.norm(x + added).mean(1), None
+        return self.norm(x + delta).mean(1), None
 
 
-def _block_shape(shape: RoutingShape) -> TransformerShape:
+def _build_block_shape(shape: RoutingShape) -> TransformerShape:
     """Return the shape of blocks as in a language model of kind ssm: a state space and no feed-forward."""
     return TransformerShape(
         num_layers=shape.num_layers,
@@ -173,9 +177,8 @@ class RoutingNet(nn.Module):
         self.shape = shape
         self.register_buffer("mean", torch.zeros(shape.num_inputs), persistent=False)
         self.register_buffer("scale", torch.ones(shape.num_inputs), persistent=False)
-        self.model: MLPTrunk | SpikingTrunk | SSMTrunk = TRUNKS[shape.trunk](
-            shape
-        )  # as transformers calls all but the head
+        # As in transformers, `model` is everything before the head.
+        self.model: MLPTrunk | SpikingTrunk | SSMTrunk = TRUNKS[shape.trunk](shape)
         self.norm = RMSNorm(shape.hidden_size, EPSILON)
         self.experts = Experts(shape.experts)
         self.out_norm = RMSNorm(shape.hidden_size, EPSILON)
@@ -207,7 +210,7 @@ def initialise_routing(model: RoutingNet, seed: int) -> None:
     depth = max(1, model.shape.num_layers)
     self_initialised = {path: layer for path, layer in model.named_modules() if hasattr(layer, "initial_value")}
 
-    def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def compute_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         owner, _, kind = name.rpartition(".")
         if owner in self_initialised:
             return self_initialised[owner].initial_value(kind, name, seed)
@@ -222,7 +225,7 @@ def initialise_routing(model: RoutingNet, seed: int) -> None:
             std /= math.sqrt(depth)
         return numpy_generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(std)
 
-    fill_parameters(model, value)
+    fill_parameters(model, compute_value)
     drop_initial_experts(model, seed)
 
 

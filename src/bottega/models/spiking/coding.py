@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bottega.core.noise import Noise
 
-GOLDEN = 0.6180339887498949
+GOLDEN_RATIO = 0.6180339887498949
 
 
 def constant_code(x: Tensor, steps: int) -> Tensor:
@@ -25,18 +25,18 @@ def rate_code(x: Tensor, steps: int, noise: Noise | None = None, *, name: str = 
     the spikes are spread evenly, and their rate is within 1 / S of x.
     """
     if noise is None:
-        return _below(x, even_thresholds(steps, x).view(steps, *(1,) * x.ndim))
+        return _fire_above(x, even_thresholds(steps, x).view(steps, *(1,) * x.ndim))
     return rate_code_from_draws(x, noise.uniform(name, (steps, *x.shape[1:])))
 
 
 def rate_code_from_draws(x: Tensor, draws: Tensor) -> Tensor:
     """Return the spikes of `rate_code` from given uniform draws (B, S, ...)."""
-    return _below(x, draws.movedim(1, 0))
+    return _fire_above(x, draws.movedim(1, 0))
 
 
 def even_thresholds(steps: int, like: Tensor) -> Tensor:
     """Return the midpoints of S equal parts of (0, 1), (S,), in an order in which neighbours are far apart."""
-    order = torch.arange(1, steps + 1, device=like.device, dtype=torch.float64) * GOLDEN % 1
+    order = torch.arange(1, steps + 1, device=like.device, dtype=torch.float64) * GOLDEN_RATIO % 1
     return ((order.argsort().argsort() + 0.5) / steps).to(like.dtype)
 
 
@@ -50,17 +50,19 @@ def latency_code(x: Tensor, steps: int) -> Tensor:
 
     Values below half of 1 / S, whose spike would come after the last step, have none.
     """
-    first = torch.round((1 - x.clamp(0, 1)) * steps)  # 0..S, where S means no spike
+    spike_step = torch.round((1 - x.clamp(0, 1)) * steps)  # 0..S, where S means no spike
     times = torch.arange(steps, device=x.device, dtype=x.dtype).view(steps, *(1,) * x.ndim)
-    return (times == first).to(x.dtype)
+    return (times == spike_step).to(x.dtype)
 
 
 def decode_latency(spikes: Tensor) -> Tensor:
     """Return values (B, ...) from the time of the first spike; 0 if there is none."""
     steps = len(spikes)
-    left = torch.arange(steps, 0, -1, device=spikes.device, dtype=spikes.dtype).view(steps, *(1,) * (spikes.ndim - 1))
-    return (left * (spikes > 0)).amax(0) / steps
+    remaining_steps = torch.arange(steps, 0, -1, device=spikes.device, dtype=spikes.dtype).view(
+        steps, *(1,) * (spikes.ndim - 1)
+    )
+    return (remaining_steps * (spikes > 0)).amax(0) / steps
 
 
-def _below(x: Tensor, thresholds: Tensor) -> Tensor:
+def _fire_above(x: Tensor, thresholds: Tensor) -> Tensor:
     return (thresholds < x).to(x.dtype)

@@ -32,7 +32,7 @@ class SpikingShape(BaseModel):
     surrogate: Surrogate = "arctan"
     """Smooth step function whose derivative replaces that of the spike."""
     sharpness: float = Field(2.0, gt=0, allow_inf_nan=False)
-    """Steepness of that function: its slope at the threshold is half of this, for sigmoid a quarter."""
+    """Steepness of that function: its slope at the threshold is half of this value, or a quarter of it for sigmoid."""
 
     @property
     def highest_rate(self) -> float:

@@ -49,24 +49,24 @@ class SpikingNet(nn.Module):
         With rate coding, training passes uniform `draws` (B, S, H * W * C); without them the spikes are spread evenly, and
         the output is deterministic.
         """
-        spikes = self.spikes(x, draws)
+        spikes = self.compute_spikes(x, draws)
         rates = spike_rate(spikes[-1])
         dropout = self.shape.dropout
         return SpikingNetOutput(self.head(F.dropout(rates, dropout, self.training) if dropout else rates), spikes)
 
     def features(self, x: Tensor) -> Tensor:
         """Return the firing rates (B, N) of the last layer, the input of the head."""
-        return spike_rate(self.spikes(x)[-1])
+        return spike_rate(self.compute_spikes(x)[-1])
 
-    def spikes(self, x: Tensor, draws: Tensor | None = None) -> tuple[Tensor, ...]:
+    def compute_spikes(self, x: Tensor, draws: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return the spikes (S, B, N) of each layer."""
-        train, spikes = self.encode_input(x, draws), []
+        activity, spikes = self.encode_input(x, draws), []
         for layer in self.layers:
             if self.checkpoint_blocks and self.training:
-                train = checkpoint(layer, train, use_reentrant=False)
+                activity = checkpoint(layer, activity, use_reentrant=False)
             else:
-                train = layer(train)
-            spikes.append(train)
+                activity = layer(activity)
+            spikes.append(activity)
         return tuple(spikes)
 
     def encode_input(self, x: Tensor, draws: Tensor | None = None) -> Tensor:
@@ -75,10 +75,10 @@ class SpikingNet(nn.Module):
         steps = shape.neuron.time_steps
         if shape.coding == "constant":
             return constant_code(flat, steps)
-        unit = (flat - shape.lowest) / (1 - shape.lowest)
+        scaled = (flat - shape.lowest) / (1 - shape.lowest)
         if shape.coding == "latency":
-            return latency_code(unit, steps)
-        return rate_code(unit, steps) if draws is None else rate_code_from_draws(unit, draws)
+            return latency_code(scaled, steps)
+        return rate_code(scaled, steps) if draws is None else rate_code_from_draws(scaled, draws)
 
 
 def initialise_spiking(module: nn.Module, seed: int) -> None:
@@ -88,11 +88,11 @@ def initialise_spiking(module: nn.Module, seed: int) -> None:
     value depends only on the seed and the parameter's name and shape.
     """
 
-    def value(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    def compute_value(name: str, shape: tuple[int, ...]) -> np.ndarray:
         if name.endswith("bias"):
             return np.zeros(shape, np.float32)
         return numpy_generator(seed, name).standard_normal(shape, dtype=np.float32) * np.float32(
             1 / math.sqrt(shape[1])
         )
 
-    fill_parameters(module, value)
+    fill_parameters(module, compute_value)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 SameStep = Literal["causal", "none"]
 """How an input and an output spike of the same step count. `causal`: in a layer without delays the input arrives first and
-may have caused the output, so the pair strengthens. `none`: of recorded trains the order is unknown, so it is ignored."""
+may have caused the output, so the pair strengthens. `none`: in recorded trains the order within a step is
+unknown, so the pair is ignored."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class STDPRule:
 
     At an output spike a synapse gains r1 (a_plus + a3_plus o2), at an input spike it loses o1 (a_minus + a3_minus r2).
     r1 and r2 are traces of the input with tau_plus and tau_x, o1 and o2 of the output with tau_minus and tau_y: each spike
-    raises them by 1, and they fall by exp(-1 / tau) a step. All but r1 are read before the spikes of the step are in them,
-    so no unit forms a pair with itself; r1 holds those of its own step where `same_step` is causal.
+    raises them by 1, and they fall by exp(-1 / tau) a step. Traces are read before the spikes of the step are added
+    to them, so that no unit forms a pair with itself; only r1 includes the spikes of its own step, if `same_step` is causal.
 
-    With causal pairs of the same step, independent trains are balanced at a_minus = a_plus exp(1 / tau), 1.28 here. The
-    default is 5 % above that, so that chance pairs weaken a synapse (as in Song et al., 2000).
+    With causal pairs of the same step, independent trains are balanced at a_minus = a_plus exp(1 / tau), which
+    is 1.28 for tau 4. The default is 5 % above that, so that chance pairs weaken a synapse (as in Song et al., 2000).
     """
 
     a_plus: float = 1.0
@@ -44,72 +45,75 @@ class STDPRule:
     same_step: SameStep = "causal"
 
 
-def trace(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
+def compute_trace(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
     """Return the trace (S, B, N): the sum of exp(-age / tau) over earlier spikes, and with `with_own_step` those of age 0."""
-    return torch.einsum("st,tbn->sbn", _kernel(spikes, tau, with_own_step=with_own_step), spikes)
+    return torch.einsum("st,tbn->sbn", _build_decay_kernel(spikes, tau, with_own_step=with_own_step), spikes)
 
 
-def _kernel(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
-    """Return what remains of a spike of each step (column) at each step (row), (S, S).
+def _build_decay_kernel(spikes: Tensor, tau: float, *, with_own_step: bool) -> Tensor:
+    """Return the fraction that remains, at each step (row), of a spike at each step (column), (S, S).
 
     For the few steps of a sample, one matrix product is faster than a loop.
     """
     steps = torch.arange(len(spikes), device=spikes.device)
     age = steps[:, None] - steps[None, :]
-    left = torch.exp(-age.clamp(min=0).to(spikes.dtype) / tau)
-    return left.where(age >= (0 if with_own_step else 1), 0.0)
+    remaining = torch.exp(-age.clamp(min=0).to(spikes.dtype) / tau)
+    return remaining.where(age >= (0 if with_own_step else 1), 0.0)
 
 
-def weight_change(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> Tensor:
+def compute_weight_change(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> Tensor:
     """Return the weight change (O, I), gain minus loss of all examples; the pair rule takes one matrix product."""
     if rule.a3_plus or rule.a3_minus:
-        gain, loss = gain_and_loss(pre, post, rule, weight=weight)
+        gain, loss = compute_gain_and_loss(pre, post, rule, weight=weight)
         return gain - loss
     pre, post = _to_float(pre, post)
-    before = _kernel(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
-    after = _kernel(pre, rule.tau_minus, with_own_step=False).T
-    filtered = torch.einsum("st,tbi->sbi", rule.a_plus * before - rule.a_minus * after, pre)
+    gain_kernel = _build_decay_kernel(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
+    loss_kernel = _build_decay_kernel(pre, rule.tau_minus, with_own_step=False).T
+    filtered = torch.einsum("st,tbi->sbi", rule.a_plus * gain_kernel - rule.a_minus * loss_kernel, pre)
     return _sum_products((post, filtered), weight)
 
 
-def gain_and_loss(pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def compute_gain_and_loss(
+    pre: Tensor, post: Tensor, rule: STDPRule, *, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return gain and loss of synapses (O, I), summed over the examples of pre (S, B, I) and post (S, B, O).
 
     `weight` (B) is the weight of each example, such as its reward. The sum is linear in it, so (B, O, I) is never
     materialised. Values between 0 and 1 are fractions of a spike. Both results are 0 or more for spikes; a negative input
     current or weight changes the sign of its contribution.
     """
-    gain, loss = _gain_and_loss_factors(pre, post, rule)
+    gain, loss = _compute_factors(pre, post, rule)
     return _sum_products(gain, weight), _sum_products(loss, weight)
 
 
 def _sum_products(factors: tuple[Tensor, Tensor], weight: Tensor | None) -> Tensor:
-    out, into = factors
+    output_factor, input_factor = factors
     if weight is not None:
-        each = weight.to(out.dtype)[:, None]
+        example_weight = weight.to(output_factor.dtype)[:, None]
         # Selected rather than multiplied, because an example of weight 0 may hold any value, also NaN.
-        out, into = torch.where(each == 0, 0.0, out * each), torch.where(each == 0, 0.0, into)
-    return out.flatten(0, 1).T @ into.flatten(0, 1)
+        output_factor, input_factor = (
+            torch.where(example_weight == 0, 0.0, output_factor * example_weight),
+            torch.where(example_weight == 0, 0.0, input_factor),
+        )
+    return output_factor.flatten(0, 1).T @ input_factor.flatten(0, 1)
 
 
-def eligibility(pre: Tensor, post: Tensor, rule: STDPRule) -> Tensor:
+def compute_eligibility(pre: Tensor, post: Tensor, rule: STDPRule) -> Tensor:
     """Return the weight change of each example alone, (B, O, I): the eligibility that a reward multiplies."""
-    gain, loss = _gain_and_loss_factors(pre, post, rule)
+    gain, loss = _compute_factors(pre, post, rule)
     return torch.einsum("sbo,sbi->boi", *gain) - torch.einsum("sbo,sbi->boi", *loss)
 
 
-def _gain_and_loss_factors(
-    pre: Tensor, post: Tensor, rule: STDPRule
-) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def _compute_factors(pre: Tensor, post: Tensor, rule: STDPRule) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Return the factors (output (S, B, O), input (S, B, I)) of gain and loss; their products are summed over time."""
     pre, post = _to_float(pre, post)
-    r1 = trace(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
-    o1 = trace(post, rule.tau_minus, with_own_step=False)
+    r1 = compute_trace(pre, rule.tau_plus, with_own_step=rule.same_step == "causal")
+    o1 = compute_trace(post, rule.tau_minus, with_own_step=False)
     at_post, at_pre = rule.a_plus * post, rule.a_minus * pre
     if rule.a3_plus:
-        at_post = at_post + rule.a3_plus * post * trace(post, rule.tau_y, with_own_step=False)
+        at_post = at_post + rule.a3_plus * post * compute_trace(post, rule.tau_y, with_own_step=False)
     if rule.a3_minus:
-        at_pre = at_pre + rule.a3_minus * pre * trace(pre, rule.tau_x, with_own_step=False)
+        at_pre = at_pre + rule.a3_minus * pre * compute_trace(pre, rule.tau_x, with_own_step=False)
     return (at_post, r1), (o1, at_pre)
 
 
@@ -120,24 +124,26 @@ def _to_float(pre: Tensor, post: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply_soft_bounds(gain: Tensor, loss: Tensor, weight: Tensor, *, low: float, high: float) -> Tensor:
-    """The change with bounds that slow it down: what is gained counts by the share of the room that is left above, what is lost
-    by the share below. A negative gain, as a bad reward makes of one, is a loss."""
-    up, down = gain.clamp(min=0) - loss.clamp(max=0), loss.clamp(min=0) - gain.clamp(max=0)
-    above, below = ((high - weight) / (high - low)).clamp(0, 1), ((weight - low) / (high - low)).clamp(0, 1)
-    return up * above - down * below
+    """Return the change, slowed down towards the bounds.
+
+    An increase is multiplied by the fraction of the range that is above the weight, a decrease by the fraction below it. A
+    negative gain, which results from a negative reward, counts as a loss.
+    """
+    increase, decrease = gain.clamp(min=0) - loss.clamp(max=0), loss.clamp(min=0) - gain.clamp(max=0)
+    room_above, room_below = ((high - weight) / (high - low)).clamp(0, 1), ((weight - low) / (high - low)).clamp(0, 1)
+    return increase * room_above - decrease * room_below
 
 
 def clamp_to_bounds(new: Tensor, old: Tensor, *, low: float, high: float) -> Tensor:
-    """No further out of [low, high] than it was: what lies outside, the gradient may have had a reason for."""
+    """Return `new`, limited to [low, high] extended to `old`: a weight that the gradient moved outside may stay there."""
     return torch.clamp(new, old.clamp(max=low), old.clamp(min=high))
 
 
 def match_row_statistics(new: Tensor, like: Tensor) -> Tensor:
-    """Each unit's incoming weights (a row) with the sum and the length of the same row of `like`: what some inputs gain,
-    others lose (Miller & MacKay, 1994).
+    """Return each unit's incoming weights (a row), with the sum and the norm of the same row of `like`.
 
-    Not the length alone: weights have signs, and all of one unit could become positive at that length, a unit that always
-    fires.
+    What some inputs gain, others lose (Miller & MacKay, 1994). The norm alone would not suffice: all weights of a unit could
+    become positive at the same norm, and the unit would always fire.
     """
     mean, old_mean = new.mean(dim=1, keepdim=True), like.mean(dim=1, keepdim=True)
     spread, old_spread = ((new - mean).norm(dim=1, keepdim=True), (like - old_mean).norm(dim=1, keepdim=True))

@@ -14,14 +14,14 @@ from torch import Tensor
 from bottega.models.spiking.config import Surrogate
 
 
-def spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
-    """Return exactly 1 where the potential, relative to the threshold, is not negative, else exactly 0."""
-    return _Spike.apply(charge, kind, sharpness)
+def spike(excess: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
+    """Return exactly 1 where `excess`, the potential minus the threshold, is not negative, else exactly 0."""
+    return _Spike.apply(excess, kind, sharpness)
 
 
-def smooth_spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
+def smooth_spike(excess: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
     """Return the smooth step from 0 to 1 whose derivative `spike` uses."""
-    scaled = sharpness * charge
+    scaled = sharpness * excess
     if kind == "arctan":
         return torch.atan(math.pi / 2 * scaled) / math.pi + 0.5
     if kind == "sigmoid":
@@ -29,9 +29,9 @@ def smooth_spike(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 
     return 0.5 * scaled / (1 + scaled.abs()) + 0.5
 
 
-def surrogate_gradient(charge: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
+def surrogate_gradient(excess: Tensor, kind: Surrogate = "arctan", sharpness: float = 2.0) -> Tensor:
     """Return the derivative of `smooth_spike`: sharpness / 2 at the threshold, / 4 for sigmoid; its integral is 1."""
-    scaled = sharpness * charge
+    scaled = sharpness * excess
     if kind == "arctan":
         return (sharpness / 2) / (1 + (math.pi / 2 * scaled) ** 2)
     if kind == "sigmoid":
@@ -46,16 +46,16 @@ class _Spike(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(charge: Tensor, kind: Surrogate, sharpness: float) -> Tensor:
-        return (charge >= 0).to(charge.dtype)
+    def forward(excess: Tensor, kind: Surrogate, sharpness: float) -> Tensor:
+        return (excess >= 0).to(excess.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        charge, ctx.kind, ctx.sharpness = inputs
-        ctx.save_for_backward(charge)
+        excess, ctx.kind, ctx.sharpness = inputs
+        ctx.save_for_backward(excess)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         # Differentiable operations on the input, so that second-order gradients (MAML) are right as well.
-        (charge,) = ctx.saved_tensors
-        return gradients[0] * surrogate_gradient(charge, ctx.kind, ctx.sharpness), None, None
+        (excess,) = ctx.saved_tensors
+        return gradients[0] * surrogate_gradient(excess, ctx.kind, ctx.sharpness), None, None

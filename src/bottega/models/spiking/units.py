@@ -20,7 +20,7 @@ from bottega.models.spiking.surrogate import smooth_spike, spike
 SILENT, SATURATED = 0, 2
 """Activity of a unit in one example: never fired, or fired whenever it could; 1 is in between."""
 MAX_LOGIT = 8.0
-"""Logit of a group that always fires; beside three silent ones its softmax probability is 0.999."""
+"""Logit of a group that always fires; beside three silent groups its softmax probability is 0.999."""
 
 
 class LIF(nn.Module):
@@ -44,8 +44,8 @@ class LIF(nn.Module):
         potential: Tensor | None = None
         threshold_increase: Tensor | None = None
         for step_current in current.unbind(0):
-            ready = _not_refractory(spikes, shape.refractory)
-            step_current = step_current if ready is None else step_current * ready
+            can_fire = _find_ready_units(spikes, shape.refractory)
+            step_current = step_current if can_fire is None else step_current * can_fire
             potential = step_current if potential is None else torch.add(step_current, potential, alpha=shape.leak)
             if shape.adaptation and spikes:
                 increase = spikes[-1] * shape.adaptation
@@ -54,37 +54,37 @@ class LIF(nn.Module):
                     if threshold_increase is None
                     else torch.add(increase, threshold_increase, alpha=shape.adaptation_leak)
                 )
-            above = (
+            excess = (
                 potential - shape.threshold
                 if threshold_increase is None
                 else potential - shape.threshold - threshold_increase
             )
-            fired = fire(above, shape.surrogate, shape.sharpness)
-            fired = fired if ready is None else fired * ready
-            potential = self._reset_fired(potential, above, fired)
-            spikes.append(fired)
+            new_spikes = fire(excess, shape.surrogate, shape.sharpness)
+            new_spikes = new_spikes if can_fire is None else new_spikes * can_fire
+            potential = self._reset_fired(potential, excess, new_spikes)
+            spikes.append(new_spikes)
         return torch.stack(spikes)
 
-    def _reset_fired(self, potential: Tensor, above: Tensor, fired: Tensor) -> Tensor:
+    def _reset_fired(self, potential: Tensor, excess: Tensor, new_spikes: Tensor) -> Tensor:
         if self.shape.reset == "zero":
-            return potential - potential * fired
+            return potential - potential * new_spikes
         if not self.shape.adaptation:
-            return torch.sub(potential, fired, alpha=self.shape.threshold)
-        return potential - (potential - above) * fired  # subtract the adapted threshold
+            return torch.sub(potential, new_spikes, alpha=self.shape.threshold)
+        return potential - (potential - excess) * new_spikes  # subtract the adapted threshold
 
     def extra_repr(self) -> str:
         return f"{self.shape!r}"
 
 
-def _not_refractory(spikes: list[Tensor], steps: int) -> Tensor | None:
-    """Return 1 for units without a spike in the last `steps` steps, else 0.
+def _find_ready_units(spikes: list[Tensor], num_steps: int) -> Tensor | None:
+    """Return 1 for units without a spike in the last `num_steps` steps, else 0.
 
     A product rather than a comparison, so that it is differentiable with smooth spikes.
     """
-    ready: Tensor | None = None
-    for previous in spikes[max(0, len(spikes) - steps) :] if steps else ():
-        ready = 1 - previous if ready is None else ready * (1 - previous)
-    return ready
+    can_fire: Tensor | None = None
+    for previous in spikes[max(0, len(spikes) - num_steps) :] if num_steps else ():
+        can_fire = 1 - previous if can_fire is None else can_fire * (1 - previous)
+    return can_fire
 
 
 class SpikingLayer(nn.Module):
@@ -118,8 +118,8 @@ class SpikingGate(nn.Module):
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return logits (..., E) and firing rates (..., U) of x (..., I), a constant current.
 
-        `counted` (...) is true where x is not padding. It is not used here, but by
-        plasticity, which records the arguments of calls.
+        `counted` (...) is true where x is not padding. It is not used here, but by plasticity, which records the
+        arguments of calls.
         """
         currents = x.reshape(1, -1, x.shape[-1]).expand(self.shape.time_steps, -1, -1)
         rates = spike_rate(self.groups(currents)).view(*x.shape[:-1], self.groups.synapse.out_features)
@@ -131,17 +131,17 @@ def spike_rate(spikes: Tensor) -> Tensor:
     return spikes.sum(0) / len(spikes)  # divided last, so that 1 is exactly 1
 
 
-def activity_sums(spikes: Tensor, counted: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
+def sum_activity(spikes: Tensor, counted: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
     """Return sums over the examples of spikes (S, B, N) where `counted` (B) is true, and their number.
 
     `firing_rate` is the mean rate of the units, `silent` the fraction of units that do not fire. For rates (B, N) pass
     `rates[None]`. Dead and saturated units are not a mean over examples: see `unit_activity`.
     """
     rates = spike_rate(spikes.detach()).float().flatten(1)
-    each = {"firing_rate": rates.mean(1), "silent": (rates == 0).float().mean(1)}
-    counted = torch.ones_like(each["silent"], dtype=torch.bool) if counted is None else counted > 0
-    number = counted.float().sum()
-    return {name: (torch.where(counted, values, 0.0).sum(), number) for name, values in each.items()}
+    metrics = {"firing_rate": rates.mean(1), "silent": (rates == 0).float().mean(1)}
+    counted = torch.ones_like(metrics["silent"], dtype=torch.bool) if counted is None else counted > 0
+    num_examples = counted.float().sum()
+    return {name: (torch.where(counted, values, 0.0).sum(), num_examples) for name, values in metrics.items()}
 
 
 def unit_activity(spikes: Tensor, highest_rate: float = 1.0) -> Tensor:

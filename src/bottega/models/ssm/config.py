@@ -26,7 +26,7 @@ class SSMShape(BaseModel):
     time_step_max: float = Field(0.1, gt=0.0)
 
     @model_validator(mode="after")
-    def _heads_agree(self) -> SSMShape:
+    def _check_sizes(self) -> SSMShape:
         if self.inner_size % self.head_size:
             raise ValueError(
                 f"head_size {self.head_size} does not divide the {self.inner_size} channels (hidden_size "
@@ -58,28 +58,31 @@ class SSMShape(BaseModel):
         return self.inner_size + 2 * self.num_groups * self.state_size
 
     @property
-    def state_numbers(self) -> int:
+    def num_state_values(self) -> int:
         """Number of values in the state of one sequence and layer, at any length."""
         return self.inner_size * self.state_size + self.conv_channels * (self.conv_size - 1)
 
     def num_parameters(self) -> int:
         """Return the exact number of parameters of one layer."""
         convolution = self.conv_channels * (self.conv_size + 1)
-        return self._projections() + convolution + 3 * self.num_heads + self.inner_size
+        return self._count_projection_weights() + convolution + 3 * self.num_heads + self.inner_size
 
     def flops_per_token(self) -> int:
         """Return the FLOPs per token of one layer, forward and backward, which do not depend on the sequence length.
 
         6 per weight, plus the products of the scan: scores and outputs within a chunk, and writing and reading states.
         """
-        chunk = self.chunk_size * (self.num_groups * self.state_size + self.inner_size)
+        chunk_products = self.chunk_size * (self.num_groups * self.state_size + self.inner_size)
         return 6 * (
-            self._projections() + self.conv_channels * self.conv_size + chunk + 2 * self.inner_size * self.state_size
+            self._count_projection_weights()
+            + self.conv_channels * self.conv_size
+            + chunk_products
+            + 2 * self.inner_size * self.state_size
         )
 
-    def _projections(self) -> int:
-        read = self.hidden_size * (self.inner_size + self.conv_channels + self.num_heads)
-        return read + self.inner_size * self.hidden_size
+    def _count_projection_weights(self) -> int:
+        input_weights = self.hidden_size * (self.inner_size + self.conv_channels + self.num_heads)
+        return input_weights + self.inner_size * self.hidden_size
 
 
 def _nearest_divisor(number: int, target: int) -> int:

@@ -1,8 +1,8 @@
 """Triton kernels of the state-space layer: convolution and gated norm, forward and backward, as torch operators.
 
-Both are bound by memory bandwidth. Compiled from plain torch they took about 4.5 of the layer's 18 ms on an H200 at 32,768
-tokens of width 2,048, and 2 here: compiled, the convolution reloaded its weights for every value, and the norm read its
-inputs twice. The matrix products of the scan are left to torch.
+Both are bound by memory bandwidth. Compiled from plain torch they took about 4.5 ms of the layer's 18 ms on an H200 at
+32,768 tokens of width 2,048, and take 2 ms here: compiled, the convolution reloaded its weights for every value, and the
+norm read its inputs twice. The matrix products of the scan are left to torch.
 
 B rows   T tokens   E channels   W width of the convolution   M = B T   n channels of the norm
 """
@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TIMES, CHANNELS = 32, 128
+TILE_TOKENS, TILE_CHANNELS = 32, 128
 """Tokens and channels of the tile of one program of the convolution."""
-STEPS, TALL = 8, 16
-"""Tiles per program of its backward, and tokens per tile: smaller, because five sums per tile fill the registers."""
+BACKWARD_TILES, BACKWARD_TILE_TOKENS = 8, 16
+"""Tiles per program of the convolution's backward, and tokens per tile, which are fewer because five sums per tile fill the
+registers."""
 MAX_CHANNELS, MAX_CONV_WIDTH = 16384, 4
-"""Most channels of a norm, whose row must fit into the registers, and the widest convolution."""
-ROWS = 16
+"""Maximum number of channels of a norm, whose row must fit into the registers, and maximum width of a convolution."""
+NORM_BACKWARD_ROWS = 16
 """Rows summed by one program of the norm's backward; fixed, so that sums do not depend on the device."""
 
 
@@ -40,7 +41,7 @@ def _load_shifted(x, segments, row, t, e, back, length, channels, x_time, PACKED
 
 
 @triton.jit
-def _convolved(  # type: ignore[no-untyped-def]
+def _convolve(  # type: ignore[no-untyped-def]
     x, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH: tl.constexpr, PACKED: tl.constexpr
 ):
     total = tl.load(bias + e, mask=e < channels, other=0.0).to(tl.float32)[None, :]
@@ -69,13 +70,13 @@ def _conv(  # type: ignore[no-untyped-def]
     row = tl.program_id(2).to(tl.int64)
     t = tl.program_id(1) * TIMES + tl.arange(0, TIMES)
     e = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    s = _convolved(x + row * x_row, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH, PACKED)
+    s = _convolve(x + row * x_row, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH, PACKED)
     mask = (t < length)[:, None] & (e < channels)[None, :]
     tl.store(y + (row * length + t)[:, None] * channels + e[None, :], s * tl.sigmoid(s), mask=mask)
 
 
 @triton.jit
-def _conv_slope(  # type: ignore[no-untyped-def]
+def _conv_backward_weight(  # type: ignore[no-untyped-def]
     grad,
     x,
     weight,
@@ -108,7 +109,7 @@ def _conv_slope(  # type: ignore[no-untyped-def]
     for i in range(STEPS):
         t = (tl.program_id(1) * STEPS + i) * TIMES + tl.arange(0, TIMES)
         mask = (t < length)[:, None] & inside[None, :]
-        s = _convolved(x, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH, PACKED)
+        s = _convolve(x, weight, bias, segments, row, t, e, length, channels, x_time, WIDTH, PACKED)
         g = tl.load(grad + row * g_row + t.to(tl.int64)[:, None] * g_time + e[None, :], mask=mask, other=0.0)
         sigma = tl.sigmoid(s)
         own = g.to(tl.float32) * sigma * (1 + s * (1 - sigma))
@@ -133,7 +134,7 @@ def _conv_slope(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _conv_back(  # type: ignore[no-untyped-def]
+def _conv_backward_input(  # type: ignore[no-untyped-def]
     slope,
     weight,
     segments,
@@ -224,12 +225,12 @@ def conv_silu(x: Tensor, weight: Tensor, bias: Tensor, segments: Tensor | None) 
     """
     rows, length, channels = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(length, TIMES), rows)
-    marks = weight if segments is None else segments.contiguous()
+    grid = (triton.cdiv(channels, TILE_CHANNELS), triton.cdiv(length, TILE_TOKENS), rows)
+    segments_or_weight = weight if segments is None else segments.contiguous()  # without segments, any pointer
     width, packed = weight.shape[-1], segments is not None
-    constants: dict[str, Any] = {"WIDTH": width, "PACKED": packed, "TIMES": TIMES, "CHANNELS": CHANNELS}
-    sources = (x, weight.contiguous(), bias.contiguous(), marks)
-    _conv[grid](*sources, y, length, channels, x.stride(0), x.stride(1), **constants)
+    constants: dict[str, Any] = {"WIDTH": width, "PACKED": packed, "TIMES": TILE_TOKENS, "CHANNELS": TILE_CHANNELS}
+    inputs = (x, weight.contiguous(), bias.contiguous(), segments_or_weight)
+    _conv[grid](*inputs, y, length, channels, x.stride(0), x.stride(1), **constants)
     return y
 
 
@@ -240,18 +241,30 @@ def conv_silu_backward(
     rows, length, channels = x.shape
     width = weight.shape[-1]
     grad, weight = grad if grad.stride(2) == 1 else grad.contiguous(), weight.contiguous()
-    grid = (triton.cdiv(channels, CHANNELS), triton.cdiv(length, TIMES), rows)
+    grid = (triton.cdiv(channels, TILE_CHANNELS), triton.cdiv(length, TILE_TOKENS), rows)
     slope, grad_x = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    programs = (grid[0], triton.cdiv(length, TALL * STEPS), rows)
-    parts = torch.empty(rows * programs[1], width + 1, channels, dtype=torch.float32, device=x.device)
-    marks = weight if segments is None else segments.contiguous()
+    weight_grid = (grid[0], triton.cdiv(length, BACKWARD_TILE_TOKENS * BACKWARD_TILES), rows)
+    partial_sums = torch.empty(rows * weight_grid[1], width + 1, channels, dtype=torch.float32, device=x.device)
+    segments_or_weight = weight if segments is None else segments.contiguous()  # without segments, any pointer
     strides = (grad.stride(0), grad.stride(1), x.stride(0), x.stride(1))
-    constants: dict[str, Any] = {"WIDTH": width, "PACKED": segments is not None, "CHANNELS": CHANNELS}
-    sources = (grad, x, weight, bias.contiguous(), marks)
-    _conv_slope[programs](*sources, slope, parts, length, channels, *strides, STEPS=STEPS, TIMES=TALL, **constants)
-    _conv_back[grid](slope, weight, marks, grad_x, length, channels, TIMES=TIMES, **constants)
-    grad_weight = parts[:, :width].sum(0).t()[:, None].to(weight.dtype).contiguous()
-    return grad_x, grad_weight, parts[:, width].sum(0).to(bias.dtype)
+    constants: dict[str, Any] = {"WIDTH": width, "PACKED": segments is not None, "CHANNELS": TILE_CHANNELS}
+    inputs = (grad, x, weight, bias.contiguous(), segments_or_weight)
+    _conv_backward_weight[weight_grid](
+        *inputs,
+        slope,
+        partial_sums,
+        length,
+        channels,
+        *strides,
+        STEPS=BACKWARD_TILES,
+        TIMES=BACKWARD_TILE_TOKENS,
+        **constants,
+    )
+    _conv_backward_input[grid](
+        slope, weight, segments_or_weight, grad_x, length, channels, TIMES=TILE_TOKENS, **constants
+    )
+    grad_weight = partial_sums[:, :width].sum(0).t()[:, None].to(weight.dtype).contiguous()
+    return grad_x, grad_weight, partial_sums[:, width].sum(0).to(bias.dtype)
 
 
 def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -262,7 +275,7 @@ def gated_norm(y: Tensor, gate: Tensor, weight: Tensor, epsilon: float) -> tuple
     rows, size = y.shape
     out = torch.empty(rows, size, dtype=y.dtype, device=y.device)
     scale = torch.empty(rows, dtype=torch.float32, device=y.device)
-    constants: dict[str, Any] = _block(size)
+    constants: dict[str, Any] = _choose_block(size)
     _norm[(rows,)](y, gate, weight, out, scale, size, y.stride(0), gate.stride(0), epsilon, **constants)
     return out, scale
 
@@ -273,42 +286,52 @@ def gated_norm_backward(
     """Return the gradients of y, gate and weight of `gated_norm`."""
     rows, size = y.shape
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
-    programs = triton.cdiv(rows, ROWS)
+    num_programs = triton.cdiv(rows, NORM_BACKWARD_ROWS)
     grad_y = torch.empty(rows, size, dtype=y.dtype, device=y.device)
     grad_gate = torch.empty(rows, size, dtype=gate.dtype, device=y.device)
-    parts = torch.empty(programs, size, dtype=torch.float32, device=y.device)
+    partial_sums = torch.empty(num_programs, size, dtype=torch.float32, device=y.device)
     strides = (grad.stride(0), y.stride(0), gate.stride(0))
-    targets = (grad_y, grad_gate, parts)
-    constants: dict[str, Any] = _block(size)
-    _norm_backward[(programs,)](grad, y, gate, weight, scale, *targets, rows, size, *strides, ROWS=ROWS, **constants)
-    return grad_y, grad_gate, parts.sum(0).to(weight.dtype)
+    outputs = (grad_y, grad_gate, partial_sums)
+    constants: dict[str, Any] = _choose_block(size)
+    _norm_backward[(num_programs,)](
+        grad, y, gate, weight, scale, *outputs, rows, size, *strides, ROWS=NORM_BACKWARD_ROWS, **constants
+    )
+    return grad_y, grad_gate, partial_sums.sum(0).to(weight.dtype)
 
 
-def _block(size: int) -> dict[str, int]:
+def _choose_block(size: int) -> dict[str, int]:
     block = triton.next_power_of_2(size)
     return {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
 # Opaque to the compiler, which would otherwise fuse neighbouring operations into loads that run several times.
-_FORWARD = "(Tensor x, Tensor weight, Tensor bias, Tensor? segments) -> Tensor"
-_BACKWARD = "(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor? segments) -> (Tensor, Tensor, Tensor)"
-_NORM = "(Tensor y, Tensor gate, Tensor weight, float epsilon) -> (Tensor, Tensor)"
-_NORM_BACKWARD = "(Tensor grad, Tensor y, Tensor gate, Tensor weight, Tensor scale) -> (Tensor, Tensor, Tensor)"
+_CONV_SCHEMA = "(Tensor x, Tensor weight, Tensor bias, Tensor? segments) -> Tensor"
+_CONV_BACKWARD_SCHEMA = (
+    "(Tensor grad, Tensor x, Tensor weight, Tensor bias, Tensor? segments) -> (Tensor, Tensor, Tensor)"
+)
+_NORM_SCHEMA = "(Tensor y, Tensor gate, Tensor weight, float epsilon) -> (Tensor, Tensor)"
+_NORM_BACKWARD_SCHEMA = "(Tensor grad, Tensor y, Tensor gate, Tensor weight, Tensor scale) -> (Tensor, Tensor, Tensor)"
 
 
-def _register() -> None:
-    conv = torch.library.custom_op("bottega::conv_silu", conv_silu, mutates_args=(), schema=_FORWARD)
-    back = torch.library.custom_op("bottega::conv_silu_backward", conv_silu_backward, mutates_args=(), schema=_BACKWARD)
-    norm = torch.library.custom_op("bottega::gated_norm", gated_norm, mutates_args=(), schema=_NORM)
-    undo = torch.library.custom_op(
-        "bottega::gated_norm_backward", gated_norm_backward, mutates_args=(), schema=_NORM_BACKWARD
+def _register_operators() -> None:
+    conv = torch.library.custom_op("bottega::conv_silu", conv_silu, mutates_args=(), schema=_CONV_SCHEMA)
+    conv_backward = torch.library.custom_op(
+        "bottega::conv_silu_backward", conv_silu_backward, mutates_args=(), schema=_CONV_BACKWARD_SCHEMA
+    )
+    norm = torch.library.custom_op("bottega::gated_norm", gated_norm, mutates_args=(), schema=_NORM_SCHEMA)
+    norm_backward = torch.library.custom_op(
+        "bottega::gated_norm_backward", gated_norm_backward, mutates_args=(), schema=_NORM_BACKWARD_SCHEMA
     )
     conv.register_fake(lambda x, weight, bias, segments: x.new_empty(x.shape))
-    back.register_fake(lambda grad, x, weight, bias, segments: tuple(t.new_empty(t.shape) for t in (x, weight, bias)))
+    conv_backward.register_fake(
+        lambda grad, x, weight, bias, segments: tuple(t.new_empty(t.shape) for t in (x, weight, bias))
+    )
     norm.register_fake(
         lambda y, gate, weight, epsilon: (y.new_empty(y.shape), y.new_empty(len(y), dtype=torch.float32))
     )
-    undo.register_fake(lambda grad, y, gate, weight, scale: tuple(t.new_empty(t.shape) for t in (y, gate, weight)))
+    norm_backward.register_fake(
+        lambda grad, y, gate, weight, scale: tuple(t.new_empty(t.shape) for t in (y, gate, weight))
+    )
 
     def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs)
@@ -316,8 +339,10 @@ def _register() -> None:
     def save_norm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.save_for_backward(*inputs[:3], output[1])
 
-    conv.register_autograd(lambda ctx, grad: (*back(grad, *ctx.saved_tensors), None), setup_context=save)
-    norm.register_autograd(lambda ctx, grad, _: (*undo(grad, *ctx.saved_tensors), None), setup_context=save_norm)
+    conv.register_autograd(lambda ctx, grad: (*conv_backward(grad, *ctx.saved_tensors), None), setup_context=save)
+    norm.register_autograd(
+        lambda ctx, grad, _: (*norm_backward(grad, *ctx.saved_tensors), None), setup_context=save_norm
+    )
 
 
-_register()
+_register_operators()

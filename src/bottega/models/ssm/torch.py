@@ -22,12 +22,12 @@ from bottega.core.noise import numpy_generator
 from bottega.models.ssm.config import SSMShape
 from bottega.models.ssm.scan import scan_chunked, scan_step
 
-DECAYS = (1.0, 16.0)
+DECAY_RATE_RANGE = (1.0, 16.0)
 """Range of the initial rates -A of the heads: some forget within a few tokens, some remember thousands."""
 
 
 def _has_kernels(shape: SSMShape) -> bool:
-    """Whether there are kernels for this shape: on a GPU, where Triton is installed."""
+    """Return whether there are kernels for this shape: on a GPU, if Triton is installed."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -70,14 +70,16 @@ class Dynamics(nn.Module):
 
     def initial_value(self, kind: str, name: str, seed: int) -> np.ndarray:
         """Return an initial parameter as in Mamba-2: log-uniform time steps, uniform rates, and D of 1."""
-        heads = self.D.shape[0]
+        num_heads = self.D.shape[0]
         if kind == "D":
-            return np.ones(heads, np.float32)
-        drawn = numpy_generator(seed, name).random(heads)
+            return np.ones(num_heads, np.float32)
+        uniform = numpy_generator(seed, name).random(num_heads)
         if kind == "A_log":
-            return np.log(DECAYS[0] + (DECAYS[1] - DECAYS[0]) * drawn).astype(np.float32)
+            return np.log(DECAY_RATE_RANGE[0] + (DECAY_RATE_RANGE[1] - DECAY_RATE_RANGE[0]) * uniform).astype(
+                np.float32
+            )
         low, high = math.log(self.time_step_min), math.log(self.time_step_max)
-        steps = np.exp(low + (high - low) * drawn)
+        steps = np.exp(low + (high - low) * uniform)
         return (steps + np.log(-np.expm1(-steps))).astype(np.float32)  # the inverse of softplus
 
 
@@ -100,20 +102,23 @@ class CausalConvolution(nn.Module):
         return numpy_generator(seed, name).uniform(-bound, bound, shape).astype(np.float32)
 
     def forward(self, x: Tensor, *, segments: Tensor | None) -> Tensor:
-        """Return (B, T, E) for x (B, W - 1 + T, E), which starts with earlier values; `segments` (B, T): none is read across."""
+        """Return (B, T, E) for x (B, W - 1 + T, E), which starts with earlier values.
+
+        With `segments` (B, T), a token reads only values of its own segment.
+        """
         width = self.weight.shape[-1]
         length = x.shape[1] - width + 1
         total: Tensor = self.bias
         for k in range(width):
             term = self.weight[:, 0, k] * x[:, k : k + length]
-            back = width - 1 - k
-            if segments is not None and back:
-                inside = F.pad(segments, (back, 0), value=-1)[:, :length] == segments
-                term = term * inside[..., None]
+            offset = width - 1 - k
+            if segments is not None and offset:
+                is_same_segment = F.pad(segments, (offset, 0), value=-1)[:, :length] == segments
+                term = term * is_same_segment[..., None]
             total = total + term
         return total
 
-    def fused(self, x: Tensor, channels: slice, segments: Tensor | None) -> Tensor:
+    def forward_fused(self, x: Tensor, channels: slice, segments: Tensor | None) -> Tensor:
         """Return the SiLU of the convolution of some channels, without earlier values, in one kernel."""
         return torch.ops.bottega.conv_silu(x, self.weight[channels], self.bias[channels], segments)
 
@@ -135,7 +140,7 @@ class GatedRMSNorm(nn.Module):
         gated = x.to(exact) * F.silu(gate.to(exact))
         return F.rms_norm(gated, self.weight.shape, self.weight.to(exact), self.epsilon)
 
-    def fused(self, x: Tensor, gate: Tensor) -> Tensor:
+    def forward_fused(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return the same in one kernel."""
         rows = (x.flatten(0, 1), gate.flatten(0, 1))
         return torch.ops.bottega.gated_norm(*rows, self.weight, self.epsilon)[0].view_as(x)
@@ -147,9 +152,9 @@ class StateSpace(nn.Module):
     def __init__(self, shape: SSMShape) -> None:
         super().__init__()
         self.shape = shape
-        self.fused = _has_kernels(shape)
-        read = shape.inner_size + shape.conv_channels + shape.num_heads
-        self.in_proj = nn.Linear(shape.hidden_size, read, bias=False)
+        self.has_kernels = _has_kernels(shape)
+        in_proj_size = shape.inner_size + shape.conv_channels + shape.num_heads
+        self.in_proj = nn.Linear(shape.hidden_size, in_proj_size, bias=False)
         self.conv1d = CausalConvolution(shape.conv_channels, shape.conv_size)
         self.dynamics = Dynamics(shape.num_heads, time_step_min=shape.time_step_min, time_step_max=shape.time_step_max)
         self.norm = GatedRMSNorm(shape.inner_size, shape.norm_epsilon)
@@ -174,56 +179,60 @@ class StateSpace(nn.Module):
         """
         assert documents is None or state is None, "documents are for training, a state is for generation"
         inner, channels, heads = self.shape.inner_size, self.shape.conv_channels, self.shape.num_heads
-        gate, mixed, dt = self.in_proj(x).split((inner, channels, heads), dim=-1)
+        gate, xbc, dt = self.in_proj(x).split((inner, channels, heads), dim=-1)
         exact = torch.promote_types(x.dtype, torch.float32)
         dt = F.softplus(dt.to(exact) + self.dynamics.dt_bias.to(exact))
         if lengths is not None:
             dt = dt * (torch.arange(x.shape[1], device=x.device) < lengths[:, None])[..., None]
         segments = None if documents is None else _number_segments(documents)
-        fused = self.fused and x.is_cuda and x.numel() > 0 and state is None and mixed.dtype is not torch.float64
-        if fused:
+        uses_kernels = (
+            self.has_kernels and x.is_cuda and x.numel() > 0 and state is None and xbc.dtype is not torch.float64
+        )
+        if uses_kernels:
             # Two separate calls, or their gradients would have to be copied into one tensor.
-            main = self.conv1d.fused(mixed[..., :inner], slice(0, inner), segments)
-            both = self.conv1d.fused(mixed[..., inner:], slice(inner, channels), segments)
+            conv_x = self.conv1d.forward_fused(xbc[..., :inner], slice(0, inner), segments)
+            conv_bc = self.conv1d.forward_fused(xbc[..., inner:], slice(inner, channels), segments)
         else:
-            read = _prepend_past(mixed, None if state is None else state.conv, self.shape.conv_size - 1)
-            mixed = F.silu(self.conv1d(read, segments=segments)).to(mixed.dtype)
-            main, both = mixed[..., :inner], mixed[..., inner:]
-        y, memory = self._scan(main, both, dt, state, segments, kernels=fused)
-        normed = self.norm.fused(y, gate) if fused else self.norm(y, gate)
-        out = self.out_proj(normed.to(mixed.dtype))
+            conv_input = _prepend_past(xbc, None if state is None else state.conv, self.shape.conv_size - 1)
+            xbc = F.silu(self.conv1d(conv_input, segments=segments)).to(xbc.dtype)
+            conv_x, conv_bc = xbc[..., :inner], xbc[..., inner:]
+        y, new_state = self._scan(conv_x, conv_bc, dt, state, segments, use_kernels=uses_kernels)
+        normed = self.norm.forward_fused(y, gate) if uses_kernels else self.norm(y, gate)
+        out = self.out_proj(normed.to(xbc.dtype))
         if state is None:
             return out, None
-        return out, SSMState(_last_values(read, lengths, self.shape.conv_size - 1).to(state.conv.dtype), memory)
+        return out, SSMState(
+            _take_last_values(conv_input, lengths, self.shape.conv_size - 1).to(state.conv.dtype), new_state
+        )
 
     def _scan(
         self,
         x: Tensor,
-        both: Tensor,
+        bc: Tensor,
         dt: Tensor,
         state: SSMState | None,
         segments: Tensor | None,
         *,
-        kernels: bool,
+        use_kernels: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Return the scan (B, T, inner size) of x (B, T, inner size) and B and C, `both` (B, T, 2 G N), and the new state."""
+        """Return the scan (B, T, inner size) of x (B, T, inner size), and the new state; `bc` (B, T, 2 G N) is B and C."""
         shape = self.shape
         x = x.unflatten(-1, (-1, shape.head_size))
-        B, C = both.unflatten(-1, (2, -1, shape.state_size)).unbind(-3)
+        B, C = bc.unflatten(-1, (2, -1, shape.state_size)).unbind(-3)
         A = -torch.exp(self.dynamics.A_log.to(dt.dtype))
         # The scan decides the precision of each product; autocast would also round decays and states.
         kind = x.device.type
         with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             if state is not None and x.shape[1] == 1:
-                y, memory = scan_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state=state.ssm)
+                y, new_state = scan_step(x[:, 0], dt[:, 0], A, B[:, 0], C[:, 0], state=state.ssm)
                 y = y[:, None]
             else:
                 resets = None if segments is None else F.pad(segments.diff(dim=1) != 0, (1, 0))
                 start = None if state is None else state.ssm
-                options: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "kernels": kernels}
-                y, memory = scan_chunked(x, dt, A, B, C, state=start, **options)
+                options: dict[str, Any] = {"chunk": shape.chunk_size, "resets": resets, "use_kernels": use_kernels}
+                y, new_state = scan_chunked(x, dt, A, B, C, state=start, **options)
         y = y + self.dynamics.D.to(dt.dtype)[:, None] * x
-        return y.to(x.dtype).flatten(2), memory
+        return y.to(x.dtype).flatten(2), new_state
 
 
 def _number_segments(documents: Tensor) -> Tensor:
@@ -239,7 +248,7 @@ def _prepend_past(x: Tensor, past: Tensor | None, count: int) -> Tensor:
     return torch.cat((past.transpose(1, 2).to(x.dtype), x), dim=1)
 
 
-def _last_values(x: Tensor, lengths: Tensor | None, count: int) -> Tensor:
+def _take_last_values(x: Tensor, lengths: Tensor | None, count: int) -> Tensor:
     """Return the last `count` values of each row of x (B, count + T, E), as (B, E, count)."""
     if lengths is None:
         return x[:, x.shape[1] - count :].transpose(1, 2)

@@ -115,7 +115,7 @@ class PretrainedShape(BaseModel):
     def vocab_size(self) -> int | None:
         return self.config_dict.get("vocab_size")
 
-    def dimension(self, key: str) -> int | None:
+    def get_dimension(self, key: str) -> int | None:
         """Return the size that recipes call `key`, under any name of an architecture; None if there is none."""
         values = self.config_dict
         return next((values[name] for name in DIMENSIONS[key] if isinstance(values.get(name), int)), None)
@@ -124,12 +124,12 @@ class PretrainedShape(BaseModel):
     def max_positions(self) -> int | None:
         """Largest number of input tokens; None if unlimited or unknown."""
         values = self.config_dict
-        rows = values.get("max_position_embeddings", values.get("n_positions"))
-        if not isinstance(rows, int) or rows <= 0:
+        num_positions = values.get("max_position_embeddings", values.get("n_positions"))
+        if not isinstance(num_positions, int) or num_positions <= 0:
             return None
         if values["model_type"] in OFFSET_POSITIONS:
-            return rows - (values.get("pad_token_id") or 0) - 1
-        return rows
+            return num_positions - (values.get("pad_token_id") or 0) - 1
+        return num_positions
 
 
 TextClassifierShape = Annotated[KimShape | EncoderShape | PretrainedShape, Field(discriminator="kind")]

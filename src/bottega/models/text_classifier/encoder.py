@@ -30,19 +30,19 @@ class TextClassifier(nn.Module):
     def __init__(self, shape: EncoderShape) -> None:
         super().__init__()
         self.shape = shape
-        self.inner = block_shape(shape)
+        self.transformer_shape = build_block_shape(shape)
         self.embedding = nn.Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(Block(self.inner) for _ in range(shape.num_layers))
+        self.layers = nn.ModuleList(Block(self.transformer_shape) for _ in range(shape.num_layers))
         for block in self.layers:
             block.self_attn.dropout = shape.attention_dropout  # type: ignore[union-attr]
-        self.norm = RMSNorm(shape.hidden_size, self.inner.norm_epsilon)
+        self.norm = RMSNorm(shape.hidden_size, self.transformer_shape.norm_epsilon)
         self.head = nn.Linear(shape.hidden_size, shape.num_labels)
         self.checkpoint_blocks = False
         self.reset_buffers()
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return logits (B, K) of tokens `ids` (B, T)."""
-        return self.head(self._drop(self.features(ids, mask)))
+        return self.head(self._apply_dropout(self.features(ids, mask)))
 
     def features(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the mean of the final hidden states of a text's tokens, (B, D)."""
@@ -50,21 +50,21 @@ class TextClassifier(nn.Module):
         assert length <= self.shape.max_positions, f"{length} tokens exceed the {self.shape.max_positions} positions"
         # A row of padding alone attends to its first token, because a softmax over nothing is NaN.
         attended = mask | (torch.arange(length, device=ids.device) == 0)
-        window = SequenceContext(
+        context = SequenceContext(
             self.cos[:length], self.sin[:length], attended[:, None, None, :], is_causal=False, stop=length
         )
         x = self.embedding(ids)
         if torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) is torch.bfloat16:
             x = x.bfloat16()  # halves the traffic between blocks; the norms inside them stay float32
-        x = self._drop(x)
-        added = 0 * x  # of the usual shape and with a gradient, so that the first block uses the same compiled code
+        x = self._apply_dropout(x)
+        delta = 0 * x  # with a gradient, so that the first block uses the same compiled code as the others
         for block in self.layers:
             if self.checkpoint_blocks and self.training:
-                x, added = checkpoint(block, x, added, window, use_reentrant=False, preserve_rng_state=True)
+                x, delta = checkpoint(block, x, delta, context, use_reentrant=False, preserve_rng_state=True)
             else:
-                x, added = block(x, added, window)
+                x, delta = block(x, delta, context)
         # Selected rather than multiplied, because padding may have any value, also NaN.
-        x = torch.where(mask[..., None], self.norm(x + added), 0.0)
+        x = torch.where(mask[..., None], self.norm(x + delta), 0.0)
         return x.float().sum(1) / mask.sum(1, keepdim=True).clamp(min=1)
 
     def compile_blocks(self) -> None:
@@ -76,7 +76,7 @@ class TextClassifier(nn.Module):
 
     def reset_buffers(self) -> None:
         """Recompute the rotary tables on the device of the weights; they are not in the state dict."""
-        cos, sin = compute_rotary_tables(self.inner, self.norm.weight.device)
+        cos, sin = compute_rotary_tables(self.transformer_shape, self.norm.weight.device)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -86,11 +86,11 @@ class TextClassifier(nn.Module):
         self.reset_buffers()
         return self
 
-    def _drop(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.shape.dropout, self.training) if self.shape.dropout else x
 
 
-def block_shape(shape: EncoderShape) -> TransformerShape:
+def build_block_shape(shape: EncoderShape) -> TransformerShape:
     """Return the shape of the language model's blocks that the encoder uses."""
     return TransformerShape(
         num_layers=shape.num_layers,

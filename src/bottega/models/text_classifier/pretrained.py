@@ -26,7 +26,7 @@ from bottega.models.initial import fill_parameters, initial_value
 from bottega.models.text_classifier.config import DROPOUTS, PretrainedShape
 
 NEW_PARAMETERS = ("head.", "pooling.", "backbone.pooler.")
-"""Prefixes of parameters that a folder may lack, such as that of a masked language model; they are initialised anew."""
+"""Prefixes of parameters that a folder may lack, as a masked language model does; they are then initialised."""
 
 
 class PretrainedClassifier(nn.Module):
@@ -44,7 +44,7 @@ class PretrainedClassifier(nn.Module):
         network.__dict__[prefix] = self.backbone
         network.set_submodule(path, nn.Identity())  # the network then returns features in place of logits
         self.pooling: Any = network
-        self.padding = shape.config_dict.get("pad_token_id")
+        self.pad_token_id = shape.config_dict.get("pad_token_id")
         self._is_checkpointed = False
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class PretrainedClassifier(nn.Module):
 
     def features(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the input of the last layer (B, D), after dropout in training."""
-        if self.padding is not None:
-            ids = ids.masked_fill(~mask, self.padding)  # decoders pool at the last token that is not padding
+        if self.pad_token_id is not None:
+            ids = ids.masked_fill(~mask, self.pad_token_id)  # decoders pool at the last token that is not padding
         return self.pooling(input_ids=ids, attention_mask=mask.long()).logits
 
     @property
@@ -76,21 +76,23 @@ class PretrainedClassifier(nn.Module):
 def locate_backbone_and_head(network: Any, num_labels: int) -> tuple[str, str]:
     """Return the module paths of the encoder and the last layer, such as ("roberta", "classifier.out_proj")."""
     prefix = network.base_model_prefix
-    linear = [
+    head_paths = [
         name
         for name, module in network.named_modules()
         if isinstance(module, nn.Linear) and module.out_features == num_labels and not name.startswith(f"{prefix}.")
     ]
-    if prefix not in network._modules or not linear:
-        raise UsageError(f"pretrained: {type(network).__name__} has no encoder with a linear layer after it")
-    return prefix, linear[-1]
+    if prefix not in network._modules or not head_paths:
+        raise UsageError(
+            f"pretrained: {type(network).__name__} has no encoder with a linear layer after it; use an encoder such as BERT"
+        )
+    return prefix, head_paths[-1]
 
 
 def read_pretrained_shape(
     folder: Path, names: Sequence[str], *, multi_label: bool = False, **dropouts: float | None
 ) -> PretrainedShape:
     """Return the configuration of a folder's model with the classes `names`, and with `dropouts` that are not None."""
-    transformers = _transformers()
+    transformers = _import_transformers()
     require_config(folder, key="pretrained", description="encoder")
     config = load_transformers_config(folder, key="pretrained", description="encoder")
     if type(config) not in transformers.AutoModelForSequenceClassification._model_mapping:
@@ -124,36 +126,37 @@ def lacks_pooler(name: str) -> bool:
 def build_pretrained(shape: PretrainedShape, seed: int, *, folder: Path | str | None) -> PretrainedClassifier:
     """Return a classifier with the weights of a folder, and initial values for a head that the folder lacks.
 
-    Without a folder all weights are initial values; a finished run is opened so, because its checkpoint has all weights.
+    Without a folder all weights are initial values; a finished run is opened in this way, because its checkpoint has
+    all weights.
     """
     if folder is None:
-        model = PretrainedClassifier(shape, _network(shape))
-        fill_parameters(model, functools.partial(_initial, seed=seed))
+        model = PretrainedClassifier(shape, _build_network(shape))
+        fill_parameters(model, functools.partial(_compute_initial_value, seed=seed))
         return model.train()
     folder = resolve_model(str(folder), key="model.from").path
     with attribute_errors_to(folder, key="pretrained"):
-        network, absent = _load_network(shape, folder)
+        network, missing_names = _load_network(shape, folder)
     prefix, path = locate_backbone_and_head(network, shape.num_labels)
     model = PretrainedClassifier(shape, network)
-    new_names = {_to_our_name(name, prefix, path) for name in absent}
-    incomplete = sorted(name for name in new_names if not name.startswith(NEW_PARAMETERS))
-    if incomplete:
+    new_names = {_to_our_name(name, prefix, path) for name in missing_names}
+    missing_encoder_names = sorted(name for name in new_names if not name.startswith(NEW_PARAMETERS))
+    if missing_encoder_names:
         raise CheckpointError(
-            f"{folder} lacks {incomplete[0]} ({len(incomplete)} missing tensors); it is not a complete encoder"
+            f"{folder} lacks {missing_encoder_names[0]} ({len(missing_encoder_names)} missing tensors); it is not a complete encoder"
         )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in new_names:
-                parameter.copy_(torch.from_numpy(_initial(name, tuple(parameter.shape), seed=seed)))
+                parameter.copy_(torch.from_numpy(_compute_initial_value(name, tuple(parameter.shape), seed=seed)))
     return model.train()
 
 
 def export_pretrained(state: Mapping[str, Tensor], shape: PretrainedShape, folder: Path | str) -> Path:
     """Write config.json and model.safetensors for AutoModelForSequenceClassification."""
-    network = _network(shape)
+    network = _build_network(shape)
     prefix, path = locate_backbone_and_head(network, shape.num_labels)
-    theirs = {name: tensor.detach().cpu() for name, tensor in state.items()}
-    network.load_state_dict({_to_their_name(name, prefix, path): tensor for name, tensor in theirs.items()})
+    tensors = {name: tensor.detach().cpu() for name, tensor in state.items()}
+    network.load_state_dict({_to_their_name(name, prefix, path): tensor for name, tensor in tensors.items()})
     with quiet_logging():
         network.save_pretrained(Path(folder))
     return Path(folder)
@@ -161,11 +164,11 @@ def export_pretrained(state: Mapping[str, Tensor], shape: PretrainedShape, folde
 
 def _load_network(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
     """Return the network, and the names of parameters that the folder lacks or has for other classes."""
-    kind = _transformers().AutoModelForSequenceClassification
+    auto_class = _import_transformers().AutoModelForSequenceClassification
     require_safetensors(folder)
     with isolated_rng():
         network, info = load_with_info(
-            kind,
+            auto_class,
             folder,
             description="a text encoder",
             errors=(OSError, ValueError, RuntimeError),
@@ -177,8 +180,8 @@ def _load_network(shape: PretrainedShape, folder: Path) -> tuple[Any, set[str]]:
     return network, set(info["missing_keys"]) | mismatched
 
 
-def _network(shape: PretrainedShape) -> Any:
-    transformers = _transformers()
+def _build_network(shape: PretrainedShape) -> Any:
+    transformers = _import_transformers()
     with quiet_logging(), isolated_rng():
         return transformers.AutoModelForSequenceClassification.from_config(
             _build_config(shape), trust_remote_code=False, dtype=torch.float32
@@ -187,10 +190,10 @@ def _network(shape: PretrainedShape) -> Any:
 
 def _build_config(shape: PretrainedShape) -> Any:
     values = json.loads(shape.config)
-    return _transformers().AutoConfig.for_model(values.pop("model_type"), **values)
+    return _import_transformers().AutoConfig.for_model(values.pop("model_type"), **values)
 
 
-def _initial(name: str, shape: tuple[int, ...], *, seed: int) -> np.ndarray:
+def _compute_initial_value(name: str, shape: tuple[int, ...], *, seed: int) -> np.ndarray:
     """Return one initial value by our usual rule; a weight with one axis is a norm, whatever its name."""
     if name.endswith(".weight") and len(shape) == 1:
         return np.ones(shape, np.float32)
@@ -209,7 +212,7 @@ def _to_their_name(name: str, prefix: str, path: str) -> str:
     return {"backbone": f"{prefix}.{rest}", "head": f"{path}.{rest}"}.get(part, rest)
 
 
-def _transformers() -> Any:
+def _import_transformers() -> Any:
     try:
         import transformers
     except ImportError as error:

@@ -19,7 +19,7 @@ from bottega.core.task import Task
 from bottega.core.types import Batch, Loss, Models, Rows, Sums
 from bottega.models.convnet.config import ConvNetShape
 from bottega.models.spiking.config import SpikingNetShape
-from bottega.models.spiking.units import activity_sums, firing_rate_penalties, unit_activity, unit_activity_metrics
+from bottega.models.spiking.units import firing_rate_penalties, sum_activity, unit_activity, unit_activity_metrics
 from bottega.models.text_classifier.config import EncoderShape, KimShape, PretrainedShape, TextClassifierShape
 from bottega.tasks.classify.losses import LossName, find_loss
 from bottega.tasks.classify.losses.base import ClassificationLoss
@@ -140,7 +140,7 @@ class Classification(Task):
         """Add the firing rate, its loss term, and for each unit whether it is dead or saturated."""
         assert isinstance(self.shape, SpikingNetShape)
         trains = torch.cat(spikes, dim=2)
-        terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": activity_sums(trains, counted)["firing_rate"]}
+        terms, metrics = dict(out.terms), {**out.metrics, "firing_rate": sum_activity(trains, counted)["firing_rate"]}
         if self.has_firing_rate_target:
             assert self.firing_rate is not None
             each = torch.stack([firing_rate_penalties(layer, self.firing_rate) for layer in spikes]).mean(0)

@@ -282,7 +282,7 @@ def resolve_text_classifier_shape(recipe: ClassifyRecipe, vocab_size: int, names
             attention_dropout=model.attention_dropout,
         )
         for key in ("hidden_size", "num_layers", "num_heads"):
-            value, actual = getattr(model, key), shape.dimension(key)
+            value, actual = getattr(model, key), shape.get_dimension(key)
             if value is not None and actual is not None and value != actual:
                 raise UsageError(f"model.{key}: {value} differs from {actual} of model.from; remove it")
         return shape

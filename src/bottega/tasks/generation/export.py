@@ -137,7 +137,7 @@ def _write_weights(model: Generator, folder: Path) -> None:
         write_component(folder / "unet", build_unet_config(backbone.shape), unet)
     elif layout.is_diffusers_compatible(model.shape):
         config = layout.diffusers_config(backbone.shape)
-        rest |= {CLASS_EMBEDDING: model.condition.folded()}
+        rest |= {CLASS_EMBEDDING: model.condition.fold_shared()}
         write_component(folder / "transformer", config, layout.to_diffusers(rest, backbone.shape))
         rest = {}
     if rest:

@@ -17,7 +17,7 @@ from bottega.models.decoder.config import TransformerShape
 from bottega.models.decoder.torch import LayerRoutings
 from bottega.models.experts import torch as experts
 from bottega.models.losses.token_loss import IGNORE_INDEX
-from bottega.models.spiking.units import activity_sums, unit_activity, unit_activity_metrics
+from bottega.models.spiking.units import sum_activity, unit_activity, unit_activity_metrics
 
 MAX_EXPERTS_REPORTED = 16
 """Up to this number of experts, the load of each is a metric; above, only the largest and the smallest."""
@@ -123,7 +123,7 @@ class Language(Task):
             metrics["drop_rate"] = (dropped, tokens * shape.top_k)
         rates = _firing_rates(routed)
         if rates is not None:
-            metrics["firing_rate"] = activity_sums(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
+            metrics["firing_rate"] = sum_activity(rates.flatten(0, 1)[None], counted.flatten())["firing_rate"]
         return metrics
 
     def _routing_rows(self, routed: LayerRoutings, counted: Tensor) -> dict[str, Tensor]:

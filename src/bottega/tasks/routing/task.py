@@ -18,9 +18,9 @@ from bottega.models.experts.torch import load_entropy, routing_stats, update_rou
 from bottega.models.routing.config import RoutingShape
 from bottega.models.routing.torch import RoutingNetOutput
 from bottega.models.spiking.units import (
-    activity_sums,
     firing_rate_penalties,
     spike_rate,
+    sum_activity,
     unit_activity,
     unit_activity_metrics,
 )
@@ -164,7 +164,7 @@ class RoutingTask(Task):
             metrics["gate_entropy"] = (routing.entropy.detach() / max_entropy, count)
         if self._has_spiking_units:
             rates = torch.cat([rates for rates, _ in self._firing_rates(out)], dim=-1)
-            metrics["firing_rate"] = activity_sums(rates[None], counted)["firing_rate"]
+            metrics["firing_rate"] = sum_activity(rates[None], counted)["firing_rate"]
         return metrics
 
     def _firing_rates(self, out: RoutingNetOutput) -> list[tuple[Tensor, float]]:

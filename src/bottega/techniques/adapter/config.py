@@ -28,7 +28,7 @@ ALIASES = {"bottleneck_size": "size", "adapter_layers": "targets", "target_modul
 """Option names of other libraries -> option names of this section."""
 
 
-def respell(options: dict[str, Any]) -> dict[str, Any]:
+def convert_all_targets(options: dict[str, Any]) -> dict[str, Any]:
     """Read `targets: all` as no restriction."""
     return {**options, "targets": None} if options.get("targets") == "all" else options
 
@@ -37,7 +37,7 @@ SPEC = TechniqueSpec(
     name="adapter",
     options=AdapterOptions,
     option_aliases=ALIASES,
-    convert_options=respell,
+    convert_options=convert_all_targets,
     apply="bottega.techniques.adapter.apply:apply",
     key_conflicts=INJECTION_CONFLICTS,
     inject="bottega.techniques.adapter.apply:inject",

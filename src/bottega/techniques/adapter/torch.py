@@ -29,10 +29,12 @@ from bottega.techniques.lora.peft_layout import (
 
 KIND, KEY = "bottleneck", "techniques.adapter"
 START = f"{KEY}.start"
-NAMES = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
-OUTPUTS = (
-    *("o_proj", "down_proj", "to_out", "down"),  # ours and the many after Llama
-    *("output.dense", "out_proj", "out_lin", "lin2", "fc2", "Wo", "wo", "o", "to_out.0", "net.2"),  # of others
+PARAMETER_NAMES = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
+OUTPUT_PROJECTIONS = (
+    # Our names, and those of the many models that follow Llama.
+    *("o_proj", "down_proj", "to_out", "down"),
+    # Names of other models.
+    *("output.dense", "out_proj", "out_lin", "lin2", "fc2", "Wo", "wo", "o", "to_out.0", "net.2"),
 )
 """Names of the output projection of attention and MLP."""
 
@@ -47,8 +49,8 @@ class Bottleneck(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        narrow = F.gelu(F.linear(y, self.adapter_down, self.adapter_down_bias))
-        return y + F.linear(narrow, self.adapter_up, self.adapter_up_bias)
+        hidden = F.gelu(F.linear(y, self.adapter_down, self.adapter_down_bias))
+        return y + F.linear(hidden, self.adapter_up, self.adapter_up_bias)
 
 
 class Adapter(InjectedTask):
@@ -61,7 +63,7 @@ class Adapter(InjectedTask):
     """None is the output projection of attention and MLP in each block."""
 
     def is_injected(self, name: str) -> bool:
-        return name.rpartition(".")[2] in NAMES
+        return name.rpartition(".")[2] in PARAMETER_NAMES
 
     def inject(self, model: nn.Module, seed: int) -> None:
         for name in self.choose_layers(model):
@@ -85,9 +87,9 @@ class Adapter(InjectedTask):
             if not self.is_fully_trained(f"{name}.weight")
         ]
         if self.targets is not None:
-            every = [name for name, _ in model.named_modules() if name]
-            return select_layers(candidates, self.targets, key=f"{KEY}.targets", layers=every)
-        suffixes = tuple(f".{suffix}" for suffix in OUTPUTS)
+            all_layers = [name for name, _ in model.named_modules() if name]
+            return select_layers(candidates, self.targets, key=f"{KEY}.targets", layers=all_layers)
+        suffixes = tuple(f".{suffix}" for suffix in OUTPUT_PROJECTIONS)
         selected = [name for name in candidates if is_in_block(name) and name.endswith(suffixes)]
         if not selected:
             raise UsageError(
@@ -102,10 +104,10 @@ def inject_bottleneck(layer: nn.Module, name: str, *, size: int, seed: int) -> N
     weight: Tensor = layer.weight  # type: ignore[assignment]
     width = weight.shape[0]
     limit = 1 / math.sqrt(width)
-    drawn = numpy_generator(seed, f"{name}.adapter_down").uniform(-limit, limit, (size, width))
+    values = numpy_generator(seed, f"{name}.adapter_down").uniform(-limit, limit, (size, width))
     layer.__class__ = Bottleneck
     assert isinstance(layer, Bottleneck)
-    layer.adapter_down = nn.Parameter(torch.from_numpy(drawn).to(weight.device, weight.dtype))
+    layer.adapter_down = nn.Parameter(torch.from_numpy(values).to(weight.device, weight.dtype))
     layer.adapter_down_bias = nn.Parameter(weight.new_zeros(size))
     layer.adapter_up = nn.Parameter(weight.new_zeros((width, size)))
     layer.adapter_up_bias = nn.Parameter(weight.new_zeros(width))
@@ -126,7 +128,7 @@ def read_bottlenecks(folder: Path, model: nn.Module, adapter: Adapter) -> None:
     metadata = read_adapter_metadata(folder, key=START)
     check_adapter_metadata(metadata, folder, model, adapter, kind=KIND, key=START)
     if metadata.get("size") != adapter.size:
-        raise UsageError(f"{KEY}.size is {adapter.size}, but {folder} has {metadata.get('size')}; set it to that")
+        raise UsageError(f"{KEY}.size is {adapter.size}, but {folder} has {metadata.get('size')}; set it to that value")
     targets: dict[str, Tensor] = {name: p for name, p in model.named_parameters() if adapter.is_trainable(name)}
     copy_adapter_tensors(targets, read_weights(folder), folder, is_injected=adapter.is_injected, technique="adapter")
 

@@ -34,8 +34,8 @@ def track_forgetting(plan: TrainingPlan, recipe: Recipe) -> TrainingPlan:
     if plan.validation is None:
         note = "no data.validation, so forgetting is not measured; set it to a fraction such as {split: 0.1}"
         return replace(plan, notes=(*plan.notes, note))
-    first = np.zeros(1, np.int64)
-    if "source" not in plan.validation.rows(first, first):
+    first_index = np.zeros(1, np.int64)
+    if "source" not in plan.validation.rows(first_index, first_index):
         note = (
             "data.validation is a separate file and no source lists its labels, so the source of a sample is unknown and "
             "there is no forgetting matrix"
@@ -47,11 +47,11 @@ def track_forgetting(plan: TrainingPlan, recipe: Recipe) -> TrainingPlan:
         assert isinstance(loader.order, Sequential), "data.mixture is sequence"
         matrix.first_steps = loader.order.schedule.first_steps(loader.batch_size)
 
-    tracked = replace(
+    tracked_plan = replace(
         plan,
         task=PerSourceMetrics(inner=plan.task, names=names),
         callbacks=(*plan.callbacks, matrix),
         summarise=matrix.summarise,
         on_train_end=matrix.write,
     )
-    return tracked.with_train_start_hook(set_first_steps)
+    return tracked_plan.with_train_start_hook(set_first_steps)

@@ -17,19 +17,19 @@ from bottega.core.trainer import BestMetric
 from bottega.plots.figure import try_plot
 from bottega.plots.heatmap import plot_forgetting
 
-FILE, PLOT_FILE = "forgetting.json", "forgetting.png"
+MATRIX_FILE, PLOT_FILE = "forgetting.json", "forgetting.png"
 FALLBACK_METRIC = "loss"
 """The metric that every task reports per source."""
 
 Matrix = Sequence[Sequence[float | None]]
 
 
-def transfer_metrics(matrix: np.ndarray, *, maximise: bool) -> dict[str, float]:
+def compute_transfer_metrics(matrix: np.ndarray, *, maximise: bool) -> dict[str, float]:
     """Return the average, backward transfer and forgetting of R `(n, n)`, where R[i, j] is source j after training on i.
 
     `average` is the mean of the last row. Backward transfer (Lopez-Paz and Ranzato, 2017) is how much later sources
-    changed the metric measured right after a source; forgetting (Chaudhry et al., 2018) is how far each is below its best.
-    An improvement is positive transfer and negative forgetting, also for a metric that is minimised.
+    changed the metric measured right after a source; forgetting (Chaudhry et al., 2018) is how far each source is below
+    its best. An improvement is positive transfer and negative forgetting, also for a metric that is minimised.
     """
     score = matrix if maximise else -matrix
     last, own, best = score[-1, :-1], score.diagonal()[:-1], score[:-1, :-1].max(axis=0)
@@ -85,40 +85,40 @@ class ForgettingMatrix(Callback):
         )
         values = [metrics[f"{name}/{self.metric}"] for name in self.names]
         self.rows[ends.index(self._progress.step)] = [value if math.isfinite(value) else None for value in values]
-        return {**metrics, **self.summary()} if self._progress.step == ends[-1] else metrics
+        return {**metrics, **self.compute_summary()} if self._progress.step == ends[-1] else metrics
 
-    def summary(self) -> dict[str, float]:
+    def compute_summary(self) -> dict[str, float]:
         """Return average, backward transfer and forgetting; empty if a value of the matrix is missing."""
         values = [value for row in self.matrix for value in row if value is not None]
         is_complete = len(values) == len(self.names) ** 2
         return (
-            transfer_metrics(np.array(values).reshape(len(self.names), -1), maximise=self.maximise)
+            compute_transfer_metrics(np.array(values).reshape(len(self.names), -1), maximise=self.maximise)
             if is_complete
             else {}
         )
 
     def write(self, directory: RunDirectory, console: Console) -> None:
-        """Write the matrix as JSON and as a plot, and print it; of a run that stopped early, the rows there are."""
+        """Write the matrix as JSON and as a plot, and print it; a run that stopped early has only its first rows."""
         if not self.rows:
             return
         fields = {"metric": self.metric, "mode": "max" if self.maximise else "min", "sources": list(self.names)}
-        file = directory.path / FILE
-        directory.write(file, json.dumps({**fields, "matrix": self.matrix, **self.summary()}, indent=1) + "\n")
+        file = directory.path / MATRIX_FILE
+        directory.write(file, json.dumps({**fields, "matrix": self.matrix, **self.compute_summary()}, indent=1) + "\n")
         plot = partial(plot_forgetting, self.matrix, self.names, metric=self.metric, maximise=self.maximise)
         try_plot(plot, directory.path / PLOT_FILE, warn=console.warn)
-        console.info("\n" + format_matrix(self.matrix, self.names, metric=self.metric, summary=self.summary()))
+        console.info("\n" + format_matrix(self.matrix, self.names, metric=self.metric, summary=self.compute_summary()))
 
 
 def format_matrix(matrix: Matrix, names: Sequence[str], *, metric: str, summary: dict[str, float]) -> str:
     """Return the matrix and its summary as a table for the console."""
-    width = max(10, *(len(name) + 2 for name in names))
-    before = max(6, *(len(name) for name in names))
+    column_width = max(10, *(len(name) + 2 for name in names))
+    name_width = max(6, *(len(name) for name in names))
     lines = [f"{metric} of each source (columns) after training on each (rows)"]
-    lines.append(" " * before + "".join(f"{name:>{width}}" for name in names))
+    lines.append(" " * name_width + "".join(f"{name:>{column_width}}" for name in names))
     for name, row in zip(names, matrix, strict=True):
         cells = ("-" if value is None else f"{value:.4f}" for value in row)
-        lines.append(f"{name:<{before}}" + "".join(f"{cell:>{width}}" for cell in cells))
-    others = [f"{name.replace('_', ' ')} {value:+.4f}" for name, value in summary.items() if name != "average"]
+        lines.append(f"{name:<{name_width}}" + "".join(f"{cell:>{column_width}}" for cell in cells))
+    summary_texts = [f"{name.replace('_', ' ')} {value:+.4f}" for name, value in summary.items() if name != "average"]
     if summary:
-        lines.append(f"average {summary['average']:.4f}, {', '.join(others)}")
+        lines.append(f"average {summary['average']:.4f}, {', '.join(summary_texts)}")
     return "\n".join(lines)

@@ -28,65 +28,75 @@ class PerSourceMetrics(WrappedTask):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "source" not in batch:
             return self.inner.counts(batch)
-        rest, source = _without_source(batch), np.asarray(batch["source"])
-        counts = dict(self.inner.counts(rest))
+        inputs, source = _drop_source(batch), np.asarray(batch["source"])
+        counts = dict(self.inner.counts(inputs))
         for number, name in enumerate(self.names):
-            at = np.flatnonzero(source == number)
-            own = self.inner.counts(_select(rest, at)) if len(at) else dict.fromkeys(counts, 0.0)
-            counts |= {f"{name}/{term}": count for term, count in own.items()}
+            indices = np.flatnonzero(source == number)
+            source_counts = (
+                self.inner.counts(_select_examples(inputs, indices)) if len(indices) else dict.fromkeys(counts, 0.0)
+            )
+            counts |= {f"{name}/{term}": count for term, count in source_counts.items()}
         return counts
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         if "source" not in batch or models["model"].training:
-            return self.inner.loss(models, _without_source(batch), rng)
-        rest, source = _without_source(batch), batch["source"]
+            return self.inner.loss(models, _drop_source(batch), rng)
+        inputs, source = _drop_source(batch), batch["source"]
         # Each example passes the model once, with those of its source; the totals are sums over sources.
         indices = [torch.nonzero(source == number)[:, 0] for number in range(len(self.names))]
         indices.append(torch.nonzero((source < 0) | (source >= len(self.names)))[:, 0])
-        parts = [
-            self.inner.loss(models, _select(rest, at), replace(rng, positions=rng.positions[at])) if len(at) else None
+        losses = [
+            self.inner.loss(models, _select_examples(inputs, at), replace(rng, positions=rng.positions[at]))
+            if len(at)
+            else None
             for at in indices
         ]
-        return self._merge(parts, indices, len(source))
+        return self._merge_losses(losses, indices, len(source))
 
-    def _merge(self, parts: list[Loss | None], indices: list[Tensor], count: int) -> Loss:
-        present = [(part, at) for part, at in zip(parts, indices, strict=True) if part is not None]
-        first = present[0][0]
-        terms = {name: (_sum(part.terms[name][0] for part, _ in present), w) for name, (_, w) in first.terms.items()}
+    def _merge_losses(self, losses: list[Loss | None], indices: list[Tensor], num_rows: int) -> Loss:
+        nonempty = [(part, at) for part, at in zip(losses, indices, strict=True) if part is not None]
+        reference = nonempty[0][0]
+        terms = {
+            name: (_sum_values(part.terms[name][0] for part, _ in nonempty), w)
+            for name, (_, w) in reference.terms.items()
+        }
         metrics = {
             name: (
-                _sum(part.metrics[name][0] for part, _ in present),
-                _sum(part.metrics[name][1] for part, _ in present),
+                _sum_values(part.metrics[name][0] for part, _ in nonempty),
+                _sum_values(part.metrics[name][1] for part, _ in nonempty),
             )
-            for name in first.metrics
+            for name in reference.metrics
         }
         # On a rank without examples of a source its sums are 0 but must exist: ranks are summed name by name.
-        for own, part in zip(self.names, parts[:-1], strict=True):
-            for name, (total, weight) in first.terms.items():
-                terms[f"{own}/{name}"] = (part.terms[name][0] if part is not None else torch.zeros_like(total), weight)
-            for name in first.metrics:
-                metrics[f"{own}/{name}"] = part.metrics[name] if part is not None else (0.0, 0.0)
+        for source_name, part in zip(self.names, losses[:-1], strict=True):
+            for name, (total, weight) in reference.terms.items():
+                terms[f"{source_name}/{name}"] = (
+                    part.terms[name][0] if part is not None else torch.zeros_like(total),
+                    weight,
+                )
+            for name in reference.metrics:
+                metrics[f"{source_name}/{name}"] = part.metrics[name] if part is not None else (0.0, 0.0)
         rows: dict[str, Any] = {}
-        for name, values in first.rows.items():
-            rows[name] = values.new_empty((count, *values.shape[1:]))
-            for part, at in present:
+        for name, values in reference.rows.items():
+            rows[name] = values.new_empty((num_rows, *values.shape[1:]))
+            for part, at in nonempty:
                 rows[name][at] = part.rows[name]
         return Loss(terms=terms, metrics=metrics, rows=rows)
 
 
-def _without_source(batch: Batch) -> dict[str, Any]:
+def _drop_source(batch: Batch) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name != "source"}
 
 
-def _select(batch: Batch, at: Array) -> dict[str, Any]:
+def _select_examples(batch: Batch, at: Array) -> dict[str, Any]:
     """Return the examples at the indices `at`; scalars belong to the whole batch."""
     return {
-        name: _select(value, at) if isinstance(value, Mapping) else value[at] if value.ndim else value
+        name: _select_examples(value, at) if isinstance(value, Mapping) else value[at] if value.ndim else value
         for name, value in batch.items()
     }
 
 
-def _sum(values: Any) -> Any:
+def _sum_values(values: Any) -> Any:
     first, *rest = values
     for value in rest:
         first = first + value

@@ -58,8 +58,8 @@ def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload:
     """Return the plan with a teacher's outputs as targets in addition to the data."""
     form = _choose_output_form(workload.task, recipe)
     assert plan.open_run is not None, "set by apply_techniques"
-    teacher = _open(options.teacher, recipe, workload, open_run=plan.open_run)
-    _check_fits(teacher, workload, name=options.teacher)
+    teacher = _open_teacher(options.teacher, recipe, workload, open_run=plan.open_run)
+    _check_compatible(teacher, workload, name=options.teacher)
     task = Distillation(
         inner=plan.task,
         form=form,
@@ -69,13 +69,13 @@ def apply(plan: TrainingPlan, options: DistillOptions, recipe: Recipe, workload:
         hidden=options.hidden,
         padding="attention_mask" if isinstance(workload, TextClassifyWorkload) else None,
     )
-    parameters = sum(parameter.numel() for parameter in teacher.model.parameters())
+    num_parameters = sum(parameter.numel() for parameter in teacher.model.parameters())
     return replace(
         plan,
         task=task,
         metrics=(*plan.metrics, *task.term_names),
         frozen={**plan.frozen, "teacher": _hash_teacher(teacher.model)},
-        notes=(*plan.notes, f"distill: the teacher is {options.teacher}, {parameters:,} parameters"),
+        notes=(*plan.notes, f"distill: the teacher is {options.teacher}, {num_parameters:,} parameters"),
     )
 
 
@@ -103,19 +103,19 @@ def _choose_output_form(task: Task, recipe: Recipe) -> Form:
 # Opening the teacher
 
 
-def _open(name: str, recipe: Recipe, workload: Workload, *, open_run: OpenRun) -> Teacher:
+def _open_teacher(name: str, recipe: Recipe, workload: Workload, *, open_run: OpenRun) -> Teacher:
     """Open a teacher: a run, or the folder of a model."""
     folder = Path(name).expanduser()
     if not name.strip():
         raise UsageError(f"{KEY}: must not be empty; give a run, needs.NAME or the folder of a model")
-    own = Path(recipe.output_dir) / recipe.run_name()
-    if folder.resolve() == own.resolve():
+    own_directory = Path(recipe.output_dir) / recipe.run_name()
+    if folder.resolve() == own_directory.resolve():
         raise UsageError(f"{KEY}: {name} is this run itself; give another run")
     if not folder.is_dir():
         raise UsageError(f"{KEY}: {name} does not exist; give a run, needs.NAME or the folder of a model")
     try:
         if not is_run(folder):
-            return _read_folder(folder, workload)
+            return _read_model_folder(folder, workload)
         # On the student's device: with several processes, the first engine decides the communication backend.
         saved = open_run(folder, device=recipe.device)
     except BottegaError as error:
@@ -124,18 +124,18 @@ def _open(name: str, recipe: Recipe, workload: Workload, *, open_run: OpenRun) -
         raise named_error from None
     if type(saved.workload) is not type(workload):
         raise UsageError(
-            f"{KEY}: {name} was trained for {_task_name(saved.recipe)}, not for {_task_name(recipe)}; give another run"
+            f"{KEY}: {name} was trained for {_describe_task(saved.recipe)}, not for {_describe_task(recipe)}; give another run"
         )
     return Teacher(
-        saved.model, _collect_metadata(saved.workload), _max_tokens(saved.workload), saved.directory.processor
+        saved.model, _collect_metadata(saved.workload), _get_max_tokens(saved.workload), saved.directory.processor
     )
 
 
-def _task_name(recipe: Recipe) -> str:
+def _describe_task(recipe: Recipe) -> str:
     return f"{recipe.task} of {recipe.data.input}" if recipe.task == "classify" else recipe.task  # type: ignore[attr-defined]
 
 
-def _read_folder(folder: Path, workload: Workload) -> Teacher:
+def _read_model_folder(folder: Path, workload: Workload) -> Teacher:
     """Open a model folder of transformers, or an exported run."""
     if detect_folder_kind(folder) == "adapter":
         raise UsageError(f"{folder} is an adapter, not a complete model; give the run that it was exported from")
@@ -230,20 +230,20 @@ def _collect_metadata(workload: Workload) -> dict[str, Any]:
     return metadata
 
 
-def _max_tokens(workload: Workload) -> int | None:
+def _get_max_tokens(workload: Workload) -> int | None:
     """Return the maximum number of tokens that a text model reads; None without a limit."""
     if isinstance(workload, LanguageWorkload):
         return workload.shape.context
     return workload.shape.max_positions if isinstance(workload, TextClassifyWorkload) else None
 
 
-def _check_fits(teacher: Teacher, workload: Workload, *, name: str) -> None:
+def _check_compatible(teacher: Teacher, workload: Workload, *, name: str) -> None:
     ours, theirs = _collect_metadata(workload), teacher.metadata
     for key in {**ours, **theirs}:
         if ours.get(key) != theirs.get(key):
             raise UsageError(
-                f"{KEY}: {name} has {_describe(key, theirs.get(key))}, but the student has {_describe(key, ours.get(key))}; "
-                f"{_remedy(key, teacher)}"
+                f"{KEY}: {name} has {_describe_value(key, theirs.get(key))}, but the student has {_describe_value(key, ours.get(key))}; "
+                f"{_suggest_remedy(key, teacher)}"
             )
     length = workload.sequence_length if isinstance(workload, LanguageWorkload | TextClassifyWorkload) else None
     if teacher.max_tokens is not None and (length is None or length > teacher.max_tokens):
@@ -254,7 +254,7 @@ def _check_fits(teacher: Teacher, workload: Workload, *, name: str) -> None:
         )
 
 
-def _describe(key: str, value: Any) -> str:
+def _describe_value(key: str, value: Any) -> str:
     if key == CLASSES:
         return f"the {len(value or ())} classes {', '.join((value or ())[:4])}{', …' if len(value or ()) > 4 else ''}"
     if key == SAMPLE:
@@ -265,7 +265,7 @@ def _describe(key: str, value: Any) -> str:
     return f"{key} {text[:12] if len(text) == 64 else text}"  # a hash is shortened
 
 
-def _remedy(key: str, teacher: Teacher) -> str:
+def _suggest_remedy(key: str, teacher: Teacher) -> str:
     if key == TOKENIZER and (teacher.processor / "tokenizer.json").is_file():
         return f"set data.tokenizer.kind=pretrained data.tokenizer.path={teacher.processor}, or train another teacher"
     settings = {VOCAB_SIZE: "model.vocab_size", NORMALISE: "data.normalise", MULTI_LABEL: "data.multi_label"}

@@ -23,8 +23,9 @@ from bottega.techniques.wrapped_task import WrappedTask
 Form = Literal["classes", "labels", "tokens", "values"]
 """Output of a model: one of several classes, independent labels, the next token, or values such as a velocity."""
 TEACHER = "distill.teacher"
-MOST_POSITIONS = 512
-"""Most positions whose pairwise relations are compared: for 64 x 64 positions of an image they would take 67 MB a sample."""
+MAX_POSITIONS = 512
+"""Maximum number of positions whose pairwise similarities are compared: for 64 x 64 positions of an image they would take 67
+MB a sample."""
 
 
 class Distillation(WrappedTask):
@@ -58,16 +59,16 @@ class Distillation(WrappedTask):
         return {**specs, "model": student, TEACHER: ModelSpec.of(self.teacher)}
 
     def _check_blocks(self, models: Models, seed: int) -> None:
-        for whose, model in (("the student", models["model"]), ("the teacher", self.teacher)):
+        for role, model in (("the student", models["model"]), ("the teacher", self.teacher)):
             if not find_blocks(model):
                 raise UsageError(
-                    f"techniques.distill.hidden: {whose} is a {type(model).__name__}, which has no sequence of blocks; set "
+                    f"techniques.distill.hidden: {role} is a {type(model).__name__}, which has no sequence of blocks; set "
                     "it to 0"
                 )
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         """Return the counts of the inner task and of the added terms, which ignore class weights."""
-        own, rows = self.inner.counts(batch), _num_rows(batch)
+        own, rows = self.inner.counts(batch), _count_rows(batch)
         return {
             **own,
             **dict.fromkeys(self.term_names, rows),
@@ -79,7 +80,7 @@ class Distillation(WrappedTask):
         if student.training and not self.alpha and not self.hidden:
             # With weight 0 the teacher is only evaluated; training steps do not call it.
             return self.inner.loss(models, batch, rng)
-        recorder = CallRecorder(student, tokens=self.form == "tokens")
+        recorder = CallRecorder(student, computes_token_loss=self.form == "tokens")
         pairs = match_blocks(find_blocks(student), find_blocks(teacher)) if self.hidden else []
         with record_activations([own for own, _ in pairs]) as ours:
             output = self.inner.loss({**models, "model": recorder}, batch, rng)
@@ -87,18 +88,20 @@ class Distillation(WrappedTask):
             teacher_output = recorder.single_call.replay_on(teacher)
         rows = batch["weight"] > 0 if "weight" in batch else None
         terms = {name: (total, weight * (1 - self.alpha)) for name, (total, weight) in output.terms.items()}
-        each, mask = self._distances(recorder.single_call, teacher_output, rows)
-        added: Sums = {"distill": _masked_sum(each, mask)}
-        terms["distill"] = (added["distill"][0], self.alpha)
+        distances, mask = self._compute_distances(recorder.single_call, teacher_output, rows)
+        added_sums: Sums = {"distill": _masked_sum(distances, mask)}
+        terms["distill"] = (added_sums["distill"][0], self.alpha)
         if self.hidden:
             position_mask = batch[self.padding] > 0 if self.padding is not None else recorder.single_call.target_mask
-            between = [hidden_state_distance(ours[i], theirs[i], position_mask) for i in range(len(pairs))]
-            added["hidden"] = _masked_sum(torch.stack(between).mean(0), rows)
-            terms["hidden"] = (added["hidden"][0], self.hidden)
-        measured = {name: (total.detach(), count) for name, (total, count) in added.items()}
-        return output._replace(terms=terms, metrics={**output.metrics, **measured})
+            block_distances = [hidden_state_distance(ours[i], theirs[i], position_mask) for i in range(len(pairs))]
+            added_sums["hidden"] = _masked_sum(torch.stack(block_distances).mean(0), rows)
+            terms["hidden"] = (added_sums["hidden"][0], self.hidden)
+        added_metrics = {name: (total.detach(), count) for name, (total, count) in added_sums.items()}
+        return output._replace(terms=terms, metrics={**output.metrics, **added_metrics})
 
-    def _distances(self, call: ModelCall, teacher_output: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _compute_distances(
+        self, call: ModelCall, teacher_output: Tensor, rows: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the distance of each example `(B,)` or token `(B, T)`, and the mask of those that count."""
         if self.form == "values":
             return (call.output.float() - teacher_output.float()).square().flatten(1).mean(1), rows
@@ -112,56 +115,56 @@ class Distillation(WrappedTask):
 def softened_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """Return KL(teacher || student) of logits `(..., K)`, both divided by the temperature.
 
-    Multiplied by the temperature squared, by which gradients of softened logits are smaller, so that alpha means the same
-    at each temperature.
+    The result is multiplied by the temperature squared, because gradients of softened logits are smaller by this factor. So
+    alpha means the same at each temperature.
     """
     ours, theirs = (F.log_softmax(logits.float() / temperature, dim=-1) for logits in (student, teacher))
     return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1) * temperature**2
 
 
 def softened_binary_kl(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """Return the same for independent binary logits `(B, K)`: the mean over labels, `(B,)`."""
+    """Return the softened KL of independent binary logits `(B, K)`: the mean over labels, `(B,)`."""
     ours, theirs = student.float() / temperature, teacher.float() / temperature
-    yes = theirs.sigmoid() * (F.logsigmoid(theirs) - F.logsigmoid(ours))
-    no = (-theirs).sigmoid() * (F.logsigmoid(-theirs) - F.logsigmoid(-ours))
-    return (yes + no).mean(-1) * temperature**2
+    positive = theirs.sigmoid() * (F.logsigmoid(theirs) - F.logsigmoid(ours))
+    negative = (-theirs).sigmoid() * (F.logsigmoid(-theirs) - F.logsigmoid(-ours))
+    return (positive + negative).mean(-1) * temperature**2
 
 
 def hidden_state_distance(own: Tensor, theirs: Tensor, mask: Tensor | None) -> Tensor:
     """Return the distance `(B,)` between normalised hidden states `(B, N, D)` and `(B, N, E)`.
 
-    For equal widths the squared distance at each position. Otherwise the squared difference of their similarity matrices
-    over positions, which needs no projection between the widths.
+    For equal widths it is the squared distance at each position. Otherwise it is the squared difference of their similarity
+    matrices over positions, which needs no projection between the widths.
     """
     if own.shape[1] != theirs.shape[1]:
         raise UsageError(
-            f"techniques.distill.hidden: a block of the teacher has {theirs.shape[1]} positions, the student's "
+            f"techniques.distill.hidden: a block of the teacher has {theirs.shape[1]} positions, but the student's has "
             f"{own.shape[1]}; choose models with the same number of positions, or set it to 0"
         )
     mask = torch.ones(own.shape[:2], dtype=torch.bool, device=own.device) if mask is None else mask
     own, theirs = F.normalize(own.float(), dim=-1), F.normalize(theirs.float(), dim=-1)
     if own.shape[2] == theirs.shape[2]:
         return _masked_mean((own - theirs).square().sum(-1), mask)
-    step = -(-own.shape[1] // MOST_POSITIONS)
+    step = -(-own.shape[1] // MAX_POSITIONS)
     own, theirs, mask = own[:, ::step], theirs[:, ::step], mask[:, ::step]
     with torch.autocast(own.device.type, enabled=False):  # the difference of nearly equal numbers needs float32
         difference = (own @ own.mT - theirs @ theirs.mT).square()
     return _masked_mean(difference.flatten(1), (mask[:, :, None] & mask[:, None, :]).flatten(1))
 
 
-def _masked_mean(each: Tensor, mask: Tensor) -> Tensor:
+def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Return the mean `(B,)` of `(B, n)` over the mask; 0 where it is empty."""
-    return torch.where(mask, each, 0.0).sum(1) / mask.sum(1).clamp(min=1)
+    return torch.where(mask, values, 0.0).sum(1) / mask.sum(1).clamp(min=1)
 
 
-def _masked_sum(each: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
-    """Return sum and count over the mask. Selected rather than multiplied, since padding may be NaN."""
+def _masked_sum(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+    """Return sum and count over the mask. Values are selected rather than multiplied, since padding may be NaN."""
     if mask is None:
-        return each.sum(), float(each.numel())
-    return torch.where(mask, each, 0.0).sum(), mask.float().sum()
+        return values.sum(), float(values.numel())
+    return torch.where(mask, values, 0.0).sum(), mask.float().sum()
 
 
-def _num_rows(batch: Batch) -> float:
+def _count_rows(batch: Batch) -> float:
     """Return the number of examples of a host batch that are not padding."""
     if "weight" in batch:
         return float((np.asarray(batch["weight"]) > 0).sum())

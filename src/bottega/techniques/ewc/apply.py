@@ -15,7 +15,7 @@ from bottega.data.order.sequential import Sequential
 from bottega.tasks.workload import Workload
 from bottega.techniques.continual.apply import require_sequence
 from bottega.techniques.ewc.config import EwcOptions
-from bottega.techniques.ewc.torch import FISHER, Ewc, consolidate
+from bottega.techniques.ewc.torch import FISHER_PREFIX, Ewc, consolidate
 from bottega.techniques.training_plan import TrainingPlan
 
 
@@ -29,21 +29,23 @@ def apply(plan: TrainingPlan, options: EwcOptions, recipe: Recipe, workload: Wor
 def _consolidate_at_borders(engine: Engine, loader: Loader, *, resumed: bool, options: EwcOptions) -> None:
     """Consolidate before the first step of each source.
 
-    A function of the step, the weights and the data, so that a run resumed at the border computes the same.
+    The result depends only on the step, the weights and the data, so that a run resumed at the border computes the same.
     """
     order = loader.order
     assert isinstance(order, Sequential), "the technique requires it"
-    firsts = {step: turn for turn, step in enumerate(order.schedule.first_steps(loader.batch_size)) if turn}
-    names = [name.removeprefix(FISHER) for name in engine.task_state() if name.startswith(FISHER)]
+    source_by_first_step = {
+        step: turn for turn, step in enumerate(order.schedule.first_steps(loader.batch_size)) if turn
+    }
+    names = [name.removeprefix(FISHER_PREFIX) for name in engine.task_state() if name.startswith(FISHER_PREFIX)]
 
-    def before(step: int, batch: Batch) -> None:
-        if step not in firsts:
+    def consolidate_previous(step: int, batch: Batch) -> None:
+        if step not in source_by_first_step:
             return
-        numbers = order.first_samples(firsts[step] - 1, options.samples)
-        own_numbers = range(engine.data_rank, len(numbers), engine.data_size)
-        examples = ((i, loader.source.rows(numbers[i : i + 1], np.zeros(1, np.int64))) for i in own_numbers)
-        fisher = engine.fisher_diagonal(examples, count=len(numbers), names=names)
+        sample_indices = order.first_samples(source_by_first_step[step] - 1, options.samples)
+        own_indices = range(engine.data_rank, len(sample_indices), engine.data_size)
+        examples = ((i, loader.source.rows(sample_indices[i : i + 1], np.zeros(1, np.int64))) for i in own_indices)
+        fisher = engine.fisher_diagonal(examples, count=len(sample_indices), names=names)
         parameters = dict(engine.model.named_parameters())
         engine.write_task_state(consolidate(engine.task_state(), parameters, fisher, decay=options.decay))
 
-    engine.add_hook(before)
+    engine.add_hook(consolidate_previous)

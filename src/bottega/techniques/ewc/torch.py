@@ -15,7 +15,7 @@ from torch import Tensor
 from bottega.core.types import Array
 from bottega.techniques.wrapped_task import WrappedTask
 
-FISHER, ANCHOR = "fisher/", "anchor/"
+FISHER_PREFIX, ANCHOR_PREFIX = "fisher/", "anchor/"
 
 
 @final
@@ -27,17 +27,23 @@ class Ewc(WrappedTask):
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         trainable = {name: p for name, p in parameters.items() if p.requires_grad and self.is_trainable(name)}
-        zeros = {kind + name: torch.zeros_like(p) for kind in (FISHER, ANCHOR) for name, p in trainable.items()}
+        zeros = {
+            kind + name: torch.zeros_like(p) for kind in (FISHER_PREFIX, ANCHOR_PREFIX) for name, p in trainable.items()
+        }
         return {**self.inner.state(parameters), **{name: zero.requires_grad_(False) for name, zero in zeros.items()}}
 
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
         """Return strength / 2 * sum(importance * (weight - anchor)^2), which is 0 during the first source."""
-        names = [name.removeprefix(FISHER) for name in state if name.startswith(FISHER)]
-        moved = torch._foreach_sub([parameters[name] for name in names], [state[ANCHOR + name] for name in names])
-        costs = torch._foreach_mul(torch._foreach_mul(moved, moved), [state[FISHER + name] for name in names])
-        own = 0.5 * self.strength * torch.stack([cost.sum() for cost in costs]).sum()
-        inner = self.inner.penalty(parameters, state)
-        return own if inner is None else own + inner
+        names = [name.removeprefix(FISHER_PREFIX) for name in state if name.startswith(FISHER_PREFIX)]
+        differences = torch._foreach_sub(
+            [parameters[name] for name in names], [state[ANCHOR_PREFIX + name] for name in names]
+        )
+        costs = torch._foreach_mul(
+            torch._foreach_mul(differences, differences), [state[FISHER_PREFIX + name] for name in names]
+        )
+        ewc_penalty = 0.5 * self.strength * torch.stack([cost.sum() for cost in costs]).sum()
+        inner_penalty = self.inner.penalty(parameters, state)
+        return ewc_penalty if inner_penalty is None else ewc_penalty + inner_penalty
 
 
 @torch.no_grad()
@@ -45,5 +51,5 @@ def consolidate(
     state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], importance: Mapping[str, Tensor], *, decay: float
 ) -> dict[str, Tensor]:
     """Return the state after a source: anchors at the current weights, and importance decayed and added to."""
-    fisher = {FISHER + name: state[FISHER + name] * decay + new for name, new in importance.items()}
-    return {**fisher, **{ANCHOR + name: parameters[name].detach() for name in importance}}
+    fisher = {FISHER_PREFIX + name: state[FISHER_PREFIX + name] * decay + new for name, new in importance.items()}
+    return {**fisher, **{ANCHOR_PREFIX + name: parameters[name].detach() for name in importance}}

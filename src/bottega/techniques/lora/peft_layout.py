@@ -1,7 +1,7 @@
 """Adapter folders in peft's layout, written for peft and read from either.
 
 `adapter_config.json` and `adapter_model.safetensors` are peft's. `bottega.json` is ours and ignored by peft: the `kind` of
-adapter, the hash of the `base` model and of each of its `tensors`, and where that came `from`.
+adapter, the hash of the `base` model and of each of its `tensors`, and where the base model came `from`.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch import Tensor, nn
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.models.folders.json_object import read_json_object
 from bottega.models.text_classifier.pretrained import PretrainedClassifier
-from bottega.techniques.injected_layers import InjectedTask, combine_hashes, name_suffixes
+from bottega.techniques.injected_layers import InjectedTask, combine_hashes, list_name_suffixes
 
 if TYPE_CHECKING:
     from bottega.techniques.lora.torch import Lora
 
-CONFIG, WEIGHTS, OWN = "adapter_config.json", "adapter_model.safetensors", "bottega.json"
+CONFIG, WEIGHTS, METADATA_FILE = "adapter_config.json", "adapter_model.safetensors", "bottega.json"
 PREFIX = "base_model.model."
 FORMAT, VERSION = "bottega-adapter", 1
 START = "techniques.lora.start"
 SUPPORTED_KEYS = (
     *("peft_type", "r", "lora_alpha"),  # compared
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
-    *("lora_dropout",),  # of training, where the recipe's value counts
-    # Which layers: the names of the tensors tell.
+    *("lora_dropout",),  # used only in training, for which the recipe's value counts
+    # The names of the tensors tell which layers are adapted.
     *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
 )
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
-    "init_lora_weights": (True, "gaussian", "orthogonal"),  # others, such as pissa, change the base as well
+    "init_lora_weights": (True, "gaussian", "orthogonal"),  # other values, such as pissa, change the base model as well
     "megatron_core": ("megatron.core",),
     "qalora_group_size": (16,),
 }
@@ -47,46 +47,46 @@ they would load without an error and compute something else, and peft adds keys 
 
 def write_adapter(model: nn.Module, folder: Path, lora: Lora, *, origin: str | None) -> None:
     """Write the LoRA layers of a model, and the modules trained in full beside them, as a peft adapter."""
-    from bottega.techniques.lora.torch import NAMES, find_low_rank_layers
+    from bottega.techniques.lora.torch import PARAMETER_NAMES, find_low_rank_layers
 
     folder.mkdir(parents=True, exist_ok=True)
-    tensors, saved = dict[str, Tensor](), list[str]()
+    tensors, saved_modules = dict[str, Tensor](), list[str]()
     for name, parameter in model.named_parameters():
         if not lora.is_trainable(name):
             continue
-        owner, _, kind = exported_name(model, name).rpartition(".")
-        if kind in NAMES:
+        owner, _, kind = to_exported_name(model, name).rpartition(".")
+        if kind in PARAMETER_NAMES:
             tensors[f"{PREFIX}{owner}.{kind}.weight"] = parameter
         else:
             tensors[f"{PREFIX}{owner}.{kind}"] = parameter
-            saved.append(_saved_module(model, owner))
-    layers = [_exported_layer(model, name) for name in find_low_rank_layers(model)]
+            saved_modules.append(_find_saved_module(model, owner))
+    layers = [_to_exported_layer(model, name) for name in find_low_rank_layers(model)]
     config = {
         "peft_type": "LORA",
-        "task_type": _task_type(model),
+        "task_type": _choose_task_type(model),
         "base_model_name_or_path": origin,
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": _shortest(
-            layers, [_exported_layer(model, name) for name, _ in model.named_modules() if name]
+        "target_modules": _shorten_names(
+            layers, [_to_exported_layer(model, name) for name, _ in model.named_modules() if name]
         ),
-        "modules_to_save": _outermost(saved) or None,
+        "modules_to_save": _select_outermost(saved_modules) or None,
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    _write(folder / CONFIG, config)
+    _write_json(folder / CONFIG, config)
     write_adapter_metadata(folder, "lora", hashes=lora.hash_frozen_tensors(model), origin=origin)
     write_weights(folder, tensors)
 
 
 def read_adapter(folder: Path, model: nn.Module, lora: Lora) -> None:
     """Load an adapter into a model's LoRA layers; rank, scale and layers must match, and for ours the base model too."""
-    if (folder / OWN).exists():
+    if (folder / METADATA_FILE).exists():
         check_adapter_metadata(read_adapter_metadata(folder, key=START), folder, model, lora, kind="lora", key=START)
-    config = _read(folder / CONFIG, key=START)
+    config = _read_json(folder / CONFIG, key=START)
     if config.get("peft_type") != "LORA":
         raise UsageError(f"{START}: {folder / CONFIG} has peft_type {config.get('peft_type')}; only LORA is supported")
     for key, value in config.items():
@@ -97,16 +97,16 @@ def read_adapter(folder: Path, model: nn.Module, lora: Lora) -> None:
     for ours, theirs, value in (("rank", "r", lora.rank), ("alpha", "lora_alpha", lora.alpha)):
         if config.get(theirs) != value:
             raise UsageError(
-                f"techniques.lora.{ours} is {value:g}, but {folder} has {config.get(theirs)}; set it to that"
+                f"techniques.lora.{ours} is {value:g}, but {folder} has {config.get(theirs)}; set it to that value"
             )
     targets: dict[str, Tensor] = {
-        exported_name(model, n): p for n, p in model.named_parameters() if lora.is_trainable(n)
+        to_exported_name(model, n): p for n, p in model.named_parameters() if lora.is_trainable(n)
     }
     copy_adapter_tensors(targets, _read_renamed_weights(folder), folder, is_injected=lora.is_injected, technique="lora")
 
 
 def write_adapter_metadata(
-    folder: Path, kind: str, *, hashes: Mapping[str, str], origin: str | None, **more: Any
+    folder: Path, kind: str, *, hashes: Mapping[str, str], origin: str | None, **fields: Any
 ) -> None:
     """Write `bottega.json`, with the hashes of the frozen base model."""
     metadata = {
@@ -115,17 +115,17 @@ def write_adapter_metadata(
         "kind": kind,
         "base": combine_hashes(hashes),
         "from": origin,
-        **more,
+        **fields,
     }
-    _write(folder / OWN, {**metadata, "tensors": dict(hashes)})
+    _write_json(folder / METADATA_FILE, {**metadata, "tensors": dict(hashes)})
 
 
 def read_adapter_metadata(folder: Path, *, key: str) -> dict[str, Any]:
     """Read `bottega.json`; raise if it is missing or of another version."""
-    metadata = _read(folder / OWN, key=key)
+    metadata = _read_json(folder / METADATA_FILE, key=key)
     is_known = metadata.get("format") == FORMAT and metadata.get("version") == VERSION
     if not is_known or not isinstance(metadata.get("tensors"), dict):
-        raise CheckpointError(f"{folder / OWN} is not a {FORMAT} of version {VERSION}; export the run again")
+        raise CheckpointError(f"{folder / METADATA_FILE} is not a {FORMAT} of version {VERSION}; export the run again")
     return metadata
 
 
@@ -150,8 +150,8 @@ def check_adapter_metadata(
 
 def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Write `adapter_model.safetensors`."""
-    on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(on_host, folder / WEIGHTS, metadata={"format": "pt"})
+    cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    save_file(cpu_tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -178,10 +178,12 @@ def copy_adapter_tensors(
     unexpected = [name for name in tensors if name not in targets]
     missing = [name for name in targets if name not in tensors and is_injected(name)]
     if unexpected or missing:
-        has = ", ".join(name_suffixes({name.rpartition(".")[0] for name in tensors if is_injected(name)}))
+        adapted_layers = ", ".join(
+            list_name_suffixes({name.rpartition(".")[0] for name in tensors if is_injected(name)})
+        )
         problem = f"contains {unexpected[0]}, which is not trained here" if unexpected else f"lacks {missing[0]}"
         raise UsageError(
-            f"techniques.{technique}.targets: {folder} {problem}; it has {has}; set targets and train accordingly"
+            f"techniques.{technique}.targets: {folder} {problem}; it has {adapted_layers}; set targets and train accordingly"
         )
     for name, tensor in tensors.items():
         if targets[name].shape != tensor.shape:
@@ -191,7 +193,7 @@ def copy_adapter_tensors(
         targets[name].copy_(tensor)
 
 
-def exported_name(model: nn.Module, name: str) -> str:
+def to_exported_name(model: nn.Module, name: str) -> str:
     """Return the name of a parameter in the library that the exported model is loaded with."""
     if not isinstance(model, PretrainedClassifier):
         return name
@@ -200,41 +202,41 @@ def exported_name(model: nn.Module, name: str) -> str:
     return {"backbone": f"{prefix}.{rest}", "head": f"{path}.{rest}"}.get(part, rest)
 
 
-def _exported_layer(model: nn.Module, name: str) -> str:
-    return exported_name(model, f"{name}.weight").removesuffix(".weight")
+def _to_exported_layer(model: nn.Module, name: str) -> str:
+    return to_exported_name(model, f"{name}.weight").removesuffix(".weight")
 
 
-def _task_type(model: nn.Module) -> str | None:
+def _choose_task_type(model: nn.Module) -> str | None:
     if isinstance(model, PretrainedClassifier):
         return "SEQ_CLS"
     return "CAUSAL_LM" if hasattr(model, "head_weight") else None
 
 
-def _saved_module(model: nn.Module, owner: str) -> str:
-    """Return the module that peft saves: all of what follows the encoder, as `classifier` for `classifier.out_proj`."""
+def _find_saved_module(model: nn.Module, owner: str) -> str:
+    """Return the module that peft saves: all layers after the encoder, such as `classifier` for `classifier.out_proj`."""
     if not isinstance(model, PretrainedClassifier) or owner.startswith(f"{model.paths[0]}."):
         return owner
     return owner.partition(".")[0]
 
 
-def _outermost(modules: list[str]) -> list[str]:
+def _select_outermost(modules: list[str]) -> list[str]:
     return sorted({name for name in modules if not any(name.startswith(f"{other}.") for other in modules)})
 
 
-def _shortest(layers: list[str], every: list[str]) -> list[str]:
+def _shorten_names(layers: list[str], all_names: list[str]) -> list[str]:
     """Return suffixes of the names if they match the same layers and no others, else the names."""
-    short = name_suffixes(layers)
-    matches = {name for name in every if any(name == end or name.endswith(f".{end}") for end in short)}
-    return short if matches == set(layers) else layers
+    suffixes = list_name_suffixes(layers)
+    matches = {name for name in all_names if any(name == suffix or name.endswith(f".{suffix}") for suffix in suffixes)}
+    return suffixes if matches == set(layers) else layers
 
 
 def _read_renamed_weights(folder: Path) -> dict[str, Tensor]:
     """Read the weights under the names of the base model, with `lora_A` and `lora_B` as parameters."""
     tensors = read_weights(folder)
     names = {name: name.removeprefix(PREFIX) for name in tensors}
-    for name, short in names.items():
-        if short.endswith((".lora_A.weight", ".lora_B.weight")):
-            names[name] = short.removesuffix(".weight")
+    for name, base_name in names.items():
+        if base_name.endswith((".lora_A.weight", ".lora_B.weight")):
+            names[name] = base_name.removesuffix(".weight")
     return {names[name]: tensor for name, tensor in tensors.items()}
 
 
@@ -242,11 +244,11 @@ def _is_empty(value: Any) -> bool:
     return all(map(_is_empty, value.values())) if isinstance(value, dict) else not value
 
 
-def _read(path: Path, *, key: str) -> dict[str, Any]:
+def _read_json(path: Path, *, key: str) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"{key}: {path} does not exist; give the folder of an adapter")
     return read_json_object(path)
 
 
-def _write(path: Path, fields: dict[str, Any]) -> None:
+def _write_json(path: Path, fields: dict[str, Any]) -> None:
     path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")

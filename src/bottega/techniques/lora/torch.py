@@ -20,7 +20,7 @@ from bottega.core.errors import UsageError
 from bottega.core.noise import numpy_generator
 from bottega.techniques.injected_layers import HEADS, InjectedTask, find_injectable_layers, is_in_block, select_layers
 
-NAMES = ("lora_A", "lora_B")
+PARAMETER_NAMES = ("lora_A", "lora_B")
 CONVOLVE = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 KEY = "techniques.lora"
 
@@ -36,7 +36,7 @@ class LowRankLayer(nn.Module):
     base_weight: Tensor | None
     """The base model's weight while the update is merged into `weight`."""
 
-    def _input(self, x: Tensor) -> Tensor:
+    def _apply_dropout(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.input_dropout, self.training) if self.input_dropout else x
 
     def weight_delta(self) -> Tensor:
@@ -51,7 +51,7 @@ class LowRankLinear(LowRankLayer, nn.Linear):
         y = nn.Linear.forward(self, x)
         if self.base_weight is not None:
             return y
-        return y + self.scale * F.linear(F.linear(self._input(x), self.lora_A), self.lora_B)
+        return y + self.scale * F.linear(F.linear(self._apply_dropout(x), self.lora_A), self.lora_B)
 
 
 class _LowRankKernel(LowRankLayer):
@@ -61,8 +61,8 @@ class _LowRankKernel(LowRankLayer):
         y = super().forward(x)
         if self.base_weight is not None:
             return y
-        narrow = self._conv_forward(self._input(x), self.lora_A, None)  # type: ignore[operator]
-        return y + self.scale * CONVOLVE[self.lora_B.dim()](narrow, self.lora_B)
+        filtered = self._conv_forward(self._apply_dropout(x), self.lora_A, None)  # type: ignore[operator]
+        return y + self.scale * CONVOLVE[self.lora_B.dim()](filtered, self.lora_B)
 
 
 class LowRankConv1d(_LowRankKernel, nn.Conv1d):
@@ -77,13 +77,13 @@ class LowRankConv3d(_LowRankKernel, nn.Conv3d):
     """A 3D convolution with a low-rank update."""
 
 
-CHANGED: dict[type[nn.Module], type[LowRankLayer]] = {
+LOW_RANK_CLASSES: dict[type[nn.Module], type[LowRankLayer]] = {
     nn.Linear: LowRankLinear,
     nn.Conv1d: LowRankConv1d,
     nn.Conv2d: LowRankConv2d,
     nn.Conv3d: LowRankConv3d,
 }
-PLAIN = {changed: plain for plain, changed in CHANGED.items()}
+PLAIN_CLASSES = {changed: plain for plain, changed in LOW_RANK_CLASSES.items()}
 
 
 class Lora(InjectedTask):
@@ -98,7 +98,7 @@ class Lora(InjectedTask):
     """None is every matrix inside the blocks, or every convolution if there is no matrix."""
 
     def is_injected(self, name: str) -> bool:
-        return name.rpartition(".")[2] in NAMES
+        return name.rpartition(".")[2] in PARAMETER_NAMES
 
     def inject(self, model: nn.Module, seed: int) -> None:
         for name in self.choose_layers(model):
@@ -108,12 +108,14 @@ class Lora(InjectedTask):
     def notes(self, model: nn.Module) -> list[str]:
         layers = find_low_rank_layers(model)
         full_ranks = {name: min(layer.weight.flatten(1).shape) for name, layer in layers.items()}
-        small = [name for name, full_rank in full_ranks.items() if full_rank < self.rank]
-        if not small:
+        small_layers = [name for name, full_rank in full_ranks.items() if full_rank < self.rank]
+        if not small_layers:
             return []
-        shape = " x ".join(map(str, layers[small[0]].weight.shape))
-        which = f"{len(small)} of {len(layers)} layers, such as {small[0]} ({shape})"
-        return [f"{KEY}.rank: {self.rank} is above the full rank of {which}; a lower rank can represent the same there"]
+        shape = " x ".join(map(str, layers[small_layers[0]].weight.shape))
+        layers_text = f"{len(small_layers)} of {len(layers)} layers, such as {small_layers[0]} ({shape})"
+        return [
+            f"{KEY}.rank: {self.rank} is above the full rank of {layers_text}; a lower rank can represent the same there"
+        ]
 
     def load_adapter(self, folder: Path, model: nn.Module) -> None:
         from bottega.techniques.lora.peft_layout import read_adapter
@@ -126,7 +128,7 @@ class Lora(InjectedTask):
         """Export the model with the update merged in, and the adapter beside it."""
         from bottega.techniques.lora.peft_layout import write_adapter
 
-        with merged(model):
+        with merged_weights(model):
             metadata = export_whole()
         write_adapter(model, folder, self, origin=origin)
         return metadata
@@ -137,13 +139,13 @@ class Lora(InjectedTask):
         candidates = {name: layer for name, layer in layers.items() if not self.is_fully_trained(f"{name}.weight")}
         matrices = [name for name, layer in candidates.items() if isinstance(layer, nn.Linear)]
         if isinstance(self.targets, tuple):
-            every = [name for name, _ in model.named_modules() if name]
-            return select_layers(candidates, self.targets, key=f"{KEY}.targets", layers=every)
+            all_layers = [name for name, _ in model.named_modules() if name]
+            return select_layers(candidates, self.targets, key=f"{KEY}.targets", layers=all_layers)
         if self.targets == "all-linear":
             selected = [name for name in matrices if is_in_block(name) or name.rpartition(".")[2] not in HEADS]
         else:
-            inner = [name for name in candidates if is_in_block(name)]
-            selected = [name for name in inner if name in matrices] or inner
+            block_layers = [name for name in candidates if is_in_block(name)]
+            selected = [name for name in block_layers if name in matrices] or block_layers
         if not selected:
             missing = "no matrix" if self.targets else "neither a matrix nor a convolution inside numbered blocks"
             raise UsageError(
@@ -156,12 +158,12 @@ def inject_low_rank(layer: nn.Module, name: str, *, rank: int, scale: float, dro
     """Make a layer low-rank, in place. B is 0, so the output does not change at first; A is drawn as a weight would be."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     limit = 1 / math.sqrt(math.prod(weight.shape[1:]))
-    drawn = numpy_generator(seed, f"{name}.lora_A").uniform(-limit, limit, (rank, *weight.shape[1:]))
-    first = torch.from_numpy(drawn).to(weight.device, weight.dtype)
-    second = weight.new_zeros((weight.shape[0], rank, *(1,) * (weight.dim() - 2)))
-    layer.__class__ = CHANGED[type(layer)]
+    values = numpy_generator(seed, f"{name}.lora_A").uniform(-limit, limit, (rank, *weight.shape[1:]))
+    lora_a = torch.from_numpy(values).to(weight.device, weight.dtype)
+    lora_b = weight.new_zeros((weight.shape[0], rank, *(1,) * (weight.dim() - 2)))
+    layer.__class__ = LOW_RANK_CLASSES[type(layer)]
     assert isinstance(layer, LowRankLayer)
-    layer.lora_A, layer.lora_B = nn.Parameter(first), nn.Parameter(second)
+    layer.lora_A, layer.lora_B = nn.Parameter(lora_a), nn.Parameter(lora_b)
     layer.scale, layer.input_dropout, layer.base_weight = scale, dropout, None
 
 
@@ -189,17 +191,17 @@ def unmerge(model: nn.Module) -> None:
 
 
 @contextmanager
-def merged(model: nn.Module) -> Iterator[None]:
+def merged_weights(model: nn.Module) -> Iterator[None]:
     """Context in which the model has plain layers with merged weights, as if it had never been adapted."""
     merge(model)
-    removed: list[tuple[LowRankLayer, dict[str, Any]]] = []
+    removed_parameters: list[tuple[LowRankLayer, dict[str, Any]]] = []
     for layer in find_low_rank_layers(model).values():
-        removed.append((layer, {name: layer._parameters.pop(name) for name in NAMES}))
-        layer.__class__ = PLAIN[type(layer)]  # type: ignore[assignment]
+        removed_parameters.append((layer, {name: layer._parameters.pop(name) for name in PARAMETER_NAMES}))
+        layer.__class__ = PLAIN_CLASSES[type(layer)]  # type: ignore[assignment]
     try:
         yield
     finally:
-        for layer, parameters in removed:
-            layer.__class__ = CHANGED[type(layer)]
+        for layer, parameters in removed_parameters:
+            layer.__class__ = LOW_RANK_CLASSES[type(layer)]
             layer._parameters.update(parameters)
         unmerge(model)

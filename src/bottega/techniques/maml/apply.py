@@ -22,10 +22,10 @@ from bottega.techniques.maml.torch import Maml
 from bottega.techniques.training_plan import TrainingPlan
 
 MIN_EPISODES = 1000
-"""Fewest episodes of an epoch; episodes are drawn at random, so the number only defines the length of an epoch."""
-EVALUATION_EPISODES = 64
-"""Episodes of an evaluation."""
-DERIVED = (
+"""Minimum number of episodes of an epoch. They are drawn at random, so the number only defines the length of an epoch."""
+NUM_EVALUATION_EPISODES = 64
+"""Number of episodes of an evaluation."""
+DERIVED_METRICS = (
     "perplexity",
     "macro_f1",
     "weighted_f1",
@@ -42,7 +42,7 @@ DERIVED = (
 def apply(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload) -> TrainingPlan:
     """Return the plan with episodes as samples and a task that adapts to each."""
     assert isinstance(options, MamlOptions)
-    _check(plan, options, recipe)
+    _check_conflicts(plan, options, recipe)
     division = _divide_into_tasks(plan, options, recipe)
     training = division.build_episodes(plan.training, name="data.train", seed=recipe.seed, is_training=True)
     held_out = plan.validation
@@ -57,17 +57,17 @@ def apply(plan: TrainingPlan, options: Any, recipe: Recipe, workload: Workload) 
             method=options.method,
             inner_steps=options.inner_steps,
             inner_rate=options.inner_rate,
-            adapts=_never_frozen(recipe.training),
+            adapts=_build_trained_selector(recipe.training),
         ),
         training=training,
         order=None,
         validation=validation,
-        metrics=_metrics(plan.metrics, options.inner_steps),
-        notes=(*plan.notes, *_notes(training, validation, division)),
+        metrics=_list_metrics(plan.metrics, options.inner_steps),
+        notes=(*plan.notes, *_describe_episodes(training, validation, division)),
     )
 
 
-def _never_frozen(training: Training) -> Callable[[tuple[str, ...]], frozenset[str]]:
+def _build_trained_selector(training: Training) -> Callable[[tuple[str, ...]], frozenset[str]]:
     """Return a function that selects the parameters trained at some step of the run, whether unfrozen yet or not."""
 
     @cache
@@ -83,14 +83,14 @@ class EpisodeDivision:
     """How samples are divided into tasks, and tasks into episodes."""
 
     by: str
-    tasks: Callable[[Source], np.ndarray]
+    group_into_tasks: Callable[[Source], np.ndarray]
     options: MamlOptions
     is_classify: bool
 
     def build_episodes(self, source: Source, *, name: str, seed: int, is_training: bool) -> Episodes:
         """Return the episodes of a source."""
         options, is_by_class = self.options, self.is_classify and self.by == "label"
-        tasks = self.tasks(source)
+        tasks = self.group_into_tasks(source)
         size = options.shots + options.queries
         ways = None
         if is_by_class:
@@ -109,7 +109,7 @@ class EpisodeDivision:
             tasks,
             shots=options.shots,
             queries=options.queries,
-            length=max(MIN_EPISODES, len(source) // (size * (ways or 1))) if is_training else EVALUATION_EPISODES,
+            length=max(MIN_EPISODES, len(source) // (size * (ways or 1))) if is_training else NUM_EVALUATION_EPISODES,
             seed=seed,
             ways=ways,
             relabelled_field=None if keeps_labels else "label",
@@ -123,26 +123,35 @@ def _divide_into_tasks(plan: TrainingPlan, options: MamlOptions, recipe: Recipe)
     labels, sources = episodes.group_by_label(source), episodes.group_by_source(source)
     by = options.by or ("label" if labels is not None else "source" if sources is not None else "region")
     if by == "label" and labels is None:
-        several = getattr(recipe.data, "multi_label", False)
-        raise _invalid(
-            "by", "label", "a text has several labels" if several else "samples have no labels", "use source or region"
+        is_multi_label = getattr(recipe.data, "multi_label", False)
+        raise _build_option_error(
+            "by",
+            "label",
+            "a text has several labels" if is_multi_label else "samples have no labels",
+            "use source or region",
         )
     if by == "source" and sources is None:
-        raise _invalid("by", "source", "there is only one", "give several as data.sources, or use label or region")
+        raise _build_option_error(
+            "by", "source", "there is only one source", "give several as data.sources, or use label or region"
+        )
     if by == "region" and options.by is None and not is_text:
-        raise _invalid("by", "null", "samples have no labels and only one source", "add data.sources or labels")
+        raise _build_option_error(
+            "by", "null", "samples have no labels and only one source", "add data.sources or labels"
+        )
     is_classify = recipe.task == "classify"
     if options.ways is not None and not (is_classify and by == "label"):
-        raise _invalid("ways", options.ways, "ways applies only to task classify, by label", "remove it")
+        raise _build_option_error("ways", options.ways, "ways applies only to task classify, by label", "remove it")
     if options.ways == 1:
-        raise _invalid("ways", 1, "an episode needs at least two classes", "set it to 2 or more, or remove it")
+        raise _build_option_error(
+            "ways", 1, "an episode needs at least two classes", "set it to 2 or more, or remove it"
+        )
     loss = getattr(recipe, "loss", None)
     if is_classify and by == "label" and loss is not None and loss.class_weights is not None:
         raise UsageError(
             "loss.class_weights: maml renumbers the classes in each episode and draws all equally often; remove it"
         )
 
-    def tasks(part: Source) -> np.ndarray:
+    def group_into_tasks(part: Source) -> np.ndarray:
         if by == "label":
             numbers = episodes.group_by_label(part)
         elif by == "source":
@@ -152,10 +161,10 @@ def _divide_into_tasks(plan: TrainingPlan, options: MamlOptions, recipe: Recipe)
             numbers = None if by == "region" else episodes.group_by_field(part, by)
         return episodes.group_by_region(part, size=size) if numbers is None else numbers
 
-    return EpisodeDivision(by, tasks, options, is_classify)
+    return EpisodeDivision(by, group_into_tasks, options, is_classify)
 
 
-def _check(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -> None:
+def _check_conflicts(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -> None:
     """Raise UsageError for conflicts that only the data, the task or the device shows; maml/config.py declares the others."""
     if plan.order is not None:
         key = "replay" if recipe.data.replay else "mixture"
@@ -174,17 +183,17 @@ def _check(plan: TrainingPlan, options: MamlOptions, recipe: Recipe) -> None:
             )
 
 
-def _invalid(key: str, value: Any, why: str, remedy: str) -> UsageError:
-    return UsageError(f"techniques: maml.{key} is {value}, but {why}; {remedy}")
+def _build_option_error(key: str, value: Any, reason: str, remedy: str) -> UsageError:
+    return UsageError(f"techniques: maml.{key} is {value}, but {reason}; {remedy}")
 
 
-def _metrics(measured: tuple[str, ...], steps: int) -> tuple[str, ...]:
-    means = [name for name in measured if name not in DERIVED and not name.startswith("load/")]
-    names = [*means, *(name for name in measured if name == "perplexity")]
+def _list_metrics(metrics: tuple[str, ...], steps: int) -> tuple[str, ...]:
+    means = [name for name in metrics if name not in DERIVED_METRICS and not name.startswith("load/")]
+    names = [*means, *(name for name in metrics if name == "perplexity")]
     return (*names, *(f"{name}_before" for name in means), *(f"loss_{n}" for n in range(1, steps + 1)))
 
 
-def _notes(training: Episodes, validation: Episodes | None, division: EpisodeDivision) -> list[str]:
+def _describe_episodes(training: Episodes, validation: Episodes | None, division: EpisodeDivision) -> list[str]:
     options = division.options
     ways = f"{training.ways} of " if training.ways is not None else "one of "
     each = " of each" if training.ways is not None else ""

@@ -50,10 +50,10 @@ class Maml(WrappedTask):
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "query" not in batch:
             return self.inner.counts(batch)
-        query = {name: value if value.ndim == 0 else _flat(value) for name, value in batch["query"].items()}
+        query = {name: value if value.ndim == 0 else _flatten_episodes(value) for name, value in batch["query"].items()}
         if "weight" in batch:
-            each = np.asarray(batch["weight"]).repeat(np.shape(_some(batch["query"]))[1])
-            query["weight"] = query["weight"] * each if "weight" in query else each
+            query_weights = np.asarray(batch["weight"]).repeat(np.shape(_get_any_array(batch["query"]))[1])
+            query["weight"] = query["weight"] * query_weights if "weight" in query else query_weights
         return self.inner.counts(query)
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
@@ -61,15 +61,20 @@ class Maml(WrappedTask):
             return self.inner.loss(models, batch, rng)
         if not models["model"].training:
             return self._evaluate(models, batch, rng)
-        losses = {"maml": self._maml, "fomaml": self._maml, "reptile": self._reptile, "none": self._plain}
+        losses = {
+            "maml": self._compute_maml_loss,
+            "fomaml": self._compute_maml_loss,
+            "reptile": self._compute_reptile_loss,
+            "none": self._compute_plain_loss,
+        }
         terms: Terms = {}
         metrics: Sums = {}
         stats: dict[str, Tensor] = {}
-        for episode in _episodes(self.inner.counts, batch, rng):
+        for episode in _split_episodes(self.inner.counts, batch, rng):
             output = losses[self.method](models, episode)
             for name, (total, weight) in output.terms.items():
                 terms[name] = (terms[name][0] + total if name in terms else total, weight)
-            _add(metrics, output.metrics)
+            _add_sums(metrics, output.metrics)
             for name, value in output.stats.items():
                 stats[name] = stats[name] + value if name in stats else value
         return Loss(terms=terms, metrics=metrics, stats=stats)
@@ -80,36 +85,36 @@ class Maml(WrappedTask):
 
     # Losses of an episode
 
-    def _maml(self, models: Models, episode: Episode) -> Loss:
+    def _compute_maml_loss(self, models: Models, episode: Episode) -> Loss:
         """Return the query loss after the inner steps. First order treats their gradients as constants."""
         # Parameters that are still frozen are adapted as well, but get no gradient.
-        own = self._adapted_parameters(models["model"])
-        weights: Weights = {n: p if p.requires_grad else p.detach().requires_grad_() for n, p in own.items()}
+        parameters = self._select_adapted_parameters(models["model"])
+        weights: Weights = {n: p if p.requires_grad else p.detach().requires_grad_() for n, p in parameters.items()}
         for number in range(self.inner_steps):
-            weights = self._step(models, weights, episode, number, second_order=self.method == "maml")[0]
-        return self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
+            weights = self._take_inner_step(models, weights, episode, number, second_order=self.method == "maml")[0]
+        return self.inner.loss(_rebind_weights(models, weights), episode.query, episode.query_noise)
 
-    def _reptile(self, models: Models, episode: Episode) -> Loss:
-        """Return a term whose gradient is start - end of the inner steps, and whose value is the loss before the last."""
+    def _compute_reptile_loss(self, models: Models, episode: Episode) -> Loss:
+        """Return a term whose gradient is start - end of the inner steps; its value is the loss before the last step."""
         all_samples = episode.merge_support_and_query()
-        own = self._adapted_parameters(models["model"])
-        start = {name: p.detach().requires_grad_() for name, p in own.items()}
+        parameters = self._select_adapted_parameters(models["model"])
+        start = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         weights = start
         for number in range(self.inner_steps):
-            weights, out = self._step(models, weights, all_samples, number, second_order=False)
-        products = [(own[name] * (start[name] - weights[name]).detach()).sum() for name in own]
+            weights, output = self._take_inner_step(models, weights, all_samples, number, second_order=False)
+        products = [(parameters[name] * (start[name] - weights[name]).detach()).sum() for name in parameters]
         direction = torch.stack(products).sum()
-        terms = all_samples.rescale_to_query(out.terms)
+        terms = all_samples.rescale_to_query(output.terms)
         # One term carries all of the gradient, because the engine sums the terms by their weights.
         (first, (total, weight)), *others = ((n, (t.detach(), w)) for n, (t, w) in terms.items())
-        zero = (direction - direction.detach()) * (episode.query_counts[first] / weight)
-        return out._replace(terms={first: (total + zero, weight), **dict(others)})
+        gradient_carrier = (direction - direction.detach()) * (episode.query_counts[first] / weight)
+        return output._replace(terms={first: (total + gradient_carrier, weight), **dict(others)})
 
-    def _plain(self, models: Models, episode: Episode) -> Loss:
+    def _compute_plain_loss(self, models: Models, episode: Episode) -> Loss:
         """Return the loss without inner steps, over support and query together."""
         all_samples = episode.merge_support_and_query()
-        out = self.inner.loss(models, all_samples.query, all_samples.query_noise)
-        return out._replace(terms=all_samples.rescale_to_query(out.terms))
+        output = self.inner.loss(models, all_samples.query, all_samples.query_noise)
+        return output._replace(terms=all_samples.rescale_to_query(output.terms))
 
     # Evaluation
 
@@ -117,47 +122,50 @@ class Maml(WrappedTask):
         """Return the query loss before, after each, and after all inner steps, with the same noise."""
         terms: Terms = {}
         metrics: Sums = {}
-        for episode in _episodes(self.inner.counts, batch, rng):
+        for episode in _split_episodes(self.inner.counts, batch, rng):
             weights = {
-                name: p.detach().requires_grad_() for name, p in self._adapted_parameters(models["model"]).items()
+                name: p.detach().requires_grad_()
+                for name, p in self._select_adapted_parameters(models["model"]).items()
             }
             for number in range(self.inner_steps + 1):
                 with torch.no_grad():
-                    out = self.inner.loss(_with(models, weights), episode.query, episode.query_noise)
+                    output = self.inner.loss(_rebind_weights(models, weights), episode.query, episode.query_noise)
                 counts, suffix = episode.query_counts, f"_{number}" if number else "_before"
-                sums = {name: (total, counts[name]) for name, (total, _) in out.terms.items()}
+                sums = {name: (total, counts[name]) for name, (total, _) in output.terms.items()}
                 # A task may report a metric under the name of a term that it minimises in another form.
-                sums |= {n: pair for n, pair in out.metrics.items() if number == 0 or n in sums}
-                _add(metrics, {f"{name}{suffix}": pair for name, pair in sums.items()})
+                sums |= {n: pair for n, pair in output.metrics.items() if number == 0 or n in sums}
+                _add_sums(metrics, {f"{name}{suffix}": pair for name, pair in sums.items()})
                 if number < self.inner_steps:
                     with torch.enable_grad():
-                        weights = self._step(models, weights, episode, number, second_order=False)[0]
-            _add(metrics, out.metrics)
-            for name, (total, weight) in out.terms.items():
+                        weights = self._take_inner_step(models, weights, episode, number, second_order=False)[0]
+            _add_sums(metrics, output.metrics)
+            for name, (total, weight) in output.terms.items():
                 terms[name] = (terms[name][0] + total if name in terms else total, weight)
         return Loss(terms=terms, metrics=metrics)
 
-    def _adapted_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        own = {name: parameter for name, parameter in model.named_parameters() if self.is_trainable(name)}
-        adapted = self.adapts(tuple(own))
-        return {name: parameter for name, parameter in own.items() if name in adapted}
+    def _select_adapted_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        trainable = {name: parameter for name, parameter in model.named_parameters() if self.is_trainable(name)}
+        adapted = self.adapts(tuple(trainable))
+        return {name: parameter for name, parameter in trainable.items() if name in adapted}
 
-    def _step(
+    def _take_inner_step(
         self, models: Models, weights: Weights, episode: Episode, number: int, *, second_order: bool
     ) -> tuple[Weights, Loss]:
         """Take one step of gradient descent on the mean loss of the support examples."""
         with sdpa_kernel(SDPBackend.MATH) if second_order else contextlib.nullcontext():
-            rebound = _with(models, weights, twice=second_order)
-            out = self.inner.loss(rebound, episode.support, episode.support_noise(number))
-            parts = [t * (w / max(episode.support_counts[name], 1e-12)) for name, (t, w) in out.terms.items()]
+            rebound = _rebind_weights(models, weights, second_order=second_order)
+            output = self.inner.loss(rebound, episode.support, episode.support_noise(number))
+            weighted_terms = [
+                t * (w / max(episode.support_counts[name], 1e-12)) for name, (t, w) in output.terms.items()
+            ]
             gradients = torch.autograd.grad(
-                torch.stack(parts).sum(), list(weights.values()), create_graph=second_order, allow_unused=True
+                torch.stack(weighted_terms).sum(), list(weights.values()), create_graph=second_order, allow_unused=True
             )
         stepped = {
             name: weight if gradient is None else weight - self.inner_rate * gradient
             for (name, weight), gradient in zip(weights.items(), gradients, strict=True)
         }
-        return stepped, out
+        return stepped, output
 
 
 @dataclass(frozen=True)
@@ -174,21 +182,21 @@ class Episode:
     @property
     def query_noise(self) -> Noise:
         """Noise of the query examples, the same after any number of inner steps, so that their losses are comparable."""
-        return replace(self.rng, positions=self.rng.positions[-_length(self.query) :])
+        return replace(self.rng, positions=self.rng.positions[-_count_examples(self.query) :])
 
     def support_noise(self, number: int) -> Noise:
         """Return the noise of the support examples in inner step `number`, different for each."""
         seed = derive_seed(self.rng.seed, "inner step", number)
-        return replace(self.rng, seed=seed, positions=self.rng.positions[: _length(self.support)])
+        return replace(self.rng, seed=seed, positions=self.rng.positions[: _count_examples(self.support)])
 
     def merge_support_and_query(self) -> Episode:
         """Return an episode with support and query joined, both to adapt to and to evaluate."""
-        both = {
+        joined = {
             name: value if value.ndim == 0 else torch.cat([value, self.query[name]])
             for name, value in self.support.items()
         }
         counts = {name: count + self.query_counts[name] for name, count in self.support_counts.items()}
-        return replace(self, support=both, query=both, support_counts=counts)
+        return replace(self, support=joined, query=joined, support_counts=counts)
 
     def rescale_to_query(self, terms: Terms) -> Terms:
         """Scale the sums of a joined episode to the count of its query examples."""
@@ -196,38 +204,42 @@ class Episode:
         return {name: (total * fraction[name], weight) for name, (total, weight) in terms.items()}
 
 
-def _episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch, rng: Noise) -> Iterator[Episode]:
+def _split_episodes(counts: Callable[[Batch], Mapping[str, float]], batch: Batch, rng: Noise) -> Iterator[Episode]:
     """Yield the episodes of a batch one by one, since each has its own weights."""
     parts = {name: dict(batch[name]) for name in ("support", "query")}
-    sizes = {name: _some(part).shape[1] for name, part in parts.items()}
+    sizes = {name: _get_any_array(part).shape[1] for name, part in parts.items()}
     if "weight" in batch:
-        each = batch["weight"][:, None].expand(-1, sizes["query"])
-        own = parts["query"].get("weight")
-        parts["query"]["weight"] = each if own is None else own * each
+        episode_weights = batch["weight"][:, None].expand(-1, sizes["query"])
+        query_weights = parts["query"].get("weight")
+        parts["query"]["weight"] = episode_weights if query_weights is None else query_weights * episode_weights
     # Counted on the host, as tasks do. On a GPU this waits for the device once per batch.
     host = {name: {key: value.cpu().numpy() for key, value in part.items()} for name, part in parts.items()}
     size = sizes["support"] + sizes["query"]
     offsets = torch.arange(size, device=rng.positions.device)
     for number in range(len(rng.positions)):
-        support, query = (_at(parts[name], number) for name in ("support", "query"))
+        support, query = (_select_episode(parts[name], number) for name in ("support", "query"))
         yield Episode(
             support=support,
             query=query,
-            support_counts=counts(_at(host["support"], number)),
-            query_counts=counts(_at(host["query"], number)),
+            support_counts=counts(_select_episode(host["support"], number)),
+            query_counts=counts(_select_episode(host["query"], number)),
             rng=replace(rng, positions=rng.positions[number] * size + offsets),
         )
 
 
 class ReboundModel:
-    """A model called with other weights. With `twice`, its output can be differentiated twice."""
+    """A model called with other weights. With `second_order`, its output can be differentiated twice."""
 
-    def __init__(self, model: nn.Module, weights: Weights, *, twice: bool) -> None:
-        self._model, self._weights, self._twice = model, {f"model.{n}": w for n, w in weights.items()}, twice
+    def __init__(self, model: nn.Module, weights: Weights, *, second_order: bool) -> None:
+        self._model, self._weights, self._second_order = (
+            model,
+            {f"model.{n}": w for n, w in weights.items()},
+            second_order,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         targets = args[1] if len(args) > 1 else kwargs.get("targets")
-        if not self._twice or not isinstance(self._model, Transformer) or targets is None:
+        if not self._second_order or not isinstance(self._model, Transformer) or targets is None:
             return self._call("__call__", *args, **kwargs)
         # The fused loss computes its gradients in the forward pass, and a second derivative would silently be 0.
         kwargs = {name: value for name, value in kwargs.items() if name != "targets"}
@@ -257,30 +269,30 @@ class _MethodCaller(nn.Module):
         return getattr(self.model, method)(*args, **kwargs)
 
 
-def _with(models: Models, weights: Weights, *, twice: bool = False) -> dict[str, Any]:
+def _rebind_weights(models: Models, weights: Weights, *, second_order: bool = False) -> dict[str, Any]:
     """Return the models with "model" called with other weights."""
-    return {**models, "model": ReboundModel(models["model"], weights, twice=twice)}
+    return {**models, "model": ReboundModel(models["model"], weights, second_order=second_order)}
 
 
-def _add(total: Sums, more: Mapping[str, tuple[Array, Array]]) -> None:
-    for name, (value, count) in more.items():
+def _add_sums(total: Sums, added: Mapping[str, tuple[Array, Array]]) -> None:
+    for name, (value, count) in added.items():
         old = total.get(name)
         total[name] = (value, count) if old is None else (old[0] + value, old[1] + count)
 
 
-def _some(part: Mapping[str, Any]) -> Any:
+def _get_any_array(part: Mapping[str, Any]) -> Any:
     """Return any of the arrays `(n, size, ...)`."""
     return next(value for value in part.values() if value.ndim > 0)
 
 
-def _length(part: Batch) -> int:
-    return len(_some(part))
+def _count_examples(part: Batch) -> int:
+    return len(_get_any_array(part))
 
 
-def _flat(value: Any) -> Any:
+def _flatten_episodes(value: Any) -> Any:
     """Reshape `(n, size, ...)` to `(n * size, ...)`."""
     return value.reshape(value.shape[0] * value.shape[1], *value.shape[2:])
 
 
-def _at(part: Mapping[str, Any], number: int) -> dict[str, Any]:
+def _select_episode(part: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {name: value if value.ndim == 0 else value[number] for name, value in part.items()}

@@ -40,8 +40,10 @@ def _check_conflicts(recipe: Recipe, options: PlasticityOptions) -> None:
     """Check conflicts if plasticity was added for the model or a stream; listed techniques are checked with the recipe."""
     if any(technique.name == SPEC.name for technique in recipe.techniques):
         return
-    own = Technique(name=SPEC.name, options=options)
-    for key, _, text in find_technique_conflicts(recipe.model_copy(update={"techniques": (*recipe.techniques, own)})):
+    plasticity = Technique(name=SPEC.name, options=options)
+    for key, _, text in find_technique_conflicts(
+        recipe.model_copy(update={"techniques": (*recipe.techniques, plasticity)})
+    ):
         is_requested = getattr(recipe.model, "plasticity", False)
         raise UsageError(f"{key}: {text}{'; or set model.plasticity: false' if is_requested else ''}")
 

@@ -36,7 +36,7 @@ class PlasticityOptions(Section):
     )
 
     @model_validator(mode="after")
-    def _fits_together(self) -> PlasticityOptions:
+    def _check_bounds_and_rule(self) -> PlasticityOptions:
         if self.low >= self.high:
             raise ValueError(f"low: {self.low:g} must be below high ({self.high:g})")
         fields = type(self).model_fields

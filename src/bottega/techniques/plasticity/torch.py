@@ -26,17 +26,17 @@ from bottega.models.spiking.stdp import (
     STDPRule,
     apply_soft_bounds,
     clamp_to_bounds,
-    gain_and_loss,
+    compute_gain_and_loss,
+    compute_weight_change,
     match_row_statistics,
-    weight_change,
 )
 from bottega.models.spiking.units import SpikingGate, SpikingLayer
 from bottega.techniques.wrapped_task import WrappedTask
 
 KEY = "techniques.plasticity"
-SUM, REWARDED, COUNT = "plasticity/sum/", "plasticity/rewarded/", "plasticity/count/"
+SUM_PREFIX, REWARDED_PREFIX, COUNT_PREFIX = "plasticity/sum/", "plasticity/rewarded/", "plasticity/count/"
 REWARD = "plasticity/reward"
-SMALLEST = 1e-7
+MIN_PROBABILITY = 1e-7
 """Smallest probability whose logarithm is taken; an underflow would give an infinite reward."""
 
 
@@ -49,7 +49,7 @@ class SpikeTrains(NamedTuple):
     """`(S, B, O)`"""
     mask: Tensor | None = None
     """`(B,)`: 0 for padding, if the layer was given a mask; otherwise the weights of the batch decide."""
-    part: str | None = None
+    task_name: str | None = None
     """Name of the task, in a multitask model."""
 
 
@@ -82,8 +82,8 @@ class Plasticity(WrappedTask):
 
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         """Return the state with the running mean reward, as a sum and its weight, so that it is not biased to 0."""
-        own = {REWARD: torch.zeros(2)} if self.reward != "none" else {}
-        return {**self.inner.state(parameters), **own}
+        reward_state = {REWARD: torch.zeros(2)} if self.reward != "none" else {}
+        return {**self.inner.state(parameters), **reward_state}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
         model = models["model"]
@@ -93,8 +93,8 @@ class Plasticity(WrappedTask):
         with record_spikes(model, list(layers)) as trains:
             output = self.inner.loss(models, batch, rng)
         with torch.no_grad(), torch.autocast(rng.positions.device.type, enabled=False):
-            own = self._compute_stats(layers, trains, output, batch)
-        return output._replace(stats={**output.stats, **own})
+            plasticity_stats = self._compute_stats(layers, trains, output, batch)
+        return output._replace(stats={**output.stats, **plasticity_stats})
 
     def _compute_stats(
         self, layers: Mapping[SpikingLayer, str], trains: Mapping[int, list[SpikeTrains]], output: Loss, batch: Batch
@@ -104,21 +104,23 @@ class Plasticity(WrappedTask):
         sums: dict[str, Tensor] = {}
         for number, (layer, name) in enumerate(layers.items()):
             zero = torch.zeros_like(layer.synapse.weight, dtype=torch.float32)
-            keys = [kind + name for kind in (SUM, *((REWARDED,) if reward is not None else ()))]
+            keys = [kind + name for kind in (SUM_PREFIX, *((REWARDED_PREFIX,) if reward is not None else ()))]
             layer_sums = {f"{key}{suffix}": zero for key in keys for suffix in self._suffixes}
-            layer_sums[COUNT + name] = zero.new_zeros(())
+            layer_sums[COUNT_PREFIX + name] = zero.new_zeros(())
             for train in trains[number]:
-                mask = _mask(train, batch)
+                mask = _get_train_mask(train, batch)
                 weight = mask if mask is not None else torch.ones(train.post.shape[1], device=zero.device)
-                new = self._weight_changes(train, mask, SUM + name)
+                changes = self._compute_weight_changes(train, mask, SUM_PREFIX + name)
                 if reward is not None:
-                    new |= self._weight_changes(train, weight * _repeat_per_train(reward, train), REWARDED + name)
-                new[COUNT + name] = weight.sum()
-                layer_sums = {key: layer_sums[key] + value.float() for key, value in new.items()}
+                    changes |= self._compute_weight_changes(
+                        train, weight * _repeat_per_train(reward, train), REWARDED_PREFIX + name
+                    )
+                changes[COUNT_PREFIX + name] = weight.sum()
+                layer_sums = {key: layer_sums[key] + value.float() for key, value in changes.items()}
             # Two layers may share their weights, each with its own spike trains.
             sums |= {key: sums[key] + value if key in sums else value for key, value in layer_sums.items()}
         if reward is not None and layers:
-            row_mask = _row_mask(batch, None)
+            row_mask = _get_row_mask(batch, None)
             counts = torch.ones_like(reward) if row_mask is None else row_mask
             sums[REWARD] = torch.stack((torch.where(counts > 0, reward, 0.0).sum(), counts.sum()))
         return sums
@@ -128,11 +130,11 @@ class Plasticity(WrappedTask):
         """Soft bounds need potentiation and depression separately; hard bounds only their difference, at half the cost."""
         return ("",) if self.bounds == "hard" else ("/gain", "/loss")
 
-    def _weight_changes(self, train: SpikeTrains, weight: Tensor | None, key: str) -> dict[str, Tensor]:
+    def _compute_weight_changes(self, train: SpikeTrains, weight: Tensor | None, key: str) -> dict[str, Tensor]:
         if self.bounds == "hard":
-            return {key: weight_change(train.pre, train.post, self.rule, weight=weight)}
-        both = gain_and_loss(train.pre, train.post, self.rule, weight=weight)
-        return {f"{key}{suffix}": value for suffix, value in zip(self._suffixes, both, strict=True)}
+            return {key: compute_weight_change(train.pre, train.post, self.rule, weight=weight)}
+        gain_loss_pair = compute_gain_and_loss(train.pre, train.post, self.rule, weight=weight)
+        return {f"{key}{suffix}": value for suffix, value in zip(self._suffixes, gain_loss_pair, strict=True)}
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
         updated = dict(self.inner.update(tensors, batch_stats, rng))
@@ -143,8 +145,8 @@ class Plasticity(WrappedTask):
             updated[REWARD] = self.reward_decay * tensors[REWARD] + (1 - self.reward_decay) * mean
             mean_reward = updated[REWARD][0] / updated[REWARD][1]
         for key in batch_stats:
-            if key.startswith(COUNT):
-                name = key.removeprefix(COUNT)
+            if key.startswith(COUNT_PREFIX):
+                name = key.removeprefix(COUNT_PREFIX)
                 current = updated if name in updated else tensors
                 updated[name] = self._move_weight(current[name].float(), name, batch_stats, mean_reward)
         return updated
@@ -153,14 +155,16 @@ class Plasticity(WrappedTask):
         self, weight: Tensor, name: str, batch_stats: Mapping[str, Tensor], mean_reward: Tensor | None
     ) -> Tensor:
         """Return a weight after its mean change; unchanged if that is not finite."""
-        deltas = [batch_stats[f"{SUM}{name}{suffix}"] for suffix in self._suffixes]
+        deltas = [batch_stats[f"{SUM_PREFIX}{name}{suffix}"] for suffix in self._suffixes]
         if mean_reward is not None:
-            rewarded = [batch_stats[f"{REWARDED}{name}{suffix}"] for suffix in self._suffixes]
-            deltas = [with_reward - mean_reward * plain for with_reward, plain in zip(rewarded, deltas, strict=True)]
+            rewarded = [batch_stats[f"{REWARDED_PREFIX}{name}{suffix}"] for suffix in self._suffixes]
+            deltas = [
+                weighted - mean_reward * unweighted for weighted, unweighted in zip(rewarded, deltas, strict=True)
+            ]
         delta = deltas[0]
         if self.bounds == "soft":
             delta = apply_soft_bounds(deltas[0], deltas[1], weight, low=self.low, high=self.high)
-        new = torch.addcmul(weight, delta, self.rate / batch_stats[COUNT + name].clamp(min=1))
+        new = torch.addcmul(weight, delta, self.rate / batch_stats[COUNT_PREFIX + name].clamp(min=1))
         new = match_row_statistics(new, weight) if self.normalise else new
         # A bound would make an infinite change finite, so the change itself is checked.
         return torch.where(delta.sum().isfinite(), clamp_to_bounds(new, weight, low=self.low, high=self.high), weight)
@@ -180,24 +184,24 @@ def select_spiking_layers(model: nn.Module, targets: Sequence[str] | None) -> di
     if targets is None:
         return layers
     selected: dict[SpikingLayer, str] = {}
-    for word in targets:
-        matches = {layer: name for layer, name in layers.items() if _matches(word, name)}
+    for pattern in targets:
+        matches = {layer: name for layer, name in layers.items() if _matches_layer(pattern, name)}
         if not matches:
             raise UsageError(
-                f"{KEY}.targets: {word!r} is not a spiking layer; the model has {', '.join(layers.values())}"
+                f"{KEY}.targets: {pattern!r} is not a spiking layer; the model has {', '.join(layers.values())}"
             )
         selected |= matches
     return {layer: name for layer, name in layers.items() if layer in selected}  # in the order of the model
 
 
-def _matches(word: str, name: str) -> bool:
-    """Return whether a layer is, is inside, or matches as a pattern `word`."""
-    if name == word or name.startswith(word + "."):
+def _matches_layer(pattern: str, name: str) -> bool:
+    """Return whether the layer `name` is `pattern`, is inside the module `pattern`, or matches it as a regular expression."""
+    if name == pattern or name.startswith(pattern + "."):
         return True
     try:
-        return re.fullmatch(word, name) is not None
+        return re.fullmatch(pattern, name) is not None
     except re.error as error:
-        raise UsageError(f"{KEY}.targets: {word!r} is not a regular expression: {error}") from None
+        raise UsageError(f"{KEY}.targets: {pattern!r} is not a regular expression: {error}") from None
 
 
 def select_trainable_layers(model: nn.Module, targets: Sequence[str] | None) -> dict[SpikingLayer, str]:
@@ -219,7 +223,7 @@ def record_spikes(model: nn.Module, layers: Sequence[SpikingLayer]) -> Iterator[
     token_mask: Tensor | None = None
     part: str | None = None
 
-    def set_part(several: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def set_part(multitask_model: nn.Module, inputs: tuple[Any, ...]) -> None:
         nonlocal part
         part = inputs[0]
 
@@ -272,22 +276,26 @@ def compute_reward(rows: Mapping[str, Tensor], kind: Literal["accuracy", "loss"]
     if label is not None:
         is_correct = (probability.argmax(1) == label).float()
         likelihood = probability.gather(1, label.long()[:, None])[:, 0]
-        return is_correct if kind == "accuracy" else likelihood.clamp(min=SMALLEST).log()
+        return is_correct if kind == "accuracy" else likelihood.clamp(min=MIN_PROBABILITY).log()
     assert labels is not None
     likelihood = torch.where(labels > 0, probability, 1 - probability)
-    return (likelihood >= 0.5).float().mean(1) if kind == "accuracy" else likelihood.clamp(min=SMALLEST).log().mean(1)
+    return (
+        (likelihood >= 0.5).float().mean(1)
+        if kind == "accuracy"
+        else likelihood.clamp(min=MIN_PROBABILITY).log().mean(1)
+    )
 
 
-def _mask(train: SpikeTrains, batch: Batch) -> Tensor | None:
+def _get_train_mask(train: SpikeTrains, batch: Batch) -> Tensor | None:
     """Return `(B,)`: 1 for real examples or tokens, 0 for padding; None if there is no padding."""
     if train.mask is not None:
         return train.mask
-    rows = _row_mask(batch, train.part)
+    rows = _get_row_mask(batch, train.task_name)
     return None if rows is None else _repeat_per_train(rows, train)
 
 
-def _row_mask(batch: Batch, part: str | None) -> Tensor | None:
-    """Return the mask of real examples, `(batch,)`, with that of the task `part` in a multitask batch."""
+def _get_row_mask(batch: Batch, part: str | None) -> Tensor | None:
+    """Return the mask of real examples, `(batch,)`, combined with the mask of the task `part` in a multitask batch."""
     blocks = (batch, batch[part]) if part is not None else (batch,)
     masks = [block["weight"] > 0 for block in blocks if "weight" in block]
     return torch.stack(masks).all(0).float() if masks else None
@@ -295,7 +303,7 @@ def _row_mask(batch: Batch, part: str | None) -> Tensor | None:
 
 def _repeat_per_train(values: Tensor, train: SpikeTrains) -> Tensor:
     """Repeat the value of each example for each of its spike trains, `(B,)`."""
-    number = train.post.shape[1]
-    times, rest = divmod(number, len(values))
-    assert not rest, f"{number} trains of {len(values)} examples"
-    return values.repeat_interleave(times)
+    num_trains = train.post.shape[1]
+    trains_per_example, remainder = divmod(num_trains, len(values))
+    assert not remainder, f"{num_trains} trains of {len(values)} examples"
+    return values.repeat_interleave(trains_per_example)
