@@ -282,7 +282,7 @@ def test_false_record_lengths_are_refused(length: int, right: bool, compressed: 
 
 def test_records_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tfrecord, "MAX_MEMBER_BYTES", 1000)
-    monkeypatch.setattr(tfrecord, "CHUNK", 500)
+    monkeypatch.setattr(tfrecord, "CHUNK_BYTES", 500)
     first, bad = read_records(
         tfrecord.FORMAT, "a.tfrecord", encode_record(0, b"") + encode_record(2000, bytes(2000)) + encode_record(0, b"")
     )
@@ -392,7 +392,7 @@ def test_duplicate_names_in_a_zip_are_refused() -> None:
         archive.writestr("x.npy", encode_npy("'|u1'", "(100,)"))
         with pytest.warns(UserWarning, match="Duplicate name"):
             archive.writestr("x.npy", encode_npy("'|u1'", "(100,)"))
-    with pytest.raises(DataError, match="two of one name"):
+    with pytest.raises(DataError, match="two with the same name"):
         read_records(arrays.FORMAT, "a.npz", out.getvalue())
 
 

@@ -52,7 +52,7 @@ def silent_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(hub_access, "ANSWER_SECONDS", 0.3)
     hub_access._find_unreachable_reason.cache_clear()
-    hub._load.cache_clear()
+    hub._load_dataset.cache_clear()
     yield server
     hub_access._find_unreachable_reason.cache_clear()
     server.close()

@@ -13,11 +13,11 @@ import pytest
 
 from bottega.storage import durable
 from bottega.storage.durable import (
+    make_temporary_name,
     remove_leftovers,
     replacing_file,
     resumable_folder,
     scratch_folder,
-    temporary_name,
     write_atomic,
     writing_folder,
 )
@@ -84,7 +84,7 @@ def test_temporary_name_keeps_the_suffix(tmp_path: Path) -> None:
     with replacing_file(tmp_path / "a.png") as temporary:
         assert temporary.suffix == ".png"
         temporary.write_bytes(b"")
-    left = [temporary_name(tmp_path / name) for name in ("a.png", "a.tar.gz", "step-00000001", "b.png")]
+    left = [make_temporary_name(tmp_path / name) for name in ("a.png", "a.tar.gz", "step-00000001", "b.png")]
     for path in left:
         path.write_bytes(b"")
     for name in ("a.png", "a.tar.gz", "step-00000001"):
@@ -167,7 +167,7 @@ def test_remove_leftovers_spares_other_writers(tmp_path: Path) -> None:
     with scratch_folder(tmp_path / "out") as temporary:
         remove_leftovers(tmp_path)
         assert temporary.is_dir()
-        left = temporary_name(tmp_path / "out")
+        left = make_temporary_name(tmp_path / "out")
         shutil.copytree(temporary, left)
         remove_leftovers(tmp_path)
         assert not left.exists()

@@ -28,7 +28,7 @@ TEMPORARY_PREFIXES = (".tmp-", ".trash-", ".probe-")
 OLD_PREFIX = ".old-"
 """Prefix of the name of a folder while it is being replaced."""
 
-MANY_FILES = 64
+MAX_FILES_TO_FLUSH = 64
 
 
 def flush(path: Path) -> None:
@@ -49,8 +49,8 @@ def flush_all(folder: Path) -> None:
 
 
 def flush_many(folder: Path) -> None:
-    """Flush a folder of many small files by `os.sync`, since one by one takes 2 ms each. `os.sync` reports no errors."""
-    if sum(1 for _ in folder.rglob("*")) > MANY_FILES:
+    """Flush a folder; a large one by `os.sync`, which reports no errors, since flushing takes 2 ms per file."""
+    if sum(1 for _ in folder.rglob("*")) > MAX_FILES_TO_FLUSH:
         os.sync()
     else:
         flush_all(folder)
@@ -61,7 +61,7 @@ def open_without_following_links(path: str | Path, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def temporary_name(path: Path, prefix: str = TEMPORARY_PREFIXES[0]) -> Path:
+def make_temporary_name(path: Path, prefix: str = TEMPORARY_PREFIXES[0]) -> Path:
     """Return an unused hidden name beside `path` with the same suffix, from which libraries infer the format."""
     return path.with_name(f"{prefix}{path.name}-{uuid.uuid4().hex[:8]}{path.suffix}")
 
@@ -73,7 +73,7 @@ def replacing_file(path: Path) -> Iterator[Path]:
     The content is not flushed: after a power failure the file may be empty. `write_atomic` flushes.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(path)
+    temporary = make_temporary_name(path)
     try:
         yield temporary
         os.replace(temporary, path)
@@ -106,7 +106,7 @@ def rename_aside(folder: Path) -> Path:
 
 def delete_folder(folder: Path) -> None:
     """Delete a folder; it is renamed first, so that a half-deleted folder is never taken for a complete one."""
-    trash = temporary_name(folder, ".trash-")
+    trash = make_temporary_name(folder, ".trash-")
     os.rename(folder, trash)
     shutil.rmtree(trash, ignore_errors=True)
 
@@ -124,7 +124,7 @@ def replace_folder(new: Path, target: Path) -> None:
     if _exchange(new, target):
         old = new
     else:
-        old = temporary_name(target, OLD_PREFIX)
+        old = make_temporary_name(target, OLD_PREFIX)
         os.rename(target, old)
         try:
             os.rename(new, target)
@@ -153,12 +153,12 @@ def _exchange(first: Path, second: Path) -> bool:
 def scratch_folder(path: Path, *, mode: int = 0o777) -> Iterator[Path]:
     """Yield an empty folder with a temporary name next to `path`; it is deleted at the end, unless it was renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(path)
+    temporary = make_temporary_name(path)
     try:
         temporary.mkdir(mode=mode)
         descriptor = os.open(temporary, os.O_RDONLY)
         try:
-            _lock(descriptor)  # so that no other process takes it for a leftover while this one lives
+            _try_lock(descriptor)  # so that no other process takes it for a leftover while this one lives
             yield temporary
         finally:
             os.close(descriptor)
@@ -216,7 +216,7 @@ def _rename_to_free(new: Path, target: Path) -> None:
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Delete files that a killed process left half-written, and restore folders that it was replacing.
 
-    With `name`, only the leftovers of that file or folder. Folders that another process is writing are not touched.
+    With `name`, only the leftovers of the file or folder of that name are deleted or restored. Folders that another process is writing are not touched.
     """
     for path in [folder / entry for entry in os.listdir(folder)]:
         original = _original_name(path.name)
@@ -233,12 +233,12 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def _original_name(name: str) -> str | None:
-    """Return the name that `temporary_name` made a temporary name from."""
+    """Return the name that `make_temporary_name` made a temporary name from."""
     match = re.fullmatch(r"\.[a-z]+-(.+)-[0-9a-f]{8}(\.[^.]*)?", name)
     return match[1] if match else None
 
 
-def _lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     """Try to lock; return whether the lock is held now. On a file system without locks, return True."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -255,7 +255,7 @@ def _is_in_use(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock(descriptor)
+        return not _try_lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -271,11 +271,11 @@ def is_locked(path: Path) -> bool:
         return False
     try:
         owner = json.loads(os.pread(handle, 4096, 0) or b"{}")
-        is_here = owner.get("host") == socket.gethostname()
-        if is_here and not psutil.pid_exists(int(owner.get("pid", 0))):
+        is_on_this_host = owner.get("host") == socket.gethostname()
+        if is_on_this_host and not psutil.pid_exists(int(owner.get("pid", 0))):
             return False
     except (ValueError, TypeError, AttributeError, RecursionError):
-        pass  # a process is writing it now
+        pass  # a process is writing the lock file now
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

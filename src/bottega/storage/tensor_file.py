@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-CHUNK = 16 << 20
+CHUNK_BYTES = 16 << 20
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -29,11 +29,11 @@ DTYPES = {
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Write a safetensors file and return its size and SHA-256. Streamed, so that hashing needs no second pass or copy."""
+    """Write a safetensors file and return its size and SHA-256. It is hashed while it is written: no second pass, no copy."""
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
     header: dict[str, Any] = {}
     offset = 0
-    # Widest types first keeps every tensor aligned to its own size.
+    # With the widest types first, every tensor is aligned to its own item size.
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     for name in order:
         array = arrays[name]
@@ -46,8 +46,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray]) -> dict[str
     with open(path, "wb", buffering=0) as file:
         data = (arrays[name].reshape(-1).view(np.uint8).data for name in order if arrays[name].size)
         for view in (memoryview(len(head).to_bytes(8, "little")), memoryview(head), *data):
-            for at in range(0, len(view), CHUNK):
-                _write_all(file, view[at : at + CHUNK], digest)
+            for start in range(0, len(view), CHUNK_BYTES):
+                _write_all(file, view[start : start + CHUNK_BYTES], digest)
         os.fsync(file.fileno())
     return {"size": 8 + len(head) + offset, "sha256": digest.hexdigest()}
 

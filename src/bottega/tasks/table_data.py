@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from bottega.core.errors import DataError
-from bottega.data.formats.files import RANGE
+from bottega.data.formats.files import BRACE_RANGE
 from bottega.data.order.interleaved import Interleaved
 from bottega.data.order.orders import Order
 from bottega.data.prepare.prepared import PreparedData
@@ -83,7 +83,7 @@ class TableData(TaskData):
             path = source.path
             if path is None or source.kind == "huggingface" or "://" in path or glob.has_magic(path):
                 continue
-            if not Path(path).expanduser().exists() and not RANGE.search(path):
+            if not Path(path).expanduser().exists() and not BRACE_RANGE.search(path):
                 where = f" in {self.started_in[0]}, where the run was started" if self.started_in else ""
                 return DataMissing(f"{path}: the data of this run no longer exists{where}; restore it")
         return None

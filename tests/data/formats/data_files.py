@@ -18,4 +18,4 @@ def write_files(folder: Path, contents: dict[str, bytes]) -> Path:
 def relative_names(source: Source) -> list[str]:
     """Return the relative names of a source's files, from which record keys are built."""
     source_files = find_files(source)
-    return [source_files.relative_name(file) for file in source_files.paths]
+    return [source_files.get_relative_name(file) for file in source_files.paths]

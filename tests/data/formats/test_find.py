@@ -80,7 +80,7 @@ def test_every_real_folder_is_recognised(folder: str, kind: str, count: int) -> 
     assert (source_files.kind, len(source_files.paths), source_files.format.kind) == (kind, count, kind)
     assert source_files.is_media == source_files.format.is_media == (kind not in ("text", "csv", "tfrecord"))
     assert relative_names(Source(path=str(real_path(folder)), kind=kind)) == [
-        source_files.relative_name(file) for file in source_files.paths
+        source_files.get_relative_name(file) for file in source_files.paths
     ]  # type: ignore[arg-type]
     expected = source_files.fingerprint
     again = pickle.loads(pickle.dumps(source_files))

@@ -14,7 +14,7 @@ from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.formats import find_files, folders, metadata
 from bottega.data.formats.folders import AUDIO, IMAGES, VIDEO
-from bottega.data.formats.metadata import TABLES, find_table
+from bottega.data.formats.metadata import TABLE_NAMES, find_table
 from bottega.data.formats.reader import Format
 from bottega.data.records.record import BadRecord, Record
 
@@ -271,7 +271,7 @@ def test_every_metadata_file_name_is_read(tmp_path: Path) -> None:
         "jsonl": json.dumps(row),
         "json": json.dumps([row]),
     }
-    for name in TABLES:
+    for name in TABLE_NAMES:
         root = write_files(tmp_path / name, "1.png", "2.png")
         suffix = name.partition(".")[2]
         if suffix == "parquet":

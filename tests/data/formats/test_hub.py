@@ -30,7 +30,7 @@ def offline(tmp_path_factory: pytest.TempPathFactory) -> Any:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
         patch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
         yield
-    hub._load.cache_clear()
+    hub._load_dataset.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_saved_datasets_are_recognised_and_read(saved: Path) -> None:
     assert read_rows(saved / "parts", split="test") == [ROWS[5], ROWS[2]]
     with pytest.raises(DataError, match="has no split 'dev'; set split to one of train, test"):
         read_records(saved / "parts", split="dev")
-    with pytest.raises(UsageError, match="a single split without a name; remove split"):
+    with pytest.raises(UsageError, match="a single split without a name; remove the key split"):
         read_records(saved / "one", split="train")
 
 

@@ -62,7 +62,7 @@ def test_pieces_have_about_the_requested_size(tmp_path: Path) -> None:
     pieces = find_files(Source(path=str(file))).list_pieces(10_000)
     assert len(pieces) == file.stat().st_size // 10_000 + 1
     # 10 rows of 9 bytes, 90 of 10, 820 of 11: 10,010 bytes.
-    assert [(piece.start, piece.line) for piece in pieces[:2]] == [(0, 0), (10_010, 920)]
+    assert [(piece.start, piece.lines_before) for piece in pieces[:2]] == [(0, 0), (10_010, 920)]
     assert all(piece.stop == after.start for piece, after in pairwise(pieces))
 
 
@@ -130,8 +130,8 @@ def test_byte_order_mark_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [1 << 20, 50])
 def test_overlong_line_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr(compression, "LINE_LIMIT", 100)
-    monkeypatch.setattr(compression, "_CHUNK", 16)
+    monkeypatch.setattr(compression, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(compression, "_CHUNK_BYTES", 16)
     file = tmp_path / "a.jsonl"
     fits = json.dumps({"text": "x" * 88}).encode()
     assert len(fits) == 100
@@ -152,7 +152,7 @@ def test_surrogate_pairs_are_decoded(tmp_path: Path) -> None:
 
 
 def test_compression_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression, "ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(compression, "ALWAYS_ALLOWED_BYTES", 1 << 20)
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(bytes(16 << 20)))
     with pytest.raises(DataError, match="like a compression bomb"):
         read_records(tmp_path / "a.jsonl.gz")
@@ -250,7 +250,7 @@ def test_duplicate_key_check_is_linear(tmp_path: Path) -> None:
     keys = [CountedText(i) for i in (*range(1000), 999)]
     before = CountedText.comparisons
     with pytest.raises(jsonlines.InvalidRow, match="key '999' occurs twice"):
-        jsonlines._unique([(key, 1) for key in keys])
+        jsonlines._check_unique_keys([(key, 1) for key in keys])
     assert CountedText.comparisons - before < 10 * len(keys)
 
 

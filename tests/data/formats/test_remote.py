@@ -234,7 +234,7 @@ class EndlessFile:
 def test_endless_download_is_stopped(
     store: Any, monkeypatch: pytest.MonkeyPatch, size: int | None, reason: str
 ) -> None:
-    monkeypatch.setattr(remote, "MAX_UNANNOUNCED", 12 << 20)
+    monkeypatch.setattr(remote, "MAX_UNANNOUNCED_BYTES", 12 << 20)
     monkeypatch.setattr(EndlessFile, "sent", 0)
     monkeypatch.setattr(type(store), "open", lambda *_, **__: EndlessFile())
     monkeypatch.setattr(type(store), "info", lambda *_, **__: {"name": "/far/a.jsonl", "type": "file", "size": size})
@@ -276,7 +276,7 @@ class TaggedStore:
 
 def test_version_is_built_from_store_metadata() -> None:
     def version(address: str, **info: Any) -> list[str]:
-        return remote._version(TaggedStore(), {"name": address, **info}, address)
+        return remote._describe_version(TaggedStore(), {"name": address, **info}, address)
 
     when = datetime.datetime(2024, 1, 1)
     assert version("s3://b/a", ETag='"x"', size=3, LastModified=when) == [

@@ -175,7 +175,7 @@ def test_invalid_utf_8_is_reported_by_row(tmp_path: Path) -> None:
 
 
 def test_unclosed_rows_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression, "LINE_LIMIT", 200)
+    monkeypatch.setattr(compression, "MAX_LINE_BYTES", 200)
     lines = "".join(f"row {i},x\n" for i in range(100))
     file = write_table(tmp_path, f'text,label\n"open,x\n{lines}{"w" * 300},x\nlast,y\n')
     records = read_records(file, delimiter=",")

@@ -69,7 +69,7 @@ def test_joined_pieces_equal_the_file_compressed_or_not(
     (folder / "a.txt.gz").write_bytes(gzip.compress(document.encode()))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text, "MAX_PIECE_BYTES", size)
-        patch.setattr(text, "_WINDOW", 5)
+        patch.setattr(text, "_WINDOW_BYTES", 5)
         records = read_records(folder / "a.txt")
         decompressed = read_records(folder / "a.txt.gz")
     parts = [record.fields["text"] for record in records if isinstance(record, Record)]
@@ -168,7 +168,7 @@ def test_compressed_files_round_trip_and_damage_is_refused(tmp_path: Path, suffi
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2"])
 def test_compression_bomb_is_stopped_early(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compression, "ALWAYS_ALLOWED", 1 << 20)
+    monkeypatch.setattr(compression, "ALWAYS_ALLOWED_BYTES", 1 << 20)
     file = tmp_path / f"bomb{suffix}"
     file.write_bytes(compress(suffix, bytes(96 << 20)))
     num_bytes = 0

@@ -74,7 +74,7 @@ def set_feature(feature: Any, value: Any) -> None:
 
 def expected_value(value: list[Any]) -> Any:
     if isinstance(value[0], bytes):
-        texts = [tfrecord._text(part) for part in value]
+        texts = [tfrecord._decode_if_text(part) for part in value]
         values = texts if all(isinstance(text, str) for text in texts) else value
         return values[0] if len(value) == 1 else values
     if len(value) == 1:
@@ -146,8 +146,8 @@ def test_examples_of_protobuf_are_parsed(values: dict[str, list[Any]]) -> None:
     assert parsed.keys() == expected.keys()
     assert all(values_equal(parsed[name], expected[name]) for name in expected)
     # The fast parser agrees with the general one wherever it returns a result.
-    for _, start, stop in tfrecord._messages(data, 0, len(data)):
-        quick, thorough = tfrecord._parse_usual_layout(data, start, stop), tfrecord._features(data, start, stop)
+    for _, start, stop in tfrecord._iter_messages(data, 0, len(data)):
+        quick, thorough = tfrecord._parse_common_layout(data, start, stop), tfrecord._parse_features(data, start, stop)
         assert (
             quick or not values or any(len(v) > 1 and isinstance(v[0], bytes) for v in values.values()) or "" in values
         )
@@ -203,9 +203,9 @@ def test_rare_valid_encodings_are_parsed() -> None:
 
 
 def test_text_and_bytes_are_distinguished() -> None:
-    assert tfrecord._text("gr\u00fc\u00df\n\tdich\u2028".encode()) == "gr\u00fc\u00df\n\tdich\u2028"
+    assert tfrecord._decode_if_text("gr\u00fc\u00df\n\tdich\u2028".encode()) == "gr\u00fc\u00df\n\tdich\u2028"
     for data in (b"\x89PNG\r\n", b"\xff\xd8\xff", b"RIFF\x10\0\0\0WAVE", b"\0"):
-        assert tfrecord._text(data) == data
+        assert tfrecord._decode_if_text(data) == data
 
 
 @given(st.binary(max_size=200))
@@ -253,7 +253,7 @@ def test_real_file_in_pieces_gives_the_same_records() -> None:
     file = Path(DATA or "", "readers-tfrecord", "mnist.tfrecord")
     pieces = tfrecord.list_pieces(file, file.name, Source(), 100_000)
     assert len(pieces) > 25
-    assert pieces[3].line == 3 * pieces[1].line
+    assert pieces[3].lines_before == 3 * pieces[1].lines_before
     records = [record for piece in pieces for record in tfrecord.read(piece, Source())]
     expected = read_records(file)
     assert [(r.key, r.where) for r in records] == [(r.key, r.where) for r in expected]
@@ -339,7 +339,7 @@ def test_damage_at_any_offset_is_detected(
 
 
 def test_records_larger_than_a_chunk_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tfrecord, "CHUNK", 64)
+    monkeypatch.setattr(tfrecord, "CHUNK_BYTES", 64)
     file = tmp_path / "a.tfrecord"
     example = EXAMPLE()
     set_feature(example.features.feature["big"], [b"y" * 5000])

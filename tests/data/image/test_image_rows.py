@@ -253,7 +253,7 @@ class TestBatches:
         encoder = ImageEncoder((8, 8), 3, has_condition=True)
         records = [build_record(f"r{n}", image=draw_noise(8, 8, 3), condition=[0] * (1 + n // 2)) for n in range(3)]
         ragged = write_table(tmp_path / "ragged", encoder, records)
-        with pytest.raises(DataError, match="r2: its condition has 2 numbers, that of r0 1"):
+        with pytest.raises(DataError, match="r2: its condition has 2 numbers, but that of r0 has 1"):
             ImageRows(ragged, encoder, content="x", condition="vector")
         bare = write_table(tmp_path / "bare", PLAIN, records)
         with pytest.raises(DataError, match="needs vectors"):

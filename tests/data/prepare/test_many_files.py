@@ -61,21 +61,21 @@ def test_cached_hashes_are_merged_once(tmp_path: Path, monkeypatch: pytest.Monke
             merged.append(len(other))
             return {**self, **other}
 
-    monkeypatch.setattr(fingerprint, "_load_cached", lambda states: CachedHashes())
+    monkeypatch.setattr(fingerprint, "_load_cached_hashes", lambda states: CachedHashes())
     assert len(set(fingerprint.hash_files(files))) == 20
     assert len(merged) <= 1
 
 
 def test_cached_hashes_belong_to_the_files_of_the_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_QUERY_PATHS", 3)
+    monkeypatch.setattr(fingerprint, "_MAX_QUERY_PATHS", 3)
     folder = write_images(tmp_path, 7)
     files = find_files(Source(path=str(folder))).paths
     first = fingerprint.hash_files(files)
     for file in files:
         os.utime(file, (1e9, 1e9))
-    states = {str(file): fingerprint._state(file)._replace(changed=0) for file in files}
-    fingerprint._store((name, str(state), "hash") for name, state in states.items())
-    assert fingerprint._load_cached(states) == dict.fromkeys(states, "hash")
+    states = {str(file): fingerprint._read_state(file)._replace(changed=0) for file in files}
+    fingerprint._store_hashes((name, str(state), "hash") for name, state in states.items())
+    assert fingerprint._load_cached_hashes(states) == dict.fromkeys(states, "hash")
     assert fingerprint.hash_files(files) == first, "files with new times were not hashed again"
 
 

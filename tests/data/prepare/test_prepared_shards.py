@@ -16,7 +16,7 @@ from bottega.data.formats import SourceFiles
 from bottega.data.prepare import tokenizer_training
 from bottega.data.prepare.prepared import PreparedData
 from bottega.data.tables.cache import write_manifest
-from bottega.data.tables.shards import COLUMNS, TEXT, Column, ShardWriter, Table
+from bottega.data.tables.shards import COLUMNS_FILE, TEXT, Column, ShardWriter, Table
 from bottega.data.text.vocabulary import TokenizerSpec
 from bottega.tasks.language.prepare import prepare_language
 
@@ -57,12 +57,12 @@ def test_table_round_trip(table: Path) -> None:
     ],
 )
 def test_table_with_invalid_columns_is_refused(table: Path, keys: tuple[str, ...], value: Any) -> None:
-    meta = json.loads((table / COLUMNS).read_text())
+    meta = json.loads((table / COLUMNS_FILE).read_text())
     block = meta
     for key in keys[:-1]:
         block = block[key]
     block[keys[-1]] = value
-    (table / COLUMNS).write_text(json.dumps(meta))
+    (table / COLUMNS_FILE).write_text(json.dumps(meta))
     with pytest.raises(DataError, match="not a table of prepared data, or a damaged one"):
         Table(table)
 

@@ -16,7 +16,7 @@ from bottega.config.data import Source as Options
 from bottega.core.errors import DataError, UsageError
 from bottega.data.loading.loader import Loader
 from bottega.data.order.orders import Mixture
-from bottega.data.sources.combine import Concat, combine_sources, mixture_weights
+from bottega.data.sources.combine import Concat, combine_sources, compute_mixture_weights
 from bottega.data.sources.source import ArraySource, Source
 from bottega.data.sources.take import Take
 
@@ -131,15 +131,15 @@ def test_concat_has_descriptions_and_fingerprint_and_pickles() -> None:
 
 
 def test_mixture_weights_by_weight_and_by_temperature() -> None:
-    assert mixture_weights([5, 5], None, [None, None]) is None
-    assert mixture_weights([5, 5], "concatenate", [None, None]) is None
-    assert mixture_weights([1, 1000], "weighted", [3, None]) == [0.75, 0.25]
-    assert mixture_weights([1, 3], "temperature", [None, None]) == [0.25, 0.75]
+    assert compute_mixture_weights([5, 5], None, [None, None]) is None
+    assert compute_mixture_weights([5, 5], "concatenate", [None, None]) is None
+    assert compute_mixture_weights([1, 1000], "weighted", [3, None]) == [0.75, 0.25]
+    assert compute_mixture_weights([1, 3], "temperature", [None, None]) == [0.25, 0.75]
     # The weights of mT5 (Xue et al., 2021) with alpha = 0.3: a language with a hundredth of the text is four times rarer.
-    low, high = mixture_weights([1, 100], "temperature", [None, None], 1 / 0.3) or []
+    low, high = compute_mixture_weights([1, 100], "temperature", [None, None], 1 / 0.3) or []
     assert high / low == pytest.approx(100**0.3)
-    assert mixture_weights([1, 10**12], "temperature", [None, None], 1e9) == pytest.approx([0.5, 0.5])
-    tiny, _ = mixture_weights([1, 10**12], "temperature", [None, None], 0.01) or []
+    assert compute_mixture_weights([1, 10**12], "temperature", [None, None], 1e9) == pytest.approx([0.5, 0.5])
+    tiny, _ = compute_mixture_weights([1, 10**12], "temperature", [None, None], 0.01) or []
     assert 0 < tiny < 1e-8
 
 

@@ -13,7 +13,7 @@ import pytest
 import small_media
 from bottega.core.errors import UsageError
 from bottega.data.prepare.media import prepare_media
-from bottega.data.sources.latents import FIELD, LatentRows, check_deterministic, compute_latents
+from bottega.data.sources.latents import LATENT_FIELD, LatentRows, check_deterministic, compute_latents
 from bottega.data.sources.samples import open_media_source
 from bottega.tasks.recipes import load_recipe
 
@@ -41,7 +41,7 @@ class CountingEncoder:
 
 def compute(source: Any, encode: Any, cache: Path, **changes: Any) -> Any:
     reports: list[tuple[str, int, int]] = []
-    options: dict[str, Any] = {"content": "first", "shape": SHAPE, **changes}
+    options: dict[str, Any] = {"model_hash": "first", "shape": SHAPE, **changes}
     table = compute_latents(
         source, "image", encode=encode, progress=lambda *report: reports.append(report), cache=cache, **options
     )
@@ -61,7 +61,7 @@ def test_latents_are_computed_once(rows: Any, tmp_path: Path) -> None:
     assert cached.folder == table.folder
     assert no_reports == []
     assert encode.calls == 1
-    assert compute(rows, encode, tmp_path, content="second")[0].folder != table.folder
+    assert compute(rows, encode, tmp_path, model_hash="second")[0].folder != table.folder
 
 
 def test_latents_of_different_preprocessing_are_separate_entries(tmp_path: Path) -> None:
@@ -79,9 +79,11 @@ def test_latents_replace_the_pixels(rows: Any, tmp_path: Path) -> None:
     index = np.array([5, 0, 35])
     plain, batch = rows.rows(index, 0 * index), latents.rows(index, 0 * index)
     assert "image" not in batch
-    assert batch[FIELD].shape == (3, 2, 2, 2)
-    assert batch[FIELD].dtype == np.float32
-    np.testing.assert_allclose(batch[FIELD][..., 0], CountingEncoder()(plain["image"])[..., 0], rtol=0, atol=1e-6)
+    assert batch[LATENT_FIELD].shape == (3, 2, 2, 2)
+    assert batch[LATENT_FIELD].dtype == np.float32
+    np.testing.assert_allclose(
+        batch[LATENT_FIELD][..., 0], CountingEncoder()(plain["image"])[..., 0], rtol=0, atol=1e-6
+    )
     for name in ("label", "condition"):
         np.testing.assert_array_equal(batch[name], plain[name])
     assert len(latents) == len(rows)
@@ -96,7 +98,9 @@ def test_latent_rows_pickle_small(rows: Any, tmp_path: Path) -> None:
     pickled = bytes(multiprocessing.reduction.ForkingPickler.dumps(latents))
     assert len(pickled) < 8000
     copy = pickle.loads(pickled)
-    np.testing.assert_array_equal(copy.rows(np.arange(3), np.zeros(3, int))[FIELD], latents.latents.values(FIELD)[:3])
+    np.testing.assert_array_equal(
+        copy.rows(np.arange(3), np.zeros(3, int))[LATENT_FIELD], latents.latents.values(LATENT_FIELD)[:3]
+    )
 
 
 def test_failed_computation_leaves_no_entry(rows: Any, tmp_path: Path) -> None:

@@ -41,22 +41,23 @@ FORMATS = {
     "idx": "idx.FORMAT",
     "numpy": "arrays.FORMAT",
 }
-MEDIA = ("images", "audio", "video")
+MEDIA_KINDS = ("images", "audio", "video")
 
 # Options of a source that change its records, by kind. `field` and `label` only choose among fields later.
-OPTIONS = {
+OPTIONS_BY_KIND = {
     "csv": ("columns", "delimiter"),
     "lines": ("columns", "delimiter"),
     "huggingface": ("split", "subset"),
     "idx": ("split",),
     "numpy": ("field",),
-    **dict.fromkeys(MEDIA, ("columns", "delimiter")),
+    **dict.fromkeys(MEDIA_KINDS, ("columns", "delimiter")),
 }
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with the stage, the bytes done and the bytes in all."""
+"""Called with the stage, the bytes done and the bytes in total."""
 
-# A quarter of a folder may be of other kinds (an image among texts); with more the kind must be given.
+# Up to a quarter of the files of a folder may be of other kinds (an image among texts); if more are, the recipe must set
+# the kind.
 MIN_AGREEMENT = 0.75
 
 
@@ -69,13 +70,13 @@ class SourceFiles:
     """
 
     source: Source
-    """As in the recipe; for a remote source the path is that of the local copy."""
+    """The source as in the recipe; for a remote source, with the path of the local copy."""
     kind: str
     """Never auto. `shards` is prepared data, which is opened rather than read."""
     root: Path
     paths: list[Path] = field(compare=False, repr=False)
     split_name: str | None = None
-    """The split of a folder that these files are, where its files or sub-folders name splits."""
+    """The split that these files belong to, if the files or sub-folders of the source name splits."""
     other_splits: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,21 +94,21 @@ class SourceFiles:
     @cached_property
     def fingerprint(self) -> str:
         """Hash of everything the records depend on; independent of where the files are stored."""
-        return self._hash(lambda stage, done, total: None)
+        return self._compute_fingerprint(lambda stage, done, total: None)
 
     @cached_property
-    def content(self) -> str:
+    def content_hash(self) -> str:
         """Hash of the files that hold the records, independent of the options they are read with."""
-        self._hash(lambda stage, done, total: None)
-        return str(vars(self)["content"])
+        self._compute_fingerprint(lambda stage, done, total: None)
+        return str(vars(self)["content_hash"])
 
     def hash_files(self, progress: ProgressCallback) -> None:
-        """Compute the fingerprint now, with progress: it reads every file whose hash is not cached."""
+        """Compute the fingerprint now and report progress; every file whose hash is not cached is read."""
         if "fingerprint" not in vars(self):
-            vars(self)["fingerprint"] = self._hash(progress)
+            vars(self)["fingerprint"] = self._compute_fingerprint(progress)
 
-    def _hash(self, progress: ProgressCallback) -> str:
-        options = [(name, getattr(self.source, name)) for name in OPTIONS.get(self.kind, ())]
+    def _compute_fingerprint(self, progress: ProgressCallback) -> str:
+        options = [(name, getattr(self.source, name)) for name in OPTIONS_BY_KIND.get(self.kind, ())]
         if self.source.pattern is not None:
             options.append(("pattern", self.source.pattern))
         digest = hashlib.sha256(f"{self.kind}\0{options}\0".encode())
@@ -116,23 +117,25 @@ class SourceFiles:
 
             version = hash_dataset(self.source).encode()
             digest.update(version)
-            vars(self)["content"] = hashlib.sha256(version + f"\0{self.source.split or 'train'}".encode()).hexdigest()
+            vars(self)["content_hash"] = hashlib.sha256(
+                version + f"\0{self.source.split or 'train'}".encode()
+            ).hexdigest()
             return digest.hexdigest()
-        paths = [*self.paths, *self._auxiliary_files()]
-        own, samples = set(self.paths), hashlib.sha256()
-        for file, content in zip(paths, hash_files(paths, partial(progress, "hash")), strict=True):
+        paths = [*self.paths, *self._list_auxiliary_files()]
+        record_files, content_digest = set(self.paths), hashlib.sha256()
+        for file, file_hash in zip(paths, hash_files(paths, partial(progress, "hash")), strict=True):
             # A metadata table named by the recipe may be outside the root; its location does not matter.
-            name = self.relative_name(file) if file == self.root or file.is_relative_to(self.root) else file.name
-            line = f"{name}\0{content}\0".encode(errors="surrogateescape")
-            digest.update(line)
-            if file in own:
-                samples.update(line)
-        vars(self)["content"] = samples.hexdigest()
+            name = self.get_relative_name(file) if file == self.root or file.is_relative_to(self.root) else file.name
+            entry = f"{name}\0{file_hash}\0".encode(errors="surrogateescape")
+            digest.update(entry)
+            if file in record_files:
+                content_digest.update(entry)
+        vars(self)["content_hash"] = content_digest.hexdigest()
         return digest.hexdigest()
 
     @property
     def total_bytes(self) -> int:
-        """Size of the files on disk, compressed where they are."""
+        """Size of the files on disk; a compressed file counts with its compressed size."""
         if self.kind == "huggingface":
             from bottega.data.formats.hub import count_bytes
 
@@ -140,9 +143,13 @@ class SourceFiles:
         return sum(file.stat().st_size for file in self.paths)
 
     def list_pieces(self, size: int) -> list[Piece]:
-        """Return all pieces in order, of about `size` bytes each where the format can be cut."""
-        split = self.format.list_pieces
-        return [piece for file in self.paths for piece in split(file, self.relative_name(file), self.source, size)]
+        """Return all pieces in order, of about `size` bytes each if files of the format can be cut."""
+        list_file_pieces = self.format.list_pieces
+        return [
+            piece
+            for file in self.paths
+            for piece in list_file_pieces(file, self.get_relative_name(file), self.source, size)
+        ]
 
     def read(self, piece: Piece) -> Iterator[Record | BadRecord]:
         """Yield the records of one piece, with the fields that `pattern` finds in their names."""
@@ -151,18 +158,18 @@ class SourceFiles:
             records if self.source.pattern is None else add_fields_from_names(records, re.compile(self.source.pattern))
         )
 
-    def relative_name(self, file: Path) -> str:
+    def get_relative_name(self, file: Path) -> str:
         """Return the path of `file` below the root, printable: the prefix of the keys of its records."""
-        return files.relative_name(self.root, file)
+        return files.get_relative_name(self.root, file)
 
-    def _auxiliary_files(self) -> list[Path]:
+    def _list_auxiliary_files(self) -> list[Path]:
         """Return files that are read along with the records: metadata tables of media, label files of IDX images."""
         if self.kind == "idx":
             from bottega.data.formats import idx
 
             labels = (idx.find_labels(file) for file in self.paths)
             return sorted({file for file in labels if file is not None} - set(self.paths))
-        if self.kind not in MEDIA:
+        if self.kind not in MEDIA_KINDS:
             return []
         from bottega.data.formats.metadata import find_table
 
@@ -195,7 +202,7 @@ def find_files(source: Source) -> SourceFiles:
         source = source.model_copy(update={"path": path})
     root = Path(path).expanduser()
     if source.more_paths:
-        return _find_several(source, path)
+        return _find_files_of_all(source, path)
     if source.kind == "huggingface" or (source.kind == "auto" and _is_saved_by_datasets(root)):
         return SourceFiles(source, "huggingface", root, [root])
     if source.kind in ("auto", "shards") and _is_prepared(root):
@@ -205,36 +212,46 @@ def find_files(source: Source) -> SourceFiles:
             f"{root} is not prepared data: expected a folder with meta.json; run `bottega prepare --out` to write one"
         )
     listing = files.list_files(path)
-    kind, chosen = _detect_kind(listing) if source.kind == "auto" else (source.kind, _of_kind(listing, source.kind))
-    splits = group_by_split(chosen) if listing.is_folder and kind != "idx" else {}
+    kind, chosen_files = (
+        _detect_kind(listing) if source.kind == "auto" else (source.kind, _select_files_of_kind(listing, source.kind))
+    )
+    splits = group_by_split(chosen_files) if listing.is_folder and kind != "idx" else {}
     if not splits:
-        return SourceFiles(source, kind, listing.root, chosen)
+        return SourceFiles(source, kind, listing.root, chosen_files)
     split = normalize_split_name(source.split) if source.split is not None else "train"
     if split not in splits:
         raise DataError(f"{root} has no split {source.split!r}; it has {', '.join(splits)}")
-    own = splits[split]
-    root = find_split_root(own, listing.root)
-    others = tuple(sorted(set(splits) - {split}))
+    split_files = splits[split]
+    root = find_split_root(split_files, listing.root)
+    other_splits = tuple(sorted(set(splits) - {split}))
     return SourceFiles(
-        source.model_copy(update={"path": str(root)}), kind, root, own, split_name=split, other_splits=others
+        source.model_copy(update={"path": str(root)}),
+        kind,
+        root,
+        split_files,
+        split_name=split,
+        other_splits=other_splits,
     )
 
 
-def _find_several(source: Source, first: str) -> SourceFiles:
+def _find_files_of_all(source: Source, first_path: str) -> SourceFiles:
     """Return the files of several paths as one source."""
     from bottega.data.formats.remote import download
 
-    paths = [first, *(str(download(path)) if "://" in path else path for path in source.more_paths or ())]
-    explicit = source.kind if source.kind != "auto" else None
+    paths = [first_path, *(str(download(path)) if "://" in path else path for path in source.more_paths or ())]
+    explicit_kind = source.kind if source.kind != "auto" else None
     listing = files.list_files_of_all(
-        paths, lambda part: _of_kind(part, explicit) if explicit else files.drop_documentation_files(part)
+        paths,
+        lambda part: (
+            _select_files_of_kind(part, explicit_kind) if explicit_kind else files.drop_documentation_files(part)
+        ),
     )
     for path in paths:
         if _is_prepared(Path(path).expanduser()):
             raise UsageError(
                 f"{path} contains prepared shards, which cannot be joined with other paths; give it alone as data.train"
             )
-    kind = explicit or _detect_kind(listing)[0]
+    kind = explicit_kind or _detect_kind(listing)[0]
     return SourceFiles(source, kind, listing.root, listing.files)
 
 
@@ -264,66 +281,68 @@ def get_format(kind: str) -> Format:
 
 
 @cache
-def _kinds() -> dict[str, str]:
-    """Map each suffix to its kind; where two formats claim one, the first of FORMATS has it."""
+def _map_suffixes_to_kinds() -> dict[str, str]:
+    """Map each suffix to its kind; if two formats claim a suffix, it belongs to the one listed first in FORMATS."""
     return {suffix: kind for kind in reversed(FORMATS) for suffix in get_format(kind).suffixes}
 
 
-def _file_kind(file: Path) -> str | None:
-    """Return the kind of a file by its suffix, or by its content where the suffix is unknown."""
-    suffix = files.match_suffix(file.name, _kinds())
+def _detect_file_kind(file: Path) -> str | None:
+    """Return the kind of a file by its suffix, or by its content if the suffix is unknown."""
+    suffix = files.match_suffix(file.name, _map_suffixes_to_kinds())
     if suffix == ".ts" and files.is_transport_stream(compression.read_head(file, files.HEAD_BYTES)):
         return "video"
-    return files.detect_kind(file) if suffix is None else _kinds()[suffix]
+    return files.detect_kind(file) if suffix is None else _map_suffixes_to_kinds()[suffix]
 
 
 def _detect_kind(listing: files.Listing) -> tuple[str, list[Path]]:
     if not listing.is_folder:
-        kinds = {file: _file_kind(file) or _text_without_suffix(file) for file in listing.files}
-        return _most_common_kind(kinds, at_least=1.0), listing.files
-    kinds = {file: kind for file in files.drop_documentation_files(listing) if (kind := _file_kind(file)) is not None}
+        kinds = {file: _detect_file_kind(file) or _assume_text(file) for file in listing.files}
+        return _choose_common_kind(kinds, min_share=1.0), listing.files
+    kinds = {
+        file: kind for file in files.drop_documentation_files(listing) if (kind := _detect_file_kind(file)) is not None
+    }
     if not kinds:
         raise DataError(f"{listing.root} has no file of a supported kind ({', '.join(FORMATS)})")
-    counted = kinds
-    if any(kind in MEDIA for kind in kinds.values()):
-        from bottega.data.formats.metadata import TABLES
+    data_kinds = kinds
+    if any(kind in MEDIA_KINDS for kind in kinds.values()):
+        from bottega.data.formats.metadata import TABLE_NAMES
 
-        counted = {file: kind for file, kind in kinds.items() if file.name not in TABLES}
-    kind = _most_common_kind(counted, at_least=MIN_AGREEMENT)
+        data_kinds = {file: kind for file, kind in kinds.items() if file.name not in TABLE_NAMES}
+    kind = _choose_common_kind(data_kinds, min_share=MIN_AGREEMENT)
     return kind, [file for file in kinds if kinds[file] == kind]
 
 
-def _most_common_kind(kinds: dict[Path, str], *, at_least: float) -> str:
+def _choose_common_kind(kinds: dict[Path, str], *, min_share: float) -> str:
     kind, count = Counter(kinds.values()).most_common(1)[0]
-    if count < at_least * len(kinds):
+    if count < min_share * len(kinds):
         file = next(file for file in kinds if kinds[file] == kind)
-        other = next(file for file in kinds if kinds[file] != kind)
+        other_file = next(file for file in kinds if kinds[file] != kind)
         raise DataError(
-            f"{file} is {kind} and {other} is {kinds[other]}; set kind to {kind} or {kinds[other]}, or give the path of one"
+            f"{file} is {kind} and {other_file} is {kinds[other_file]}; set kind to {kind} or {kinds[other_file]}, or give the path of one of them"
         )
     return kind
 
 
-def _text_without_suffix(file: Path) -> str:
-    suffix = files.uncompressed_suffix(file.name)
+def _assume_text(file: Path) -> str:
+    suffix = files.get_uncompressed_suffix(file.name)
     if suffix:
         kinds = ", ".join(kind for kind in FORMATS if kind not in ("embedded", "huggingface"))
         raise DataError(f"{file}: unknown suffix {suffix}; set kind to one of {kinds}")
     return "text"
 
 
-def _of_kind(listing: files.Listing, kind: str) -> list[Path]:
-    """Return the listed files of a kind: all of them where each was named, and of a folder those whose suffix or content fits."""
+def _select_files_of_kind(listing: files.Listing, kind: str) -> list[Path]:
+    """Return the listed files of a kind: all of them if each was named; from a folder, the files whose suffix or content fits."""
     if not listing.is_folder:
         return listing.files
     suffixes = get_format(kind).suffixes
 
-    def belongs(file: Path) -> bool:
+    def is_of_kind(file: Path) -> bool:
         if files.match_suffix(file.name, dict.fromkeys(suffixes, kind)) is not None:
             return True
-        return files.match_suffix(file.name, _kinds()) is None and files.detect_kind(file) == kind
+        return files.match_suffix(file.name, _map_suffixes_to_kinds()) is None and files.detect_kind(file) == kind
 
-    matching = [file for file in files.drop_documentation_files(listing) if belongs(file)]
+    matching = [file for file in files.drop_documentation_files(listing) if is_of_kind(file)]
     if not matching:
         description = "files with text" if kind == "text" else f"files of kind {kind}"
         raise DataError(f"{listing.root} has no {description} ({', '.join(sorted(suffixes))})")

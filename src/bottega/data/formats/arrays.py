@@ -1,7 +1,7 @@
 """NumPy arrays: .npy files, folders of them, and .npz archives; the first axis is the row. Pickles are refused.
 
-Uncompressed arrays are memory-mapped. Those of a compressed .npz are streamed, a few rows at a time, so that its size
-does not matter.
+Uncompressed arrays are memory-mapped. Arrays of a compressed .npz are streamed, a few rows at a time, so that
+their size does not matter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bottega.data.records.archive_members import (
 from bottega.data.records.record import BadRecord, Record, Unreadable
 
 LOCAL_HEADER = struct.Struct("<26xHH")
-"""Local header of a zip member: the lengths of its name and its extra field; the data follow these."""
+"""Local header of a zip member: the lengths of its name and its extra field. The name, the extra field and the data follow."""
 
 
 class Array(NamedTuple):
@@ -65,8 +65,8 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     if any(array.offset is None for array in arrays):
         return [Piece(file, name)]
     total = arrays[0].shape[0]
-    rows = max(1, size // sum(array.row_bytes for array in arrays))
-    return [Piece(file, name, start, min(start + rows, total)) for start in range(0, total, rows)]
+    rows_per_piece = max(1, size // sum(array.row_bytes for array in arrays))
+    return [Piece(file, name, start, min(start + rows_per_piece, total)) for start in range(0, total, rows_per_piece)]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
@@ -78,7 +78,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
         if any(array.offset is None for array in arrays):
             archive = stack.enter_context(open_zip(piece.file))
         try:
-            columns = [_column(array, start, stop, archive) for array in arrays]
+            columns = [_iter_column(array, start, stop, archive) for array in arrays]
             for row in range(start, stop):
                 fields = {array.name: next(column) for array, column in zip(arrays, columns, strict=True)}
                 yield Record(f"{piece.name}:{row}", f"{piece.location}, row {row}", fields)
@@ -86,7 +86,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
             raise DataError(f"{piece.file} {error}") from error
 
 
-def _column(array: Array, start: int, stop: int, archive: zipfile.ZipFile | None) -> Iterator[Any]:
+def _iter_column(array: Array, start: int, stop: int, archive: zipfile.ZipFile | None) -> Iterator[Any]:
     if archive is None or array.info is None:
         order: Literal["C", "F"] = "F" if array.is_fortran else "C"
         if start == stop:
@@ -99,17 +99,17 @@ def _column(array: Array, start: int, stop: int, archive: zipfile.ZipFile | None
 
 
 def _iter_rows(values: np.ndarray, start: int, stop: int) -> Iterator[Any]:
-    native = values.dtype.newbyteorder("=")
+    native_dtype = values.dtype.newbyteorder("=")
     for row in range(start, stop):
-        yield values[row].item() if values.ndim == 1 else np.array(values[row], native)
+        yield values[row].item() if values.ndim == 1 else np.array(values[row], native_dtype)
 
 
 def _stream_rows(archive: zipfile.ZipFile, info: zipfile.ZipInfo, array: Array, stop: int) -> Iterator[Any]:
-    at_once = max(1, (1 << 16) // array.row_bytes)
+    rows_per_read = max(1, (1 << 16) // array.row_bytes)
     with archive.open(info) as stream:
         read_npy_header(stream, info.file_size)  # type: ignore[arg-type]
-        for row in range(0, stop, at_once):
-            count = min(at_once, stop - row)
+        for row in range(0, stop, rows_per_read):
+            count = min(rows_per_read, stop - row)
             try:
                 data = stream.read(count * array.row_bytes)
             except ZIP_ERRORS as error:
@@ -124,14 +124,14 @@ def _list_columns(folder: Path) -> list[Path]:
 
 
 def _open_arrays(file: Path, source: Source) -> list[Array]:
-    """Return the arrays of a table; raise DataError unless all have rows, and equally many."""
+    """Return the arrays of a table; raise DataError unless all have rows, and the same number of them."""
     try:
         if file.is_dir():
-            arrays = [_plain(path, path.stem) for path in _list_columns(file)]
+            arrays = [_read_npy_array(path, path.stem) for path in _list_columns(file)]
         elif file.suffix.lower() == ".npz":
-            arrays = _zipped(file)
+            arrays = _read_npz_arrays(file)
         else:
-            arrays = [_plain(file, source.field if isinstance(source.field, str) else "array")]
+            arrays = [_read_npy_array(file, source.field if isinstance(source.field, str) else "array")]
     except Unreadable as error:
         raise DataError(f"{file} {error}") from error
     if not arrays:
@@ -148,16 +148,16 @@ def _open_arrays(file: Path, source: Source) -> list[Array]:
     return arrays
 
 
-def _plain(file: Path, name: str) -> Array:
+def _read_npy_array(file: Path, name: str) -> Array:
     with open_binary(file) as stream:
         try:
-            dtype, shape, fortran = read_npy_header(stream, os.fstat(stream.fileno()).st_size)
+            dtype, shape, is_fortran = read_npy_header(stream, os.fstat(stream.fileno()).st_size)
         except Unreadable as error:
             raise DataError(f"{file} {error}") from error
-        return Array(name, file, dtype, shape, fortran, stream.tell())
+        return Array(name, file, dtype, shape, is_fortran, stream.tell())
 
 
-def _zipped(file: Path) -> list[Array]:
+def _read_npz_arrays(file: Path) -> list[Array]:
     open_binary(file).close()
     arrays = []
     with open_zip(file) as archive, open_binary(file) as raw:
@@ -166,19 +166,19 @@ def _zipped(file: Path) -> list[Array]:
             try:
                 if info.compress_type == zipfile.ZIP_STORED:
                     raw.seek(info.header_offset)
-                    local = raw.read(30)
-                    if len(local) < 30 or local[:4] != b"PK\3\4":
+                    local_header = raw.read(30)
+                    if len(local_header) < 30 or local_header[:4] != b"PK\3\4":
                         raise Unreadable("has no header at the offset that the archive gives")
-                    raw.seek(sum(LOCAL_HEADER.unpack(local)), os.SEEK_CUR)
-                    begin = raw.tell()
-                    size = min(info.file_size, max(0, os.fstat(raw.fileno()).st_size - begin))
-                    dtype, shape, fortran = read_npy_header(raw, size)
-                    arrays.append(Array(name, file, dtype, shape, fortran, raw.tell()))
+                    raw.seek(sum(LOCAL_HEADER.unpack(local_header)), os.SEEK_CUR)
+                    npy_start = raw.tell()
+                    size = min(info.file_size, max(0, os.fstat(raw.fileno()).st_size - npy_start))
+                    dtype, shape, is_fortran = read_npy_header(raw, size)
+                    arrays.append(Array(name, file, dtype, shape, is_fortran, raw.tell()))
                 else:
                     with archive.open(info) as stream:
                         head = io.BytesIO(stream.read(16384))
-                    dtype, shape, fortran = read_npy_header(head, info.file_size)
-                    arrays.append(Array(name, file, dtype, shape, fortran, None, info))
+                    dtype, shape, is_fortran = read_npy_header(head, info.file_size)
+                    arrays.append(Array(name, file, dtype, shape, is_fortran, None, info))
             except ZIP_ERRORS as error:
                 raise Unreadable(f"is damaged: member {info.filename}: {error}") from error
             except Unreadable as error:

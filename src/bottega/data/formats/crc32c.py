@@ -1,8 +1,8 @@
 """CRC-32C (Castagnoli), the checksum of TFRecord, for many spans of a buffer at once.
 
-The remainder is linear: that of A followed by B is that of A shifted by len(B) zero bytes, xor that of B. So a message
-is folded in half repeatedly, with four table look-ups per word of the shifted half, and numpy does this for all words of
-all messages at once. A Python loop over bytes reaches about 10 MB/s.
+The remainder is linear: the remainder of A followed by B is the remainder of A shifted by len(B) zero bytes, xor the
+remainder of B. So a message is folded in half repeatedly, with four table look-ups per word of the shifted half, and numpy
+does this for all words of all messages at once. A Python loop over bytes reaches only about 10 MB/s.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ POLYNOMIAL = 0x82F63B78  # reflected
 ONES = 0xFFFFFFFF
 MASK_DELTA = 0xA282EAD8
 # Up to this many bytes a plain loop is faster than numpy.
-SHORT = 1024
-# Bytes of messages folded at once: they fit the second-level cache.
+MAX_LOOP_BYTES = 1024
+# Bytes of messages that are folded at once: few enough for the second-level cache.
 BLOCK_BYTES = 1 << 18
 
 
 def crc32c(data: bytes) -> int:
     """Return the CRC-32C of `data`."""
-    if len(data) > SHORT:
+    if len(data) > MAX_LOOP_BYTES:
         return int(crc32c_of_spans(data, np.zeros(1, np.int64), np.array([len(data)]))[0])
-    table, crc = _byte_table(), ONES
+    table, crc = _build_byte_table(), ONES
     for byte in data:
         crc = table[(crc ^ byte) & 255] ^ (crc >> 8)
     return crc ^ ONES
@@ -48,21 +48,21 @@ def crc32c_of_spans(data: bytes | np.ndarray, starts: np.ndarray, stops: np.ndar
         return crcs
     # Leading zero bytes do not change the bare remainder, so messages of similar length are padded to the longest.
     order = np.argsort(lengths, kind="stable")
-    widest = int(lengths[order[-1]]) + 3 & ~3
-    buffer = np.concatenate([np.zeros(widest, np.uint8), np.frombuffer(data, np.uint8)])
-    at = 0
-    while at < len(order):
-        shortest = int(lengths[order[at]])
-        limit = max(16, shortest + (shortest >> 2))
-        room = max(1, BLOCK_BYTES // (limit + 4))
-        count = int(np.searchsorted(lengths[order[at : at + room]], limit, side="right"))
-        rows = order[at : at + count]
-        at += count
-        crcs[rows] = _remainders(buffer, stops[rows] + widest, lengths[rows])
-    return crcs ^ _initial_ones(lengths) ^ np.uint32(ONES)
+    max_padded_length = int(lengths[order[-1]]) + 3 & ~3
+    buffer = np.concatenate([np.zeros(max_padded_length, np.uint8), np.frombuffer(data, np.uint8)])
+    position = 0
+    while position < len(order):
+        shortest = int(lengths[order[position]])
+        max_length = max(16, shortest + (shortest >> 2))
+        max_rows = max(1, BLOCK_BYTES // (max_length + 4))
+        count = int(np.searchsorted(lengths[order[position : position + max_rows]], max_length, side="right"))
+        rows = order[position : position + count]
+        position += count
+        crcs[rows] = _compute_remainders(buffer, stops[rows] + max_padded_length, lengths[rows])
+    return crcs ^ _shift_initial_register(lengths) ^ np.uint32(ONES)
 
 
-def _remainders(buffer: np.ndarray, stops: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def _compute_remainders(buffer: np.ndarray, stops: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Return the bare remainders, with an initial register of zero, of messages that end at `stops`."""
     width = int(lengths[-1]) + 3 & ~3
     if width == 0:
@@ -77,18 +77,18 @@ def _remainders(buffer: np.ndarray, stops: np.ndarray, lengths: np.ndarray) -> n
 
 
 def _fold(words: np.ndarray) -> np.ndarray:
-    """Reduce uint32 (n, words) to (n,)."""
-    while (count := words.shape[1]) > 1:
-        power = (count - 1).bit_length() - 1
+    """Reduce the words of each message, uint32 (n, words), to its remainder (n,)."""
+    while (num_words := words.shape[1]) > 1:
+        power = (num_words - 1).bit_length() - 1
         half = 1 << power
-        words[:, half:] ^= _shift(words[:, : count - half], power + 2)
-        words = words[:, count - half :]
+        words[:, half:] ^= _shift(words[:, : num_words - half], power + 2)
+        words = words[:, num_words - half :]
     return _shift(words[:, 0], 2)
 
 
 def _shift(words: np.ndarray, power: int) -> np.ndarray:
     """Shift registers by 2**power zero bytes."""
-    table = _tables(power)
+    table = _build_shift_tables(power)
     out = table[0][words & np.uint32(255)]
     out ^= table[1][(words >> np.uint32(8)) & np.uint32(255)]
     out ^= table[2][(words >> np.uint32(16)) & np.uint32(255)]
@@ -97,16 +97,16 @@ def _shift(words: np.ndarray, power: int) -> np.ndarray:
 
 
 @cache
-def _tables(power: int) -> np.ndarray:
+def _build_shift_tables(power: int) -> np.ndarray:
     """Return the image of each byte of a register after 2**power zero bytes: uint32 (4, 256)."""
     if power:
-        return _shift(_tables(power - 1), power - 1)
+        return _shift(_build_shift_tables(power - 1), power - 1)
     values = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]
-    return np.array(_byte_table(), np.uint32)[values & np.uint32(255)] ^ (values >> np.uint32(8))
+    return np.array(_build_byte_table(), np.uint32)[values & np.uint32(255)] ^ (values >> np.uint32(8))
 
 
 @cache
-def _byte_table() -> list[int]:
+def _build_byte_table() -> list[int]:
     table = []
     for crc in range(256):
         for _ in range(8):
@@ -115,14 +115,14 @@ def _byte_table() -> list[int]:
     return table
 
 
-def _initial_ones(lengths: np.ndarray) -> np.ndarray:
+def _shift_initial_register(lengths: np.ndarray) -> np.ndarray:
     """Return the contribution of the initial register of ones after a message of each length."""
-    distinct, which = np.unique(lengths, return_inverse=True)
-    return np.array([_ones_after(int(length)) for length in distinct], np.uint32)[which]
+    distinct_lengths, inverse = np.unique(lengths, return_inverse=True)
+    return np.array([_shift_ones(int(length)) for length in distinct_lengths], np.uint32)[inverse]
 
 
 @lru_cache(maxsize=1 << 16)
-def _ones_after(length: int) -> int:
+def _shift_ones(length: int) -> int:
     register = np.array([ONES], np.uint32)
     for power in range(length.bit_length()):
         if length >> power & 1:

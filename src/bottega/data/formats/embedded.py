@@ -12,8 +12,8 @@ from bottega.data.formats.files import Listing
 from bottega.data.formats.reader import Format
 from bottega.data.formats.text import FORMAT as TEXT
 
-# Excluded: tests, code tables, what some distributions package separately, and what belongs to one installation, so that
-# a version of Python gives the same corpus nearly everywhere.
+# Excluded are tests, code tables, modules that some distributions package separately, and files that belong to one
+# installation, so that a version of Python gives the same corpus nearly everywhere.
 PACKAGED_SEPARATELY = ("idlelib", "lib2to3", "turtledemo", "tkinter", "distutils", "ensurepip")
 INSTALLED = ("site-packages", "dist-packages", "lib-dynload", "__pycache__", "sitecustomize.py", "usercustomize.py")
 EXCLUDED = frozenset(("test", "tests", "__phello__", "encodings", *PACKAGED_SEPARATELY, *INSTALLED))

@@ -20,8 +20,8 @@ from bottega.similar_names import find_similar_names
 DOCUMENTATION_NAMES = re.compile(
     r"(readme|licen[cs]e|copying|notice|source|sources|citation|changelog|authors)(\.(md|txt|rst|html))?", re.IGNORECASE
 )
-RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
-MAX_EXPANDED = 1_000_000
+BRACE_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+MAX_EXPANDED_NAMES = 1_000_000
 
 HEAD_BYTES = 512
 _MAGIC = (
@@ -46,10 +46,10 @@ class Listing(NamedTuple):
     """The files that a path names."""
 
     root: Path
-    """The folder that names are relative to; the file itself where there is only one."""
+    """The folder that names are relative to; the file itself if there is only one."""
     files: list[Path]
     is_folder: bool
-    """Whether they are the content of a folder, which may hold other files too; otherwise each one was named."""
+    """Whether the files are the content of a folder, which may hold other files too; otherwise each file was named."""
 
 
 def list_files(path: str) -> Listing:
@@ -58,17 +58,17 @@ def list_files(path: str) -> Listing:
     if root.is_file():
         return Listing(root, [root], is_folder=False)
     if root.is_dir():
-        return Listing(root, _folder_files(root), is_folder=True)
-    if RANGE.search(path) or glob.has_magic(path):
-        files = sorted(_matches(path), key=Path.as_posix)
+        return Listing(root, _list_folder(root), is_folder=True)
+    if BRACE_RANGE.search(path) or glob.has_magic(path):
+        files = sorted(_expand_pattern(path), key=Path.as_posix)
         return Listing(Path(os.path.commonpath([file.parent for file in files])), files, is_folder=False)
     if root.exists():
         raise DataError(f"{root} is neither a file nor a folder")
-    raise _missing(root, path)
+    raise _make_missing_error(root, path)
 
 
 def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Path]]) -> Listing:
-    """Return the files of several paths, in the order of the paths; `choose` selects those of a folder."""
+    """Return the files of several paths, in the order of the paths; `choose` selects among the files of a folder."""
     listings = [list_files(path) for path in paths]
     files = [file for listing in listings for file in (choose(listing) if listing.is_folder else listing.files)]
     files = list(dict.fromkeys(files))
@@ -78,7 +78,7 @@ def list_files_of_all(paths: Sequence[str], choose: Callable[[Listing], list[Pat
     return Listing(root, [file.absolute() for file in files], is_folder=False)
 
 
-def relative_name(root: Path, file: Path) -> str:
+def get_relative_name(root: Path, file: Path) -> str:
     """Return the path of `file` below `root`, printable."""
     return make_printable(file.name if file == root else file.relative_to(root).as_posix())
 
@@ -98,14 +98,14 @@ def match_suffix(name: str, suffixes: Mapping[str, str]) -> str | None:
     return next((ending for ending in endings if ending in suffixes), None)
 
 
-def uncompressed_suffix(name: str) -> str:
-    """Return the suffix below that of a compression; empty where the name has none."""
+def get_uncompressed_suffix(name: str) -> str:
+    """Return the suffix of a name without the suffix of its compression; empty if there is none."""
     path = Path(name.lower())
     return Path(path.stem).suffix if path.suffix in compression.COMPRESSION_SUFFIXES else path.suffix
 
 
 def detect_kind(file: Path) -> str | None:
-    """Return the kind that the first bytes of a file, decompressed, indicate; None if they are of no known format."""
+    """Return the kind that the first bytes of a file, decompressed, indicate; None if the format is unknown."""
     head = compression.read_head(file, HEAD_BYTES)
     if head[:4] == b"RIFF":
         return _RIFF.get(head[8:12])
@@ -130,29 +130,29 @@ def is_transport_stream(head: bytes) -> bool:
 
 def expand_ranges(pattern: str) -> Iterator[str]:
     """Expand WebDataset's brace ranges: data-{000000..000012}.tar stands for thirteen names."""
-    match = RANGE.search(pattern)
+    match = BRACE_RANGE.search(pattern)
     if not match:
         yield pattern
         return
     first, last = match.groups()
-    # Leading zeros of the first number set the width of all of them, as in a shell.
+    # If the first number has leading zeros, its width is that of all numbers, as in a shell.
     width = len(first) if first.startswith("0") else 0
-    if abs(int(last) - int(first)) >= MAX_EXPANDED:
+    if abs(int(last) - int(first)) >= MAX_EXPANDED_NAMES:
         raise UsageError(
-            f"{pattern} expands to {abs(int(last) - int(first)) + 1:,} files; at most {MAX_EXPANDED:,} are allowed"
+            f"{pattern} expands to {abs(int(last) - int(first)) + 1:,} files; at most {MAX_EXPANDED_NAMES:,} are allowed; give a smaller range"
         )
     step = 1 if int(last) >= int(first) else -1
     for number in range(int(first), int(last) + step, step):
         yield from expand_ranges(f"{pattern[: match.start()]}{number:0{width}}{pattern[match.end() :]}")
 
 
-def _matches(path: str) -> set[Path]:
+def _expand_pattern(path: str) -> set[Path]:
     files: set[Path] = set()
     for pattern in expand_ranges(path):
         matches = glob.glob(str(Path(pattern).expanduser()), recursive=True)
         paths = [Path(match) for match in matches if os.path.isfile(match)]
         if glob.has_magic(pattern):
-            _refuse_links(paths, _folder_before_wildcard(pattern))
+            _refuse_outside_links(paths, _find_folder_before_wildcard(pattern))
         if not paths:
             expanded_from = "" if pattern == path else f", expanded from {path}"
             raise DataError(f"no file matches {pattern}{expanded_from}")
@@ -160,64 +160,64 @@ def _matches(path: str) -> set[Path]:
     return files
 
 
-def _folder_before_wildcard(pattern: str) -> Path:
+def _find_folder_before_wildcard(pattern: str) -> Path:
     """Return the folder of a pattern before its first wildcard."""
     path = Path(pattern).expanduser()
     return next(parent for parent in path.parents if not glob.has_magic(str(parent)))
 
 
-def _refuse_links(paths: Iterable[Path], root: Path) -> None:
+def _refuse_outside_links(paths: Iterable[Path], root: Path) -> None:
     """Raise DataError for links that lead out of `root`: the author of the folder could point them at any file here."""
-    real, is_link = root.resolve(), cache(Path.is_symlink)
+    real_root, is_link = root.resolve(), cache(Path.is_symlink)
     for path in paths:
         # A pattern follows links to folders, so the link may be a folder above the file.
-        below = (path, *path.parents)[: len(path.parts) - len(root.parts)]
-        for link in filter(is_link, reversed(below)):
+        path_and_parents = (path, *path.parents)[: len(path.parts) - len(root.parts)]
+        for link in filter(is_link, reversed(path_and_parents)):
             try:
                 target = link.resolve()
             except (OSError, RuntimeError):
-                break  # a circle of links is not a file
-            if not target.is_relative_to(real):
+                break  # a link that leads back to itself is not a file
+            if not target.is_relative_to(real_root):
                 raise DataError(
-                    f"{make_printable(str(link))} is a link to {make_printable(str(target))}, outside {root}; copy that into the "
-                    "folder, or give it as a source of its own"
+                    f"{make_printable(str(link))} is a link to {make_printable(str(target))}, outside {root}; copy the target "
+                    "into the folder, or give it as a source of its own"
                 )
 
 
-def _folder_files(root: Path) -> list[Path]:
-    names: list[str] = []
+def _list_folder(root: Path) -> list[Path]:
+    file_names: list[str] = []
     links: list[Path] = []
-    waiting = [str(root)]
-    while waiting:
+    pending_folders = [str(root)]
+    while pending_folders:
         # scandir gives the type of an entry with its name; a stat of each file would take twenty times as long.
-        with _scan_folder(waiting.pop()) as entries:
+        with _scan_folder(pending_folders.pop()) as entries:
             for entry in entries:
                 if entry.name.startswith(".") or entry.name == "__pycache__":
                     continue
                 if entry.is_symlink():
                     links.append(Path(entry.path))
                 if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                elif _is_regular(entry):  # reading a pipe or a socket could block for ever
-                    names.append(entry.path)
-    _refuse_links(links, root)
-    return [Path(name) for name in sorted(names, key=_posix)]
+                    pending_folders.append(entry.path)
+                elif _is_regular_file(entry):  # reading a pipe or a socket could block for ever
+                    file_names.append(entry.path)
+    _refuse_outside_links(links, root)
+    return [Path(name) for name in sorted(file_names, key=_to_posix)]
 
 
 def check_exists(path: str) -> None:
     """Raise DataError for a local file or folder that does not exist; URLs and patterns are resolved when they are read."""
     root = Path(path).expanduser()
-    if "://" not in path and not glob.has_magic(path) and not RANGE.search(path) and not root.exists():
-        raise _missing(root, path)
+    if "://" not in path and not glob.has_magic(path) and not BRACE_RANGE.search(path) and not root.exists():
+        raise _make_missing_error(root, path)
 
 
-def _posix(name: str) -> str:
+def _to_posix(name: str) -> str:
     return name.replace(os.sep, "/")
 
 
 @contextmanager
 def _scan_folder(folder: str) -> Iterator[Iterable[os.DirEntry[str]]]:
-    """Yield the entries of a folder; none where it cannot be read, like os.walk."""
+    """Yield the entries of a folder; like os.walk, none if it cannot be read."""
     try:
         entries = os.scandir(folder)
     except OSError:
@@ -227,19 +227,21 @@ def _scan_folder(folder: str) -> Iterator[Iterable[os.DirEntry[str]]]:
         yield entries
 
 
-def _is_regular(entry: os.DirEntry[str]) -> bool:
+def _is_regular_file(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_file()
     except OSError:
         return False
 
 
-def _missing(root: Path, value: str) -> DataError:
+def _make_missing_error(root: Path, value: str) -> DataError:
     path, parent = root, root.parent
     while not parent.is_dir() and parent != parent.parent:
         path, parent = parent, parent.parent
-    near = find_similar_names(path.name, sorted(os.listdir(parent)))
-    remedy = f"did you mean {parent / near[0]}?" if near else f"{parent} has no file with a similar name"
+    similar_names = find_similar_names(path.name, sorted(os.listdir(parent)))
+    remedy = (
+        f"did you mean {parent / similar_names[0]}?" if similar_names else f"{parent} has no file with a similar name"
+    )
     if re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not value.startswith("."):
         remedy += "; for a dataset on the Hugging Face hub set kind: huggingface"
     return DataError(f"{path} does not exist; {remedy}")

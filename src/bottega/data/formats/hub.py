@@ -25,43 +25,43 @@ DEFAULT_SPLIT = "train"
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Return runs of record batches of the Arrow files; rows are counted through all files."""
-    prefix = name if _folder(source) is not None else source.path or name
+    """Return consecutive record batches of the Arrow files as pieces; row numbers continue from file to file."""
+    prefix = name if _find_local_folder(source) is not None else source.path or name
     all_pieces: list[Piece] = []
-    before = 0
-    for arrow in _arrow_files(source):
-        pieces = columns.ARROW.list_pieces(arrow, prefix, source, size)
-        all_pieces += [piece._replace(line=piece.line + before) for piece in pieces]
-        before += _num_rows(arrow)
+    rows_before = 0
+    for arrow_file in _list_arrow_files(source):
+        pieces = columns.ARROW.list_pieces(arrow_file, prefix, source, size)
+        all_pieces += [piece._replace(lines_before=piece.lines_before + rows_before) for piece in pieces]
+        rows_before += _count_rows(arrow_file)
     return all_pieces
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield the rows of the piece's record batches, with media decoded from their files or bytes."""
-    row = piece.line
-    medium = partial(_medium, roots=_roots(source))
+    row = piece.lines_before
+    load_medium = partial(_resolve_medium, roots=_list_allowed_roots(source))
     for batch in columns.iter_arrow_batches(piece.file, piece.start, piece.stop):
-        for fields in columns.iter_rows(batch, piece.file, medium):
+        for fields in columns.iter_rows(batch, piece.file, load_medium):
             row += 1
             yield Record(f"{piece.name}:{row}", f"{piece.name}, row {row}", fields)
 
 
 def hash_dataset(source: Source) -> str:
     """Return hashes of the local files, or for a dataset of the hub the library's fingerprint, which includes its version."""
-    folder = _folder(source)
+    folder = _find_local_folder(source)
     if folder is None:
-        return str(_load(source.path, source.subset, _split(source))._fingerprint)
+        return str(_load_dataset(source.path, source.subset, _get_split(source))._fingerprint)
     paths = files.list_files(str(folder)).files
-    names = (files.relative_name(folder, file) for file in paths)
+    names = (files.get_relative_name(folder, file) for file in paths)
     return repr(list(zip(names, hash_files(paths), strict=True)))
 
 
 def count_bytes(source: Source) -> int:
     """Return the size of the Arrow files that hold the rows."""
-    return sum(file.stat().st_size for file in _arrow_files(source))
+    return sum(file.stat().st_size for file in _list_arrow_files(source))
 
 
-def _medium(content: bytes | None, path: str | None, *, roots: tuple[Path, ...]) -> bytes | Path | None:
+def _resolve_medium(content: bytes | None, path: str | None, *, roots: tuple[Path, ...]) -> bytes | Path | None:
     """Return the bytes of a medium, or its file if only a path is stored; never a file outside the dataset's folders."""
     if content is not None or path is None:
         return content
@@ -69,32 +69,32 @@ def _medium(content: bytes | None, path: str | None, *, roots: tuple[Path, ...])
     return file if any(file.is_relative_to(root) for root in roots) and file.is_file() else None
 
 
-def _roots(source: Source) -> tuple[Path, ...]:
+def _list_allowed_roots(source: Source) -> tuple[Path, ...]:
     """Return the folders that may hold files of the dataset: its own, and the caches of the library."""
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     caches = (os.environ.get(name) for name in ("HF_HUB_CACHE", "HF_DATASETS_CACHE"))
-    roots = (_folder(source), home, *caches)
+    roots = (_find_local_folder(source), home, *caches)
     return tuple(Path(root).expanduser().resolve() for root in roots if root)
 
 
-def _folder(source: Source) -> Path | None:
+def _find_local_folder(source: Source) -> Path | None:
     """Return the local folder of the dataset; None if it is on the hub."""
     assert source.path is not None
     root = Path(source.path).expanduser()
     if root.is_dir():
         return root
     if root.exists() or source.path.startswith((".", "/", "~")) or source.path.count("/") > 1:
-        files.list_files(source.path)  # raises an error that names what is missing
+        files.list_files(source.path)  # raises an error that names the missing file or folder
         raise DataError(f"{root} is a file; a Hugging Face dataset is a folder or a name such as owner/name")
     return None
 
 
-def _split(source: Source) -> str | None:
+def _get_split(source: Source) -> str | None:
     return source.split if isinstance(source.split, str) else None
 
 
-def _library(path: str) -> Any:
-    # Read at import: no usage reports on the user's behalf.
+def _import_datasets(path: str) -> Any:
+    # The library reads this variable when it is imported: no usage reports on the user's behalf.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         import datasets
@@ -106,31 +106,33 @@ def _library(path: str) -> Any:
     return datasets
 
 
-def _arrow_files(source: Source) -> list[Path]:
+def _list_arrow_files(source: Source) -> list[Path]:
     """Return the Arrow files whose rows, in order, are the dataset. A slice such as train[:10%] is written to new files."""
-    data = _load(source.path, source.subset, _split(source))
-    arrow = [Path(file["filename"]) for file in data.cache_files]
-    if data._indices is None and sum(map(_num_rows, arrow)) == len(data):
-        return arrow
-    entry = get_or_build(default_cache() / "hub", data._fingerprint, lambda folder: data.save_to_disk(folder / "data"))
+    dataset = _load_dataset(source.path, source.subset, _get_split(source))
+    arrow_files = [Path(file["filename"]) for file in dataset.cache_files]
+    if dataset._indices is None and sum(map(_count_rows, arrow_files)) == len(dataset):
+        return arrow_files
+    entry = get_or_build(
+        default_cache() / "hub", dataset._fingerprint, lambda folder: dataset.save_to_disk(folder / "data")
+    )
     return sorted((entry / "data").glob("*.arrow"))
 
 
-def _num_rows(arrow: Path) -> int:
-    return sum(batch.num_rows for batch in columns.iter_arrow_batches(arrow))
+def _count_rows(arrow_file: Path) -> int:
+    return sum(batch.num_rows for batch in columns.iter_arrow_batches(arrow_file))
 
 
 @lru_cache(maxsize=8)
-def _load(path: str, subset: str | None, split: str | None) -> Any:
+def _load_dataset(path: str, subset: str | None, split: str | None) -> Any:
     """Load a dataset with the library: memory-mapped, nothing decoded."""
-    library = _library(path)
-    folder = _folder(Source(path=path))
+    library = _import_datasets(path)
+    folder = _find_local_folder(Source(path=path))
     try:
         if folder is not None and (folder / "dataset_dict.json").is_file():
             return _choose_split(library.load_from_disk(folder), folder, split)
         if folder is not None and (folder / "state.json").is_file():
             if split is not None:
-                raise UsageError(f"{folder} has a single split without a name; remove split")
+                raise UsageError(f"{folder} has a single split without a name; remove the key split")
             return library.load_from_disk(folder)
         if folder is not None:
             return library.load_dataset(str(folder), subset, split=split or DEFAULT_SPLIT)
@@ -138,18 +140,18 @@ def _load(path: str, subset: str | None, split: str | None) -> Any:
     except (UsageError, DataError, EnvironmentProblem):
         raise
     except Exception as error:
-        raise _explain(path, error) from error
+        raise _explain_error(path, error) from error
 
 
 def _download(library: Any, path: str, subset: str | None, split: str | None) -> Any:
-    with offline_if_hub_unreachable() as silence:
+    with offline_if_hub_unreachable() as unreachable_reason:
         try:
             return library.load_dataset(path, subset, split=split or DEFAULT_SPLIT)
         except Exception as error:
-            if silence is None:
+            if unreachable_reason is None:
                 raise
             raise EnvironmentProblem(
-                f"{path} cannot be downloaded from the Hugging Face hub: {silence}; check the network, or give the path of a "
+                f"{path} cannot be downloaded from the Hugging Face hub: {unreachable_reason}; check the network, or give the path of a "
                 "copy"
             ) from error
 
@@ -160,10 +162,16 @@ def _choose_split(splits: Any, folder: Path, split: str | None) -> Any:
     return splits[split or DEFAULT_SPLIT]
 
 
-def _explain(path: str, error: Exception) -> DataError | EnvironmentProblem:
-    # By name, because requests, httpx, huggingface_hub and datasets each have classes of their own.
-    network = {"ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "HfHubHTTPError", "TransportError"}
-    if network & {kind.__name__ for kind in type(error).__mro__}:
+def _explain_error(path: str, error: Exception) -> DataError | EnvironmentProblem:
+    # Errors are recognised by name, because requests, httpx, huggingface_hub and datasets each have classes of their own.
+    network_errors = {
+        "ConnectionError",
+        "OfflineModeIsEnabled",
+        "LocalEntryNotFoundError",
+        "HfHubHTTPError",
+        "TransportError",
+    }
+    if network_errors & {error_type.__name__ for error_type in type(error).__mro__}:
         return EnvironmentProblem(
             f"{path} cannot be downloaded from the Hugging Face hub ({type(error).__name__}); check the network, or give "
             "the path of a copy"

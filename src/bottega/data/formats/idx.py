@@ -1,4 +1,4 @@
-"""IDX, the format of MNIST: a file of images, and a file of labels beside it whose name begins alike."""
+"""IDX, the format of MNIST: a file of images, and beside it a file of labels whose name begins in the same way."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.formats.compression import is_compressed, open_decompressed
 from bottega.data.formats.reader import Format, Piece, make_printable
-from bottega.data.records.archive_members import CHUNK, MAX_MEMBER_BYTES, read_up_to
+from bottega.data.records.archive_members import CHUNK_BYTES, MAX_MEMBER_BYTES, read_up_to
 from bottega.data.records.record import BadRecord, Record
 
-TYPES = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
+DTYPES_BY_CODE = {8: "u1", 9: "i1", 11: ">i2", 12: ">i4", 13: ">f4", 14: ">f8"}
 MAX_DIMENSIONS = 8
-NAME = re.compile(
+FILE_NAME = re.compile(
     r"(?P<split>.*?)[-_.]?(?P<content>images|labels)[-_.]idx(?P<dimensions>\d)-\w+?(\.gz)?", re.IGNORECASE
 )
-SPLITS = {"train": "train", "t10k": "test", "test": "test", "valid": "validation", "validation": "validation"}
+SPLIT_ALIASES = {"train": "train", "t10k": "test", "test": "test", "valid": "validation", "validation": "validation"}
 
 
 def find_images(folder: Path, split: str | None) -> Path:
-    """Return the image file of a split; without one that of train, or the only one there is."""
-    files = [file for file in sorted(folder.iterdir()) if _content(file) == "images"]
-    splits = {file: _split(file) for file in files}
-    split_name = SPLITS.get(split or "train", split or "train")
+    """Return the image file of a split; if `split` is None, the only image file, or that of train."""
+    files = [file for file in sorted(folder.iterdir()) if _parse_content(file) == "images"]
+    splits = {file: _parse_split(file) for file in files}
+    split_name = SPLIT_ALIASES.get(split or "train", split or "train")
     matching = [file for file in files if splits[file] == split_name]
     if split is None and len(files) == 1:
         return files[0]
@@ -45,45 +45,45 @@ def find_images(folder: Path, split: str | None) -> Path:
 
 
 def list_splits(path: Path) -> set[str]:
-    """Return the splits that a folder has images of: train, test, validation."""
+    """Return the splits whose images a folder contains: train, test, validation."""
     files = sorted(path.iterdir()) if path.is_dir() else ()
-    return {_split(file) for file in files if _content(file) == "images"}
+    return {_parse_split(file) for file in files if _parse_content(file) == "images"}
 
 
-def _content(file: Path) -> str | None:
-    match = NAME.fullmatch(file.name)
+def _parse_content(file: Path) -> str | None:
+    match = FILE_NAME.fullmatch(file.name)
     return match["content"].lower() if match else None
 
 
-def _split(file: Path) -> str:
+def _parse_split(file: Path) -> str:
     """Return the split of a file name, such as train of emnist-letters-train-images-idx3-ubyte."""
-    match = NAME.fullmatch(file.name)
+    match = FILE_NAME.fullmatch(file.name)
     word = re.split("[-_.]", match["split"].lower())[-1] if match else ""
-    return SPLITS.get(word, word)
+    return SPLIT_ALIASES.get(word, word)
 
 
 def find_labels(images: Path) -> Path | None:
     """Return the label file beside an image file, compressed or not, or None."""
-    match = NAME.fullmatch(images.name)
+    match = FILE_NAME.fullmatch(images.name)
     if match is None:
         return None
-    for other in sorted(images.parent.iterdir()):
-        other_match = NAME.fullmatch(other.name)
+    for candidate in sorted(images.parent.iterdir()):
+        candidate_match = FILE_NAME.fullmatch(candidate.name)
         if (
-            other_match
-            and other_match["content"].lower() == "labels"
-            and other_match["split"].lower() == match["split"].lower()
+            candidate_match
+            and candidate_match["content"].lower() == "labels"
+            and candidate_match["split"].lower() == match["split"].lower()
         ):
-            return other
+            return candidate
     return None
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Return ranges of rows of an image file, or of those of a folder. Label files are read with their images."""
+    """Return ranges of rows of an image file, or of the image file of a folder. Label files are read with their images."""
     if file.is_dir():
         file = find_images(file, source.split)
         name = make_printable(f"{name}/{file.name}" if name else file.name)
-    if _content(file) == "labels":
+    if _parse_content(file) == "labels":
         return []
     root = Path(source.path).expanduser() if source.path is not None else None
     if root == file.parent and find_images(root, source.split) != file:
@@ -92,8 +92,10 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
         return [Piece(file, name)]
     with open_decompressed(file) as stream:
         _, shape = _read_header(stream, file)
-    rows = max(1, size // max(1, math.prod(shape[1:])))
-    return [Piece(file, name, start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
+    rows_per_piece = max(1, size // max(1, math.prod(shape[1:])))
+    return [
+        Piece(file, name, start, min(start + rows_per_piece, shape[0])) for start in range(0, shape[0], rows_per_piece)
+    ]
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
@@ -111,29 +113,31 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 def _check_labels(images: Path, labels: Path) -> None:
     with open_decompressed(images) as stream:
-        _, first = _read_header(stream, images)
+        _, images_shape = _read_header(stream, images)
     with open_decompressed(labels) as stream:
-        dtype, second = _read_header(stream, labels)
-    if len(second) != 1 or dtype.kind not in "iu":
-        raise DataError(f"{labels} contains {dtype} of shape {second}; labels must be integers, one per row")
-    if first[0] != second[0]:
-        raise DataError(f"{images} has {first[0]} rows and {labels} has {second[0]}; give files that belong together")
+        dtype, labels_shape = _read_header(stream, labels)
+    if len(labels_shape) != 1 or dtype.kind not in "iu":
+        raise DataError(f"{labels} contains {dtype} of shape {labels_shape}; labels must be integers, one per row")
+    if images_shape[0] != labels_shape[0]:
+        raise DataError(
+            f"{images} has {images_shape[0]} rows and {labels} has {labels_shape[0]}; give files that belong together"
+        )
 
 
 def _read_rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
-    """Yield (number, row), reading about a megabyte at a time: the header may lie about the size."""
+    """Yield (row number, values). About a megabyte is read at a time, since the header may lie about the size."""
     with open_decompressed(file) as stream:
         dtype, shape = _read_header(stream, file)
         stop = shape[0] if piece.stop is None else piece.stop
-        width = dtype.itemsize * math.prod(shape[1:])
+        row_bytes = dtype.itemsize * math.prod(shape[1:])
         if piece.start:
-            stream.seek(piece.start * width, os.SEEK_CUR)
-        row, block = piece.start, max(1, CHUNK // width)
+            stream.seek(piece.start * row_bytes, os.SEEK_CUR)
+        row, rows_per_read = piece.start, max(1, CHUNK_BYTES // row_bytes)
         while row < stop:
-            count = min(block, stop - row)
-            data = read_up_to(stream, count * width)
-            num_rows = len(data) // width
-            values = np.frombuffer(data, dtype, num_rows * width // dtype.itemsize).reshape(num_rows, *shape[1:])
+            count = min(rows_per_read, stop - row)
+            data = read_up_to(stream, count * row_bytes)
+            num_rows = len(data) // row_bytes
+            values = np.frombuffer(data, dtype, num_rows * row_bytes // dtype.itemsize).reshape(num_rows, *shape[1:])
             # A writable copy in native byte order.
             for values_of_row in values.astype(dtype.newbyteorder("=")):
                 yield row, values_of_row
@@ -147,30 +151,32 @@ def _read_rows(file: Path, piece: Piece) -> Iterator[tuple[int, Any]]:
 def _read_header(stream: BinaryIO, file: Path) -> tuple[np.dtype[Any], tuple[int, ...]]:
     """Read the header: two zero bytes, the type, the number of axes, and the length of each axis in four bytes."""
     magic = stream.read(4)
-    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in TYPES or not 1 <= magic[3] <= MAX_DIMENSIONS:
+    if len(magic) < 4 or magic[:2] != b"\0\0" or magic[2] not in DTYPES_BY_CODE or not 1 <= magic[3] <= MAX_DIMENSIONS:
         raise DataError(f"{file} is not an IDX file: it begins with {magic.hex() or 'nothing'}")
     lengths = stream.read(4 * magic[3])
     if len(lengths) < 4 * magic[3]:
         raise DataError(f"{file} is truncated: it ends within its header")
     shape = tuple(int(length) for length in np.frombuffer(lengths, ">u4"))
-    dtype = np.dtype(TYPES[magic[2]])
-    row = dtype.itemsize * math.prod(shape[1:])
-    if not 0 < row <= MAX_MEMBER_BYTES:
+    dtype = np.dtype(DTYPES_BY_CODE[magic[2]])
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    if not 0 < row_bytes <= MAX_MEMBER_BYTES:
         raise DataError(
             f"{file}: its header states rows of shape {shape[1:]}; a row must have 1 to {MAX_MEMBER_BYTES} bytes"
         )
     if stream.seekable():
         available = os.fstat(stream.fileno()).st_size - stream.tell()
-        if available != row * shape[0]:
+        if available != row_bytes * shape[0]:
             raise DataError(
-                f"{file} is damaged: its header states {shape[0]} rows of {row} bytes, but {available} bytes follow"
+                f"{file} is damaged: its header states {shape[0]} rows of {row_bytes} bytes, but {available} bytes follow"
             )
     return dtype, shape
 
 
 FORMAT = Format(
     kind="idx",
-    suffixes=frozenset(f".{name}{packing}" for name in ("idx", "idx1-ubyte", "idx3-ubyte") for packing in ("", ".gz")),
+    suffixes=frozenset(
+        f".{name}{compression}" for name in ("idx", "idx1-ubyte", "idx3-ubyte") for compression in ("", ".gz")
+    ),
     read=read,
     list_pieces=list_pieces,
     is_media=True,

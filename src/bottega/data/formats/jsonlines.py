@@ -1,7 +1,7 @@
 """JSON Lines: one object per line. A line that cannot be parsed is one bad record, reported with its line number.
 
-When written, media are files beside them: SPLIT/metadata.jsonl and SPLIT/0001.png, the layout of Hugging Face's
-imagefolder and audiofolder, where `file_name` names the file of a row.
+Media are written as files beside the table: SPLIT/metadata.jsonl and SPLIT/0001.png, the layout of Hugging Face's
+imagefolder and audiofolder, in which the column `file_name` names the file of a row.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from bottega.data.formats.write import OutputShard, encode_json, encode_medium
 from bottega.data.records.record import ENCODING_HINT, BadRecord, Record, is_utf16
 
 EXAMPLE_ROW = '{"text": "..."}'
-_BLOCK = 1 << 20
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_HALF_PAIR = re.compile(r"[\ud800-\udfff]")
+_BLOCK_BYTES = 1 << 20
+_SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
+_LONE_SURROGATE = re.compile(r"[\ud800-\udfff]")
 _CONSTANT = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<constant>NaN|-?Infinity)')
 
 
@@ -44,46 +44,46 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     total = os.path.getsize(file)
     if total <= size or is_compressed(file):
         return [Piece(file, name)]
-    cut: list[Piece] = []
-    start = lines = 0
+    pieces: list[Piece] = []
+    start = num_lines = 0
     with open_binary(file) as stream:
         while start + size < total:
-            stop, newlines = _line_end(stream, start, size)
+            stop, newlines = _find_line_end(stream, start, size)
             if stop >= total or stop == start:
                 break
-            cut.append(Piece(file, name, start, stop, lines))
-            start, lines = stop, lines + newlines
-    return [*cut, Piece(file, name, start, None, lines)]
+            pieces.append(Piece(file, name, start, stop, num_lines))
+            start, num_lines = stop, num_lines + newlines
+    return [*pieces, Piece(file, name, start, None, num_lines)]
 
 
-def _line_end(stream: Any, start: int, size: int) -> tuple[int, int]:
-    """Return where the line at `start + size` ends, and the number of lines up to there."""
+def _find_line_end(stream: Any, start: int, size: int) -> tuple[int, int]:
+    """Return the offset at which the line at `start + size` ends, and the number of lines from `start` to that offset."""
     stream.seek(start)
-    lines, left = 0, size
-    while left:
-        block = stream.read(min(left, _BLOCK))
+    num_lines, bytes_left = 0, size
+    while bytes_left:
+        block = stream.read(min(bytes_left, _BLOCK_BYTES))
         if not block:  # the file was truncated meanwhile
-            return start + size - left, lines
-        lines, left = lines + block.count(b"\n"), left - len(block)
+            return start + size - bytes_left, num_lines
+        num_lines, bytes_left = num_lines + block.count(b"\n"), bytes_left - len(block)
     if block.endswith(b"\n"):
-        return start + size, lines
+        return start + size, num_lines
     stop = start + size
     # In blocks: the line may be longer than the memory.
-    while rest := stream.readline(_BLOCK):
-        stop += len(rest)
-        if rest.endswith(b"\n"):
-            return stop, lines + 1
-    return stop, lines
+    while line_part := stream.readline(_BLOCK_BYTES):
+        stop += len(line_part)
+        if line_part.endswith(b"\n"):
+            return stop, num_lines + 1
+    return stop, num_lines
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield the rows of a piece."""
-    name, location, limit = piece.name, piece.location, compression.LINE_LIMIT
+    name, location, limit = piece.name, piece.location, compression.MAX_LINE_BYTES
     with open_decompressed(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
         length = None if piece.stop is None else piece.stop - piece.start
-        for number, raw in enumerate(compression.iter_lines(stream, length), start=piece.line + 1):
+        for number, raw in enumerate(compression.iter_lines(stream, length), start=piece.lines_before + 1):
             key, where = f"{name}:{number}", f"{location}, line {number}"
             if len(raw) > limit and not raw.endswith(b"\n"):
                 yield BadRecord(key, where, f"longer than {limit:,} bytes; write one JSON object per line")
@@ -92,16 +92,16 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
                 yield Record(key, where, parse_row(raw.decode()))
             except (ValueError, RecursionError) as error:
                 if not raw.isspace():
-                    reason = _explain(raw, error)
+                    reason = _explain_error(raw, error)
                     column = reason.column
                     yield BadRecord(key, where if column is None else f"{where}, column {column}", str(reason))
 
 
-def _refuse(constant: str) -> NoReturn:
+def _refuse_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not a JSON number")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _check_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) != len(pairs):
         (repeated, _), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -109,14 +109,14 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return fields
 
 
-decode = json.JSONDecoder(parse_constant=_refuse, object_pairs_hook=_unique).raw_decode
+decode_json = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_check_unique_keys).raw_decode
 """(text, index) to (value, end) of the JSON value that begins there; white space before it is an error."""
 
 
 def parse_row(text: str) -> dict[str, Any]:
     """Parse one JSON object strictly: NaN and Infinity, repeated keys and lone surrogates raise ValueError."""
     text = text.strip(" \t\r\n")
-    fields, end = decode(text)
+    fields, end = decode_json(text)
     if end != len(text):
         raise json.JSONDecodeError("Extra data", text, len(text) - len(text[end:].lstrip(" \t\r")))
     check_row(fields, text)
@@ -127,22 +127,22 @@ def check_row(fields: Any, text: str, start: int = 0, end: int = sys.maxsize) ->
     """Raise InvalidRow unless the value read from `text[start:end]` is an object without lone surrogates."""
     if type(fields) is not dict:
         raise InvalidRow(f"a row must be an object such as {EXAMPLE_ROW}, not {type(fields).__name__}")
-    if text.find("\\", start, end) != -1 and _SURROGATE.search(text, start, end):
+    if text.find("\\", start, end) != -1 and _SURROGATE_ESCAPE.search(text, start, end):
         _check_surrogates(fields)
 
 
 def _check_surrogates(fields: dict[str, Any]) -> None:
     for key, value in fields.items():
         text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        if half := _HALF_PAIR.search(text):
-            position = f" at character {half.start()}" if text is value else ""
-            raise InvalidRow(f"field {key!r} has an unpaired surrogate ({half.group()!r}){position}")
-        if _HALF_PAIR.search(key):
+        if surrogate := _LONE_SURROGATE.search(text):
+            position = f" at character {surrogate.start()}" if text is value else ""
+            raise InvalidRow(f"field {key!r} has an unpaired surrogate ({surrogate.group()!r}){position}")
+        if _LONE_SURROGATE.search(key):
             raise InvalidRow(f"key {key!r} has an unpaired surrogate")
 
 
-def _explain(raw: bytes, error: Exception) -> InvalidRow:
-    """Return what is wrong with a line that could not be parsed."""
+def _explain_error(raw: bytes, error: Exception) -> InvalidRow:
+    """Return an InvalidRow that says what is wrong with a line that could not be parsed."""
     if raw.startswith(b"\xef\xbb\xbf"):
         return InvalidRow("starts with a byte order mark; save the file as UTF-8 without one")
     if is_utf16(raw):
@@ -159,8 +159,8 @@ def _explain(raw: bytes, error: Exception) -> InvalidRow:
 def explain_json_error(error: Exception, text: str) -> InvalidRow:
     """Turn an error of the JSON parser into an InvalidRow. The column counts characters from the beginning of the text."""
     if isinstance(error, json.JSONDecodeError):
-        before = len(text) - len(text.lstrip(" \t\r\n"))
-        return InvalidRow(f"invalid JSON: {error.msg}", before + error.colno)
+        num_leading_spaces = len(text) - len(text.lstrip(" \t\r\n"))
+        return InvalidRow(f"invalid JSON: {error.msg}", num_leading_spaces + error.colno)
     if isinstance(error, RecursionError):
         return InvalidRow("invalid JSON: nested too deeply")
     constant = next((match for match in _CONSTANT.finditer(text) if match["constant"]), None)
@@ -179,7 +179,7 @@ FORMAT = Format(
 
 @final
 class JsonLinesShard(OutputShard):
-    """Rows as JSON Lines; if the first row has media, all are written as files. A split with media is then one shard."""
+    """Rows as JSON Lines. If the first row has media, the media of all rows are written as files, and the split is one shard."""
 
     def __init__(self, folder: Path, split: str, number: int) -> None:
         self._folder = folder / split
@@ -198,7 +198,9 @@ class JsonLinesShard(OutputShard):
                 self.path = self._folder / "metadata.jsonl"
             self._file = self.path.open("wb")
         if media and not self._has_media:
-            raise DataError(f"{record.where}: has media ({', '.join(media)}), but the rows before it have none")
+            raise DataError(
+                f"{record.where}: has media ({', '.join(media)}), but the rows before it have none; put rows with media in another split"
+            )
         row: dict[str, Any] = {}
         for number, (field, (suffix, data)) in enumerate(media.items()):
             # Names have no dot, so this cannot be the file of another row.

@@ -10,44 +10,45 @@ from typing import NoReturn, final
 from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.formats.compression import COMPRESSION_SUFFIXES, open_decompressed
-from bottega.data.formats.jsonlines import EXAMPLE_ROW, InvalidRow, check_row, decode, explain_json_error
+from bottega.data.formats.jsonlines import EXAMPLE_ROW, InvalidRow, check_row, decode_json, explain_json_error
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.archive_members import read_up_to
 from bottega.data.records.record import ENCODING_HINT, BadRecord, Record
 
 MAX_BYTES = 256 << 20
-"""Of decompressed text. One rare character makes every character four bytes in memory, and rows are in memory twice."""
+"""Maximum size of the decompressed text. One emoji makes Python store every character in four bytes, and rows are in
+memory twice."""
 _SPACE = re.compile(r"[ \t\r\n]*")
-# Finds the end of an element that is JSON but not a valid row, so that reading can go on behind it.
-_lenient = json.JSONDecoder().raw_decode
+# Finds the end of an element that is JSON but not a valid row, so that reading can continue after it.
+_decode_leniently = json.JSONDecoder().raw_decode
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield the elements of a JSON array one by one, with line and column as their location."""
-    text = _Text(piece)
-    for number, start in enumerate(_elements(text), start=1):
-        key, line = f"{piece.name}:{number}", text.line(start)
-        where = f"{piece.location}, line {line}, column {text.column(start)}"
+    cursor = _TextCursor(piece)
+    for number, start in enumerate(_iter_elements(cursor), start=1):
+        key, line = f"{piece.name}:{number}", cursor.find_line(start)
+        where = f"{piece.location}, line {line}, column {cursor.find_column(start)}"
         try:
-            fields, end = decode(text.all, start)
-            text.at = end
-            check_row(fields, text.all, start, end)
+            fields, end = decode_json(cursor.text, start)
+            cursor.position = end
+            check_row(fields, cursor.text, start, end)
             yield Record(key, where, fields)
         except json.JSONDecodeError as error:
-            text.fail(error.pos, error.msg)
+            cursor.fail(error.pos, error.msg)
         except (ValueError, RecursionError) as error:
-            if text.at == start:
-                text.skip()
+            if cursor.position == start:
+                cursor.skip_value()
             reason = error if isinstance(error, InvalidRow) else explain_json_error(error, "")
             yield BadRecord(key, where, str(reason))
 
 
 @final
-class _Text:
+class _TextCursor:
     """The text of a file and a position in it."""
 
     def __init__(self, piece: Piece) -> None:
-        self.file, self.at = piece.file, 0
+        self.file, self.position = piece.file, 0
         with open_decompressed(piece.file) as stream:
             raw = read_up_to(stream, MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
@@ -59,89 +60,89 @@ class _Text:
         if raw.startswith(b"\xef\xbb\xbf"):
             raise DataError(f"{self.file} starts with a byte order mark; save the file as UTF-8 without one")
         try:
-            self.all = raw.decode()
+            self.text = raw.decode()
         except UnicodeDecodeError as error:
             line = raw.count(b"\n", 0, error.start) + 1
             column = error.start - raw.rfind(b"\n", 0, error.start)
             raise DataError(
                 f"{self.file}, line {line}, column {column}: not UTF-8: byte 0x{raw[error.start]:02x}; {ENCODING_HINT}"
             ) from error
-        self._counted, self._lines = 0, 1
+        self._counted_up_to, self._line = 0, 1
 
-    def line(self, position: int) -> int:
-        """Return the line number of a position, which must not lie before that of the last call."""
-        self._lines += self.all.count("\n", self._counted, position)
-        self._counted = position
-        return self._lines
+    def find_line(self, position: int) -> int:
+        """Return the line number of a position, which must not lie before the position of the last call."""
+        self._line += self.text.count("\n", self._counted_up_to, position)
+        self._counted_up_to = position
+        return self._line
 
-    def column(self, position: int) -> int:
-        return position - self.all.rfind("\n", 0, position)
+    def find_column(self, position: int) -> int:
+        return position - self.text.rfind("\n", 0, position)
 
-    def next(self) -> str:
-        """Move to the next character that is not white space, and return it; empty at the end."""
-        space = _SPACE.match(self.all, self.at)
+    def skip_space(self) -> str:
+        """Move to the next character that is not white space, and return it, or an empty text at the end."""
+        space = _SPACE.match(self.text, self.position)
         assert space is not None
-        self.at = space.end()
-        return self.all[self.at : self.at + 1]
+        self.position = space.end()
+        return self.text[self.position : self.position + 1]
 
     def take(self, expected: str) -> str:
         """Consume one of the expected characters, and return it."""
-        character = self.next()
+        character = self.skip_space()
         if not character or character not in expected:
-            got = f"got {character!r}" if character else "not the end"
-            self.fail(self.at, f"expected {' or '.join(expected)}, {got}")
-        self.at += 1
+            actual = f"got {character!r}" if character else "not the end"
+            self.fail(self.position, f"expected {' or '.join(expected)}, {actual}")
+        self.position += 1
         return character
 
-    def skip(self) -> None:
+    def skip_value(self) -> None:
         """Skip one JSON value of any kind."""
         try:
-            _, self.at = _lenient(self.all, self.at)
+            _, self.position = _decode_leniently(self.text, self.position)
         except json.JSONDecodeError as error:
             self.fail(error.pos, error.msg)
         except (ValueError, RecursionError) as error:
-            self.fail(self.at, "nested too deeply" if isinstance(error, RecursionError) else str(error))
+            self.fail(self.position, "nested too deeply" if isinstance(error, RecursionError) else str(error))
 
     def fail(self, position: int, reason: str) -> NoReturn:
-        """Raise DataError for the whole file: what follows cannot be parsed."""
-        line = self.all.count("\n", 0, position) + 1
-        raise DataError(f"{self.file}, line {line}, column {self.column(position)}: invalid JSON: {reason}")
+        """Raise DataError for the whole file: the rest of it cannot be parsed."""
+        line = self.text.count("\n", 0, position) + 1
+        raise DataError(f"{self.file}, line {line}, column {self.find_column(position)}: invalid JSON: {reason}")
 
 
-def _elements(text: _Text) -> Iterator[int]:
-    """Yield where each element begins; the caller moves `text.at` behind it before it asks for the next."""
-    if text.next() == "{":
-        _enter_data(text)
-    if text.next() != "[":
-        line = text.line(text.at)
+def _iter_elements(cursor: _TextCursor) -> Iterator[int]:
+    """Yield the position at which each element begins. The caller moves `cursor.position` to its end before the next step."""
+    if cursor.skip_space() == "{":
+        _enter_data_list(cursor)
+    if cursor.skip_space() != "[":
+        line = cursor.find_line(cursor.position)
         raise DataError(
-            f'{text.file}, line {line}: expected a list of objects [{EXAMPLE_ROW}, ...] or {{"data": [...]}}'
+            f'{cursor.file}, line {line}: expected a list of objects [{EXAMPLE_ROW}, ...] or {{"data": [...]}}'
         )
-    text.at += 1
-    if text.next() == "]":
+    cursor.position += 1
+    if cursor.skip_space() == "]":
         return
     while True:
-        text.next()
-        yield text.at
-        if text.take(",]") == "]":
+        cursor.skip_space()
+        yield cursor.position
+        if cursor.take(",]") == "]":
             return
 
 
-def _enter_data(text: _Text) -> None:
+def _enter_data_list(cursor: _TextCursor) -> None:
     """Move to the value of the key `data` of the object that begins here."""
-    text.at += 1
-    while text.next() == '"':
-        key, text.at = _lenient(text.all, text.at)
-        text.take(":")
-        text.next()
+    cursor.position += 1
+    while cursor.skip_space() == '"':
+        key, cursor.position = _decode_leniently(cursor.text, cursor.position)
+        cursor.take(":")
+        cursor.skip_space()
         if key == "data":
             return
-        text.skip()
-        if text.take(",}") == "}":
-            if not text.next():
+        cursor.skip_value()
+        if cursor.take(",}") == "}":
+            if not cursor.skip_space():
                 break
-            text.fail(text.at, "more text after the first object; set kind: jsonl if each line is a row")
-    raise DataError(f'{text.file} is one object without "data"; expected a list of objects or {{"data": [...]}}')
+            cursor.fail(cursor.position, "more text after the first object; set kind: jsonl if each line is a row")
+    raise DataError(f'{cursor.file} is one object without "data"; expected a list of objects or {{"data": [...]}}')
 
 
 FORMAT = Format(

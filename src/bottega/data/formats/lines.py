@@ -16,22 +16,22 @@ from bottega.data.records.record import ENCODING_HINT, BadRecord, Record
 FASTTEXT_PREFIX = "__label__"
 """fastText's mark in front of every label."""
 DELIMITERS = "\t|;,: "
-SAMPLE_LINES = 200
+NUM_SAMPLE_LINES = 200
 MAX_LABEL_LENGTH = 64
-MAX_DISTINCT_LABELS = 0.5
-"""As a fraction of the lines: with more distinct labels the first words are taken for the beginning of a text."""
+MAX_DISTINCT_SHARE = 0.5
+"""Distinct labels as a fraction of all labels: if there are more, the first words are taken for the beginning of a text."""
 
 
 class LineLayout(NamedTuple):
     """The delimiter between label and text, and which of them comes first."""
 
     delimiter: str
-    label_first: bool = True
+    is_label_first: bool = True
 
     @property
     def columns(self) -> tuple[str, str]:
         """Field names in the order of a line."""
-        return ("label", "text") if self.label_first else ("text", "label")
+        return ("label", "text") if self.is_label_first else ("text", "label")
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
@@ -57,7 +57,7 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 
 def split_line(line: str, layout: LineLayout) -> tuple[str | list[str], str] | None:
-    """Return label and text of a line, or None without a delimiter. With several fastText labels the label is a list."""
+    """Return label and text of a line, or None if it has no delimiter. Several fastText labels are returned as a list."""
     if line.startswith(FASTTEXT_PREFIX):
         words = line.split()
         labels = [word.removeprefix(FASTTEXT_PREFIX) for word in words if word.startswith(FASTTEXT_PREFIX)]
@@ -65,25 +65,25 @@ def split_line(line: str, layout: LineLayout) -> tuple[str | list[str], str] | N
         return (labels[0] if len(labels) == 1 else labels), text
     line = line.lstrip() if layout.delimiter == " " else line
     head, delimiter, tail = (
-        line.partition(layout.delimiter) if layout.label_first else line.rpartition(layout.delimiter)
+        line.partition(layout.delimiter) if layout.is_label_first else line.rpartition(layout.delimiter)
     )
     if not delimiter:
         return None
-    label, text = (head, tail) if layout.label_first else (tail, head)
+    label, text = (head, tail) if layout.is_label_first else (tail, head)
     return label.strip(), text.strip()
 
 
 def detect_line_layout(files: Sequence[Path]) -> LineLayout:
-    """Detect the layout of the lines: the first delimiter that all of them have, with labels that repeat."""
-    lines = _sample(files)
+    """Detect the layout of the lines: the first delimiter that occurs in all lines and splits off labels that repeat."""
+    lines = _read_sample_lines(files)
     for delimiter in DELIMITERS:
-        for label_first in (True, False) if delimiter == "\t" else (True,):
-            layout = LineLayout(delimiter, label_first)
+        for is_label_first in (True, False) if delimiter == "\t" else (True,):
+            layout = LineLayout(delimiter, is_label_first)
             if _has_labels([split_line(line, layout) for line in lines]):
                 return layout
-    shown = lines[0][:60] if lines else ""
+    preview = lines[0][:60] if lines else ""
     raise DataError(
-        f"{files[0]}: no delimiter splits all lines into a label that repeats and a text (the first line: {shown!r}); "
+        f"{files[0]}: no delimiter splits all lines into a label that repeats and a text (the first line: {preview!r}); "
         "write label, tab, text on each line, or give a table or JSON Lines"
     )
 
@@ -95,17 +95,17 @@ def _has_labels(pairs: Sequence[tuple[str | list[str], str] | None]) -> bool:
     names = [name for label in labels for name in ([label] if isinstance(label, str) else label)]
     if any(not name or len(name) > MAX_LABEL_LENGTH for name in names):
         return False
-    return 2 <= len(set(names)) <= max(2, MAX_DISTINCT_LABELS * len(names))
+    return 2 <= len(set(names)) <= max(2, MAX_DISTINCT_SHARE * len(names))
 
 
-def _sample(files: Sequence[Path]) -> list[str]:
+def _read_sample_lines(files: Sequence[Path]) -> list[str]:
     lines: list[str] = []
     for file in files:
         with open_decompressed(file) as stream:
             for raw in compression.iter_lines(stream):
                 line = raw.removeprefix(b"\xef\xbb\xbf").decode(errors="replace").strip("\r\n")
                 lines += [line] if line.strip() else []
-                if len(lines) >= SAMPLE_LINES:
+                if len(lines) >= NUM_SAMPLE_LINES:
                     return lines
     return lines
 

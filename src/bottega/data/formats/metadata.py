@@ -21,7 +21,7 @@ from bottega.data.formats.fingerprint import RACY_NS
 from bottega.data.formats.reader import Piece
 from bottega.data.records.record import BadRecord, Record
 
-TABLES = tuple(f"metadata.{suffix}" for suffix in ("csv", "tsv", "psv", "jsonl", "json", "parquet"))
+TABLE_NAMES = tuple(f"metadata.{suffix}" for suffix in ("csv", "tsv", "psv", "jsonl", "json", "parquet"))
 FILE_COLUMNS = ("file_name", "filename", "file", "path", "id")
 # Columns of a pipe-separated table without a header, as in LJSpeech.
 PIPE_COLUMNS = ("id", "text", "normalised")
@@ -36,17 +36,17 @@ class Metadata:
     path: Path
     rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     first_records: dict[str, Record] = field(default_factory=dict)
-    """The first record of each name, without its fields, for messages."""
-    bad: list[BadRecord] = field(default_factory=list)
+    """The first record of each file name, without its fields; used in messages."""
+    bad_records: list[BadRecord] = field(default_factory=list)
 
-    def candidate_names(self, file: str) -> Iterator[str]:
+    def list_candidate_names(self, file: str) -> Iterator[str]:
         """Yield the names a table may use for this file, the most exact first: with or without folders and suffix."""
         path = PurePosixPath(file)
         yield from dict.fromkeys((file, path.name, path.with_suffix("").as_posix(), path.stem))
 
     def find_rows(self, file: str) -> list[dict[str, Any]] | None:
         """Return the rows about a file, or None."""
-        name = next((name for name in self.candidate_names(file) if name in self.rows), None)
+        name = next((name for name in self.list_candidate_names(file) if name in self.rows), None)
         if name is None:
             return None
         # A row for a.png is not about x/a.png if a.png exists as well.
@@ -56,13 +56,13 @@ class Metadata:
     def add(self, record: Record | BadRecord) -> None:
         """Add one row of the table; a row that names no file is a bad record."""
         if isinstance(record, BadRecord):
-            self.bad.append(record)
+            self.bad_records.append(record)
             return
         row = record.fields
         column = next((name for name in FILE_COLUMNS if name in row), None)
         if column is None or not isinstance(row[column], str) or not row[column]:
             reason = f"names no file; expected a file name in one of {', '.join(FILE_COLUMNS)}"
-            self.bad.append(BadRecord(record.key, record.where, reason))
+            self.bad_records.append(BadRecord(record.key, record.where, reason))
             return
         name = row[column].removeprefix("./")
         self.first_records.setdefault(name, record._replace(fields={}))
@@ -72,21 +72,21 @@ class Metadata:
 def find_table_in(folder: Path) -> Path | None:
     """Return the metadata table in a folder, or None."""
     try:
-        modified = os.stat(folder).st_mtime_ns
+        mtime = os.stat(folder).st_mtime_ns
     except OSError:
         return None
     # Called for every file of a folder, hence cached; but a recent change may be followed by one with the same mtime.
-    is_stable = modified + RACY_NS <= time.time_ns()
-    names = _list_tables_cached(str(folder), modified) if is_stable else _list_tables(str(folder))
+    is_stable = mtime + RACY_NS <= time.time_ns()
+    names = _list_tables_cached(str(folder), mtime) if is_stable else _list_tables(str(folder))
     return next((folder / name for name in names if _is_table(folder / name)), None)
 
 
 def _list_tables(folder: str) -> tuple[str, ...]:
-    return tuple(name for name in TABLES if os.path.isfile(os.path.join(folder, name)))
+    return tuple(name for name in TABLE_NAMES if os.path.isfile(os.path.join(folder, name)))
 
 
 @lru_cache(maxsize=4096)
-def _list_tables_cached(folder: str, modified: int) -> tuple[str, ...]:
+def _list_tables_cached(folder: str, mtime: int) -> tuple[str, ...]:
     return _list_tables(folder)
 
 
@@ -119,7 +119,7 @@ def load_metadata(file: Path, root: Path, source: Source) -> Metadata | None:
     if path is None:
         return None
     status = path.stat()
-    name = files.relative_name(root if path.is_relative_to(root) else path.parent, path)
+    name = files.get_relative_name(root if path.is_relative_to(root) else path.parent, path)
     return _read_cached(Piece(path, name), status.st_mtime_ns, status.st_size, source.delimiter, source.columns)
 
 
@@ -141,28 +141,29 @@ def _read_records(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 
 def _detect_layout(file: Path, source: Source) -> table.Layout:
-    delimiter = table.explicit_delimiter(file, source) or _detect_delimiter(file)
-    first = table.read_first_row(file, delimiter)
-    if first is None:
+    delimiter = table.find_explicit_delimiter(file, source) or _detect_delimiter(file)
+    first_row = table.read_first_row(file, delimiter)
+    if first_row is None:
         return table.Layout(delimiter, [], has_header=False)
-    cells = [cell.strip() for cell in first]
+    cells = [cell.strip() for cell in first_row]
     if source.columns is not None:
         return table.Layout(delimiter, list(source.columns), has_header=cells == list(source.columns))
     if any(name in cells for name in FILE_COLUMNS):
-        return table.Layout(delimiter, table.parse_header(first, file), has_header=True)
+        return table.Layout(delimiter, table.parse_header(first_row, file), has_header=True)
     if delimiter != "|":
         raise DataError(
             f"{file}, line 1: no column is named {', '.join(FILE_COLUMNS[:-1])} or id; add a header, or "
             "set data.train.columns"
         )
-    names = [PIPE_COLUMNS[at] if at < len(PIPE_COLUMNS) else f"column_{at + 1}" for at in range(len(cells))]
+    names = [PIPE_COLUMNS[index] if index < len(PIPE_COLUMNS) else f"column_{index + 1}" for index in range(len(cells))]
     return table.Layout(delimiter, names, has_header=False)
 
 
 def _detect_delimiter(file: Path) -> str:
     with compression.open_decompressed(file) as stream:
-        first = stream.readline(_MAX_FIRST_LINE_BYTES)
+        first_line = stream.readline(_MAX_FIRST_LINE_BYTES)
     # Text between tabs or pipes often has commas, never the other way round.
     return next(
-        (mark for mark in "\t|" if mark.encode() in first), max(",;", key=lambda mark: first.count(mark.encode()))
+        (mark for mark in "\t|" if mark.encode() in first_line),
+        max(",;", key=lambda mark: first_line.count(mark.encode())),
     )

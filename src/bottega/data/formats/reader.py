@@ -28,8 +28,8 @@ class Piece(NamedTuple):
     """Path of the file relative to the root of its source; the prefix of its record keys."""
     start: int = 0
     stop: int | None = None
-    """Bytes, rows or groups, as the format counts; None is the end of the file."""
-    line: int = 0
+    """`start` and `stop` count bytes, rows or groups, depending on the format; None is the end of the file."""
+    lines_before: int = 0
     """Number of lines or rows before `start`, so that messages can give positions in the whole file."""
 
     @property
@@ -38,7 +38,7 @@ class Piece(NamedTuple):
         return make_printable(str(self.file))
 
 
-def whole_file(file: Path, name: str, source: Source, size: int) -> list[Piece]:
+def list_single_piece(file: Path, name: str, source: Source, size: int) -> list[Piece]:
     """Return the file as one piece, for formats that can only be read from the beginning."""
     return [Piece(file, name)]
 
@@ -51,7 +51,7 @@ class Format:
     suffixes: frozenset[str]
     """In lower case with the dot and any compression: .jsonl, .jsonl.gz."""
     read: Callable[[Piece, Source], Iterator[Record | BadRecord]]
-    list_pieces: Callable[[Path, str, Source, int], list[Piece]] = whole_file
+    list_pieces: Callable[[Path, str, Source, int], list[Piece]] = list_single_piece
     """(file, name, source, size) to pieces of about `size` bytes."""
     is_media: bool = False
     """Whether bad records are skipped by default, up to data.max_bad."""

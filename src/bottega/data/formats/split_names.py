@@ -9,18 +9,20 @@ import os
 import re
 from pathlib import Path
 
-_NAME = re.compile(r"(?:split[-_])?(train|training|val|valid|validation|dev|eval|test)(?=[-_.\d]|$)", re.IGNORECASE)
+_SPLIT_NAME = re.compile(
+    r"(?:split[-_])?(train|training|val|valid|validation|dev|eval|test)(?=[-_.\d]|$)", re.IGNORECASE
+)
 _ALIASES = {"training": "train", "val": "validation", "valid": "validation", "dev": "validation", "eval": "validation"}
 
 
 def group_by_split(files: list[Path]) -> dict[str, list[Path]]:
-    """Return the files of each split; empty unless every file belongs to one and train is among several."""
+    """Return the files of each split; empty unless every file belongs to a split, and there are train and another split."""
     if len(files) < 2:
         return {}
     base = Path(os.path.commonpath([file.parent for file in files]))
     splits: dict[str, list[Path]] = {}
     for file in files:
-        match = _NAME.match(file.relative_to(base).parts[0])
+        match = _SPLIT_NAME.match(file.relative_to(base).parts[0])
         if match is None:
             return {}
         splits.setdefault(normalize_split_name(match[1]), []).append(file)
@@ -28,12 +30,12 @@ def group_by_split(files: list[Path]) -> dict[str, list[Path]]:
 
 
 def find_split_root(files: list[Path], root: Path) -> Path:
-    """Return the folder that names and classes are relative to: the split's own folder where it has one."""
+    """Return the folder that names and classes are relative to: the split's own folder if it has one."""
     base = Path(os.path.commonpath([file.parent for file in files]))
-    below = base.relative_to(root).parts if base.is_relative_to(root) else ()
-    for number, name in enumerate(below):
-        if _NAME.match(name):
-            return root.joinpath(*below[: number + 1])
+    folders_below_root = base.relative_to(root).parts if base.is_relative_to(root) else ()
+    for number, name in enumerate(folders_below_root):
+        if _SPLIT_NAME.match(name):
+            return root.joinpath(*folders_below_root[: number + 1])
     return root
 
 

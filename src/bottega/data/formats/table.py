@@ -16,14 +16,14 @@ from bottega.data.formats.compression import COMPRESSION_SUFFIXES, open_decompre
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.record import ENCODING_HINT, BadRecord, Record, is_utf16
 
-BY_SUFFIX = {".tsv": "\t", ".psv": "|"}
-CANDIDATES = ",\t;|"
-SAMPLE_ROWS = 100
+DELIMITER_BY_SUFFIX = {".tsv": "\t", ".psv": "|"}
+CANDIDATE_DELIMITERS = ",\t;|"
+NUM_SAMPLE_ROWS = 100
 SAMPLE_BYTES = 1 << 20
-SAMPLE_CELL = 1 << 10
-"""Characters of a cell in the sample: enough to tell names, numbers and text apart."""
+MAX_SAMPLE_CELL_LENGTH = 1 << 10
+"""Characters of a cell that are read into the sample: enough to tell names, numbers and text apart."""
 MAX_NAME_LENGTH = 64
-"""Of a column; a first row with a longer cell is data."""
+"""Maximum length of a column name; a first row with a longer cell is data."""
 
 MAX_REREAD_BYTES = 1 << 30
 """Bytes that may be read again after unmatched quotation marks; a hostile file would make that quadratic."""
@@ -62,21 +62,21 @@ def read_with_layout(piece: Piece, layout: Layout) -> Iterator[Record | BadRecor
 
 def detect_layout(file: Path, source: Source) -> Layout:
     """Detect the delimiter, the header and the column names of a table."""
-    delimiter = explicit_delimiter(file, source) or _detect_delimiter(file)
-    sample = _sample(file, delimiter)
+    delimiter = find_explicit_delimiter(file, source) or _detect_delimiter(file)
+    sample = _read_sample(file, delimiter)
     if not sample:
         return Layout(delimiter, [], has_header=False)
     if source.columns is not None:
         names = list(source.columns)
         return Layout(delimiter, names, has_header=[cell.strip() for cell in sample[0]] == names)
-    if _is_data(sample):
-        return Layout(delimiter, _default_names(sample), has_header=False)
+    if _is_first_row_data(sample):
+        return Layout(delimiter, _choose_default_names(sample), has_header=False)
     return Layout(delimiter, parse_header(sample[0], file), has_header=True)
 
 
 def parse_header(header: list[str], file: Path) -> list[str]:
     """Return the column names of a header row; an empty cell is named by its number."""
-    names = [cell.strip() or f"column_{at}" for at, cell in enumerate(header)]
+    names = [cell.strip() or f"column_{index}" for index, cell in enumerate(header)]
     if len(set(names)) < len(names):
         (repeated, _), *_ = Counter(names).most_common(1)
         raise DataError(
@@ -87,54 +87,59 @@ def parse_header(header: list[str], file: Path) -> list[str]:
 
 def read_first_row(file: Path, delimiter: str) -> list[str] | None:
     """Return the cells of the first readable row, long ones truncated; None for an empty table."""
-    return next(iter(_sample(file, delimiter)), None)
+    return next(iter(_read_sample(file, delimiter)), None)
 
 
-def explicit_delimiter(file: Path, source: Source) -> str | None:
+def find_explicit_delimiter(file: Path, source: Source) -> str | None:
     """Return the delimiter given by the recipe or the suffix, or None."""
     if source.delimiter in ("\n", "\r", '"', "\0"):
         raise UsageError(f"delimiter {source.delimiter!r} cannot separate the cells of a row; choose another character")
-    return source.delimiter or BY_SUFFIX.get(_suffix(file))
+    return source.delimiter or DELIMITER_BY_SUFFIX.get(_get_uncompressed_suffix(file))
 
 
-def _suffix(file: Path) -> str:
+def _get_uncompressed_suffix(file: Path) -> str:
     path = Path(file.name.lower())
     return Path(path.stem).suffix if path.suffix in COMPRESSION_SUFFIXES else path.suffix
 
 
 def _detect_delimiter(file: Path) -> str:
-    """Detect the delimiter: the one that splits the first rows into equally many cells, at least two; of several the one with most cells."""
+    """Return the delimiter that splits most of the first rows into as many cells as the first row, at least two.
 
-    def agreement(delimiter: str) -> tuple[float, int]:
-        widths = [len(cells) for cells in _sample(file, delimiter)]
+    If several do so equally well, it is the one with the most cells.
+    """
+
+    def measure_agreement(delimiter: str) -> tuple[float, int]:
+        widths = [len(cells) for cells in _read_sample(file, delimiter)]
         if not widths or widths[0] < 2:
             return 0.0, 0
         return widths.count(widths[0]) / len(widths), widths[0]
 
-    return max(CANDIDATES, key=agreement)
+    return max(CANDIDATE_DELIMITERS, key=measure_agreement)
 
 
-def _sample(file: Path, delimiter: str) -> list[list[str]]:
+def _read_sample(file: Path, delimiter: str) -> list[list[str]]:
     """Return the first readable rows, at least one if there is one."""
     sample: list[list[str]] = []
     with open_decompressed(file) as stream:
         lines = _Lines(stream, file)
         for count, (_, cells) in enumerate(_read_rows(lines, delimiter), start=1):
             if not isinstance(cells, str):
-                sample.append([cell[:SAMPLE_CELL] for cell in cells])
-            if sample and (count >= SAMPLE_ROWS or lines.read >= SAMPLE_BYTES):
+                sample.append([cell[:MAX_SAMPLE_CELL_LENGTH] for cell in cells])
+            if sample and (count >= NUM_SAMPLE_ROWS or lines.num_bytes_read >= SAMPLE_BYTES):
                 break
     return sample
 
 
-def _is_data(sample: list[list[str]]) -> bool:
+def _is_first_row_data(sample: list[list[str]]) -> bool:
     """Return whether the first row is data. Column names are short, distinct, not numbers, and not among the values."""
-    first, rest = sample[0], sample[1:]
-    filled = [cell for cell in first if cell.strip()]
-    if any(_NUMBER.fullmatch(cell) or len(cell) > MAX_NAME_LENGTH for cell in filled) or len(set(filled)) < len(filled):
+    first_row, other_rows = sample[0], sample[1:]
+    nonempty_cells = [cell for cell in first_row if cell.strip()]
+    if any(_NUMBER.fullmatch(cell) or len(cell) > MAX_NAME_LENGTH for cell in nonempty_cells) or len(
+        set(nonempty_cells)
+    ) < len(nonempty_cells):
         return True
-    for at, cell in enumerate(first):
-        column = [row[at] for row in rest if at < len(row)]
+    for index, cell in enumerate(first_row):
+        column = [row[index] for row in other_rows if index < len(row)]
         if cell.strip() and cell in column:
             return True  # positive, negative, positive
         if column and re.search(r"\d", cell) and all(_mask_digits(cell) == _mask_digits(other) for other in column):
@@ -146,15 +151,15 @@ def _mask_digits(cell: str) -> str:
     return re.sub(r"\d+", "0", cell)
 
 
-def _default_names(sample: list[list[str]]) -> list[str]:
+def _choose_default_names(sample: list[list[str]]) -> list[str]:
     width = len(sample[0])
-    numeric = [
-        all(_NUMBER.fullmatch(row[at]) for row in sample if len(row) == width and row[at].strip())
-        for at in range(width)
+    is_numeric = [
+        all(_NUMBER.fullmatch(row[index]) for row in sample if len(row) == width and row[index].strip())
+        for index in range(width)
     ]
-    if width == 2 and sum(numeric) == 1:
-        return ["label", "text"] if numeric[0] else ["text", "label"]
-    return [f"column_{at}" for at in range(width)]
+    if width == 2 and sum(is_numeric) == 1:
+        return ["label", "text"] if is_numeric[0] else ["text", "label"]
+    return [f"column_{index}" for index in range(width)]
 
 
 def _read_rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str] | str]]:
@@ -162,7 +167,9 @@ def _read_rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str] |
 
     After an error reading continues with the next line, so that an unclosed quotation mark costs one row.
     """
-    csv.field_size_limit(compression.LINE_LIMIT)  # of the process; the default of 128 KiB is too small for a document
+    csv.field_size_limit(
+        compression.MAX_LINE_BYTES
+    )  # for the whole process; the default of 128 KiB is too small for a document
     while True:
         # In files separated by tabs or pipes a quotation mark is part of the text.
         if delimiter in "\t|":
@@ -172,15 +179,15 @@ def _read_rows(lines: _Lines, delimiter: str) -> Iterator[tuple[int, list[str] |
         try:
             for cells in reader:
                 if cells:
-                    yield lines.row, cells
-                lines.begin()
+                    yield lines.row_start, cells
+                lines.begin_row()
             return
         except (csv.Error, _BadLine) as error:
-            yield lines.row, _explain(error)
+            yield lines.row_start, _explain_error(error)
             lines.go_back()
 
 
-def _explain(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     text = str(error)
     if text == "unexpected end of data":
         return "a quotation mark is never closed"
@@ -197,30 +204,30 @@ class _BadLine(Exception):
 
 @final
 class _Lines:
-    """The lines of a stream as text, numbered by row, with a way back to the second line of the current row."""
+    """The lines of a stream as text, with the number of the first line of the current row, and a way back to its second line."""
 
     def __init__(self, stream: BinaryIO, file: Path) -> None:
         self._file = file
         self._lines = compression.iter_lines(stream)
-        self._size = self._read_again = 0
-        self.read = 0
-        """Bytes so far."""
-        self._taken: list[bytes] = []
-        self._again: list[bytes] = []
-        self.row = 1
+        self._row_bytes = self._reread_bytes = 0
+        self.num_bytes_read = 0
+        """Bytes read so far, including those read again."""
+        self._row_lines: list[bytes] = []
+        self._returned_lines: list[bytes] = []
+        self.row_start = 1
 
     def __iter__(self) -> _Lines:
         return self
 
     def __next__(self) -> str:
-        raw = self._again.pop() if self._again else next(self._lines)
-        self._taken.append(raw)
-        self._size += len(raw)
-        self.read += len(raw)
-        number = self.row + len(self._taken) - 1
-        if self._size > compression.LINE_LIMIT:
+        raw = self._returned_lines.pop() if self._returned_lines else next(self._lines)
+        self._row_lines.append(raw)
+        self._row_bytes += len(raw)
+        self.num_bytes_read += len(raw)
+        number = self.row_start + len(self._row_lines) - 1
+        if self._row_bytes > compression.MAX_LINE_BYTES:
             raise _BadLine(
-                f"longer than {compression.LINE_LIMIT:,} bytes; look for a quotation mark that is never closed"
+                f"longer than {compression.MAX_LINE_BYTES:,} bytes; look for a quotation mark that is never closed"
             )
         if number == 1 and is_utf16(raw):
             raise _BadLine(f"the file is UTF-16, not UTF-8; {ENCODING_HINT}")
@@ -234,23 +241,23 @@ class _Lines:
             location = f"byte 0x{raw[error.start]:02x} at column {error.start + 1} of line {number}"
             raise _BadLine(f"not UTF-8: {location}; {ENCODING_HINT}") from error
 
-    def begin(self) -> None:
+    def begin_row(self) -> None:
         """Start a new row with the next line."""
-        self.row += len(self._taken)
-        self._size = 0
-        self._taken.clear()
+        self.row_start += len(self._row_lines)
+        self._row_bytes = 0
+        self._row_lines.clear()
 
     def go_back(self) -> None:
         """Go back to the second line of the current row, and start a new row there."""
-        again = self._taken[1:]
-        self._read_again += sum(map(len, again))
-        if self._read_again > MAX_REREAD_BYTES:
+        returned_lines = self._row_lines[1:]
+        self._reread_bytes += sum(map(len, returned_lines))
+        if self._reread_bytes > MAX_REREAD_BYTES:
             raise DataError(
-                f"{self._file}, line {self.row}: too many unmatched quotation marks; set delimiter, or correct the file"
+                f"{self._file}, line {self.row_start}: too many unmatched quotation marks; set delimiter, or correct the file"
             )
-        self._again.extend(reversed(again))
-        self._taken = self._taken[:1]
-        self.begin()
+        self._returned_lines.extend(reversed(returned_lines))
+        self._row_lines = self._row_lines[:1]
+        self.begin_row()
 
 
 FORMAT = Format(

@@ -1,7 +1,7 @@
 """WebDataset: tar archives in which consecutive members of one key are a sample. They are streamed, never extracted.
 
 The headers are parsed here: Python's tarfile is about three times slower, allocates whatever size a PAX header claims, and
-accepts links, devices and two members of one name. Everything that two readers could interpret differently is refused.
+accepts links, devices and two members of one name. Anything that two readers could interpret differently is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.core.errors import DataError
 from bottega.data.formats.compression import open_decompressed
 from bottega.data.formats.reader import Format, Piece
 from bottega.data.records.archive_members import (
-    CHUNK,
+    CHUNK_BYTES,
     MAX_MEMBER_BYTES,
     decode_member,
     find_name_problem,
@@ -29,19 +29,19 @@ from bottega.data.records.archive_members import (
 from bottega.data.records.record import BadRecord, Record, Unreadable, UnsafeContent
 
 MAX_MEMBERS = 4_000_000
-"""ImageNet in one archive has 2.6 million. Hashes of their keys are kept, some 70 bytes each."""
-MAX_EXTENSION = 1 << 16
-"""Bytes of a long name or a PAX header; tarfile has no limit."""
-BLOCK = 512
-END = bytes(BLOCK)
+"""ImageNet in one archive has 2.6 million members. The hashes of all keys are in memory, some 70 bytes each."""
+MAX_EXTENSION_BYTES = 1 << 16
+"""Maximum size of a long name or a PAX header; tarfile has no limit."""
+BLOCK_BYTES = 512
+END_BLOCK = bytes(BLOCK_BYTES)
 TYPE_SUFFIXES = ("npy", "txt")
 
-FILE = frozenset((b"0", b"\0", b"7"))
-FOLDER = b"5"
-NO_BODY = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
-LONG_NAME, LONG_LINK, SPARSE, PAX_GLOBAL, NO_END = b"L", b"K", b"S", b"g", b""
-PAX = frozenset((b"x", b"X", PAX_GLOBAL))
-EXTENSIONS = PAX | {LONG_NAME, LONG_LINK}
+FILE_TYPES = frozenset((b"0", b"\0", b"7"))
+FOLDER_TYPE = b"5"
+TYPES_WITHOUT_BODY = {b"1": "a hard link", b"2": "a symbolic link", b"3": "a device", b"4": "a device", b"6": "a pipe"}
+LONG_NAME, LONG_LINK, SPARSE, PAX_GLOBAL, NO_END_MARK = b"L", b"K", b"S", b"g", b""
+PAX_TYPES = frozenset((b"x", b"X", PAX_GLOBAL))
+EXTENSION_TYPES = PAX_TYPES | {LONG_NAME, LONG_LINK}
 
 
 class Member(NamedTuple):
@@ -51,11 +51,11 @@ class Member(NamedTuple):
     key: str
     field: str
     start: int
-    """Offset of its first header; a long name has extension headers in front."""
+    """Offset of its first header: a long name is stored in extension headers in front of its own."""
     offset: int
     size: int
     problem: str | None
-    data_fingerprint: bytes | None
+    data: bytes | None
     """The content, if it was requested and there is no problem."""
 
 
@@ -71,13 +71,13 @@ class IndexedSample(NamedTuple):
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
-    """Yield the samples of an archive in order. Raises DataError where the rest cannot be located, as in a truncated one."""
+    """Yield the samples of an archive in order. Raises DataError if the rest cannot be located, as in a truncated archive."""
     with open_decompressed(piece.file) as stream:
         try:
             if piece.start:
                 stream.seek(piece.start)
-            for sample in _samples(_members(stream, piece, bodies=True)):
-                yield _record(sample, piece)
+            for sample in _group_samples(_iter_members(stream, piece, reads_bodies=True)):
+                yield _make_record(sample, piece)
             if piece.stop is None:
                 yield from _check_trailing_data(stream, piece)
         except Unreadable as error:
@@ -86,16 +86,16 @@ def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
 
 def index_archive(path: Path) -> list[IndexedSample]:
     """Return the offsets of all samples of an uncompressed archive; only headers are read."""
-    return list(_index(Piece(path, path.name)))
+    return list(_iter_index(Piece(path, path.name)))
 
 
 def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]:
-    """Cut an uncompressed archive between samples. One with any problem stays whole, so that `read` reports it in order."""
+    """Cut an uncompressed archive between samples. An archive with a problem stays one piece: `read` reports it in order."""
     if file.stat().st_size <= size:
         return [Piece(file, name)]
     starts = [0]
     try:
-        for sample in _index(Piece(file, name)):
+        for sample in _iter_index(Piece(file, name)):
             if sample.problem is not None:
                 return [Piece(file, name)]
             if sample.start - starts[-1] >= size:
@@ -105,14 +105,14 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     return [Piece(file, name, start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
 
 
-def _index(piece: Piece) -> Iterator[IndexedSample]:
+def _iter_index(piece: Piece) -> Iterator[IndexedSample]:
     with open_decompressed(piece.file) as stream:
         if not stream.seekable():
             raise DataError(
                 f"{piece.file} is compressed, so its members cannot be read one by one; decompress it to .tar"
             )
         try:
-            for sample in _samples(_members(stream, piece, bodies=False)):
+            for sample in _group_samples(_iter_members(stream, piece, reads_bodies=False)):
                 yield IndexedSample(sample.key, sample.fields, sample.start, sample.problem)
         except Unreadable as error:
             raise DataError(f"{piece.file}: {error}") from error
@@ -121,17 +121,17 @@ def _index(piece: Piece) -> Iterator[IndexedSample]:
 class _Sample:
     """The members of one key: the values of its fields, or their (offset, size)."""
 
-    __slots__ = ("bytes", "fields", "is_unsafe", "key", "problem", "start")
+    __slots__ = ("fields", "is_unsafe", "key", "num_bytes", "problem", "start")
 
     def __init__(self, key: str, start: int) -> None:
         self.key, self.start = key, start
         self.fields: dict[str, Any] = {}
         self.problem: str | None = None
         self.is_unsafe = False
-        self.bytes = 0
+        self.num_bytes = 0
 
 
-def _record(sample: _Sample, piece: Piece) -> Record | BadRecord:
+def _make_record(sample: _Sample, piece: Piece) -> Record | BadRecord:
     key = sample.key if sample.key.isprintable() else ascii(sample.key)[1:-1]
     where = f"{piece.location}, sample {key}"
     if sample.problem is not None:
@@ -154,7 +154,7 @@ def _merge_members(members: dict[str, Any]) -> dict[str, Any]:
     return {**values, **fields} if isinstance(values, dict) else fields
 
 
-def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
+def _group_samples(members: Iterator[Member]) -> Iterator[_Sample]:
     """Group consecutive members of one key."""
     sample: _Sample | None = None
     # Hashes rather than keys of up to a kilobyte: a collision among four million has odds of 1 in 10 million.
@@ -170,8 +170,8 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
                 sample.problem = f"member {member.name!r}: the members of its sample are not consecutive; pack the archive sorted by name"
                 sample.is_unsafe = True
             key_hashes.add(hash(member.key))
-        sample.bytes += member.size
-        problem = member.problem or _add(sample, member)
+        sample.num_bytes += member.size
+        problem = member.problem or _add_member(sample, member)
         sample.is_unsafe |= member.problem is not None
         if problem is not None and sample.problem is None:
             sample.problem = f"member {member.name!r}: {problem}"
@@ -181,56 +181,56 @@ def _samples(members: Iterator[Member]) -> Iterator[_Sample]:
         yield sample
 
 
-def _add(sample: _Sample, member: Member) -> str | None:
-    """Add a member to its sample, or return why it cannot be."""
+def _add_member(sample: _Sample, member: Member) -> str | None:
+    """Add a member to its sample; return the reason if that is not possible, or None."""
     if member.field in sample.fields:
         sample.is_unsafe = True  # an attack on readers that check the first and use the last
         return "a second member of this name"
-    if sample.bytes > MAX_MEMBER_BYTES:
-        return f"makes its sample {sample.bytes} bytes; at most {MAX_MEMBER_BYTES} are allowed"
-    if member.data_fingerprint is None:
+    if sample.num_bytes > MAX_MEMBER_BYTES:
+        return f"makes its sample {sample.num_bytes} bytes; at most {MAX_MEMBER_BYTES} are allowed"
+    if member.data is None:
         sample.fields[member.field] = member.offset, member.size
         return None
     try:
-        sample.fields[member.field] = decode_member(member.field, member.data_fingerprint)
+        sample.fields[member.field] = decode_member(member.field, member.data)
     except Unreadable as error:
         sample.is_unsafe |= isinstance(error, UnsafeContent)
         return str(error)
     return None
 
 
-def _members(stream: BinaryIO, piece: Piece, *, bodies: bool) -> Iterator[Member]:
-    at, stop = piece.start, piece.stop
+def _iter_members(stream: BinaryIO, piece: Piece, *, reads_bodies: bool) -> Iterator[Member]:
+    position, stop = piece.start, piece.stop
     total = os.fstat(stream.fileno()).st_size if stream.seekable() else None
-    while stop is None or at < stop:
-        start = at
-        entry = _entry(stream, start)
+    while stop is None or position < stop:
+        start = position
+        entry = _read_entry(stream, start)
         if entry is None:
             return
-        at, raw, kind, length, problem = entry
-        name = raw.decode(errors="backslashreplace")
-        is_folder = kind == FOLDER or (kind == b"\0" and raw.endswith(b"/"))
-        if is_folder or kind in NO_BODY:
+        position, raw_name, kind, length, problem = entry
+        name = raw_name.decode(errors="backslashreplace")
+        is_folder = kind == FOLDER_TYPE or (kind == b"\0" and raw_name.endswith(b"/"))
+        if is_folder or kind in TYPES_WITHOUT_BODY:
             length = 0
-        after = at + length + -length % BLOCK
-        if total is not None and after > total and kind != NO_END:
+        next_start = position + length + -length % BLOCK_BYTES
+        if total is not None and next_start > total and kind != NO_END_MARK:
             raise Unreadable(f"is truncated: member {name!r} states {length} bytes, more than remain")
         key, field = split_member_name(normalize_path(name))
-        problem = problem or _problem(raw, name, kind, is_folder)
+        problem = problem or _find_problem(raw_name, name, kind, is_folder)
         is_skipped = problem is None and (is_folder or _is_file_manager_note(key))
         if problem is None and not is_skipped and not is_supported_field(field):
             problem = "its suffix is not a supported kind of data"
         if problem is None and length > MAX_MEMBER_BYTES:
             problem = f"has {length} bytes; a sample may have at most {MAX_MEMBER_BYTES}"
-        data = read_up_to(stream, length) if bodies and problem is None and not is_skipped else None
+        data = read_up_to(stream, length) if reads_bodies and problem is None and not is_skipped else None
         if data is not None and len(data) < length:
             raise Unreadable(f"is truncated: it ends within member {name!r}")
         if not is_skipped:
-            yield Member(name, key, field, start, at, length, problem, data)
-        if kind == NO_END:
+            yield Member(name, key, field, start, position, length, problem, data)
+        if kind == NO_END_MARK:
             return
-        _skip(stream, at + len(data or b""), after, name)
-        at = after
+        _skip_to(stream, position + len(data or b""), next_start, name)
+        position = next_start
 
 
 def _is_file_manager_note(key: str) -> bool:
@@ -239,75 +239,85 @@ def _is_file_manager_note(key: str) -> bool:
     return not base or (len(base) > 4 and base.startswith("__") and base.endswith("__"))
 
 
-def _entry(stream: BinaryIO, start: int) -> tuple[int, bytes, bytes, int, str | None] | None:
+def _read_entry(stream: BinaryIO, start: int) -> tuple[int, bytes, bytes, int, str | None] | None:
     """Return (offset of the body, name, type, size, problem) of the entry at `start`; None at the end of the archive."""
     at, name, size, problem = start, None, None, None
     while True:
-        header = stream.read(BLOCK)
-        if header == END or not header:
+        header = stream.read(BLOCK_BYTES)
+        if header == END_BLOCK or not header:
             if at > start or (not header and start == 0):
                 raise Unreadable("is empty" if not at else f"is truncated: it ends after the header at offset {start}")
-            return None if header else (at, b"(end)", NO_END, 0, "the archive has no end mark; it may be truncated")
+            return (
+                None if header else (at, b"(end)", NO_END_MARK, 0, "the archive has no end mark; it may be truncated")
+            )
         kind, length = _parse_header(header, at)
-        at += BLOCK
+        at += BLOCK_BYTES
         if kind == SPARSE:
-            raise Unreadable(f"member {_name(header)!r} is a sparse file; pack it without --sparse")
-        if kind not in EXTENSIONS:
-            return at, _name(header) if name is None else name, kind, length if size is None else size, problem
-        body, at = _extension(stream, length, at)
-        records = {b"path": body.partition(b"\0")[0]} if kind == LONG_NAME else _pax(body, at) if kind in PAX else {}
+            raise Unreadable(f"member {_parse_name(header)!r} is a sparse file; pack it without --sparse")
+        if kind not in EXTENSION_TYPES:
+            return at, _parse_name(header) if name is None else name, kind, length if size is None else size, problem
+        body, at = _read_extension(stream, length, at)
+        records = (
+            {b"path": body.partition(b"\0")[0]}
+            if kind == LONG_NAME
+            else _parse_pax(body, at)
+            if kind in PAX_TYPES
+            else {}
+        )
         if kind == PAX_GLOBAL and records.keys() & {b"path", b"size"}:
             raise Unreadable("has a global PAX header with one name or size for all members")
         if b"path" in records:
             problem = problem if name is None else "has two long names, and readers differ in which one they use"
             name = records[b"path"]
         if b"size" in records:
-            size = _number(records[b"size"], 10, at)
+            size = _parse_number(records[b"size"], 10, at)
         if any(key.startswith(b"GNU.sparse.") for key in records):
             problem = "a sparse file; pack it without --sparse"
 
 
-def _problem(raw: bytes, text: str, kind: bytes, is_folder: bool) -> str | None:
+def _find_problem(raw_name: bytes, name: str, kind: bytes, is_folder: bool) -> str | None:
     try:
-        raw.decode()
+        raw_name.decode()
     except UnicodeDecodeError:
         return "its name is not UTF-8"
-    if kind in NO_BODY:
-        return f"is {NO_BODY[kind]}"
-    if not is_folder and kind not in FILE:
+    if kind in TYPES_WITHOUT_BODY:
+        return f"is {TYPES_WITHOUT_BODY[kind]}"
+    if not is_folder and kind not in FILE_TYPES:
         return f"is of the unknown type {kind!r}"
-    return find_name_problem(text)
+    return find_name_problem(name)
 
 
-def _skip(stream: BinaryIO, at: int, to: int, name: str) -> None:
+def _skip_to(stream: BinaryIO, position: int, target: int, name: str) -> None:
     if stream.seekable():
-        stream.seek(to)
+        stream.seek(target)
         return
-    while at < to:
-        part = stream.read(min(to - at, CHUNK))
+    while position < target:
+        part = stream.read(min(target - position, CHUNK_BYTES))
         if not part:
             raise Unreadable(f"is truncated: it ends within member {name!r}")
-        at += len(part)
+        position += len(part)
 
 
-def _parse_header(header: bytes, at: int) -> tuple[bytes, int]:
+def _parse_header(header: bytes, offset: int) -> tuple[bytes, int]:
     """Return type and size of a header, after checking its checksum. Some old programs summed signed bytes."""
-    if len(header) < BLOCK:
-        raise Unreadable(f"is truncated: it ends within the header at offset {at}")
-    stored = _number(header[148:156].partition(b"\0")[0], 8, at)
+    if len(header) < BLOCK_BYTES:
+        raise Unreadable(f"is truncated: it ends within the header at offset {offset}")
+    stored_checksum = _parse_number(header[148:156].partition(b"\0")[0], 8, offset)
     # The low half of Adler-32 is the sum modulo 65521, which 256 bytes cannot reach: five times as fast as sum().
-    computed = (adler32(header[:256], 0) & 0xFFFF) + (adler32(header[256:], 0) & 0xFFFF) - sum(header[148:156]) + 256
-    if computed != stored:
-        negative = header[:148] + header[156:]
-        if computed - 256 * sum(byte > 127 for byte in negative) != stored:
-            raise Unreadable(f"has no tar header at offset {at}, or a damaged one (its checksum is wrong)")
+    computed_checksum = (
+        (adler32(header[:256], 0) & 0xFFFF) + (adler32(header[256:], 0) & 0xFFFF) - sum(header[148:156]) + 256
+    )
+    if computed_checksum != stored_checksum:
+        summed_bytes = header[:148] + header[156:]
+        if computed_checksum - 256 * sum(byte > 127 for byte in summed_bytes) != stored_checksum:
+            raise Unreadable(f"has no tar header at offset {offset}, or a damaged one (its checksum is wrong)")
     size = header[124:136]
     if size[0] == 0x80:
         return header[156:157], int.from_bytes(size[1:], "big")
-    return header[156:157], _number(size.partition(b"\0")[0], 8, at)
+    return header[156:157], _parse_number(size.partition(b"\0")[0], 8, offset)
 
 
-def _number(digits: bytes, base: int, at: int) -> int:
+def _parse_number(digits: bytes, base: int, at: int) -> int:
     digits = digits.strip()
     if not digits:
         return 0
@@ -319,7 +329,7 @@ def _number(digits: bytes, base: int, at: int) -> int:
         raise Unreadable(f"has no tar header at offset {at}, or a damaged one ({digits!r} is not octal)") from error
 
 
-def _name(header: bytes) -> bytes:
+def _parse_name(header: bytes) -> bytes:
     name = header[:100].partition(b"\0")[0]
     # GNU has times where POSIX has the prefix of a long name.
     if header[257:263] == b"ustar\0" and header[345]:
@@ -327,17 +337,19 @@ def _name(header: bytes) -> bytes:
     return name
 
 
-def _extension(stream: BinaryIO, length: int, at: int) -> tuple[bytes, int]:
-    if length > MAX_EXTENSION:
-        raise Unreadable(f"has a header of {length} bytes at offset {at - BLOCK}; at most {MAX_EXTENSION} are allowed")
-    padded = length + -length % BLOCK
-    body = stream.read(padded)
-    if len(body) < padded:
-        raise Unreadable(f"is truncated: it ends within the header at offset {at - BLOCK}")
-    return body[:length], at + padded
+def _read_extension(stream: BinaryIO, length: int, at: int) -> tuple[bytes, int]:
+    if length > MAX_EXTENSION_BYTES:
+        raise Unreadable(
+            f"has a header of {length} bytes at offset {at - BLOCK_BYTES}; at most {MAX_EXTENSION_BYTES} are allowed"
+        )
+    padded_length = length + -length % BLOCK_BYTES
+    body = stream.read(padded_length)
+    if len(body) < padded_length:
+        raise Unreadable(f"is truncated: it ends within the header at offset {at - BLOCK_BYTES}")
+    return body[:length], at + padded_length
 
 
-def _pax(body: bytes, at: int) -> dict[bytes, bytes]:
+def _parse_pax(body: bytes, at: int) -> dict[bytes, bytes]:
     """Parse lines of `length key=value`, where the length counts the whole line."""
     records: dict[bytes, bytes] = {}
     position = 0
@@ -355,7 +367,7 @@ def _pax(body: bytes, at: int) -> dict[bytes, bytes]:
 
 def _check_trailing_data(stream: BinaryIO, piece: Piece) -> Iterator[BadRecord]:
     """Yield a bad record if anything but zeros follows the end mark; tar itself ignores it silently."""
-    while part := stream.read(CHUNK):
+    while part := stream.read(CHUNK_BYTES):
         if part.count(0) < len(part):
             reason = "further data after the end of the archive; join archives with tar --concatenate"
             yield BadRecord(f"{piece.name}:(end)", piece.location, reason)

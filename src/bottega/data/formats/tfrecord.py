@@ -19,15 +19,15 @@ from bottega.config.data import Source
 from bottega.data.formats import crc32c
 from bottega.data.formats.compression import open_decompressed
 from bottega.data.formats.reader import Format, Piece
-from bottega.data.records.archive_members import CHUNK, MAX_MEMBER_BYTES, read_up_to
+from bottega.data.records.archive_members import CHUNK_BYTES, MAX_MEMBER_BYTES, read_up_to
 from bottega.data.records.record import BadRecord, Record, Unreadable
 
 HEADER = struct.Struct("<QI")  # length of the data, masked CRC of these 8 bytes; the data and their CRC follow
 FLOAT = struct.Struct("<f")
-OVERHEAD = HEADER.size + 4
+OVERHEAD_BYTES = HEADER.size + 4
 HEADERS_PER_BLOCK = 1 << 16
 """Headers whose checksums are computed at once while pieces are cut."""
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
 def is_tfrecord(head: bytes) -> bool:
@@ -37,17 +37,17 @@ def is_tfrecord(head: bytes) -> bool:
             head = zlib.decompressobj(wbits=31).decompress(head, HEADER.size)
         except zlib.error:
             return False
-    return len(head) >= HEADER.size and _is_header(head[: HEADER.size])
+    return len(head) >= HEADER.size and _is_valid_header(head[: HEADER.size])
 
 
-def _is_header(head: bytes) -> bool:
+def _is_valid_header(head: bytes) -> bool:
     length, checksum = HEADER.unpack(head)
     return length <= MAX_MEMBER_BYTES and crc32c.mask_crc(crc32c.crc32c(head[:8])) == checksum
 
 
 def read(piece: Piece, source: Source) -> Iterator[Record | BadRecord]:
     """Yield the examples of the piece, with the byte offset as their location."""
-    number = piece.line
+    number = piece.lines_before
     with open_decompressed(piece.file) as stream:
         if piece.start:
             stream.seek(piece.start)
@@ -71,149 +71,162 @@ def list_pieces(file: Path, name: str, source: Source, size: int) -> list[Piece]
     with open_decompressed(file) as stream:
         if not stream.seekable():
             return single_piece
-        at, count, cuts = 0, 0, [(0, 0)]
-        while at < total:
+        position, count, cuts = 0, 0, [(0, 0)]
+        while position < total:
             heads: list[bytes] = []
             starts: list[int] = []
-            while at < total and len(heads) < HEADERS_PER_BLOCK:
+            while position < total and len(heads) < HEADERS_PER_BLOCK:
                 head = stream.read(HEADER.size)
                 if len(head) < HEADER.size:
                     break
                 heads.append(head)
-                starts.append(at)
-                at += OVERHEAD + int.from_bytes(head[:8], "little")
-                if at >= total:
+                starts.append(position)
+                position += OVERHEAD_BYTES + int.from_bytes(head[:8], "little")
+                if position >= total:
                     break
-                stream.seek(at)
-            good = _good_headers(b"".join(heads), np.arange(len(heads)) * HEADER.size)
-            for start in starts[:good]:
+                stream.seek(position)
+            num_valid = _count_valid_headers(b"".join(heads), np.arange(len(heads)) * HEADER.size)
+            for start in starts[:num_valid]:
                 if start - cuts[-1][0] >= size:
                     cuts.append((start, count))
                 count += 1
-            if good < len(heads) or not heads:
-                break  # records after this cannot be located; reading the last piece reports it
+            if num_valid < len(heads) or not heads:
+                break  # the records after this one cannot be located; reading the last piece reports it
     stops = [start for start, _ in cuts[1:]]
     return [Piece(file, name, start, stop, line) for (start, line), stop in zip(cuts, [*stops, None], strict=True)]
 
 
-def _good_headers(data: bytes, starts: np.ndarray) -> int:
+def _count_valid_headers(data: bytes, starts: np.ndarray) -> int:
     """Return the number of headers at `starts` before the first with a wrong checksum."""
     if not len(starts):
         return 0
     raw = np.frombuffer(data, np.uint8)
-    stored = raw[starts[:, None] + np.arange(8, 12)].view("<u4")[:, 0]
-    wrong = np.flatnonzero(crc32c.mask_crcs(crc32c.crc32c_of_spans(data, starts, starts + 8)) != stored)
-    return int(wrong[0]) if len(wrong) else len(starts)
+    stored_checksums = raw[starts[:, None] + np.arange(8, 12)].view("<u4")[:, 0]
+    wrong_indices = np.flatnonzero(
+        crc32c.mask_crcs(crc32c.crc32c_of_spans(data, starts, starts + 8)) != stored_checksums
+    )
+    return int(wrong_indices[0]) if len(wrong_indices) else len(starts)
 
 
-def _read_records(stream: BinaryIO, at: int, stop: int | None) -> Iterator[tuple[int, bytes, str | None]]:
+def _read_records(stream: BinaryIO, offset: int, stop: int | None) -> Iterator[tuple[int, bytes, str | None]]:
     """Yield (offset, data, problem or None); checksums are computed for thousands of records at a time."""
-    rest, more = b"", b" "
-    while more:
-        more = stream.read(CHUNK if stop is None else min(CHUNK, stop - at - len(rest)))
-        if rest and more:  # a record larger than one chunk
-            more += read_up_to(stream, max(0, _needed(rest + more[: HEADER.size]) - len(rest) - len(more)))
-        buffer = rest + more
-        starts, stops = _spans(buffer)
-        good = _good_headers(buffer, starts)
-        yield from _check_data(buffer, starts[:good], stops[:good], at)
-        done = int(stops[good - 1]) + 4 if good else 0
-        rest, at = buffer[done:], at + done
-        if len(rest) >= HEADER.size and not _is_header(rest[: HEADER.size]):
+    rest, chunk = b"", b" "
+    while chunk:
+        chunk = stream.read(CHUNK_BYTES if stop is None else min(CHUNK_BYTES, stop - offset - len(rest)))
+        if rest and chunk:  # a record larger than one chunk
+            chunk += read_up_to(stream, max(0, _get_record_size(rest + chunk[: HEADER.size]) - len(rest) - len(chunk)))
+        buffer = rest + chunk
+        starts, stops = _find_records(buffer)
+        num_valid = _count_valid_headers(buffer, starts)
+        yield from _check_data(buffer, starts[:num_valid], stops[:num_valid], offset)
+        num_parsed_bytes = int(stops[num_valid - 1]) + 4 if num_valid else 0
+        rest, offset = buffer[num_parsed_bytes:], offset + num_parsed_bytes
+        if len(rest) >= HEADER.size and not _is_valid_header(rest[: HEADER.size]):
             length = int.from_bytes(rest[:8], "little")
             yield (
-                at,
+                offset,
                 b"",
                 f"its length, {length}, is damaged or above {MAX_MEMBER_BYTES}; the records after it cannot be located",
             )
             return
     if rest:
-        yield at, b"", "the file is truncated: it ends within this record"
+        yield offset, b"", "the file is truncated: it ends within this record"
 
 
-def _needed(head: bytes) -> int:
+def _get_record_size(head: bytes) -> int:
     """Return the size of the record that begins here; 0 if its header is incomplete or damaged."""
-    if len(head) < HEADER.size or not _is_header(head[: HEADER.size]):
+    if len(head) < HEADER.size or not _is_valid_header(head[: HEADER.size]):
         return 0
-    return OVERHEAD + int.from_bytes(head[:8], "little")
+    return OVERHEAD_BYTES + int.from_bytes(head[:8], "little")
 
 
-def _spans(buffer: bytes) -> tuple[np.ndarray, np.ndarray]:
-    """Return where the complete records of a buffer begin, and where the data of each end."""
-    starts, at, last = [], 0, len(buffer) - OVERHEAD
-    while at <= last:
-        length = int.from_bytes(buffer[at : at + 8], "little")
-        if at + length > last:
+def _find_records(buffer: bytes) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets at which the complete records of a buffer begin, and those at which their data end."""
+    starts, position, last_start = [], 0, len(buffer) - OVERHEAD_BYTES
+    while position <= last_start:
+        length = int.from_bytes(buffer[position : position + 8], "little")
+        if position + length > last_start:
             break
-        starts.append(at)
-        at += length + OVERHEAD
-    begin = np.array(starts, np.int64)
-    return begin, np.append(begin[1:], at)[: len(begin)] - 4
+        starts.append(position)
+        position += length + OVERHEAD_BYTES
+    start_array = np.array(starts, np.int64)
+    return start_array, np.append(start_array[1:], position)[: len(start_array)] - 4
 
 
 def _check_data(
-    buffer: bytes, starts: np.ndarray, stops: np.ndarray, at: int
+    buffer: bytes, starts: np.ndarray, stops: np.ndarray, offset: int
 ) -> Iterator[tuple[int, bytes, str | None]]:
     if not len(starts):
         return
     raw = np.frombuffer(buffer, np.uint8)
-    stored = raw[stops[:, None] + np.arange(4)].view("<u4")[:, 0]
-    right = crc32c.mask_crcs(crc32c.crc32c_of_spans(raw, starts + HEADER.size, stops)) == stored
-    for start, end, is_right in zip(starts.tolist(), stops.tolist(), right.tolist(), strict=True):
-        problem = None if is_right else "is damaged: its checksum is wrong"
-        yield at + start, buffer[start + HEADER.size : end], problem
+    stored_checksums = raw[stops[:, None] + np.arange(4)].view("<u4")[:, 0]
+    matches = crc32c.mask_crcs(crc32c.crc32c_of_spans(raw, starts + HEADER.size, stops)) == stored_checksums
+    for start, end, is_intact in zip(starts.tolist(), stops.tolist(), matches.tolist(), strict=True):
+        problem = None if is_intact else "is damaged: its checksum is wrong"
+        yield offset + start, buffer[start + HEADER.size : end], problem
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
     """Parse the features of an Example, or the context and the feature lists of a SequenceExample."""
     fields: dict[str, Any] = {}
     try:
-        for number, start, stop in _messages(data, 0, len(data)):
+        for number, start, stop in _iter_messages(data, 0, len(data)):
             if number == 1:
-                fields |= _parse_usual_layout(data, start, stop) or _features(data, start, stop)
+                fields |= _parse_common_layout(data, start, stop) or _parse_features(data, start, stop)
             elif number == 2:
-                for name, low, high in _entries(data, start, stop):
-                    steps = [_feature(data, *step) for n, *step in _messages(data, low, high) if n == 1]
-                    fields[name] = _sequence(steps)
+                for name, low, high in _iter_entries(data, start, stop):
+                    steps = [_parse_feature(data, *step) for n, *step in _iter_messages(data, low, high) if n == 1]
+                    fields[name] = _stack_steps(steps)
     except (IndexError, ValueError) as error:
         raise Unreadable("is not a tf.train.Example: its protocol buffer is damaged or of another type") from error
     return _apply_shapes(fields)
 
 
-def _features(data: bytes, at: int, end: int) -> dict[str, Any]:
-    return {name: _value(_feature(data, low, high)) for name, low, high in _entries(data, at, end)}
+def _parse_features(data: bytes, at: int, end: int) -> dict[str, Any]:
+    return {name: _to_field_value(_parse_feature(data, low, high)) for name, low, high in _iter_entries(data, at, end)}
 
 
-def _parse_usual_layout(data: bytes, at: int, stop: int) -> dict[str, Any]:
-    """Parse features in the layout that all common writers use; empty if any feature differs.
+def _parse_common_layout(data: bytes, at: int, stop: int) -> dict[str, Any]:
+    """Parse features in the layout that all common writers use; return an empty dictionary if any feature differs.
 
-    Ten times as fast as general parsing, which dominates the time of reading small records.
+    This is ten times as fast as general parsing, which dominates the time of reading small records. A tag is the field
+    number times 8 plus the wire type 2: 10 is field 1, 18 is field 2, 26 is field 3.
     """
     fields: dict[str, Any] = {}
     try:
         while at < stop:
-            size, start = (data[at + 1], at + 2) if data[at + 1] < 128 else _varint(data, at + 1)
+            size, start = (data[at + 1], at + 2) if data[at + 1] < 128 else _decode_varint(data, at + 1)
             end = start + size
             length = data[start + 1]
-            middle = start + 2 + length
-            if end > stop or data[at] != 10 or data[start] != 10 or length > 127 or data[middle] != 18:
+            value_tag = start + 2 + length
+            if end > stop or data[at] != 10 or data[start] != 10 or length > 127 or data[value_tag] != 18:
                 return {}
-            size, at = (data[middle + 1], middle + 2) if data[middle + 1] < 128 else _varint(data, middle + 1)
-            inner, first = (data[at + 1], at + 2) if data[at + 1] < 128 else _varint(data, at + 1)
-            if at + size != end or first + inner != end or inner == 0 or data[first] != 10:
+            size, at = (
+                (data[value_tag + 1], value_tag + 2)
+                if data[value_tag + 1] < 128
+                else _decode_varint(data, value_tag + 1)
+            )
+            list_size, list_start = (data[at + 1], at + 2) if data[at + 1] < 128 else _decode_varint(data, at + 1)
+            if at + size != end or list_start + list_size != end or list_size == 0 or data[list_start] != 10:
                 return {}
-            kind = data[at]
-            size, at = (data[first + 1], first + 2) if data[first + 1] < 128 else _varint(data, first + 1)
+            tag = data[at]
+            size, at = (
+                (data[list_start + 1], list_start + 2)
+                if data[list_start + 1] < 128
+                else _decode_varint(data, list_start + 1)
+            )
             if at + size != end:
                 return {}
-            name = data[start + 2 : middle].decode()
-            if kind == 26:
-                fields[name] = data[at] if size == 1 and data[at] < 128 else _scalar_or_array(_numbers(data[at:end]))
-            elif kind == 18:
+            name = data[start + 2 : value_tag].decode()
+            if tag == 26:
+                fields[name] = (
+                    data[at] if size == 1 and data[at] < 128 else _unwrap_scalar(_decode_varints(data[at:end]))
+                )
+            elif tag == 18:
                 floats = data[at:end]
                 fields[name] = FLOAT.unpack(floats)[0] if size == 4 else np.frombuffer(floats, "<f4").copy()
-            elif kind == 10:
-                fields[name] = _text(data[at:end])
+            elif tag == 10:
+                fields[name] = _decode_if_text(data[at:end])
             else:
                 return {}
             at = end
@@ -222,7 +235,7 @@ def _parse_usual_layout(data: bytes, at: int, stop: int) -> dict[str, Any]:
     return fields
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _decode_varint(data: bytes, at: int) -> tuple[int, int]:
     value = data[at]
     at += 1
     if value < 128:
@@ -237,48 +250,51 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError("a number of more than 10 bytes")
 
 
-def _messages(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (field number, start, stop) of the length-delimited fields; others are skipped."""
+def _iter_messages(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (field number, start, stop) of the length-delimited fields; fields of other wire types are skipped."""
     while at < end:
-        tag, at = _varint(data, at)
-        start, at = _field_range(data, at, tag & 7)
+        tag, at = _decode_varint(data, at)
+        start, at = _find_field_range(data, at, tag & 7)
         if at > end:
             raise ValueError("a field longer than its message")
         if tag & 7 == 2:
             yield tag >> 3, start, at
 
 
-def _field_range(data: bytes, at: int, wire: int) -> tuple[int, int]:
-    """Return where the content of a field of a wire type begins and ends."""
-    if wire == 2:
-        length, at = _varint(data, at)
+def _find_field_range(data: bytes, at: int, wire_type: int) -> tuple[int, int]:
+    """Return the offsets at which the content of a field of this wire type begins and ends."""
+    if wire_type == 2:
+        length, at = _decode_varint(data, at)
         return at, at + length
-    if wire == 0:
-        return at, _varint(data, at)[1]
-    if wire not in (1, 5):
+    if wire_type == 0:
+        return at, _decode_varint(data, at)[1]
+    if wire_type not in (1, 5):
         raise ValueError("a group, or not a protocol buffer")
-    return at, at + (8 if wire == 1 else 4)
+    return at, at + (8 if wire_type == 1 else 4)
 
 
-def _entries(data: bytes, at: int, end: int) -> Iterator[tuple[str, int, int]]:
+def _iter_entries(data: bytes, at: int, end: int) -> Iterator[tuple[str, int, int]]:
     """Yield (name, start, stop of the value) of the entries of a map, whose two fields may come in any order."""
-    for number, start, stop in _messages(data, at, end):
+    for number, start, stop in _iter_messages(data, at, end):
         if number != 1:
             continue
         name, low, high = "", stop, stop
-        for part, first, last in _messages(data, start, stop):
-            if part == 1:
+        for entry_field, first, last in _iter_messages(data, start, stop):
+            if entry_field == 1:
                 name = data[first:last].decode()
-            elif part == 2:
+            elif entry_field == 2:
                 low, high = first, last
         yield name, low, high
 
 
-def _feature(data: bytes, at: int, end: int) -> list[bytes] | np.ndarray | None:
-    """Parse bytes_list 1, float_list 2 or int64_list 3; of several kinds the last counts, lists of one kind are joined."""
+def _parse_feature(data: bytes, at: int, end: int) -> list[bytes] | np.ndarray | None:
+    """Parse bytes_list 1, float_list 2 or int64_list 3.
+
+    If there are lists of several kinds, only the last kind counts. Lists of the same kind are joined.
+    """
     kind = 0
     parts: list[tuple[int, int]] = []
-    for number, start, stop in _messages(data, at, end):
+    for number, start, stop in _iter_messages(data, at, end):
         if number in (1, 2, 3):
             if number != kind:
                 kind, parts = number, []
@@ -286,27 +302,27 @@ def _feature(data: bytes, at: int, end: int) -> list[bytes] | np.ndarray | None:
     if kind == 0:
         return None
     if kind == 1:
-        return [data[low:high] for part in parts for number, low, high in _messages(data, *part) if number == 1]
-    lists = [_floats(data, *part) if kind == 2 else _integers(data, *part) for part in parts]
+        return [data[low:high] for part in parts for number, low, high in _iter_messages(data, *part) if number == 1]
+    lists = [_parse_floats(data, *part) if kind == 2 else _parse_integers(data, *part) for part in parts]
     return lists[0] if len(lists) == 1 else np.concatenate(lists)
 
 
-def _floats(data: bytes, at: int, end: int) -> np.ndarray:
-    return np.frombuffer(b"".join(_values(data, at, end, 5)), "<f4").astype(np.float32)
+def _parse_floats(data: bytes, at: int, end: int) -> np.ndarray:
+    return np.frombuffer(b"".join(_iter_packed_values(data, at, end, 5)), "<f4").astype(np.float32)
 
 
-def _integers(data: bytes, at: int, end: int) -> np.ndarray:
-    return _numbers(b"".join(_values(data, at, end, 0)))
+def _parse_integers(data: bytes, at: int, end: int) -> np.ndarray:
+    return _decode_varints(b"".join(_iter_packed_values(data, at, end, 0)))
 
 
-def _numbers(packed: bytes) -> np.ndarray:
+def _decode_varints(packed: bytes) -> np.ndarray:
     """Decode varints to int64: seven bits per byte, lowest first; the last byte of each is below 128."""
     if packed and packed[-1] > 127:
         raise ValueError("a truncated number")
     if len(packed) <= 64:
         values, at = [], 0
         while at < len(packed):
-            value, at = _varint(packed, at)
+            value, at = _decode_varint(packed, at)
             values.append(value & (1 << 64) - 1)
         return np.array(values, np.uint64).view(np.int64)
     raw = np.frombuffer(packed, np.uint8)
@@ -317,53 +333,53 @@ def _numbers(packed: bytes) -> np.ndarray:
         raise ValueError("a number of more than 10 bytes")
     out = np.zeros(len(stops), np.uint64)
     for i in range(int(sizes.max())):
-        longer = sizes > i
-        out[longer] |= (raw[starts[longer] + i] & np.uint8(127)).astype(np.uint64) << np.uint64(7 * i)
+        is_longer = sizes > i
+        out[is_longer] |= (raw[starts[is_longer] + i] & np.uint8(127)).astype(np.uint64) << np.uint64(7 * i)
     return out.view(np.int64)
 
 
-def _values(data: bytes, at: int, end: int, wire: int) -> Iterator[bytes]:
-    """Yield the bytes of the numbers of a list, packed or one by one."""
+def _iter_packed_values(data: bytes, at: int, end: int, wire_type: int) -> Iterator[bytes]:
+    """Yield the encoded numbers of a list, which is packed or has one field per number."""
     while at < end:
-        tag, at = _varint(data, at)
-        start, at = _field_range(data, at, tag & 7)
+        tag, at = _decode_varint(data, at)
+        start, at = _find_field_range(data, at, tag & 7)
         if at > end:
             raise ValueError("a field longer than its message")
-        if tag >> 3 == 1 and tag & 7 in (2, wire):
+        if tag >> 3 == 1 and tag & 7 in (2, wire_type):
             yield data[start:at]
 
 
-def _value(feature: list[bytes] | np.ndarray | None) -> Any:
+def _to_field_value(feature: list[bytes] | np.ndarray | None) -> Any:
     if isinstance(feature, np.ndarray):
-        return _scalar_or_array(feature)
+        return _unwrap_scalar(feature)
     if feature is None:
         return None
-    values = [_text(value) for value in feature]
+    values = [_decode_if_text(value) for value in feature]
     if not all(isinstance(value, str) for value in values):
         values = list(feature)
     return values[0] if len(values) == 1 else values
 
 
-def _scalar_or_array(array: np.ndarray) -> Any:
+def _unwrap_scalar(array: np.ndarray) -> Any:
     return array.item() if len(array) == 1 else array
 
 
-def _text(value: bytes) -> str | bytes:
-    """Return text if the bytes are UTF-8 without control characters: Example has one type for both."""
+def _decode_if_text(value: bytes) -> str | bytes:
+    """Return text if the bytes are UTF-8 without control characters: an Example has one type for text and bytes."""
     try:
         text = value.decode()
     except UnicodeDecodeError:
         return value
-    return value if CONTROL.search(text) else text
+    return value if CONTROL_CHARACTERS.search(text) else text
 
 
-def _sequence(steps: list[list[bytes] | np.ndarray | None]) -> Any:
+def _stack_steps(steps: list[list[bytes] | np.ndarray | None]) -> Any:
     """Return an array (steps, n) if all steps have n numbers, (steps,) if each has one; otherwise a list of values."""
     shapes = {(step.dtype, len(step)) if isinstance(step, np.ndarray) else None for step in steps}
     if len(shapes) == 1 and None not in shapes:
         stacked = np.stack([step for step in steps if isinstance(step, np.ndarray)])
         return stacked[:, 0] if stacked.shape[1] == 1 else stacked
-    return [_value(step) for step in steps]
+    return [_to_field_value(step) for step in steps]
 
 
 def _apply_shapes(fields: dict[str, Any]) -> dict[str, Any]:

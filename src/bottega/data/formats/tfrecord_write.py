@@ -1,7 +1,7 @@
 """Write TFRecord shards of tf.train.Example without TensorFlow.
 
 Example has three types: integers are int64 and other numbers float32; text is bytes in UTF-8. An array of several axes is
-a flat list with its shape beside it, as NAME/shape; a value without a type there, such as a dictionary, is JSON text.
+a flat list with its shape beside it, as NAME/shape; a value of any other type, such as a dictionary, is JSON text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.data.formats.write import OutputShard, encode_json, raise_field_err
 from bottega.data.records.record import Record
 
 # Bytes whose checksums are computed at once.
-PENDING_BYTES = 1 << 20
+MAX_PENDING_BYTES = 1 << 20
 
 
 @final
@@ -35,27 +35,29 @@ class TFRecordShard(OutputShard):
         self._pending.append(data)
         self._pending_bytes += len(data)
         self.size += len(data) + 16
-        if self._pending_bytes >= PENDING_BYTES:
-            self._write()
+        if self._pending_bytes >= MAX_PENDING_BYTES:
+            self._write_pending()
 
     def close(self) -> None:
         if not self._file.closed:
-            self._write()
+            self._write_pending()
             self._file.close()
 
-    def _write(self) -> None:
+    def _write_pending(self) -> None:
         lengths = np.array([len(data) for data in self._pending], "<u8")
-        heads = lengths.tobytes()
+        encoded_lengths = lengths.tobytes()
         starts = np.arange(len(lengths)) * 8
-        of_lengths = crc32c.mask_crcs(crc32c.crc32c_of_spans(heads, starts, starts + 8)).astype("<u4").tobytes()
+        length_checksums = (
+            crc32c.mask_crcs(crc32c.crc32c_of_spans(encoded_lengths, starts, starts + 8)).astype("<u4").tobytes()
+        )
         stops = np.cumsum(lengths.astype(np.int64))
         all_data = b"".join(self._pending)
-        of_data = crc32c.mask_crcs(crc32c.crc32c_of_spans(all_data, stops - lengths.astype(np.int64), stops))
-        tails = of_data.astype("<u4").tobytes()
+        data_checksums = crc32c.mask_crcs(crc32c.crc32c_of_spans(all_data, stops - lengths.astype(np.int64), stops))
+        encoded_checksums = data_checksums.astype("<u4").tobytes()
         for i, data in enumerate(self._pending):
-            self._file.write(heads[8 * i : 8 * i + 8] + of_lengths[4 * i : 4 * i + 4])
+            self._file.write(encoded_lengths[8 * i : 8 * i + 8] + length_checksums[4 * i : 4 * i + 4])
             self._file.write(data)
-            self._file.write(tails[4 * i : 4 * i + 4])
+            self._file.write(encoded_checksums[4 * i : 4 * i + 4])
         self._pending, self._pending_bytes = [], 0
 
 
@@ -64,15 +66,15 @@ def encode_example(record: Record) -> bytes:
     entries = []
     for name, value in record.fields.items():
         try:
-            for field, feature in _features(name, value, record):
-                entries.append(_field(1, _field(1, field.encode()) + _field(2, feature)))
+            for field, feature in _encode_features(name, value, record):
+                entries.append(_encode_field(1, _encode_field(1, field.encode()) + _encode_field(2, feature)))
         except (UnicodeEncodeError, OverflowError) as error:
             raise DataError(f"{record.where}: field {name!r}: {error}") from error
-    return _field(1, b"".join(entries))
+    return _encode_field(1, b"".join(entries))
 
 
-def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
-    """Return the features of a value: one, two with a shape, none for None."""
+def _encode_features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
+    """Return the features of a value: one, two if it has a shape, none for None."""
     if value is None:
         return []
     if isinstance(value, Path):
@@ -85,43 +87,45 @@ def _features(name: str, value: Any, record: Record) -> list[tuple[str, bytes]]:
                 record, name, f"is an array of {value.dtype}; TFRecord can store integers, float32 and bytes"
             )
         has_shape = value.ndim != 1 or value.size == 1
-        shape = [(f"{name}/shape", _list(np.array(value.shape)))] if has_shape else []
-        return [(name, _list(value.reshape(-1))), *shape]
+        shape = [(f"{name}/shape", _encode_array(np.array(value.shape)))] if has_shape else []
+        return [(name, _encode_array(value.reshape(-1))), *shape]
     if isinstance(value, list | tuple):
         value = to_json_value(value)
-        kinds = {type(part) for part in value}
-        if kinds <= {str, bytes}:
-            return [(name, _bytes_list(value))]
-        if kinds <= {int, bool, float}:
-            return [(name, _list(np.array(value, np.float32 if float in kinds else np.int64)))]
+        types = {type(part) for part in value}
+        if types <= {str, bytes}:
+            return [(name, _encode_bytes_list(value))]
+        if types <= {int, bool, float}:
+            return [(name, _encode_array(np.array(value, np.float32 if float in types else np.int64)))]
     elif isinstance(value, str | bytes):
-        return [(name, _bytes_list([value]))]
+        return [(name, _encode_bytes_list([value]))]
     elif isinstance(value, int | float):
-        return [(name, _list(np.array([value], np.float32 if isinstance(value, float) else np.int64)))]
-    return [(name, _bytes_list([encode_json(value, record, name)]))]
+        return [(name, _encode_array(np.array([value], np.float32 if isinstance(value, float) else np.int64)))]
+    return [(name, _encode_bytes_list([encode_json(value, record, name)]))]
 
 
-def _list(values: np.ndarray) -> bytes:
+def _encode_array(values: np.ndarray) -> bytes:
     if values.dtype.kind in "SU":
-        return _bytes_list(values.tolist())
+        return _encode_bytes_list(values.tolist())
     if values.dtype.kind == "f":
         packed, number = values.astype("<f4").tobytes(), 2
     else:
         if values.dtype == np.uint64 and values.max(initial=0) >= 1 << 63:
             raise OverflowError("a number exceeds int64")
-        packed, number = _varints(values.astype(np.int64).view(np.uint64)), 3
-    return _field(number, _field(1, packed) if packed else b"")
+        packed, number = _encode_varints(values.astype(np.int64).view(np.uint64)), 3
+    return _encode_field(number, _encode_field(1, packed) if packed else b"")
 
 
-def _bytes_list(values: list[str | bytes]) -> bytes:
-    return _field(1, b"".join(_field(1, part.encode() if isinstance(part, str) else part) for part in values))
+def _encode_bytes_list(values: list[str | bytes]) -> bytes:
+    return _encode_field(
+        1, b"".join(_encode_field(1, part.encode() if isinstance(part, str) else part) for part in values)
+    )
 
 
-def _field(number: int, data: bytes) -> bytes:
-    return bytes((number << 3 | 2,)) + _varint(len(data)) + data
+def _encode_field(number: int, data: bytes) -> bytes:
+    return bytes((number << 3 | 2,)) + _encode_varint(len(data)) + data
 
 
-def _varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     out = bytearray()
     while value > 127:
         out.append(value & 127 | 128)
@@ -130,7 +134,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _varints(values: np.ndarray) -> bytes:
+def _encode_varints(values: np.ndarray) -> bytes:
     """Encode varints: seven bits per byte, lowest first; all but the last byte of each have the top bit set."""
     sizes = np.ones(len(values), np.int64)
     for i in range(1, 10):
@@ -138,7 +142,9 @@ def _varints(values: np.ndarray) -> bytes:
     stops = np.cumsum(sizes)
     out = np.zeros(int(sizes.sum()), np.uint8)
     for i in range(int(sizes.max(initial=0))):
-        longer = sizes > i
-        low = (values[longer] >> np.uint64(7 * i)).astype(np.uint8) & np.uint8(127)
-        out[stops[longer] - sizes[longer] + i] = low | np.where(sizes[longer] > i + 1, 128, 0).astype(np.uint8)
+        is_longer = sizes > i
+        low_bits = (values[is_longer] >> np.uint64(7 * i)).astype(np.uint8) & np.uint8(127)
+        out[stops[is_longer] - sizes[is_longer] + i] = low_bits | np.where(sizes[is_longer] > i + 1, 128, 0).astype(
+            np.uint8
+        )
     return out.tobytes()

@@ -26,10 +26,10 @@ from bottega.storage.durable import (
     TEMPORARY_PREFIXES,
     flush,
     flush_many,
+    make_temporary_name,
     move_files,
     remove_leftovers,
     scratch_folder,
-    temporary_name,
     write_atomic,
 )
 
@@ -127,41 +127,43 @@ def _read_manifest(folder: Path, to: OutputFormat) -> dict[str, Any]:
         raise UsageError(f"{folder} is a file; give a folder")
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
-        ours = [file for files in manifest["splits"].values() for file in files]
-        if not isinstance(manifest["to"], str) or any(os.path.basename(file) != file for file in ours):
+        listed_files = [file for files in manifest["splits"].values() for file in files]
+        if not isinstance(manifest["to"], str) or any(os.path.basename(file) != file for file in listed_files):
             raise ValueError("unexpected content")
-        allowed = {MANIFEST, *ours}
+        allowed_names = {MANIFEST, *listed_files}
     except FileNotFoundError:
-        allowed = set()
+        allowed_names = set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"cannot read {folder / MANIFEST}: {error}; write to an empty folder") from error
-    other = sorted(
-        name for name in os.listdir(folder) if name not in allowed and not name.startswith(TEMPORARY_PREFIXES)
+    foreign_names = sorted(
+        name for name in os.listdir(folder) if name not in allowed_names and not name.startswith(TEMPORARY_PREFIXES)
     )
-    if other:
-        raise UsageError(f"{folder} contains {other[0]}, which Bottega did not write; write to an empty folder")
+    if foreign_names:
+        raise UsageError(f"{folder} contains {foreign_names[0]}, which Bottega did not write; write to an empty folder")
     if manifest["to"] != to and any(manifest["splits"].values()):
         raise UsageError(f"{folder} already contains {manifest['to']} files; write {to} to another folder")
     return {**manifest, "to": to}
 
 
 def _publish(temporary: Path, folder: Path, manifest: dict[str, Any], split: str) -> None:
-    """Move the shards into place after flushing them. Meanwhile the manifest lists old and new files, in case of a kill."""
+    """Move the shards into place after flushing them. Meanwhile the manifest lists old and new files, in case the
+    process is killed.
+    """
     flush_many(temporary)
-    new = sorted(os.listdir(temporary))
-    old = manifest["splits"].get(split, [])
-    taken = {name for other, files in manifest["splits"].items() if other != split for name in files}
-    if taken & set(new):
+    new_names = sorted(os.listdir(temporary))
+    old_names = manifest["splits"].get(split, [])
+    taken_names = {name for other_split, files in manifest["splits"].items() if other_split != split for name in files}
+    if taken_names & set(new_names):
         raise UsageError(
-            f"{folder} already contains {sorted(taken & set(new))[0]} of another split; write to another folder"
+            f"{folder} already contains {sorted(taken_names & set(new_names))[0]} of another split; write to another folder"
         )
-    _save_manifest(folder, {**manifest, "splits": {**manifest["splits"], split: sorted({*old, *new})}})
-    trash = temporary_name(folder / split, ".trash-")
+    _save_manifest(folder, {**manifest, "splits": {**manifest["splits"], split: sorted({*old_names, *new_names})}})
+    trash = make_temporary_name(folder / split, ".trash-")
     trash.mkdir()
-    move_files([folder / name for name in old if (folder / name).exists()], trash)
-    move_files([temporary / name for name in new], folder)
+    move_files([folder / name for name in old_names if (folder / name).exists()], trash)
+    move_files([temporary / name for name in new_names], folder)
     shutil.rmtree(trash)
-    _save_manifest(folder, {**manifest, "splits": {**manifest["splits"], split: new}})
+    _save_manifest(folder, {**manifest, "splits": {**manifest["splits"], split: new_names}})
     flush(folder)
 
 
@@ -170,7 +172,7 @@ def _save_manifest(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 class UniqueNames:
-    """Record keys as file names of letters, digits, _ and -, unique also on file systems that ignore case."""
+    """Record keys as file names of letters, digits, _ and -, unique even on file systems that ignore case."""
 
     def __init__(self) -> None:
         self._used: set[str] = set()
@@ -192,7 +194,7 @@ def encode_medium(field: str, value: Any, record: Record) -> tuple[str, bytes] |
     """Return (suffix, bytes) of a medium given as encoded bytes or as the Path of a file; None for other values."""
     if isinstance(value, Path):
         if value.stat().st_size > MAX_MEMBER_BYTES:
-            raise DataError(f"{record.where}: {value} has more than {MAX_MEMBER_BYTES} bytes, the most allowed")
+            raise DataError(f"{record.where}: {value} has more than {MAX_MEMBER_BYTES} bytes, the maximum for one file")
         data, suffix = value.read_bytes(), value.suffix[1:].lower()
     elif isinstance(value, bytes | bytearray | memoryview):
         data, suffix = bytes(value), field.rpartition(".")[2].lower()
@@ -227,4 +229,4 @@ def encode_json(value: Any, record: Record, field: str) -> bytes:
 
 def raise_field_error(record: Record, field: str, reason: str) -> NoReturn:
     """Raise DataError for a field of a record."""
-    raise DataError(f"{record.where}: field {field!r}: {reason}")
+    raise DataError(f"{record.where}: field {field!r} {reason}")

@@ -14,7 +14,7 @@ from bottega.data.image.buckets import assign_bucket
 from bottega.data.image.decode import decode_image, detect_image_format, import_pillow
 from bottega.data.image.resize import ResizeMode, resize_image
 from bottega.data.prepare.encoder import Encoder
-from bottega.data.records.fields import list_fields, original_names, read_annotations, read_condition
+from bottega.data.records.fields import get_original_names, list_fields, read_annotations, read_condition
 from bottega.data.records.record import Record, Unreadable
 from bottega.data.tables.shards import BYTES, TEXT, Column
 
@@ -100,7 +100,7 @@ def read_media_field(record: Record, field: str | None, *, names: tuple[str, ...
     if field is None:
         known_names = [name for name in names if name in fields]
         # Members of an archive may have any name; take the only one that can hold the medium.
-        original = original_names(fields)
+        original = get_original_names(fields)
         other_names = (name for name, value in fields.items() if name not in original and _to_media(value) is not None)
         candidates = known_names[:1] or list(other_names)
         if len(candidates) != 1:

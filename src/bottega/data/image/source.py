@@ -12,7 +12,7 @@ from bottega.data.image.augment import Normalisation, augment_images, normalise_
 from bottega.data.image.config import ImageAugmentation
 from bottega.data.image.encoder import ImageEncoder
 from bottega.data.sources.source import Source
-from bottega.data.tables.classes import Classes, Conditions, Kind
+from bottega.data.tables.classes import Classes, ConditionKind, Conditions
 from bottega.data.tables.shards import Table
 
 
@@ -30,7 +30,7 @@ class ImageRows(Source):
         *,
         content: str,
         classes: Classes | None = None,
-        condition: Kind = "none",
+        condition: ConditionKind = "none",
         normalise: Normalisation = "symmetric",
         augmentation: ImageAugmentation | None = None,
         seed: int = 0,

@@ -11,7 +11,7 @@ import numpy as np
 from bottega.config.data import Source
 from bottega.core.errors import DataError
 from bottega.data.formats import find_files
-from bottega.data.records.fields import find_label_field, original_names
+from bottega.data.records.fields import find_label_field, get_original_names
 from bottega.data.records.record import BadRecord, Record, Unreadable
 
 VECTOR_FIELDS = ("x", "inputs", "features", "vector", "array")
@@ -54,7 +54,7 @@ def infer_layout(records: Iterable[Record]) -> Layout | None:
 
 def list_input_fields(fields: Mapping[str, Any], *, excluded: Collection[str | None] = ()) -> list[str]:
     """Return the possible input fields, sorted by name, because some formats (TFRecord) have no order of fields."""
-    original = original_names(fields)
+    original = get_original_names(fields)
     return [name for name in sorted(fields) if name not in excluded and name not in original and not _is_rule(name)]
 
 
@@ -64,7 +64,7 @@ def assign_field_roles(
     """Return the names of the fields that hold all inputs, the label, and the rule; None for each that is missing."""
     label = find_label_field(fields, label_field, exclude=field)
     field = field or next((name for name in VECTOR_FIELDS if fields.get(name) is not None and name != label), None)
-    original = original_names(fields)
+    original = get_original_names(fields)
     rules = [name for name in fields if _is_rule(name) and name not in (field, label) and name not in original]
     if len(rules) > 1:
         raise Unreadable(f"{' and '.join(map(repr, rules))} both contain the index of the correct expert; keep one")

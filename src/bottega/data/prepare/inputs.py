@@ -198,7 +198,7 @@ def find_utf8_files(source: Source) -> SourceFiles:
         raise UsageError(
             f"encoding: {files.root} is {files.kind}, which defines its own text encoding; remove encoding"
         )
-    names = [files.relative_name(file) for file in files.paths]
+    names = [files.get_relative_name(file) for file in files.paths]
     hashes = [f"{content} {name}" for content, name in zip(hash_files(files.paths), names, strict=True)]
     key = hashlib.sha256("\n".join([str(source.encoding), *hashes]).encode(errors="surrogateescape")).hexdigest()[:32]
 

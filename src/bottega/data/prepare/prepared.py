@@ -159,7 +159,9 @@ class PreparationPlan:
             sources = [
                 input.source_files for input in self.inputs if (input.table == name if has_own else input.is_split)
             ]
-            hashes[name] = hashlib.sha256("\n".join(source.content for source in sources).encode()).hexdigest()[:32]
+            hashes[name] = hashlib.sha256("\n".join(source.content_hash for source in sources).encode()).hexdigest()[
+                :32
+            ]
         return hashes
 
     @property

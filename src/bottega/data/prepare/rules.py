@@ -102,7 +102,7 @@ class Rules:
             renamed[self.label] = columns.value(source.label)
         elif by_number and self.label.isdecimal() and self.label not in fields:
             renamed[self.label] = columns.value(self.label)
-        result = RenamedFields({**fields, **renamed}, own=source_names - renamed.keys())
+        result = RenamedFields({**fields, **renamed}, original_names=source_names - renamed.keys())
         if self.class_names:
             name = find_label_field(result, self.label)
             if name is not None:

@@ -23,17 +23,17 @@ import numpy as np
 from bottega.data.records.record import Unreadable, UnsafeContent
 
 MAX_MEMBER_BYTES = 1 << 30
-"""Of one member, sample or record; checked before anything is allocated."""
+"""Maximum size of one member, sample or record; checked before anything is allocated."""
 MAX_RATIO = 1_000
-"""Compression ratio of a zip member. Deflate reaches about 1,000 on zeros."""
+"""Maximum compression ratio of a zip member. Deflate reaches about 1,000 on zeros."""
 ALWAYS_ALLOWED_BYTES = 64 << 20
 """Size a zip member may have whatever its ratio: a few black images compress as well as a bomb."""
 MAX_ZIP_MEMBERS = 10_000
 MAX_JSON_BYTES = 64 << 20
 """A list of small numbers takes twenty times its text in memory."""
 MAX_HEADER_BYTES = 10_000
-"""Of an array file, as in numpy: the header is a literal that is parsed."""
-CHUNK = 1 << 20
+"""Maximum header of an array file, as in numpy: the header is a Python literal that is parsed."""
+CHUNK_BYTES = 1 << 20
 MAX_NAME_BYTES = 1024
 
 # Exceptions of zipfile for damaged files, by experiment: it has no common class for them.
@@ -50,14 +50,14 @@ TEXT_SUFFIXES |= {"csv", "tsv", "jsonl", "srt", "vtt"}
 INTEGER_SUFFIXES = frozenset(["cls", "index", "inx", "id"])
 SUPPORTED_SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | INTEGER_SUFFIXES | {"json", "npy", "npz"}
 
-CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-SIMPLE_TYPE = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,6}")
-WHOLE_NUMBER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
+CONTROL_CHARACTERS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+SIMPLE_DTYPE = re.compile(r"[<>|=]?[A-Za-z?][0-9]{0,6}")
+INTEGER = re.compile(rb"\s*[+-]?[0-9]{1,18}\s*")
 
 
 def find_name_problem(name: str) -> str | None:
     """Return why a member name is unsafe, or None. We never extract members, but others who unpack the archive would."""
-    if CONTROL.search(name):
+    if CONTROL_CHARACTERS.search(name):
         return "its name has a control character"
     if len(name.encode(errors="surrogatepass")) > MAX_NAME_BYTES:
         return f"its name is longer than {MAX_NAME_BYTES} bytes"
@@ -74,7 +74,7 @@ def normalize_path(name: str) -> str:
 
 
 def split_member_name(name: str) -> tuple[str, str]:
-    """Split a member name into key and field: a/0001.seg.png is the field seg.png of a/0001; without a dot it is empty."""
+    """Split a member name into key and field: a/0001.seg.png is the field seg.png of a/0001; without a dot the field is empty."""
     folder, slash, base = name.rpartition("/")
     stem, _, field = base.partition(".")
     return folder + slash + stem, field.lower()
@@ -93,7 +93,7 @@ def decode_member(field: str, data: bytes) -> Any:
     if suffix in TEXT_SUFFIXES:
         return decode_text(data)
     if suffix in INTEGER_SUFFIXES:
-        if not WHOLE_NUMBER.fullmatch(data):
+        if not INTEGER.fullmatch(data):
             raise Unreadable(f"is not an integer: {data[:20]!r}")
         return int(data)
     if suffix == "json":
@@ -121,7 +121,7 @@ def parse_json(data: bytes) -> Any:
     if len(data) > MAX_JSON_BYTES:
         raise Unreadable(f"is JSON of {len(data)} bytes; at most {MAX_JSON_BYTES} are allowed")
     try:
-        value = json.loads(decode_text(data), parse_constant=_no_constant)
+        value = json.loads(decode_text(data), parse_constant=_refuse_constant)
         if b"\\u" in data:
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -131,33 +131,33 @@ def parse_json(data: bytes) -> Any:
         raise Unreadable(f"is not valid JSON: {error}") from error
 
 
-def _no_constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
 
 
 def parse_npy(data: bytes) -> np.ndarray:
     """Parse a .npy file of numbers or text."""
     stream = io.BytesIO(data)
-    dtype, shape, fortran = read_npy_header(stream, len(data))
+    dtype, shape, is_fortran = read_npy_header(stream, len(data))
     flat = np.frombuffer(data, dtype, math.prod(shape), stream.tell())
-    return flat.reshape(shape, order="F" if fortran else "C").copy()
+    return flat.reshape(shape, order="F" if is_fortran else "C").copy()
 
 
 def read_npy_header(stream: BinaryIO, size: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
-    """Return dtype, shape and whether the order is Fortran's, of the .npy file at the stream's position.
+    """Return the dtype, the shape, and whether the order is Fortran's, of the .npy file at the stream's position.
 
     The stream is left at the first value. `size` is the number of bytes to the end, which must match the header: numpy's
     own reader allocates whatever a header claims, and retries headers of Python 2 with warnings and errors of its own.
     """
     head = stream.read(8)
-    count = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}.get(head[6:8], 0)
-    length = int.from_bytes(stream.read(count), "little")
+    length_bytes = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}.get(head[6:8], 0)
+    length = int.from_bytes(stream.read(length_bytes), "little")
     if head[:6] != b"\x93NUMPY" or not 0 < length <= MAX_HEADER_BYTES:
         raise Unreadable("is not an array file, or one of an unknown version")
     try:
-        fields = ast.literal_eval(stream.read(length).decode("latin-1" if count == 2 else "utf-8").strip())
-        shape, fortran, descr = fields["shape"], bool(fields["fortran_order"]), fields["descr"]
-        dtype = np.dtype(descr) if isinstance(descr, str) and SIMPLE_TYPE.fullmatch(descr) else None
+        fields = ast.literal_eval(stream.read(length).decode("latin-1" if length_bytes == 2 else "utf-8").strip())
+        shape, is_fortran, descr = fields["shape"], bool(fields["fortran_order"]), fields["descr"]
+        dtype = np.dtype(descr) if isinstance(descr, str) and SIMPLE_DTYPE.fullmatch(descr) else None
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
         raise Unreadable("is not an array file: its header is damaged") from error
     if dtype is not None and dtype.hasobject:
@@ -166,12 +166,12 @@ def read_npy_header(stream: BinaryIO, size: int) -> tuple[np.dtype[Any], tuple[i
         raise Unreadable(f"is an array of {str(descr)[:40]}; only numbers and text are supported")
     if not isinstance(shape, tuple) or not all(type(axis) is int and axis >= 0 for axis in shape):
         raise Unreadable("is not an array file: its shape is damaged")
-    needed, available = dtype.itemsize * math.prod(shape), size - (8 + count + length)
-    if dtype.itemsize == 0 or needed != available:
+    needed_bytes, available_bytes = dtype.itemsize * math.prod(shape), size - (8 + length_bytes + length)
+    if dtype.itemsize == 0 or needed_bytes != available_bytes:
         raise Unreadable(
-            f"is damaged: its header states {dtype} of shape {shape}, {needed} bytes, but it has {available}"
+            f"is damaged: its header states {dtype} of shape {shape}, {needed_bytes} bytes, but it has {available_bytes}"
         )
-    return dtype, shape, fortran
+    return dtype, shape, is_fortran
 
 
 def parse_npz(data: bytes) -> dict[str, np.ndarray]:
@@ -207,7 +207,7 @@ def list_zipped_arrays(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     infos = archive.infolist()
     names = [info.filename for info in infos]
     if len(infos) > MAX_ZIP_MEMBERS or len(set(names)) < len(names):
-        raise Unreadable(f"has more than {MAX_ZIP_MEMBERS} members, or two of one name")
+        raise Unreadable(f"has more than {MAX_ZIP_MEMBERS} members, or two with the same name")
     for info in infos:
         problem = find_name_problem(info.filename)
         if problem is None and not info.filename.endswith(".npy"):
@@ -215,13 +215,13 @@ def list_zipped_arrays(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
         if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             problem = "is encrypted or compressed by an unusual method; save it with numpy.savez_compressed"
         if info.file_size > max(ALWAYS_ALLOWED_BYTES, MAX_RATIO * info.compress_size):
-            problem = f"{info.compress_size} bytes that decompress to {info.file_size}: a zip bomb"
+            problem = f"has {info.compress_size} bytes that decompress to {info.file_size}, like a zip bomb"
         if problem is not None:
             raise Unreadable(f"member {info.filename!r}: {problem}")
     return infos
 
 
-SIGNATURES = (
+MEDIA_SIGNATURES = (
     (b"\x89PNG\r\n\x1a\n", "png"),
     (b"\xff\xd8\xff", "jpg"),
     (b"GIF8", "gif"),
@@ -233,24 +233,24 @@ SIGNATURES = (
     (b"II*\0", "tif"),
     (b"MM\0*", "tif"),
 )
-RIFF = {b"WAVE": "wav", b"WEBP": "webp", b"AVI ": "avi"}
+RIFF_SUFFIXES = {b"WAVE": "wav", b"WEBP": "webp", b"AVI ": "avi"}
 
 
 def detect_media_suffix(data: bytes) -> str | None:
     """Return the file suffix of encoded media by their first bytes, or None."""
     if data[:4] == b"RIFF":
-        return RIFF.get(data[8:12])
+        return RIFF_SUFFIXES.get(data[8:12])
     if data[4:8] == b"ftyp":
         return {b"M4A ": "m4a", b"qt  ": "mov"}.get(data[8:12], "mp4")
-    return next((suffix for start, suffix in SIGNATURES if data.startswith(start)), None)
+    return next((suffix for start, suffix in MEDIA_SIGNATURES if data.startswith(start)), None)
 
 
 def read_up_to(stream: BinaryIO, size: int) -> bytes:
     """Read `size` bytes, or fewer at the end. Memory grows with the data, not with the size that a header claims."""
-    if size <= CHUNK:
+    if size <= CHUNK_BYTES:
         return stream.read(size)
     parts = []
-    while size and (part := stream.read(min(size, CHUNK))):
+    while size and (part := stream.read(min(size, CHUNK_BYTES))):
         parts.append(part)
         size -= len(part)
     return b"".join(parts)

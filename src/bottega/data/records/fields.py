@@ -1,7 +1,7 @@
 """Label, caption, text and condition of a record: the usual field names, and values in one form for all media.
 
-A stratified split reads the label with the same function as the encoder that stores it; with separate lists they once
-disagreed, and a rare class had no row in validation.
+A stratified split reads the label with the same function as the encoder that stores it; when each had its own list
+of names, they disagreed, and a rare class had no row in validation.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ HAS_NEXT_PIECE = "\0goes on"
 
 
 class RenamedFields(dict[str, Any]):
-    """Fields of which some are present under two names: ours, and their original names in `own`.
+    """Fields, some of which are present under two names: ours, and their original name, listed in `original_names`.
 
-    Both can be looked up. Code that iterates over all fields, or searches for a usual name, skips `own`, so that no
-    value is used twice.
+    Both can be looked up. Code that iterates over all fields, or searches for a usual name, skips `original_names`, so
+    that no value is used twice.
     """
 
-    def __init__(self, fields: Mapping[str, Any], *, own: Iterable[str]) -> None:
+    def __init__(self, fields: Mapping[str, Any], *, original_names: Iterable[str]) -> None:
         super().__init__(fields)
-        self.own = frozenset(own)
+        self.original_names = frozenset(original_names)
 
 
-def original_names(fields: Mapping[str, Any]) -> frozenset[str]:
+def get_original_names(fields: Mapping[str, Any]) -> frozenset[str]:
     """Return the original names of renamed fields, which iteration over fields must skip."""
-    return fields.own if isinstance(fields, RenamedFields) else frozenset()
+    return fields.original_names if isinstance(fields, RenamedFields) else frozenset()
 
 
 def find_field(fields: Mapping[str, Any], names: tuple[str, ...], *, exclude: str | None = None) -> str | None:
     """Return the first of `names` that is a field, or None.
 
-    An empty field counts too: otherwise a row without a class would take it from another column than its neighbours.
+    An empty field counts too: otherwise a row without a class would take its class from another column than its neighbours.
     """
-    own = original_names(fields)
-    return next((name for name in names if name in fields and name != exclude and name not in own), None)
+    originals = get_original_names(fields)
+    return next((name for name in names if name in fields and name != exclude and name not in originals), None)
 
 
 def find_label_field(fields: Mapping[str, Any], field: str | None, *, exclude: str | None = None) -> str | None:

@@ -20,7 +20,7 @@ from bottega.data.sources.take import Take
 
 @final
 class Concat(Source):
-    """Sources end to end. One with repeat k occurs k times, each as an epoch of its own, so that augmentation differs."""
+    """Sources end to end. A source with repeat k occurs k times, each time as another epoch, so that augmentation differs."""
 
     def __init__(
         self,
@@ -53,20 +53,24 @@ class Concat(Source):
         return int(self._ends[-1])
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        part = np.searchsorted(self._ends, index, side="right")
-        first = int(part[0]) if len(part) else 0
-        if (part == first).all():
-            return self._rows(first, index, epoch)
-        positions = {int(i): np.flatnonzero(part == i) for i in np.unique(part)}
-        return self._merge({i: (at, self._rows(i, index[at], epoch[at])) for i, at in positions.items()}, len(index))
+        source_index = np.searchsorted(self._ends, index, side="right")
+        first_source = int(source_index[0]) if len(source_index) else 0
+        if (source_index == first_source).all():
+            return self._read_rows(first_source, index, epoch)
+        positions = {int(i): np.flatnonzero(source_index == i) for i in np.unique(source_index)}
+        return self._merge(
+            {i: (at, self._read_rows(i, index[at], epoch[at])) for i, at in positions.items()}, len(index)
+        )
 
-    def _rows(self, part: int, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
-        return self.sources[part].rows(*self._local(part, index, epoch))
+    def _read_rows(self, source_index: int, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
+        return self.sources[source_index].rows(*self._to_local(source_index, index, epoch))
 
-    def _local(self, part: int, index: Any, epoch: Any) -> tuple[Any, Any]:
-        """Return the index within the source, and its epoch, counting repeats."""
-        copy, local = np.divmod(index - (int(self._ends[part - 1]) if part else 0), len(self.sources[part]))
-        return local, epoch * self.repeats[part] + copy
+    def _to_local(self, source_index: int, index: Any, epoch: Any) -> tuple[Any, Any]:
+        """Return the index within the source, and the epoch of the source: each repeat counts as an epoch."""
+        repeat, local = np.divmod(
+            index - (int(self._ends[source_index - 1]) if source_index else 0), len(self.sources[source_index])
+        )
+        return local, epoch * self.repeats[source_index] + repeat
 
     def check(self) -> None:
         """Join one sample of each source, so that incompatible sources are reported before the first step."""
@@ -77,26 +81,26 @@ class Concat(Source):
         for name in self.padding_values:
             width = max(rows[name].shape[1] for _, rows in parts.values())
             for part, (_, rows) in parts.items():
-                filling = self.sources[part].padding_values
-                if name in filling:
-                    rows[name] = _pad(rows[name], width, filling[name])
-        (leader, (_, model)), *others = parts.items()
-        for other, (_, rows) in others:
-            for name in sorted(model.keys() ^ rows.keys()):
-                with_it, without = (leader, other) if name in model else (other, leader)
+                padding_values = self.sources[part].padding_values
+                if name in padding_values:
+                    rows[name] = _pad(rows[name], width, padding_values[name])
+        (reference_index, (_, reference)), *others = parts.items()
+        for index, (_, rows) in others:
+            for name in sorted(reference.keys() ^ rows.keys()):
+                owner, lacking = (reference_index, index) if name in reference else (index, reference_index)
                 raise DataError(
-                    f"{self.names[with_it]} has the field {name!r}, but {self.names[without]} does not; give all sources "
+                    f"{self.names[owner]} has the field {name!r}, but {self.names[lacking]} does not; give all sources "
                     "the same fields"
                 )
             for name, value in rows.items():
-                ours, theirs = _describe_form(model[name]), _describe_form(value)
-                if ours != theirs:
+                reference_form, form = _describe_form(reference[name]), _describe_form(value)
+                if reference_form != form:
                     raise DataError(
-                        f"{name!r} is {ours} in {self.names[leader]} and {theirs} in {self.names[other]}; give the "
+                        f"{name!r} is {reference_form} in {self.names[reference_index]} and {form} in {self.names[index]}; give the "
                         "sources the same shapes and types"
                     )
         merged: dict[str, Any] = {}
-        for name, value in model.items():
+        for name, value in reference.items():
             if np.ndim(value) == 0:
                 merged[name] = value
                 continue
@@ -115,9 +119,9 @@ class Concat(Source):
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        part = int(np.searchsorted(self._ends, index, side="right"))
-        local, own = self._local(part, index, epoch)
-        return f"{self.names[part]}: {self.sources[part].describe(int(local), int(own))}"
+        source_index = int(np.searchsorted(self._ends, index, side="right"))
+        local, local_epoch = self._to_local(source_index, index, epoch)
+        return f"{self.names[source_index]}: {self.sources[source_index].describe(int(local), int(local_epoch))}"
 
 
 def _pad(array: np.ndarray, width: int, value: int) -> np.ndarray:
@@ -134,7 +138,7 @@ def _describe_form(value: Any) -> str:
     return f"{array.dtype} {list(array.shape[1:])}"
 
 
-def mixture_weights(
+def compute_mixture_weights(
     sizes: Sequence[int],
     mixture: str | None,
     weights: Sequence[float | None],
@@ -166,8 +170,8 @@ def combine_sources(
     """
     options = [option for _, option in parts]
     # Weights or a temperature imply their mixture.
-    weighted = any(option.weight is not None for option in options)
-    mixture = data.mixture or ("weighted" if weighted else "temperature" if data.temperature is not None else None)
+    has_weights = any(option.weight is not None for option in options)
+    mixture = data.mixture or ("weighted" if has_weights else "temperature" if data.temperature is not None else None)
     if mixture != "weighted":
         for i, option in enumerate(options):
             if option.weight is not None:
@@ -177,25 +181,29 @@ def combine_sources(
                 )
     limits = [option.limit for option in options]
     repeats = [option.repeat or 1 for option in options]
-    plain = Concat([source for source, _ in parts], repeats=repeats, limits=limits, names=_list_names(data, options))
+    concatenated = Concat(
+        [source for source, _ in parts], repeats=repeats, limits=limits, names=_list_names(data, options)
+    )
     if mixture == "sequence":
-        return _sequence(plain, data, seed)
-    by_source = mixture_weights(plain.sizes, mixture, [option.weight for option in options], data.temperature)
-    if replay is None and (by_source is None or len(parts) == 1):
-        combined = plain.sources[0] if len(parts) == 1 and repeats == [1] else plain
-        _check(plain)
+        return _order_in_sequence(concatenated, data, seed)
+    source_weights = compute_mixture_weights(
+        concatenated.sizes, mixture, [option.weight for option in options], data.temperature
+    )
+    if replay is None and (source_weights is None or len(parts) == 1):
+        combined = concatenated.sources[0] if len(parts) == 1 and repeats == [1] else concatenated
+        _check_compatible(concatenated)
         return (combined if data.limit is None else Take(combined, data.limit)), None
-    return _mix(plain, by_source, data, replay, seed)
+    return _mix_sources(concatenated, source_weights, data, replay, seed)
 
 
-def _mix(
-    plain: Concat, by_source: list[float] | None, data: Data, replay: Source | None, seed: int
+def _mix_sources(
+    concatenated: Concat, source_weights: list[float] | None, data: Data, replay: Source | None, seed: int
 ) -> tuple[Source, Order]:
-    weights = list(by_source or [1.0])
-    sources, repeats, names = list(plain.sources), list(plain.repeats), list(plain.names)
-    if by_source is None and data.limit is not None:
-        # Together they are one component of the mixture, so the limit is on all of them.
-        sources, repeats, names = [Take(plain, data.limit)], [1], ["data"]
+    weights = list(source_weights or [1.0])
+    sources, repeats, names = list(concatenated.sources), list(concatenated.repeats), list(concatenated.names)
+    if source_weights is None and data.limit is not None:
+        # All sources together are one component of the mixture, so the limit applies to all of them.
+        sources, repeats, names = [Take(concatenated, data.limit)], [1], ["data"]
     if replay is not None:
         assert data.replay is not None, "replay data comes from data.replay"
         weights = [weight * (1 - data.replay.share) for weight in weights] + [data.replay.share]
@@ -203,27 +211,29 @@ def _mix(
     limits: list[int | None] = [None] * len(sources)
     if replay is not None and data.replay is not None:
         limits[-1] = data.replay.limit
-    if by_source is not None and data.limit is not None:
+    if source_weights is not None and data.limit is not None:
         # A trial run with data.limit samples takes them from each source by weight.
-        limits[: len(plain.sources)] = [max(1, round(data.limit * weight)) for weight in by_source]
+        limits[: len(concatenated.sources)] = [max(1, round(data.limit * weight)) for weight in source_weights]
     combined = Concat(sources, repeats=repeats, limits=limits, names=names)
-    _check(combined)
+    _check_compatible(combined)
     sizes = combined.sizes
-    if by_source is None:
+    if source_weights is None:
         sizes = [sum(sizes[:-1]), sizes[-1]]
     return combined, Mixture(tuple(sizes), tuple(weights), seed=seed)
 
 
-def _sequence(plain: Concat, data: Data, seed: int) -> tuple[Source, Order]:
+def _order_in_sequence(concatenated: Concat, data: Data, seed: int) -> tuple[Source, Order]:
     if data.limit is not None:
         # A trial run with data.limit samples goes through all sources rather than the first one only.
-        limits = [max(1, round(data.limit * size / len(plain))) for size in plain.sizes]
-        plain = Concat(plain.sources, repeats=plain.repeats, limits=limits, names=plain.names)
-    _check(plain)
-    return plain, Sequential(tuple(plain.sizes), seed=seed)
+        limits = [max(1, round(data.limit * size / len(concatenated))) for size in concatenated.sizes]
+        concatenated = Concat(
+            concatenated.sources, repeats=concatenated.repeats, limits=limits, names=concatenated.names
+        )
+    _check_compatible(concatenated)
+    return concatenated, Sequential(tuple(concatenated.sizes), seed=seed)
 
 
-def _check(source: Concat) -> None:
+def _check_compatible(source: Concat) -> None:
     if len(source.sources) > 1:
         source.check()
 

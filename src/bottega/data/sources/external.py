@@ -21,9 +21,9 @@ class ExternalData:
 
     source: Source
     table: str = "train"
-    """The split to evaluate; `train` is all of it if nothing is held out."""
+    """The split to evaluate; `train` is the whole source if nothing is held out."""
     held_out: HeldOut | None = None
-    """The fraction of it that makes up `table`."""
+    """The fraction of the source that makes up `table`."""
     split: Splitting | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of the data section for reading rows, such as label_field."""
@@ -33,14 +33,16 @@ class ExternalData:
         """Path of the source, or its kind if it has none."""
         return self.source.path or self.source.kind
 
-    def replace_in(self, own: D) -> D:
+    def replace_in(self, run_data: D) -> D:
         """Return the data section of a run with this data in place of its own."""
-        changes: dict[str, Any] = {**dict.fromkeys(OWN_DATA_KEYS), "train": self._merged(own), **self.fields}
+        changes: dict[str, Any] = {**dict.fromkeys(OWN_DATA_KEYS), "train": self._merge_source(run_data), **self.fields}
         if self.held_out is not None or self.split is not None:
             changes |= {"split": self.split, self.table: self.held_out}
-        return own.model_copy(update={key: value for key, value in changes.items() if key in type(own).model_fields})
+        return run_data.model_copy(
+            update={key: value for key, value in changes.items() if key in type(run_data).model_fields}
+        )
 
-    def _merged(self, own: Data) -> Source:
-        base = own.sources[0] if own.sources else own.train
+    def _merge_source(self, run_data: Data) -> Source:
+        base = run_data.sources[0] if run_data.sources else run_data.train
         changes = {name: getattr(self.source, name) for name in self.source.model_fields_set}
         return base.model_copy(update={**dict.fromkeys(OWN_SOURCE_KEYS), "kind": "auto", **changes})

@@ -21,10 +21,10 @@ from bottega.data.tables.cache import default_cache, get_or_build
 from bottega.data.tables.shards import Column, ShardWriter, Table
 from bottega.data.video.source import VideoRows
 
-FIELD = "latent"
+LATENT_FIELD = "latent"
 # Part of the cache key: raised when the same inputs would give other files.
-FORMAT = 1
-CHUNK = 64
+FORMAT_VERSION = 1
+BATCH_SIZE = 64
 
 MediaRows = ImageRows | AudioRows | VideoRows
 EncodeFunction = Callable[[np.ndarray], np.ndarray]
@@ -52,7 +52,10 @@ class LatentRows(Source):
 
     def rows(self, index: np.ndarray, epoch: np.ndarray) -> dict[str, Any]:
         conditions = self.source.conditions
-        return {FIELD: self.latents.gather(FIELD, index), **(conditions.rows(index) if conditions is not None else {})}
+        return {
+            LATENT_FIELD: self.latents.gather(LATENT_FIELD, index),
+            **(conditions.rows(index) if conditions is not None else {}),
+        }
 
     @property
     def fingerprint(self) -> str:
@@ -60,31 +63,34 @@ class LatentRows(Source):
         return hashlib.sha256(f"{self.source.fingerprint} {self.latents.folder.name}".encode()).hexdigest()
 
     def describe(self, index: int, epoch: int) -> str:
-        sides = " x ".join(map(str, self.latents.columns[FIELD].shape[:-1]))
+        sides = " x ".join(map(str, self.latents.columns[LATENT_FIELD].shape[:-1]))
         return f"{self.source.describe(index, epoch)}\nas precomputed latents of {sides}"
 
 
 def compute_latents(
     samples: Source,
-    key: str,
+    field: str,
     *,
-    content: str,
+    model_hash: str,
     shape: tuple[int, ...],
     encode: EncodeFunction,
     progress: Callable[[str, int, int], None],
     cache: Path | None = None,
 ) -> Table:
-    """Return the latents of all samples, computed once; `content` is the hash of the autoencoder, `shape` that of a latent."""
-    inputs = ("latents", FORMAT, samples.fingerprint, key, content, shape)
+    """Return the latents of all samples, computed once; `model_hash` is the hash of the autoencoder, `shape` the shape of a latent.
+
+    `field` is the field of the samples that is encoded.
+    """
+    inputs = ("latents", FORMAT_VERSION, samples.fingerprint, field, model_hash, shape)
     name = hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
     column = Column("<f4", (*shape[:-1], 2 * shape[-1]))
 
     def build(folder: Path) -> None:
-        with ShardWriter(folder, {FIELD: column}) as writer:
-            for start in range(0, len(samples), CHUNK):
-                index = np.arange(start, min(start + CHUNK, len(samples)))
-                for row in encode(samples.rows(index, np.zeros_like(index))[key]):
-                    writer.add({FIELD: row})
+        with ShardWriter(folder, {LATENT_FIELD: column}) as writer:
+            for start in range(0, len(samples), BATCH_SIZE):
+                index = np.arange(start, min(start + BATCH_SIZE, len(samples)))
+                for row in encode(samples.rows(index, np.zeros_like(index))[field]):
+                    writer.add({LATENT_FIELD: row})
                 progress("latents", int(index[-1]) + 1, len(samples))
 
     return Table(get_or_build(cache or default_cache(), name, build))

@@ -12,9 +12,9 @@ from bottega.data.sources.take import Take
 
 
 def read_per_sample(source: Source, read: Callable[[Source], np.ndarray | None]) -> np.ndarray | None:
-    """Return `read(source)` (n,) for each innermost source, taken and joined like the samples; None if any has none.
+    """Return `read(source)` (n,) for each innermost source, taken and joined like the samples; None if it is None for any of them.
 
-    A source that presents another one in a different form, such as audio as spectrograms, has the values of that.
+    A source that presents another one in a different form, such as audio as spectrograms, has the values of the source it presents.
     """
     if isinstance(source, Take):
         inner = read_per_sample(source.source, read)

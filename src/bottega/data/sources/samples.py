@@ -36,7 +36,7 @@ def open_media_source(
     )
     rows = prepared.table(table)
     classes = prepared.classes if classes is None else classes
-    common: dict[str, Any] = {
+    common_options: dict[str, Any] = {
         "content": f"{prepared.fingerprint} {table}",
         "augmentation": augmentation,
         "seed": recipe.seed,
@@ -46,9 +46,9 @@ def open_media_source(
 
         texts = read_text_column(rows, "label") if len(classes) else [""]
         labels = classes.ids(texts, keys=read_text_column(rows, "key")) if "" not in texts else None
-        # Only for evaluation.
+        # The Bayes accuracy is used in evaluation only.
         bayes = rows.values(BAYES) if BAYES in rows.columns and not is_training else None
-        return VectorRows(rows, labels=labels, rules=read_rules(rows), bayes=bayes, **common)
+        return VectorRows(rows, labels=labels, rules=read_rules(rows), bayes=bayes, **common_options)
     assert isinstance(recipe.data, MediaData), "text is opened elsewhere"
     condition: Any = getattr(recipe.model, "condition", "none")
     if isinstance(data, AudioData):
@@ -61,9 +61,14 @@ def open_media_source(
             crop=data.crop,
             train=is_training,
             conditions=Conditions(rows, condition, classes=classes),
-            **common,
+            **common_options,
         )
-    options: dict[str, Any] = {"classes": classes, "condition": condition, "normalise": data.normalise, **common}
+    options: dict[str, Any] = {
+        "classes": classes,
+        "condition": condition,
+        "normalise": data.normalise,
+        **common_options,
+    }
     if isinstance(data, VideoData):
         from bottega.data.video.source import VideoRows
 
@@ -114,11 +119,11 @@ def load_image_encoder(prepared: PreparedData) -> ImageEncoder:
     fields = prepared.metadata["encoder"]
     # JSON turned tuples into lists.
     size, buckets = fields["size"], fields["buckets"]
-    tuples = {
+    tuple_fields = {
         "size": tuple(size) if size is not None else None,
         "buckets": tuple(map(tuple, buckets)) if buckets is not None else None,
     }
-    return ImageEncoder(**{**fields, **tuples})
+    return ImageEncoder(**{**fields, **tuple_fields})
 
 
 def decode_image(prepared: PreparedData, row: dict[str, Any]) -> np.ndarray:

@@ -28,7 +28,7 @@ class Source(ABC):
 
     @property
     def padding_values(self) -> Mapping[str, int]:
-        """Padding value of each field (n, T, ...) whose T is that of the longest row, for joining batches of several sources."""
+        """Padding value of each field (n, T, ...) with T the length of the longest row, for joining batches of several sources."""
         return {}
 
     def length_order(self, count: int) -> np.ndarray | None:
@@ -41,7 +41,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Hash of the content: another fingerprint means other samples."""
+        """Hash of the content: sources with other samples have another fingerprint."""
 
     @abstractmethod
     def describe(self, index: int, epoch: int) -> str:
@@ -55,7 +55,7 @@ class ArraySource(Source):
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         lengths = {name: len(array) for name, array in arrays.items()}
         if len(set(lengths.values())) != 1:
-            raise DataError(f"the arrays of a source must be equally long and at least one, got {lengths or 'none'}")
+            raise DataError(f"a source needs at least one array, and all of the same length; got {lengths or 'none'}")
         self.arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         self.length = next(iter(lengths.values()))
 

@@ -41,9 +41,9 @@ class Unshuffled(OnlineOrder):
 class Zip(Source):
     """Rows {name: {field: (n, ...)}} of several sources, as long as the longest.
 
-    With `orders`, for training: at each position a source has the sample it would have alone, so that shorter ones repeat
-    in a new order. Without, for evaluation: each sample once, in order, and a source that has ended repeats its last
-    sample with `weight` 0.
+    With `orders`, for training: at each position a source has the sample it would have alone, so that shorter sources
+    repeat in a new order. Without `orders`, for evaluation: each sample occurs once, in order, and a source that has ended
+    repeats its last sample with `weight` 0.
     """
 
     def __init__(

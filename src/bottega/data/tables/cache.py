@@ -52,7 +52,7 @@ def get_or_build(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
         if is_intact(entry):
             return entry
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{key}.lock"):
+        with _hold_lock(cache / f"{key}.lock"):
             if not is_intact(entry):
                 _build_entry(entry, build)
     except OSError as error:
@@ -66,7 +66,7 @@ def get_or_build(cache: Path, key: str, build: Callable[[Path], None]) -> Path:
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _hold_lock(path: Path) -> Iterator[None]:
     # The kernel releases the lock when its holder dies, so no lock is ever stale.
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -74,7 +74,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
-    """Build an entry, under the lock: anything of this name was left by a process that died."""
+    """Build an entry; the caller holds the lock, so a file or folder of this name was left by a process that died."""
     if entry.is_dir():
         shutil.rmtree(entry)
     else:
@@ -87,7 +87,7 @@ def _build_entry(entry: Path, build: Callable[[Path], None]) -> None:
 def write_manifest(folder: Path) -> None:
     """Write MANIFEST.json of a folder; the caller flushes it to disk with the rest."""
     files = {path.relative_to(folder).as_posix(): path for path in _list_files(folder) if path.name != MANIFEST}
-    rows = {name: {**_size_and_time(path), "sha256": _sha256(path)} for name, path in files.items()}
+    rows = {name: {**_read_size_and_time(path), "sha256": _hash_file(path)} for name, path in files.items()}
     (folder / MANIFEST).write_text(json.dumps(rows, indent=1))
 
 
@@ -106,19 +106,21 @@ def find_damage(folder: Path) -> str | None:
         files = {path.relative_to(folder).as_posix(): path for path in _list_files(folder) if path.name != MANIFEST}
         for name in sorted(rows.keys() ^ files.keys()):
             return f"{name} is missing" if name in rows else f"{name} does not belong there"
-        return next((f"{name} has changed" for name, path in files.items() if not _matches(path, rows[name])), None)
+        return next(
+            (f"{name} has changed" for name, path in files.items() if not _is_unchanged(path, rows[name])), None
+        )
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return f"its {MANIFEST} cannot be read"
 
 
-def _matches(path: Path, row: dict[str, Any]) -> bool:
-    current = _size_and_time(path)
+def _is_unchanged(path: Path, row: dict[str, Any]) -> bool:
+    current = _read_size_and_time(path)
     if current["bytes"] != row["bytes"]:
         return False
-    return current["time"] == row["time"] or _sha256(path) == row["sha256"]
+    return current["time"] == row["time"] or _hash_file(path) == row["sha256"]
 
 
-def _size_and_time(path: Path) -> dict[str, int]:
+def _read_size_and_time(path: Path) -> dict[str, int]:
     status = path.stat()
     return {"bytes": status.st_size, "time": status.st_mtime_ns}
 
@@ -127,6 +129,6 @@ def _list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -14,7 +14,7 @@ import numpy as np
 from bottega.core.errors import DataError
 from bottega.data.tables.shards import Table
 
-Kind = Literal["none", "class", "vector"]
+ConditionKind = Literal["none", "class", "vector"]
 
 
 @final
@@ -30,18 +30,20 @@ class Classes:
     def ids(self, texts: Sequence[str], *, keys: Sequence[str] | None = None) -> np.ndarray:
         """Return the ids of labels, int32 (n,). `keys` are the record keys for messages. Raises DataError for an unknown label."""
         ids = np.fromiter((self._id_by_name.get(text, -1) for text in texts), dtype=np.int32, count=len(texts))
-        wrong = np.flatnonzero(ids < 0)
-        if len(wrong):
-            first = int(wrong[0])
-            raise DataError(self._problem(texts[first], f"record {first}" if keys is None else keys[first]))
+        unknown = np.flatnonzero(ids < 0)
+        if len(unknown):
+            position = int(unknown[0])
+            raise DataError(
+                self._describe_problem(texts[position], f"record {position}" if keys is None else keys[position])
+            )
         return ids
 
-    def _problem(self, text: str, record: str) -> str:
+    def _describe_problem(self, text: str, record: str) -> str:
         if not text:
             return (
                 f"{record}: has no label, unlike other records; add one, remove the record, or set model.condition=none"
             )
-        if self.names == _numbered(len(self)) and is_integer_label(text):
+        if self.names == _number_classes(len(self)) and is_integer_label(text):
             return f"{record}: label {text} is out of range: num_classes={len(self)} allows 0 to {len(self) - 1}"
         more = ", ..." if len(self) > 5 else ""
         return f"{record}: label {text!r} is not one of the {len(self)} classes ({', '.join(self.names[:5])}{more})"
@@ -54,13 +56,13 @@ class Classes:
 def find_classes(texts: Iterable[str], *, num_classes: int | None = None) -> Classes:
     """Return the classes of these labels, sorted; by value if all are integers.
 
-    With `num_classes`, integer labels are class ids, and not all need to occur; class names may be fewer. Empty labels
-    are ignored. `Classes.ids` reports labels out of range, since it knows their records.
+    With `num_classes`, integer labels are class ids, and not all need to occur; there may be fewer class names. Empty
+    labels are ignored. `Classes.ids` reports labels out of range, since it knows their records.
     """
     names = set(texts) - {""}
     are_integers = bool(names) and all(map(is_integer_label, names))
     if num_classes is not None and are_integers:
-        return Classes(_numbered(num_classes))
+        return Classes(_number_classes(num_classes))
     if num_classes is not None and len(names) > num_classes:
         raise DataError(f"the data has {len(names)} classes, more than num_classes={num_classes}; raise num_classes")
     return Classes(tuple(sorted(names, key=lambda name: (int(name), name) if are_integers else (0, name))))
@@ -86,7 +88,7 @@ def read_text_column(table: Table, column: str) -> list[str]:
     return [raw[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _numbered(count: int) -> tuple[str, ...]:
+def _number_classes(count: int) -> tuple[str, ...]:
     return tuple(map(str, range(count)))
 
 
@@ -97,25 +99,23 @@ class Conditions:
     The kind `vector` reads the column `condition`, `class` is one-hot over the classes, and `none` has d = 0.
     """
 
-    def __init__(self, table: Table, kind: Kind, *, classes: Classes | None) -> None:
+    def __init__(self, table: Table, kind: ConditionKind, *, classes: Classes | None) -> None:
         self.kind, self.classes = kind, classes
         self.labels: np.ndarray | None = None
         if classes is not None and len(classes):
             texts = read_text_column(table, "label")
-            if (
-                kind == "class" or "" not in texts
-            ):  # otherwise labels are informative only, and given for all samples or none
+            # For other kinds, labels are informative only, and given for all samples or none.
+            if kind == "class" or "" not in texts:
                 self.labels = classes.ids(texts, keys=_Keys(table))
         if kind == "class" and self.labels is None:
             key = str(table.row("key", 0))
             raise DataError(
                 f"model.condition=class needs labels, but the samples have none (the first is {key}); set "
                 f"data.train.label to the field, {_pattern_hint(key)}sort the files into a folder for each class, or "
-                "set "
-                "model.condition=none"
+                "set model.condition=none"
             )
         self.size = {"none": 0, "class": len(classes or ())}.get(kind, 0)
-        self.vectors = _vectors(table) if kind == "vector" else None
+        self.vectors = _read_vectors(table) if kind == "vector" else None
         if self.vectors is not None:
             self.size = self.vectors.shape[1]
 
@@ -144,8 +144,8 @@ class Conditions:
 
 def _pattern_hint(key: str) -> str:
     """Return a hint for file names that seem to hold several values, such as 7_jackson_32.wav."""
-    mark = re.search(r"[^\W_]([_=,-])[^\W_]", Path(key).stem)
-    pattern = f"(?P<label>[^/{mark[1]}]+){mark[1]}" if mark is not None else ""
+    separator = re.search(r"[^\W_]([_=,-])[^\W_]", Path(key).stem)
+    pattern = f"(?P<label>[^/{separator[1]}]+){separator[1]}" if separator is not None else ""
     return f'extract it from the file names with data.train.pattern, such as "{pattern}", ' if pattern else ""
 
 
@@ -163,7 +163,7 @@ class _Keys(Sequence[str]):
         return self.table.row("key", number)
 
 
-def _vectors(table: Table) -> np.ndarray:
+def _read_vectors(table: Table) -> np.ndarray:
     """Return the condition vectors (n, d), in memory: they are sent to workers and small beside the samples."""
     if "condition" not in table.columns:
         raise DataError(
@@ -171,10 +171,10 @@ def _vectors(table: Table) -> np.ndarray:
             "data.condition_field to the field"
         )
     lengths = table.lengths("condition")
-    other = np.flatnonzero(lengths != lengths[0]) if len(lengths) else lengths
-    if len(other):
-        first, differing = table.row("key", 0), table.row("key", int(other[0]))
+    other_lengths = np.flatnonzero(lengths != lengths[0]) if len(lengths) else lengths
+    if len(other_lengths):
+        first_key, differing_key = table.row("key", 0), table.row("key", int(other_lengths[0]))
         raise DataError(
-            f"{differing}: its condition has {lengths[other[0]]} numbers, that of {first} {lengths[0]}; give all the same length"
+            f"{differing_key}: its condition has {lengths[other_lengths[0]]} numbers, but that of {first_key} has {lengths[0]}; give all conditions the same length"
         )
     return np.array(table.values("condition"), dtype=np.float32).reshape(len(table), -1)

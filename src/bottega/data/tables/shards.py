@@ -23,7 +23,7 @@ import numpy as np
 
 from bottega.core.errors import DataError
 
-COLUMNS = "columns.json"
+COLUMNS_FILE = "columns.json"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Column:
     dtype: str = "|u1"
     shape: tuple[int, ...] = ()
     varying: bool = False
-    """Rows are (n, *shape), with n different for each."""
+    """Whether rows are (n, *shape), with another n for each row."""
     holds: Literal["numbers", "text", "bytes"] = "numbers"
 
     @property
@@ -52,7 +52,7 @@ class ShardWriter:
 
     def __init__(self, folder: Path, columns: Mapping[str, Column]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.columns, self.rows = folder, dict(columns), 0
+        self.folder, self.columns, self.num_rows = folder, dict(columns), 0
         self.ends = dict.fromkeys((name for name, column in columns.items() if column.varying), 0)
         self._open = ExitStack()
         self._files: dict[str, BinaryIO] = {}
@@ -65,20 +65,20 @@ class ShardWriter:
     def add(self, row: Mapping[str, Any]) -> None:
         """Append one row: a value for each column."""
         for name, column in self.columns.items():
-            values = _to_bytes(row[name], column, name)
+            values = _encode_value(row[name], column, name)
             self._files[f"{name}.bin"].write(values)
             if column.varying:
                 self.ends[name] += len(values) // column.row_bytes
                 self._files[f"{name}.ends.bin"].write(self.ends[name].to_bytes(8, "little"))
-        self.rows += 1
+        self.num_rows += 1
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._open.close()
         if kind is None:
-            _write_columns_file(self.folder, self.columns, self.rows)
+            _write_columns_file(self.folder, self.columns, self.num_rows)
 
 
-def _to_bytes(value: Any, column: Column, name: str) -> bytes | memoryview:
+def _encode_value(value: Any, column: Column, name: str) -> bytes | memoryview:
     if column.holds == "text":
         return str(value).encode(errors="backslashreplace")
     if column.holds == "bytes":
@@ -89,9 +89,9 @@ def _to_bytes(value: Any, column: Column, name: str) -> bytes | memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _write_columns_file(folder: Path, columns: Mapping[str, Column], rows: int) -> None:
-    meta = {"rows": rows, "columns": {name: asdict(column) for name, column in columns.items()}}
-    (folder / COLUMNS).write_text(json.dumps(meta, indent=1))
+def _write_columns_file(folder: Path, columns: Mapping[str, Column], num_rows: int) -> None:
+    content = {"rows": num_rows, "columns": {name: asdict(column) for name, column in columns.items()}}
+    (folder / COLUMNS_FILE).write_text(json.dumps(content, indent=1))
 
 
 def merge_tables(parts: Iterable[Path], folder: Path, columns: Mapping[str, Column]) -> int:
@@ -101,21 +101,21 @@ def merge_tables(parts: Iterable[Path], folder: Path, columns: Mapping[str, Colu
     for name, column in columns.items():
         with (folder / f"{name}.bin").open("wb") as out:
             for table in tables:
-                _append(out, table.folder / f"{name}.bin")
+                _append_file(out, table.folder / f"{name}.bin")
         if column.varying:
-            before = 0
+            offset = 0
             with (folder / f"{name}.ends.bin").open("wb") as out:
                 for table in tables:
-                    ends = table.ends(name) + before
+                    ends = table.ends(name) + offset
                     out.write(ends.astype("<i8").tobytes())
-                    before = int(ends[-1]) if len(ends) else before
-    rows = sum(map(len, tables))
-    _write_columns_file(folder, columns, rows)
-    return rows
+                    offset = int(ends[-1]) if len(ends) else offset
+    num_rows = sum(map(len, tables))
+    _write_columns_file(folder, columns, num_rows)
+    return num_rows
 
 
-def _append(out: BinaryIO, path: Path) -> None:
-    """Append a file to another one; on Linux the kernel copies it without passing it through this process."""
+def _append_file(out: BinaryIO, path: Path) -> None:
+    """Append the file `path` to `out`; on Linux the kernel copies it without passing it through this process."""
     with path.open("rb") as source:
         if sys.platform != "linux":
             shutil.copyfileobj(source, out, 1 << 20)
@@ -133,30 +133,30 @@ class Table:
     def __init__(self, folder: Path) -> None:
         self.folder = Path(folder)
         try:
-            meta = json.loads((self.folder / COLUMNS).read_bytes())
-            self.columns = {name: _column(name, fields) for name, fields in meta["columns"].items()}
-            self.rows = int(meta["rows"])
-            self._check()
+            meta = json.loads((self.folder / COLUMNS_FILE).read_bytes())
+            self.columns = {name: _parse_column(name, fields) for name, fields in meta["columns"].items()}
+            self.num_rows = int(meta["rows"])
+            self._check_sizes()
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"{self.folder} is not a table of prepared data, or a damaged one: {error}") from error
 
-    def _check(self) -> None:
+    def _check_sizes(self) -> None:
         """Raise ValueError unless the files have the sizes that columns.json implies: a table may come from anywhere."""
         for name, column in self.columns.items():
             size = (self.folder / f"{name}.bin").stat().st_size
             if column.varying:
                 ends = self.ends(name)
-                falls = len(ends) > 0 and (int(ends[0]) < 0 or not (ends[1:] >= ends[:-1]).all())
-                if len(ends) != self.rows or falls:
-                    raise ValueError(f"{name}.ends.bin does not match {self.rows} rows")
+                is_decreasing = len(ends) > 0 and (int(ends[0]) < 0 or not (ends[1:] >= ends[:-1]).all())
+                if len(ends) != self.num_rows or is_decreasing:
+                    raise ValueError(f"{name}.ends.bin does not match {self.num_rows} rows")
                 num_values = int(ends[-1]) if len(ends) else 0
             else:
-                num_values = self.rows
+                num_values = self.num_rows
             if size != num_values * column.row_bytes:
                 raise ValueError(f"{name}.bin has {size} bytes, not {num_values * column.row_bytes}")
 
     def __len__(self) -> int:
-        return self.rows
+        return self.num_rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_")}
@@ -182,7 +182,7 @@ class Table:
 
     def iter_rows(self) -> Iterator[dict[str, Any]]:
         """Yield all rows as dictionaries."""
-        for number in range(self.rows):
+        for number in range(self.num_rows):
             yield {name: self.row(name, number) for name in self.columns}
 
     def values(self, name: str) -> np.ndarray:
@@ -207,7 +207,7 @@ class Table:
         return {}
 
 
-def _column(name: str, fields: Mapping[str, Any]) -> Column:
+def _parse_column(name: str, fields: Mapping[str, Any]) -> Column:
     """Parse a column of columns.json: plain number types only, and a name that stays in its folder."""
     if not re.fullmatch(r"\w[\w-]*", name):
         raise ValueError(f"{name!r} is not a column name")

@@ -1,7 +1,7 @@
 """Assign rows to train, validation and test: a pure function of row names and recipe.
 
 Validation takes the lowest hashes and test the highest, so that changing the fraction of one does not move rows of the
-other, where the rule allows it.
+other, if data.split.by allows it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bottega.core.errors import DataError, UsageError
 from bottega.core.noise import derive_key
 
 TRAIN, VALIDATION, TEST = 0, 1, 2
-NAMES = ("train", "validation", "test")
+SPLIT_NAMES = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class SplitTable:
     """The columns a split depends on, each (n,). Names are 64-bit hashes."""
 
     keys: np.ndarray
-    """Of the row's key, or of the field data.split.field."""
+    """Hash of the row's key, or of its field data.split.field."""
     sizes: np.ndarray | None = None
-    """What fractions are counted in, such as characters; None counts rows."""
+    """Size of each row that fractions are measured in, such as its characters; None counts rows."""
     files: np.ndarray | None = None
     labels: np.ndarray | None = None
     """Any number that identifies the class."""
@@ -51,13 +51,13 @@ def assign_splits(rows: SplitTable, options: Splitting, validation: float | None
     if options.by == "hash":
         splits = _split_by_hash(keys, validation, test)
     elif options.by == "stratified":
-        splits = _split_by_class(keys, _require(rows.labels, options), validation, test)
+        splits = _split_by_class(keys, _require_column(rows.labels, options), validation, test)
     else:
-        unit, names, sizes = _units(rows, keys, options)
+        unit, names, sizes = _find_units(rows, keys, options)
         splits = _split_by_size(names, sizes, validation, test)[unit]
     if options.folds is not None:
-        rest = np.flatnonzero(splits == TRAIN)
-        splits[rest[_folds(rows, keys, options, rest) == options.fold]] = VALIDATION
+        rest_rows = np.flatnonzero(splits == TRAIN)
+        splits[rest_rows[_assign_folds(rows, keys, options, rest_rows) == options.fold]] = VALIDATION
     requested = (True, validation is not None or options.folds is not None, test is not None)
     _check_not_empty(splits, requested, options)
     return splits
@@ -77,9 +77,9 @@ def _check_fractions(validation: float | None, test: float | None) -> None:
 
 def _check_not_empty(splits: np.ndarray, requested: tuple[bool, bool, bool], options: Splitting) -> None:
     counts = np.bincount(splits, minlength=3).tolist()
-    for split, name in enumerate(NAMES):
+    for split, name in enumerate(SPLIT_NAMES):
         if requested[split] and not counts[split]:
-            listed = ", ".join(f"{NAMES[i]} {counts[i]}" for i in range(3) if requested[i])
+            listed = ", ".join(f"{SPLIT_NAMES[i]} {counts[i]}" for i in range(3) if requested[i])
             remedy = "add rows" if options.by == "fraction" else "set data.split.by=fraction, or add rows"
             if options.folds is not None:
                 remedy = f"lower data.split.folds={options.folds}, or add rows"
@@ -89,7 +89,7 @@ def _check_not_empty(splits: np.ndarray, requested: tuple[bool, bool, bool], opt
 
 
 def _mix_seed(keys: np.ndarray, seed: int) -> np.ndarray:
-    """Return other hashes for another seed. Seed 0 keeps them, so that the hash of a name alone gives its split."""
+    """Return other hashes for each seed. Seed 0 keeps the hashes, so that the hash of a name alone gives its split."""
     keys = np.asarray(keys, dtype=np.uint64)
     if seed == 0:
         return keys
@@ -101,19 +101,19 @@ def _mix_seed(keys: np.ndarray, seed: int) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-def _require(column: np.ndarray | None, options: Splitting) -> np.ndarray:
+def _require_column(column: np.ndarray | None, options: Splitting) -> np.ndarray:
     if column is None:
         needs = {"stratified": "a class for each row", "group": "data.split.field in each row"}
         raise UsageError(f"data.split.by={options.by} needs {needs.get(options.by, 'files')}; use fraction or hash")
     return column
 
 
-def _units(rows: SplitTable, keys: np.ndarray, options: Splitting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _find_units(rows: SplitTable, keys: np.ndarray, options: Splitting) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the unit (row, file or group, which stays whole) of each row, and the hash and size of each unit."""
     sizes = np.ones(len(rows), np.int64) if rows.sizes is None else np.asarray(rows.sizes)
     if options.by == "fraction":
         return np.arange(len(rows)), keys, sizes
-    column = _require(rows.files if options.by == "file" else rows.groups, options)
+    column = _require_column(rows.files if options.by == "file" else rows.groups, options)
     names, unit = np.unique(column, return_inverse=True)
     # Summed as integers: the weights of bincount are floats, which round above 2^53.
     totals = np.zeros(len(names), sizes.dtype)
@@ -137,78 +137,81 @@ def _split_by_size(names: np.ndarray, sizes: np.ndarray, validation: float | Non
     order = np.argsort(names, kind="stable")
     total = int(sizes.sum())
     for split, fraction, queue in ((VALIDATION, validation, order), (TEST, test, order[::-1])):
-        left = queue[splits[queue] == TRAIN]
-        if fraction is not None and len(left):
-            splits[_fitting(left, sizes, fraction * total)] = split
+        remaining = queue[splits[queue] == TRAIN]
+        if fraction is not None and len(remaining):
+            splits[_choose_fitting_units(remaining, sizes, fraction * total)] = split
     return splits
 
 
-def _fitting(queue: np.ndarray, sizes: np.ndarray, room: float) -> np.ndarray:
-    """Return the units of the queue that fit the room one after the other, or the smallest if none does."""
-    taken = []
-    left = queue[sizes[queue] <= room]
-    while len(left):
-        used = np.cumsum(sizes[left])
-        fit = int(np.searchsorted(used, room, side="right"))
-        taken.append(left[:fit])
-        room -= float(used[fit - 1])
+def _choose_fitting_units(queue: np.ndarray, sizes: np.ndarray, room: float) -> np.ndarray:
+    """Return the units of the queue that fit into `room` one after the other, or the smallest unit if none fits."""
+    chosen = []
+    remaining = queue[sizes[queue] <= room]
+    while len(remaining):
+        cumulative_sizes = np.cumsum(sizes[remaining])
+        num_fitting = int(np.searchsorted(cumulative_sizes, room, side="right"))
+        chosen.append(remaining[:num_fitting])
+        room -= float(cumulative_sizes[num_fitting - 1])
         # A unit that does not fit now never will, so each iteration drops all of them at once.
-        left = left[fit:]
-        left = left[sizes[left] <= room]
-    return np.concatenate(taken) if taken else queue[[np.argmin(sizes[queue])]]
+        remaining = remaining[num_fitting:]
+        remaining = remaining[sizes[remaining] <= room]
+    return np.concatenate(chosen) if chosen else queue[[np.argmin(sizes[queue])]]
 
 
 def _split_by_class(keys: np.ndarray, labels: np.ndarray, validation: float | None, test: float | None) -> np.ndarray:
     """Split each class by the fractions: its lowest hashes for validation and its highest for test."""
-    _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
-    order = np.lexsort((keys, label))
+    _, class_ids, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    order = np.lexsort((keys, class_ids))
     starts = np.cumsum(counts) - counts
-    at = np.arange(len(keys)) - starts[label[order]]
+    rank = np.arange(len(keys)) - starts[class_ids[order]]
     # Each class has at least one row in train, then in validation, then in test.
-    first = _apportion(counts, validation, counts - 1)
-    last = _apportion(counts, test, counts - 1 - first)
+    num_validation = _apportion(counts, validation, counts - 1)
+    num_test = _apportion(counts, test, counts - 1 - num_validation)
     splits = np.zeros(len(keys), np.int8)
-    splits[order[at < first[label[order]]]] = VALIDATION
-    splits[order[at >= (counts - last)[label[order]]]] = TEST
+    splits[order[rank < num_validation[class_ids[order]]]] = VALIDATION
+    splits[order[rank >= (counts - num_test)[class_ids[order]]]] = TEST
     return splits
 
 
-def _apportion(counts: np.ndarray, fraction: float | None, most: np.ndarray) -> np.ndarray:
-    """Return how many rows of each class: its fraction rounded down, the rest to the largest remainders; at least one if possible."""
+def _apportion(counts: np.ndarray, fraction: float | None, max_counts: np.ndarray) -> np.ndarray:
+    """Return the number of rows to take from each class, at least one and at most `max_counts`.
+
+    Fractions are rounded down; the rows that are then missing are taken from the classes with the largest remainders.
+    """
     if fraction is None or not len(counts):
         return np.zeros_like(counts)
     ideal = fraction * counts
     quotas = np.floor(ideal).astype(np.int64)
     by_remainder = np.lexsort((np.arange(len(counts)), quotas - ideal))
     quotas[by_remainder[: max(0, round(fraction * int(counts.sum())) - int(quotas.sum()))]] += 1
-    return np.minimum(np.maximum(quotas, 1), np.maximum(most, 0))
+    return np.minimum(np.maximum(quotas, 1), np.maximum(max_counts, 0))
 
 
-def _folds(rows: SplitTable, keys: np.ndarray, options: Splitting, rest: np.ndarray) -> np.ndarray:
+def _assign_folds(rows: SplitTable, keys: np.ndarray, options: Splitting, rest_rows: np.ndarray) -> np.ndarray:
     """Return the fold of each row of `rest`."""
-    folds = options.folds or 1
+    num_folds = options.folds or 1
     if options.by == "hash":
         # The top 32 bits are enough for folds, and the product fits 64 bits.
-        return (keys[rest] >> np.uint64(32)) * np.uint64(folds) >> np.uint64(32)
+        return (keys[rest_rows] >> np.uint64(32)) * np.uint64(num_folds) >> np.uint64(32)
     if options.by == "stratified":
         # Dealt class by class without restarting, so that classes and folds are both balanced to within one row.
-        order = np.lexsort((keys[rest], _require(rows.labels, options)[rest]))
-        fold = np.empty(len(rest), np.int64)
-        fold[order] = np.arange(len(rest)) % folds
+        order = np.lexsort((keys[rest_rows], _require_column(rows.labels, options)[rest_rows]))
+        fold = np.empty(len(rest_rows), np.int64)
+        fold[order] = np.arange(len(rest_rows)) % num_folds
         return fold
-    unit, names, sizes = _units(rows, keys, options)
-    present, local = np.unique(unit[rest], return_inverse=True)
-    return _balance(names[present], sizes[present], folds)[local]
+    unit, names, sizes = _find_units(rows, keys, options)
+    present, local = np.unique(unit[rest_rows], return_inverse=True)
+    return _balance_folds(names[present], sizes[present], num_folds)[local]
 
 
-def _balance(names: np.ndarray, sizes: np.ndarray, folds: int) -> np.ndarray:
+def _balance_folds(names: np.ndarray, sizes: np.ndarray, num_folds: int) -> np.ndarray:
     """Assign units in the order of their hashes to the fold that is smallest so far."""
     order = np.argsort(names, kind="stable")
     fold = np.empty(len(names), np.int64)
     if len(sizes) and (sizes == sizes[0]).all():
-        fold[order] = np.arange(len(names)) % folds
+        fold[order] = np.arange(len(names)) % num_folds
         return fold
-    heap = [(0, 0, number) for number in range(folds)]
+    heap = [(0, 0, number) for number in range(num_folds)]
     for i in order.tolist():
         load, count, number = heap[0]
         fold[i] = number

@@ -12,7 +12,7 @@ from bottega.core.noise import numpy_generator
 from bottega.data.image.augment import Normalisation, augment_images, normalise_pixels
 from bottega.data.image.config import ImageAugmentation
 from bottega.data.sources.source import Source
-from bottega.data.tables.classes import Classes, Conditions, Kind
+from bottega.data.tables.classes import Classes, ConditionKind, Conditions
 from bottega.data.tables.shards import Table
 
 ClipPosition = Literal["random", "start", "centre"]
@@ -34,7 +34,7 @@ class VideoRows(Source):
         stride: int = 1,
         clip: ClipPosition = "random",
         classes: Classes | None = None,
-        condition: Kind = "none",
+        condition: ConditionKind = "none",
         normalise: Normalisation = "symmetric",
         augmentation: ImageAugmentation | None = None,
         seed: int = 0,

@@ -118,7 +118,7 @@ def _read_as_lines(inputs: tuple[Input, ...]) -> tuple[tuple[Input, ...], tuple[
             layout = detect_line_layout(files.paths)
             source = source.model_copy(update={"delimiter": layout.delimiter, "columns": layout.columns})
             names = {"\t": "a tab", " ": "a space"}
-            order = "a label, then a text" if layout.label_first else "a text, then a label"
+            order = "a label, then a text" if layout.is_label_first else "a text, then a label"
             notes.append(
                 f"{files.root}: each line is read as {order}, separated by {names.get(layout.delimiter, layout.delimiter)}"
             )

@@ -192,7 +192,7 @@ def compute_latents(
         latent_cache.check_deterministic(rows)
     return {
         name: latent_cache.compute_latents(
-            samples, key, content=metadata.content, shape=shape, encode=encode, progress=progress
+            samples, key, model_hash=metadata.content, shape=shape, encode=encode, progress=progress
         )
         for name, (_, samples) in tables.items()
     }

@@ -59,7 +59,7 @@ class FileCaptions:
     def caption_for(self, item: Item) -> str:
         """Return the caption of an item, empty if the file has none."""
         if self.plain is not None:
-            names = [item.id, *(self.table.candidate_names(item.image) if item.image is not None else ())]
+            names = [item.id, *(self.table.list_candidate_names(item.image) if item.image is not None else ())]
             return next((self.plain[name] for name in names if name in self.plain), "")
         rows = self.table.rows.get(item.id) or (self.table.find_rows(item.image) if item.image is not None else None)
         if not rows:
@@ -73,8 +73,8 @@ class FileCaptions:
 def _load_table(path: Path) -> Metadata:
     table = load_metadata(path, path.parent, Source(metadata=str(path.absolute())))
     assert table is not None, "a named file is always loaded"
-    if table.bad:
-        raise DataError(str(table.bad[0]))
+    if table.bad_records:
+        raise DataError(str(table.bad_records[0]))
     if not table.rows:
         raise DataError(f"data.captions: {path} is empty; give a table with the columns id and caption")
     if all(not _caption(rows[0]) for rows in table.rows.values()):

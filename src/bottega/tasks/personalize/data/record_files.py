@@ -19,7 +19,7 @@ from bottega.data.formats import find_files
 from bottega.data.formats.split_names import normalize_split_name
 from bottega.data.prepare.tally import Tally
 from bottega.data.records.record import BadRecord
-from bottega.data.tables.splits import NAMES, SplitTable, assign_splits, hash_key
+from bottega.data.tables.splits import SPLIT_NAMES, SplitTable, assign_splits, hash_key
 from bottega.tasks.personalize.config import PersonalizeData
 from bottega.tasks.personalize.data.collections import read_collection
 from bottega.tasks.personalize.data.records import Item, Record
@@ -97,7 +97,7 @@ def read_records(data: PersonalizeData) -> RecordTables:
     ]
     if any(fractions.values()) or (data.split is not None and data.split.folds and "validation" not in locations):
         records.tables = {**_split_by_user(records.tables.pop("train"), data.split, **fractions), **records.tables}
-    records.tables = {name: records.tables[name] for name in NAMES if name in records.tables}
+    records.tables = {name: records.tables[name] for name in SPLIT_NAMES if name in records.tables}
     _check_disjoint_users(records.tables)
     return records
 
@@ -309,10 +309,10 @@ def _split_by_user(
         raise DataError(f"{error} (each row is a user)") from None
     side_of = dict(zip(users, sides.tolist(), strict=True))
     tables: dict[str, list[LocatedRecord]] = {
-        name: [] for side, name in enumerate(NAMES) if side in set(side_of.values())
+        name: [] for side, name in enumerate(SPLIT_NAMES) if side in set(side_of.values())
     }
     for located in records:
-        tables[NAMES[side_of[located.record.user]]].append(located)
+        tables[SPLIT_NAMES[side_of[located.record.user]]].append(located)
     return tables
 
 

@@ -294,7 +294,7 @@ def _write(
                 row = {"key": located.key, "user": record.user, "record": record.model_dump_json()}
                 shown = [-1 if image_hash is None else numbers[image_hash] for image_hash in hashes]
                 writer.add({**row, "target": shown[-1], "history": shown[:-1]})
-        tables[table] = {"rows": writer.rows, "users": len(users)}
+        tables[table] = {"rows": writer.num_rows, "users": len(users)}
     tally.check(plan.data.max_bad)
     for table, counts in tables.items():
         if not counts["rows"]:
