@@ -77,7 +77,7 @@ class InjectedTask(WrappedTask):
 
     def specs(self) -> dict[str, ModelSpec]:
         specs = self.inner.specs()
-        return {**specs, "model": specs["model"].changed(self._inject_checked)}
+        return {**specs, "model": specs["model"].with_change(self._inject_checked)}
 
     def notes(self, model: nn.Module) -> list[str]:
         """Return notes for the user on these options with this model."""

@@ -69,7 +69,7 @@ def _evaluate_in_parts(engine: Engine, batch: Batch, *, max_examples: int | None
             sums = engine.eval_step(slice_batch(batch, at, at + at_once), with_rows=False).sums
         except OutOfMemory:
             # A single process determines its micro-batch size in the first step, which comes later; several ranks have it.
-            if at_once == 1 or engine.world > 1:
+            if at_once == 1 or engine.world_size > 1:
                 raise
             at_once = -(-at_once // 2)
             continue
