@@ -36,7 +36,7 @@ def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 def _add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", help="a run directory")
+    parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument("--step", type=int, required=True, help="number of the step, from 1 as in the log")
     parser.add_argument("--replay", action="store_true", help="compute the loss of that batch with the best weights")
 
@@ -106,7 +106,9 @@ def _add_crossval_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("fraction", "hash", "file", "stratified", "group"),
         help="how rows are assigned to folds (default: the recipe's; else stratified if rows have a class; else fraction)",
     )
-    parser.add_argument("--stratified", action="store_const", dest="by", const="stratified", help="--by stratified")
+    parser.add_argument(
+        "--stratified", action="store_const", dest="by", const="stratified", help="the same as --by stratified"
+    )
     parser.add_argument("--field", help="with --by group or hash: rows with the same value of this field stay together")
     parser.add_argument(
         "--repeats", type=int, default=1, help="number of repetitions, each with different folds (default: 1)"
@@ -172,9 +174,7 @@ def _find_learning_rate(arguments: argparse.Namespace, rest: list[str]) -> dict[
 
 
 def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder", nargs="?", default="runs", help="the folder that holds runs, or a run (default: runs)"
-    )
+    parser.add_argument("folder", nargs="?", default="runs", help="a folder of runs, or a run (default: runs)")
 
 
 def _list_runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
         from_ = getattr(recipe.model, "from_", None)
         raise CheckpointError(
             f"{directory.path}: model.from {from_} is not the base model that this run was trained with "
-            f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore the original base model"
+            f"({str(expected_hash)[:12]}, now {str(base_hash)[:12]}); restore it"
         )
     engine.load_weights(state, folder)
     return SavedRun(directory, folder, recipe, workload, engine, progress, injected, base_hash)
@@ -198,7 +198,7 @@ def _read_checkpoint(
                 if path != folder
             ]
             remedy = (
-                f"choose one of the steps {', '.join(other_steps)} with --checkpoint"
+                f"choose from the steps {', '.join(other_steps)} with --checkpoint"
                 if other_steps
                 else "there is no other checkpoint; train the run again"
             )
