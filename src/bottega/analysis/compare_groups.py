@@ -309,7 +309,7 @@ def read_best_value(run: Path, metric: str, best_metric: BestMetric) -> float:
         raise UsageError(f"{run} has no evaluation in metrics.jsonl; train it, with data.validation")
     best: dict[str, Any] = {}
     for row in rows:
-        value = row.get(best_metric.metric)
+        value: Any = row.get(best_metric.metric)
         if _is_number(value) and best_metric.is_better(value, best.get(best_metric.metric)):
             best = row
     # Metrics of the whole run, such as the backward transfer of a sequence, are only in the last evaluation.
