@@ -32,7 +32,12 @@ KINDS = (time.sleep, compute, hold_gil)
 
 
 def main() -> int:
-    heartbeat.BEAT, heartbeat.SILENT, heartbeat.GRACE, heartbeat.TICK = 0.1, 1.0, 0.5, 0.05
+    heartbeat.BEAT_SECONDS, heartbeat.SILENCE_TIMEOUT, heartbeat.GRACE_SECONDS, heartbeat.TICK_SECONDS = (
+        0.1,
+        1.0,
+        0.5,
+        0.05,
+    )
     pauses, rank = int(os.environ.get("PAUSES", 0)), int(os.environ["RANK"])
     step = torch.TorchEngine.train_step
 

@@ -13,7 +13,7 @@ import pytest
 import bottega
 import small_run
 from bottega.cli import main
-from bottega.cli.train_help import KEYS, describe_keys
+from bottega.cli.train_help import HELP_KEYS, describe_keys
 from bottega.config.aliases import resolve_alias
 from bottega.core.errors import UsageError
 from bottega.tasks.recipes import load_recipe
@@ -101,7 +101,7 @@ def test_help_of_train_lists_common_keys(capsys: pytest.CaptureFixture[str]) -> 
         main(["train", "--help"])
     output = capsys.readouterr().out
     default_recipe = load_recipe(["language", {"data.train.path": "x"}]).recipe
-    for key, alias in KEYS.items():
+    for key, alias in HELP_KEYS.items():
         assert key in output
         assert alias in output
         if alias:

@@ -45,7 +45,7 @@ def splits(folder: Path) -> None:
     """The same three steps, with and without micro-batches."""
     for micro in (None, 1, 3):
         toy_engine = engine(training(optimizer={"name": "sgd"}), micro=micro)
-        assert (toy_engine.rank, toy_engine.world) == (RANK, 2)
+        assert (toy_engine.rank, toy_engine.world_size) == (RANK, 2)
         reports = train_steps(toy_engine, loader(of=toy_engine), 0, 3)
         save_tensors(folder, f"split-{micro}", copy_state(toy_engine))
         if RANK == 0:
@@ -58,7 +58,7 @@ def tensor(folder: Path) -> None:
         toy_engine = engine(
             training(optimizer={"name": "sgd"}), task=task, micro=3, world=World.from_environment({"tensor": 2})
         )
-        assert (toy_engine.rank, toy_engine.world, toy_engine.data_rank, toy_engine.data_size) == (RANK, 2, 0, 1)
+        assert (toy_engine.rank, toy_engine.world_size, toy_engine.data_rank, toy_engine.data_size) == (RANK, 2, 0, 1)
         reports = train_steps(toy_engine, loader(of=toy_engine), 0, 3)
         save_tensors(folder, name, copy_state(toy_engine))
         (folder / f"{name}.{RANK}.json").write_text(json.dumps([r["loss"] for r in reports]))

@@ -38,7 +38,7 @@ class WaitInterrupted(Exception):
 def raise_if_stopping() -> None:
     """Raise WaitInterrupted in the main thread if a stop signal has arrived.
 
-    Not with several ranks: they stop after the same step, and the others may be in the middle of it.
+    With several ranks it does nothing: all ranks stop after the same step, and the others may be in the middle of it.
     """
     if threading.current_thread() is threading.main_thread() and World.from_environment().size == 1:
         current = StopSignals.current
@@ -47,7 +47,7 @@ def raise_if_stopping() -> None:
 
 
 def get_exit_code(number: int | None) -> int:
-    """Return the exit code after a signal: 130 after Ctrl-C, otherwise the one that asks a scheduler to start again."""
+    """Return the exit code after a signal: 130 after Ctrl-C, otherwise the code that asks a scheduler to start the job again."""
     return 130 if number == signal.SIGINT else REQUEUE_EXIT_CODE
 
 
@@ -62,8 +62,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._first = 0.0
-        self._before: dict[int, object] = {}
+        self._received_at = 0.0
+        self._previous_handlers: dict[int, object] = {}
         self._outer: StopSignals | None = None
         self._is_leaving = False
         """Whether an exception is propagating, which must not be replaced by StopRequested."""
@@ -74,11 +74,11 @@ class StopSignals:
             return self
         self._outer, StopSignals.current = StopSignals.current, self
         if self._outer is not None:  # the exception of an outer context may have been swallowed
-            self.received, self._first = self._outer.received, self._outer._first
-        for kind in self.HANDLED_SIGNALS:
-            if kind == signal.SIGHUP and signal.getsignal(kind) == signal.SIG_IGN:
+            self.received, self._received_at = self._outer.received, self._outer._received_at
+        for number in self.HANDLED_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup: the run must outlive its terminal
-            self._before[kind] = signal.signal(kind, self._catch)
+            self._previous_handlers[number] = signal.signal(number, self._catch)
         return self
 
     def __exit__(
@@ -87,9 +87,9 @@ class StopSignals:
         if StopSignals.current is self:
             StopSignals.current = self._outer
         if self._outer is not None:
-            self._outer.received, self._outer._first = self.received, self._first
+            self._outer.received, self._outer._received_at = self.received, self._received_at
             self._outer._is_leaving = error is not None
-        for number, handler in self._before.items():
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     @property
@@ -99,14 +99,14 @@ class StopSignals:
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self.received is not None and _is_echo(now - self._first):
+        if self.received is not None and _is_echo(now - self._received_at):
             return
         if self.received is not None:
             exit_immediately(
                 "second signal, stopping now without saving; the last checkpoint is kept",
                 130 if number == signal.SIGINT else 143,
             )
-        self.received, self._first = signal.Signals(number), now
+        self.received, self._received_at = signal.Signals(number), now
         self._handle(number)
 
     def _handle(self, number: int) -> None:
@@ -122,7 +122,7 @@ class CommandSignals(StopSignals):
 
     def __enter__(self) -> CommandSignals:
         super().__enter__()
-        if self._before:
+        if self._previous_handlers:
             self._read_end, write_end = os.pipe()
             os.set_blocking(write_end, False)
             self._write_end = write_end
@@ -133,7 +133,7 @@ class CommandSignals(StopSignals):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before:
+        if self._previous_handlers:
             signal.set_wakeup_fd(self._previous_wakeup)
             os.close(self._write_end)  # ends the thread
         super().__exit__(kind, error, trace)
@@ -146,7 +146,7 @@ class CommandSignals(StopSignals):
         with open(self._read_end, "rb", buffering=0) as signals:
             while byte := signals.read(1):
                 number = byte[0]
-                if number not in self._before or StopSignals.current is not self:
+                if number not in self._previous_handlers or StopSignals.current is not self:
                     continue  # the trainer has taken over, and stops between two steps
                 deadline = time.monotonic() + HANDLER_TIMEOUT
                 while time.monotonic() < deadline and self.received is None:
@@ -159,9 +159,8 @@ def exit_immediately(reason: str | None, code: int) -> NoReturn:
     """Print `reason` to standard error and end the process without waiting for its threads."""
     line = f"bottega: {reason}\n" if reason is not None else ""
     try:
-        os.write(
-            2, (f"\x1b[?25h\n{line}" if os.isatty(2) else line).encode()
-        )  # show the cursor that a progress bar has hidden
+        # The escape code shows the cursor, which a progress bar may have hidden.
+        os.write(2, (f"\x1b[?25h\n{line}" if os.isatty(2) else line).encode())
     except OSError:
         pass
     os._exit(code)

@@ -19,21 +19,23 @@ def find_similar_names(word: str, names: Iterable[str], *, count: int = 1) -> li
     The edit distance is bounded besides the ratio, because long names such as `data.train.encoding` and `data.train.weight`
     have most letters in common.
     """
-    folded = {name.lower(): name for name in names}
-    close = difflib.get_close_matches(word.lower(), folded, n=10, cutoff=MIN_RATIO)
-    similar = [name for name in close if _is_typing_error(word.lower(), name)]
-    return [folded[name] for name in sorted(similar, key=lambda name: _edits(word.lower(), name))[:count]]
+    names_by_lowercase = {name.lower(): name for name in names}
+    candidates = difflib.get_close_matches(word.lower(), names_by_lowercase, n=10, cutoff=MIN_RATIO)
+    similar = [name for name in candidates if _is_typing_error(word.lower(), name)]
+    return [
+        names_by_lowercase[name] for name in sorted(similar, key=lambda name: _count_edits(word.lower(), name))[:count]
+    ]
 
 
 def _is_typing_error(word: str, name: str) -> bool:
-    edits, shorter = _edits(word, name), min(len(word), len(name))
+    edits, shorter = _count_edits(word, name), min(len(word), len(name))
     if shorter > SHORT_LENGTH:
         return edits <= min(MAX_EDITS, 1 + shorter // 4)
-    # In three letters, another letter makes another word: cpu and gpu.
+    # In a short name, replacing a letter gives another valid name: cpu and gpu.
     return edits <= 1 and (len(word) != len(name) or sorted(word) == sorted(name))
 
 
-def _edits(a: str, b: str) -> int:
+def _count_edits(a: str, b: str) -> int:
     """Return the Damerau-Levenshtein distance: letters to insert, delete, replace or swap with a neighbour."""
     rows: list[list[int]] = [list(range(len(b) + 1))]
     for i, x in enumerate(a, 1):

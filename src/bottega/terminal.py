@@ -47,9 +47,8 @@ def print_notice(text: str) -> None:
     """Print a message to standard error, or nothing if that cannot be written."""
     try:
         if sys.stderr is not None:  # while a progress bar is shown, this is rich's stream, which prints above it
-            sys.stderr.write(
-                escape_controls(text) + "\n"
-            )  # in one write, so that lines of several processes do not mix
+            # In one write, so that lines of several processes do not mix.
+            sys.stderr.write(escape_controls(text) + "\n")
     except (OSError, ValueError):
         pass
 
@@ -67,7 +66,7 @@ class ResultStream:
 
 
 class ConsoleStream:
-    """Standard error as a file that never fails, because a closed pipe or a full disk must not end a training.
+    """Standard error as a file that never fails, because a closed pipe or a full disk must not end a run.
 
     `error` is the error of the last failed write. Later writes are tried again.
     """
@@ -75,13 +74,13 @@ class ConsoleStream:
     def __init__(self) -> None:
         self.error: OSError | None = None
 
-    def _standard_error(self) -> TextIO | None:
-        """Look up the stream each time, because tests and rich replace it; rich's replacement would write to us again."""
+    def _get_stream(self) -> TextIO | None:
+        """Look up the stream each time, because tests and rich replace it; rich's replacement would write to this object again."""
         return getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 
     def write(self, text: str) -> int:
         """Write and flush `text`; an error is kept in `error`."""
-        stream = self._standard_error()
+        stream = self._get_stream()
         if stream is not None:
             try:
                 stream.write(text)
@@ -98,19 +97,19 @@ class ConsoleStream:
     @property
     def encoding(self) -> str:
         """The encoding of standard error."""
-        return getattr(self._standard_error(), "encoding", None) or "utf-8"
+        return getattr(self._get_stream(), "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
         """Whether standard error is a terminal."""
         try:
-            stream = self._standard_error()
+            stream = self._get_stream()
             return stream is not None and stream.isatty()
         except ValueError:
             return False
 
     def fileno(self) -> int:
         """The file descriptor of standard error."""
-        stream = self._standard_error()
+        stream = self._get_stream()
         if stream is None:
             raise OSError("standard error is closed")
         return stream.fileno()

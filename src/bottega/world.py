@@ -34,7 +34,7 @@ class World:
     local_size: int = 1
     """Number of processes on this machine."""
     mesh: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Axis -> number of processes along it; by default all replicate. A missing axis has one."""
+    """Axis -> number of processes along it; by default all processes are along `replicate`. A missing axis has size 1."""
 
     def __post_init__(self) -> None:
         mesh = {axis: self.mesh[axis] for axis in AXES if axis in self.mesh} if self.mesh else {AXES[0]: self.size}

@@ -63,10 +63,10 @@ def test_saved_tensors_count_each_storage_once_until_freed() -> None:
     x = torch.ones(1000, requires_grad=True)
     with meter.counting():
         y = (x * x).sum()  # both factors are the same storage
-        assert meter.now == 4000
+        assert meter.current_bytes == 4000
         y.backward()
     del y
-    assert (meter.now, meter.peak) == (0, 4000)
+    assert (meter.current_bytes, meter.peak_bytes) == (0, 4000)
 
 
 def test_gpu_fits_the_largest_micro_batch_beside_the_context() -> None:

@@ -26,8 +26,8 @@ def test_progress_line_is_not_truncated(width: int) -> None:
     console, screen = Console(unit="tokens"), io.StringIO()
     console.rich = Rich(file=screen, width=width, force_terminal=True, color_system=None)
     progress = Progress(step=1_000, total=20_000)
-    parts = console._parts(progress, METRICS)
-    console.rich.print(console._line(progress, parts))
+    parts = console._format_fields(progress, METRICS)
+    console.rich.print(console._build_live_line(progress, parts))
     (line,) = screen.getvalue().splitlines()
     assert len(line) <= width
     assert "\u2026" not in line

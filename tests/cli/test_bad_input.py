@@ -265,7 +265,7 @@ def test_damaged_checkpoint_named_explicitly_is_refused(train: Any, tmp_path: Pa
     with (path / "optimizer.safetensors").open("r+b") as file:
         file.truncate(100)
     train(f"--resume_from={path}", name="x").assert_refused(
-        4, "step-00000008 is damaged", "optimizer.safetensors 100 of"
+        4, "step-00000008 is damaged", "optimizer.safetensors has 100 of"
     )
     train(f"--resume_from={run}", name="x").assert_refused(4, "step-00000008 is damaged")
     train(f"--resume_from={tmp_path}/nothing", name="x").assert_refused(2, "no checkpoint at")

@@ -294,7 +294,7 @@ def test_run_may_be_shortened_and_extended(tmp_path: Path) -> None:
     shorter = small_media.train(tmp_path, **{**TINY, "name": "x", "training.max_steps": 2})
     assert shorter.step == 4, "the run is past the new end"
     text = (path / "log.txt").read_text()
-    assert "training.max_steps: 4 -> 2; the run ends there, or now if it is already past it" in text
+    assert "training.max_steps: 4 -> 2; the run ends at the new length, or now if it is already past it" in text
     # A run of 90 steps that was stopped at step 4.
     recipe = path / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace("max_steps: 2", "max_steps: 90"))

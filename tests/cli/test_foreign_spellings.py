@@ -14,7 +14,7 @@ from bottega import cli
 from bottega.config.yaml_io import parse_yaml
 from bottega.core.errors import UsageError
 from bottega.engines.torch.backend import TorchBackend
-from bottega.run.checks import list_unused
+from bottega.run.checks import list_unused_settings
 from bottega.run.resume import resolve_checkpoint_path
 from bottega.tasks.recipes import check_recipe, load_recipe
 from config.guide_blocks import PERSONALIZE
@@ -107,13 +107,15 @@ def test_idle_gpus_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     recipe = load_recipe(["language", {"device": "cuda"}]).recipe
-    assert list_unused(recipe) == [
+    assert list_unused_settings(recipe) == [
         "4 GPUs, 1 used: start with torchrun --nproc_per_node 4 -m bottega train … to use all"
     ]
-    assert list_unused(load_recipe(["language", {"device": "cpu"}]).recipe) == []
-    assert list_unused(load_recipe(["language", {"device": "cuda", "distributed.enabled": False}]).recipe) == []
+    assert list_unused_settings(load_recipe(["language", {"device": "cpu"}]).recipe) == []
+    assert (
+        list_unused_settings(load_recipe(["language", {"device": "cuda", "distributed.enabled": False}]).recipe) == []
+    )
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert list_unused(recipe) == []
+    assert list_unused_settings(recipe) == []
 
 
 def test_checkpoint_names_of_the_guide_are_resolved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,4 +128,4 @@ def test_checkpoint_names_of_the_guide_are_resolved(tmp_path: Path, capsys: pyte
     with pytest.raises(UsageError, match=r"such as runs/NAME/checkpoints/step-00005000"):
         resolve_checkpoint_path(tmp_path / "outputs" / "flickr" / "checkpoint-5000")
     recipe = load_recipe([parse_yaml(PERSONALIZE, "block").value]).recipe
-    assert any("checkpoint-1000/ and final_model/ of PMG" in line for line in list_unused(recipe))
+    assert any("checkpoint-1000/ and final_model/ of PMG" in line for line in list_unused_settings(recipe))

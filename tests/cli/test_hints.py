@@ -77,7 +77,7 @@ def test_generate_with_a_classifier_suggests_predict(classifier: Path, capsys: p
 def test_repr_of_a_loaded_run_is_one_line(classifier: Path) -> None:
     saved = bottega.load(classifier)
     assert repr(saved) == f"<SavedRun {classifier}: classify, step-00000002>"
-    with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* is a checkpoint already"):
+    with pytest.raises(bottega.core.errors.UsageError, match=r"^checkpoint 99: .* is already a checkpoint"):
         bottega.load(classifier / "checkpoints" / "last", checkpoint=99)
 
 

@@ -425,7 +425,7 @@ def test_damaged_or_deleted_judge(run_cli: Any, train: Any, tmp_path: Path) -> N
     [part] = (path for path in (runs / "parts").iterdir() if not path.name.startswith("."))
     for weights in part.glob("checkpoints/step-*/model.safetensors"):
         weights.write_bytes(b"")
-    run_cli(*arguments).assert_refused(4, f"needs.judge: {part}", "model.safetensors 0 of", "delete it")
+    run_cli(*arguments).assert_refused(4, f"needs.judge: {part}", "model.safetensors has 0 of", "delete it")
     shutil.rmtree(part)
     again = run_cli(*arguments)
     assert again.code == 0, again.err

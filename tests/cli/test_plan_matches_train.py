@@ -39,7 +39,11 @@ REFUSED: dict[str, tuple[list[str], int, list[str]]] = {
     "missing GPU": (["device=mps"], 5, ["device: mps is not available"]),
     "fp16 on a CPU": (["fp16=true"], 2, ["fp16 needs a GPU"]),
     "batch larger than the data": (["training.batch_size=100000"], 3, ["samples, fewer than one batch of 100000"]),
-    "processes not started": (["distributed.processes=4"], 2, ["distributed.processes is 4, but 1 were started"]),
+    "processes not started": (
+        ["distributed.processes=4"],
+        2,
+        ["distributed.processes is 4, but the number of processes started is 1"],
+    ),
     "launcher not used": (["distributed.enabled=true"], 2, ["distributed.enabled is true"]),
     "engine": (["engine=jax"], 2, ["engine: expected"]),
     "strategy": (["distributed.strategy=fsdp"], 2, ["distributed.strategy: fsdp is not implemented yet"]),

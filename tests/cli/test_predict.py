@@ -131,7 +131,7 @@ def test_invalid_requests_are_refused_in_one_line(
     for arguments, code, message in (
         ([str(run)], 3, "there is no text to classify"),
         ([str(run), "--data", str(table)], 3, "no field 'text'; the row has 'words'"),
-        ([str(run), "salt", "--data", str(table)], 2, "salt is given as well"),
+        ([str(run), "salt", "--data", str(table)], 2, "and salt cannot be combined"),
         ([str(tmp_path / "none"), "salt"], 2, "none"),
     ):
         _, err = run_predict(capsys, *arguments, code=code)

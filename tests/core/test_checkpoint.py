@@ -162,7 +162,7 @@ def test_manifest_with_outside_paths_or_missing_files_is_refused(tmp_path: Path)
     del fields["sha256"]
 
     def seal(files: dict[str, object]) -> None:
-        (path / "MANIFEST.json").write_bytes(checkpoint._sealed({**fields, "files": files}))
+        (path / "MANIFEST.json").write_bytes(checkpoint._seal_manifest({**fields, "files": files}))
 
     for name in ("../secret", str(secret), ".hidden", "a/b", ""):
         seal({**fields["files"], name: entry})

@@ -93,7 +93,8 @@ def test_truncated_file_is_named_with_its_sizes(tmp_path: Path, fraction: float)
     size = model.stat().st_size
     os.truncate(model, int(size * fraction))
     with pytest.raises(
-        CheckpointError, match=rf"step-00000001 is damaged: model\.safetensors {int(size * fraction)} of {size} bytes"
+        CheckpointError,
+        match=rf"step-00000001 is damaged: model\.safetensors has {int(size * fraction)} of {size} bytes",
     ):
         checkpoint.verify(path)
 

@@ -87,7 +87,7 @@ def test_moments_of_uniform_and_normal_noise() -> None:
 
 
 def test_uniform_is_never_0_or_1() -> None:
-    ends = Noise(0, 0, np.arange(1))._unit(np.array([0, 0xFFFFFFFF]))
+    ends = Noise(0, 0, np.arange(1))._to_unit_interval(np.array([0, 0xFFFFFFFF]))
     assert 0 < ends[0] < 1e-6
     assert 1 - 1e-6 < ends[1] < 1
 

@@ -15,7 +15,7 @@ from bottega.core import checkpoint
 from bottega.core.callback import Progress
 from bottega.core.engine import Snapshot
 from bottega.core.errors import CheckpointError, EnvironmentProblem
-from bottega.core.saver import MAX_FAILED_SAVES, TRIES, Saver, check_disk_space, explain_os_error
+from bottega.core.saver import MAX_FAILED_SAVES, NUM_ATTEMPTS, Saver, check_disk_space, explain_os_error
 from bottega.core.types import Tensors
 
 
@@ -93,7 +93,7 @@ def fill_disk(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
     real, failed = checkpoint.write_safetensors, [0]
 
     def write(path: Path, tensors: Tensors) -> dict[str, object]:
-        if failed[0] < times * TRIES:
+        if failed[0] < times * NUM_ATTEMPTS:
             failed[0] += 1
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")

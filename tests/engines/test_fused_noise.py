@@ -19,10 +19,10 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(function.__code__.co_name)
         return function
 
-    noise._compiled.cache_clear()
+    noise._compile_draw.cache_clear()
     monkeypatch.setattr(torch, "compile", record)
     yield names  # type: ignore[misc]
-    noise._compiled.cache_clear()
+    noise._compile_draw.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 5)])

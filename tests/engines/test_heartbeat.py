@@ -26,9 +26,9 @@ NODE = """
 import os, sys, time
 from bottega.engines.torch import heartbeat
 
-heartbeat.BEAT, heartbeat.SILENT, heartbeat.TICK, heartbeat.SETTLE = 0.1, 3.0, 0.05, 0.5
-own = heartbeat._process_identity()
-heartbeat._process_identity = lambda: {**own, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
+heartbeat.BEAT_SECONDS, heartbeat.SILENCE_TIMEOUT, heartbeat.TICK_SECONDS, heartbeat.FAILURE_GRACE_SECONDS = 0.1, 3.0, 0.05, 0.5
+own = heartbeat._get_process_identity()
+heartbeat._get_process_identity = lambda: {**own, "namespace": os.environ["RANK"], "host": "node" + os.environ["RANK"]}
 with heartbeat.Heartbeat(int(os.environ["RANK"]), 2):
     until = time.monotonic() + (0 if os.environ["ENDS"] == "badly" else 4)
     while time.monotonic() < until:
@@ -81,7 +81,7 @@ def test_finished_rank_is_not_reported_as_lost() -> None:
     try:
         assert second.communicate(timeout=60)[0] == "done computing\n"
         assert second.returncode == 0
-        time.sleep(4.0)  # longer than heartbeat.SILENT of a node
+        time.sleep(4.0)  # longer than heartbeat.SILENCE_TIMEOUT of a node
         assert first.poll() is None, first.communicate()[1]
     finally:
         first.kill()
@@ -104,7 +104,7 @@ def test_failed_rank_on_a_different_node_ends_the_training() -> None:
 def store(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the launcher's TCP store by one in memory."""
     store = dist.HashStore()
-    monkeypatch.setattr(heartbeat, "BEAT", 0.01)
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -139,11 +139,11 @@ def test_only_a_successful_training_is_reported_as_finished(error: BaseException
 
 def test_ranks_that_fail_together_have_time_to_save_and_report() -> None:
     now = time.monotonic()
-    peer = Peer(1, is_here=False, last_seen=now, beats=5 + FAILED, host="node1")
+    peer = Peer(1, is_local=False, last_seen=now, beats=5 + FAILED, host="node1")
     watch = Heartbeat(0, 2)
-    assert watch._why_lost(peer, now) is None
-    assert watch._why_lost(peer, now + heartbeat.SETTLE - 1) is None
-    assert watch._why_lost(peer, now + heartbeat.SETTLE + 1) == "rank 1 on node1 ended with an error"
+    assert watch._explain_loss(peer, now) is None
+    assert watch._explain_loss(peer, now + heartbeat.FAILURE_GRACE_SECONDS - 1) is None
+    assert watch._explain_loss(peer, now + heartbeat.FAILURE_GRACE_SECONDS + 1) == "rank 1 on node1 ended with an error"
 
 
 @pytest.mark.usefixtures("store")
@@ -161,13 +161,13 @@ def test_finished_process_is_not_polled(monkeypatch: pytest.MonkeyPatch) -> None
     with Heartbeat(0, 2) as watch:
         own = heartbeat._connect(0, watch.number)
         own.add("1/beats", FINISHED)
-        own.set("1/who", json.dumps({**heartbeat._process_identity(), "pid": child.pid}))
+        own.set("1/who", json.dumps({**heartbeat._get_process_identity(), "pid": child.pid}))
         (peer,) = watch.peers
         wait_until(lambda: peer.beats >= FINISHED and peer.pidfd is not None)
         count = len(polled)
         wait_until(lambda: len(polled) > count + 2)
         assert polled[-1] == []
-    watch._watching.join(timeout=30)
+    watch._watch_thread.join(timeout=30)
     assert peer.pidfd is None, "not closed"
     child.wait()
 
@@ -195,7 +195,7 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
     now = time.monotonic()
     with Heartbeat(0, 2) as watch:
         assert called.wait(30)
-    reason = watch._why_lost(Peer(1, is_here=True, last_seen=now - 21), now)
+    reason = watch._explain_loss(Peer(1, is_local=True, last_seen=now - 21), now)
     assert reason == (
         "rank 1 did not join within 20 s: rank 0 has no connection to the store at 127.0.0.1:29999 "
         "(The server socket has failed to listen: EADDRINUSE)"
@@ -218,7 +218,7 @@ def test_lost_rank_is_reported_after_its_timeout(
 ) -> None:
     now = time.monotonic()
     peer = Peer(1, is_here, last_seen=now - silent, beats=beats, host="" if not beats else "node1")
-    reason = Heartbeat(0, 2)._why_lost(peer, now)
+    reason = Heartbeat(0, 2)._explain_loss(peer, now)
     assert reason == expected if expected is None else reason is not None and expected in reason
 
 
@@ -228,17 +228,17 @@ def test_process_state_is_read_from_the_system() -> None:
     heartbeat._attach(peer, child.pid)
     assert peer.process is not None
     try:
-        assert heartbeat._how_it_ended(peer.process) is None
-        assert heartbeat._signal_of_stop(peer.process) is None
+        assert heartbeat._describe_end(peer.process) is None
+        assert heartbeat._find_stop_signal(peer.process) is None
         child.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-        assert heartbeat._signal_of_stop(peer.process) in ("SIGSTOP", "a signal")
-        assert heartbeat._how_it_ended(peer.process) is None
+        assert heartbeat._find_stop_signal(peer.process) in ("SIGSTOP", "a signal")
+        assert heartbeat._describe_end(peer.process) is None
     finally:
         child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert heartbeat._how_it_ended(peer.process) == "was killed by SIGKILL"
+    assert heartbeat._describe_end(peer.process) == "was killed by SIGKILL"
     child.wait()
-    assert heartbeat._how_it_ended(peer.process) == "has ended"
+    assert heartbeat._describe_end(peer.process) == "has ended"
     assert peer.pidfd is not None
     os.close(peer.pidfd)

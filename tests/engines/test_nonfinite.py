@@ -20,7 +20,7 @@ from bottega.core.rundir import read_metrics
 from bottega.core.saver import Saver
 from bottega.core.trainer import BestMetric, Cadences, Trainer
 from bottega.data.loading.loader import iter_eval_batches
-from bottega.engines.nonfinite import MAX_SKIPS, NonfiniteRecovery
+from bottega.engines.nonfinite import MAX_SKIPPED_UPDATES, NonfiniteRecovery
 from bottega.engines.torch import optimizers
 from bottega.techniques.ewc.torch import Ewc
 from small_run import differing_tensors
@@ -163,7 +163,9 @@ def test_divergence_message_names_technique_strengths(tmp_path: Path) -> None:
 
 
 def test_too_many_skips_are_a_divergence(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, "skip", total=MAX_SKIPS + 10, log=10, save=0, learning_rate=1e30, max_grad_norm=None)
+    trial = Trial(
+        tmp_path, "skip", total=MAX_SKIPPED_UPDATES + 10, log=10, save=0, learning_rate=1e30, max_grad_norm=None
+    )
     with pytest.raises(Diverged, match=r"has diverged; lower training\.learning_rate$"):
         trial.run()
 
@@ -205,7 +207,7 @@ def test_rollback_restores_callback_state(tmp_path: Path) -> None:
         name = "watch"
 
         def rewind(self, progress: Progress) -> None:
-            rewinds.append((progress.step, stop.counter.waited))
+            rewinds.append((progress.step, stop.counter.num_waited))
 
     trial.every = Cadences(log=1, save=2, evaluate=1)
     step = bad_step()
@@ -218,7 +220,7 @@ def test_rollback_restores_callback_state(tmp_path: Path) -> None:
     )
     back = step // 2 * 2
     assert rewinds == [(back, back)]
-    assert stop.counter.waited == 6
+    assert stop.counter.num_waited == 6
 
 
 def test_rollback_without_a_checkpoint_is_a_divergence(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from bottega.core.errors import OutOfMemory
 from bottega.engines import host_memory
 from bottega.engines.backend import MemoryEstimate
 from bottega.engines.torch import micro_batches, sizing
-from bottega.engines.torch.memory import measure_weights, optimizer_bytes
+from bottega.engines.torch.memory import count_optimizer_bytes, measure_weights
 from bottega.engines.torch.sizing import check_memory, estimate_memory
 from bottega.run.compose import build_engine
 from bottega.tasks import registry
@@ -42,14 +42,14 @@ def test_memory_estimate_matches_the_built_engine(name: str, optimizer: str, tmp
     workload = registry.open_workload(recipe, progress=lambda stage, done, total: None)
     estimate = estimate_memory(workload.task, recipe.training, seed=0)
     torch_engine = build_engine(recipe, workload.task)
-    torch_engine._ensure_state()
+    torch_engine._ensure_optimizer_state()
     assert estimate.weights == sum(model.bytes for model in measure_weights(torch_engine))
-    assert estimate.parameters == sum(p.numel() for p in torch_engine.model.parameters())
+    assert estimate.num_parameters == sum(p.numel() for p in torch_engine.model.parameters())
     assert estimate.gradients == sum(p.numel() * 4 for p in torch_engine.model.parameters() if p.requires_grad)
     counters = 8 * sum(
         len(optimizer.state) for optimizer in torch_engine.optimizers
     )  # how often each parameter was updated
-    assert estimate.optimizer <= optimizer_bytes(torch_engine) <= estimate.optimizer + 2 * counters
+    assert estimate.optimizer <= count_optimizer_bytes(torch_engine) <= estimate.optimizer + 2 * counters
 
 
 @pytest.mark.parametrize("verb", ["train", "plan"])
@@ -71,7 +71,7 @@ def test_a_model_larger_than_memory_is_refused_before_it_is_built(
 
 
 def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizing, "available_memory", lambda: 100 << 30)
+    monkeypatch.setattr(sizing, "get_available_memory", lambda: 100 << 30)
     model = MemoryEstimate(1, weights=20 << 30, gradients=20 << 30)
     check_memory(model, torch.device("cpu"))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -83,7 +83,7 @@ def test_processes_of_one_host_share_its_memory(monkeypatch: pytest.MonkeyPatch)
 
 def test_cgroup_limit_bounds_available_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nested groups: the outer has the lower limit, and the page cache does not count as used."""
-    free = host_memory.available_memory()
+    free = host_memory.get_available_memory()
     groups, own = tmp_path / "cgroup", tmp_path / "own"
     inner = groups / "job" / "step"
     inner.mkdir(parents=True)
@@ -93,18 +93,18 @@ def test_cgroup_limit_bounds_available_memory(tmp_path: Path, monkeypatch: pytes
     (groups / "job" / "memory.max").write_text("1000000\n")
     (groups / "job" / "memory.current").write_text("700000\n")
     (groups / "job" / "memory.stat").write_text("anon 500000\ninactive_file 150000\nactive_file 50000\n")
-    monkeypatch.setattr(host_memory, "CGROUPS", groups)
-    monkeypatch.setattr(host_memory, "OWN_GROUPS", own)
-    assert host_memory.available_memory() == 500_000
+    monkeypatch.setattr(host_memory, "CGROUP_ROOT", groups)
+    monkeypatch.setattr(host_memory, "PROCESS_CGROUPS", own)
+    assert host_memory.get_available_memory() == 500_000
     own.write_text("3:cpu,memory:/job\n1:name=systemd:/\n")
     group = groups / "memory" / "job"
     group.mkdir(parents=True)
     (group / "memory.limit_in_bytes").write_text(f"{1 << 62}\n")
-    assert host_memory.available_memory() == pytest.approx(free, rel=0.2)
+    assert host_memory.get_available_memory() == pytest.approx(free, rel=0.2)
     (group / "memory.limit_in_bytes").write_text("400000\n")
     (group / "memory.usage_in_bytes").write_text("300000\n")
     (group / "memory.stat").write_text("total_inactive_file 1000\ntotal_active_file 0\ninactive_file 7\n")
-    assert host_memory.available_memory() == 101_000
+    assert host_memory.get_available_memory() == 101_000
 
 
 def assert_equal_weights(first: Any, second: Any) -> None:
@@ -151,9 +151,9 @@ def test_auto_measures_one_example_to_size_the_micro_batch(monkeypatch: pytest.M
     full = engine(options)
     train_steps(full, loader(of=full), 0, 3)
     assert len(meters) == 1, "only before the first step"
-    peak = meters[0].peak
+    peak = meters[0].peak_bytes
     assert peak > 0
-    monkeypatch.setattr(micro_batches, "available_memory", lambda: int(peak * 2.9 * micro_batches.OVERHEAD))
+    monkeypatch.setattr(micro_batches, "get_available_memory", lambda: int(peak * 2.9 * micro_batches.OVERHEAD_FACTOR))
     halved = engine(options)
     train_steps(halved, loader(of=halved), 0, 3)
     assert (full.micro_batch_size, halved.micro_batch_size) == (8, 2)

@@ -83,7 +83,7 @@ class StepCounts(Toy):
     """A layer and a submodule without weights count their updates; `drawn` records seed and step."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        return {"model": super().specs()["model"].changed(self._add_counts)}
+        return {"model": super().specs()["model"].with_change(self._add_counts)}
 
     def _add_counts(self, models: Models, seed: int) -> None:
         first, inner = models["model"].first, torch.nn.Module()

@@ -70,7 +70,7 @@ def test_optimizer_state_is_created_at_zero_and_absent_before_the_first_step() -
     torch_engine = build_engine()
     assert torch_engine.state()["optimizer.safetensors"] == {}, "evaluation must not allocate optimizer state"
     before = {name: p.detach().clone() for name, p in torch_engine.model.named_parameters()}
-    torch_engine._ensure_state()
+    torch_engine._ensure_optimizer_state()
     assert all(torch.equal(p, before[name]) for name, p in torch_engine.model.named_parameters())
     assert all((t == 0).all() for t in torch_engine.state()["optimizer.safetensors"].values())
     assert all(p.grad is None for p in torch_engine.model.parameters())
@@ -80,7 +80,7 @@ def test_optimizer_state_is_created_at_zero_and_absent_before_the_first_step() -
 def test_creating_optimizer_state_in_advance_changes_no_number(name: str) -> None:
     """The reference creates its state in its first step."""
     eager, lazy = (engine(training(optimizer={"name": name})) for _ in range(2))
-    lazy._has_state = True  # so that no state is created in advance
+    lazy._has_optimizer_state = True  # so that no state is created in advance
     for torch_engine in (eager, lazy):
         train_steps(torch_engine, loader(of=torch_engine), 0, 3)
     assert differing_tensors(copy_state(eager), copy_state(lazy)) == []

@@ -361,7 +361,7 @@ def test_several_ranks_size_the_micro_batch_before_hooks_run() -> None:
     torch_engine = engine(training(micro_batch_size="auto"), task=MemoryHungry(fits=3))
     sizes: list[int | None] = []
     batch = loader(of=torch_engine).batch(0)
-    torch_engine.world = 2
+    torch_engine.world_size = 2
 
     def measure(step: int, batch: Batch) -> None:
         sizes.append(torch_engine.micro_batch_size)

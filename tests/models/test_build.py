@@ -107,7 +107,7 @@ def test_changes_apply_last_in_order_with_access_to_all_models() -> None:
             models["model"].layer.weight.mul_(2 * seed)
 
     other = replace(SPEC, initial=Initial(fill_constant, {"value": 10.0}))
-    task = SpecTask(model_specs={"model": SPEC.changed(add).changed(double), "other": other})
+    task = SpecTask(model_specs={"model": SPEC.with_change(add).with_change(double), "other": other})
     models = build_models(task, 1)
     assert first_weight(models["model"]) == (3 + 11) * 2
     assert first_weight(models["other"]) == 11
@@ -119,7 +119,7 @@ def test_parts_are_built_and_changed_before_the_model() -> None:
         with torch.no_grad():
             models["model"].layer.weight.mul_(2)
 
-    spec = ModelSpec(nn.ModuleDict, parts={"a": SPEC.changed(double), "b": SPEC})
+    spec = ModelSpec(nn.ModuleDict, parts={"a": SPEC.with_change(double), "b": SPEC})
     model = build_model(spec, 0)
     assert (first_weight(model["a"]), first_weight(model["b"])) == (4, 2)
 
@@ -140,7 +140,7 @@ def test_meta_model_raises_errors_of_changes_and_is_none_when_files_are_required
         raise OSError("cannot be read without memory")
 
     with pytest.raises(UsageError, match="no such layer"):
-        build_meta_model(SpecTask(model_specs={"model": SPEC.changed(refuse)}), 0)
+        build_meta_model(SpecTask(model_specs={"model": SPEC.with_change(refuse)}), 0)
     assert build_meta_model(SpecTask(model_specs={"model": ModelSpec(fail)}), 0) is None
     assert build_meta_models(SpecTask(model_specs={"model": ModelSpec(fail)}), 0) is None
 

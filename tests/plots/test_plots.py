@@ -32,7 +32,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(figures_module, "_reported", set())
+    monkeypatch.setattr(figures_module, "_reported_reasons", set())
 
 
 @pytest.mark.parametrize("count", [1, 2, 11, 60, 400])

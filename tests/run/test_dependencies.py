@@ -285,7 +285,7 @@ def fake_child(code: int, out: str = "exported") -> str:
 def test_exit_code_of_a_failed_dependency_is_passed_on(
     tmp_path: Path, group: pytest.MonkeyPatch, code: int, passed_on: int
 ) -> None:
-    group.setattr(dependencies, "_run_alone", lambda words, quiet: code)
+    group.setattr(dependencies, "_run_outside_group", lambda words, quiet: code)
     with pytest.raises(BottegaError, match=r"needs\.vae: bottega train of .* failed with exit code") as caught:
         run.ensure_dependency(recipe(tmp_path), "vae")
     assert caught.value.code == passed_on
@@ -353,11 +353,11 @@ def test_other_ranks_report_that_they_wait_and_time_out(
 
     def work(now: float) -> None:
         """Write a file every quarter of the stall timeout, as rank 0 would, and finally the dependency."""
-        if now % (dependencies.STALLED / 4) == 0:
+        if now % (dependencies.STALL_TIMEOUT / 4) == 0:
             log = part / f"log-{now}"
             log.write_text("")
             os.utime(log, (log.stat().st_mtime + now,) * 2)
-        if now == 3 * dependencies.STALLED:
+        if now == 3 * dependencies.STALL_TIMEOUT:
             hidden.rename(part / "final")
 
     clock.on_sleep = work
@@ -383,7 +383,7 @@ def test_second_process_waits_and_reuses_the_dependency(
     def wait(now: float) -> None:
         if now > 50:
             has_waited.set()
-            clock.now = now - dependencies.POLL  # stops the clock
+            clock.now = now - dependencies.POLL_SECONDS  # stops the clock
             time.sleep(0.01)
 
     clock.on_sleep = wait
@@ -413,20 +413,20 @@ def test_second_process_waits_and_reuses_the_dependency(
 def test_dependency_is_exported_atomically_under_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = recipe(tmp_path)
     path, is_visible = needs.dependency_run(parent, "vae"), []
-    model_card = export.RunExporter.model_card
+    model_card = export.RunExporter.build_model_card
 
     def interrupt(self: Any, metadata: Any) -> str:
-        with pytest.raises(DirectoryInUse), Lock(dependencies._work_folder(path)):
+        with pytest.raises(DirectoryInUse), Lock(dependencies._get_work_folder(path)):
             pass
         is_visible.append((path / "final").exists())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(export.RunExporter, "model_card", interrupt)
+    monkeypatch.setattr(export.RunExporter, "build_model_card", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run.ensure_dependency(parent, "vae")
     assert is_visible == [False], "written to a temporary folder"
     assert list(path.glob(".tmp-*")) == []
-    monkeypatch.setattr(export.RunExporter, "model_card", model_card)
+    monkeypatch.setattr(export.RunExporter, "build_model_card", model_card)
     run.ensure_dependency(parent, "vae")
     assert (path / "final" / "README.md").is_file()
 

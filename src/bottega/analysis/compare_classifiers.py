@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from bottega.analysis import statistics
-from bottega.analysis.compare_groups import FOLD_KEY, RESULTS_FILE, Group, read_correctness, read_results
+from bottega.analysis.compare_groups import FOLD_KEY, RESULTS_FILE, Group, read_results
+from bottega.analysis.compare_predictions import read_correctness
 from bottega.config.recipe import diff_recipes
 from bottega.core.errors import UsageError
 

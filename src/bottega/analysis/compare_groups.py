@@ -12,20 +12,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from bottega.analysis.compare_predictions import read_predictions
 from bottega.config.metrics import infer_metric_mode
 from bottega.config.recipe import Recipe, diff_recipes
 from bottega.core import checkpoint
 from bottega.core.errors import DataError, UsageError
-from bottega.core.rundir import RunDirectory, read_metrics
+from bottega.core.rundir import RunDirectory, is_run, read_metrics
 from bottega.core.trainer import BestMetric
 from bottega.tasks.recipes import load_saved_recipe
 from bottega.tasks.registry import find_spec
 
 FOLD_KEY, FOLD_SEED_KEY = "data.split.fold", "data.split.seed"
 TRAIN_SPLIT_KEYS = ("data.train", "data.sources", "data.split", "data.validation", "data.test")
-"""Keys that select the held-out rows where these are a fraction of the training data."""
+"""Keys that select the held-out rows if these are a fraction of the training data."""
 ROW_SELECTION_KEYS = (
     *("data.limit", "data.input", "data.label_field", "data.clean", "data.filter", "data.deduplicate"),
     *("data.bad_records", "data.max_bad"),
@@ -61,7 +60,7 @@ class Group:
     name: str
     members: tuple[GroupMember, ...]
     num_folds: int | None
-    """Number of folds where the members are folds; None where they are seeds."""
+    """Number of folds if the members are folds; None if they are seeds."""
 
     @property
     def kind(self) -> str:
@@ -117,9 +116,9 @@ def _find_group_runs(name: str) -> tuple[list[Path], bool]:
         if Path(piece).is_dir() or not glob.has_magic(piece):
             paths.append(Path(piece))
             continue
-        matched = [Path(path) for path in sorted(glob.glob(piece)) if _is_run(Path(path)) or _list_folds(Path(path))]
+        matched = [Path(path) for path in sorted(glob.glob(piece)) if is_run(Path(path)) or _list_folds(Path(path))]
         if not matched:
-            raise UsageError(f"{piece}: no run matches; a run is a folder with a recipe.yaml")
+            raise UsageError(f"no run matches {piece}; a run is a folder with a recipe.yaml")
         paths += matched
     if not paths:
         raise UsageError(f"{name!r} is not a run; give a run directory, such as runs/NAME")
@@ -129,12 +128,8 @@ def _find_group_runs(name: str) -> tuple[list[Path], bool]:
     return (_list_folds(folders[0]), True) if folders else (paths, False)
 
 
-def _is_run(path: Path) -> bool:
-    return RunDirectory(path).recipe.is_file()
-
-
 def _list_folds(path: Path) -> list[Path]:
-    return sorted(inner for inner in path.glob("fold-*") if re.fullmatch(r"fold-\d+", inner.name) and _is_run(inner))
+    return sorted(inner for inner in path.glob("fold-*") if re.fullmatch(r"fold-\d+", inner.name) and is_run(inner))
 
 
 def read_member(path: Path) -> GroupMember:
@@ -186,7 +181,7 @@ def require_same_metric(groups: list[Group]) -> BestMetric:
 
 
 def metric_direction(metric: str, best_metric: BestMetric) -> str | None:
-    """Return "max" or "min", whichever is better, or None where neither the runs nor the metric's name tell."""
+    """Return "max" or "min", whichever is better, or None if neither the runs nor the metric's name tell."""
     # The average over the sources of a sequence is an average of the metric of the run.
     if metric in (best_metric.metric, "average"):
         return "max" if best_metric.maximise else "min"
@@ -197,7 +192,7 @@ def check_same_data(first: GroupMember, second: GroupMember, *, metric: str, spl
     """Refuse runs that were measured on different samples or labels; return notes on what could not be checked.
 
     Equal fingerprints mean equal data. Fingerprints also change with how samples are read and prepared; then the recorded
-    hashes of held-out samples and labels decide, and without these the recipes.
+    hashes of held-out samples and labels decide, or the recipes if there are no hashes.
     """
     both, changed = f"{first.path} and {second.path}", diff_recipes(first.recipe, second.recipe)
     if split is None and _describe_limit(first.recipe) != _describe_limit(second.recipe):
@@ -205,29 +200,31 @@ def check_same_data(first: GroupMember, second: GroupMember, *, metric: str, spl
         raise UsageError(f"{both} were measured on {limits}; train them with the same evaluation.max_batches")
     if first.data_fingerprint is not None and first.data_fingerprint == second.data_fingerprint:
         return []
-    part = split or "validation"
-    is_same = _have_same_samples(first, second, part)
-    selected = [c for c in changed if _is_under(c[0], _selection_keys(first, second, part, is_same=is_same))]
-    if selected or is_same is False:
-        why = _format_changes(selected) if selected else "the held-out samples or labels differ"
-        raise UsageError(f"{both} were measured on different data: {why}; give runs with the same held-out data")
-    prepared = [c for c in changed if _is_under(c[0], ("data", "model.from", *LABEL_KEYS))]
-    read_keys = _held_out_keys(first, second, part) if is_same else ()
-    irrelevant = (*TRAINING_ONLY_KEYS, *LABEL_KEYS, *(key for key in TRAIN_SPLIT_KEYS if key not in read_keys))
-    encoding = [c for c in prepared if not _is_under(c[0], irrelevant)]
-    if encoding and not find_spec(first.recipe).has_labels and metric != "bits_per_byte":
+    measured_split = split or "validation"
+    is_same = _have_same_samples(first, second, measured_split)
+    selection_keys = _list_selection_keys(first, second, measured_split, is_same=is_same)
+    selection_changes = [c for c in changed if _is_under(c[0], selection_keys)]
+    if selection_changes or is_same is False:
+        reason = _format_changes(selection_changes) if selection_changes else "the held-out samples or labels differ"
+        raise UsageError(f"{both} were measured on different data: {reason}; give runs with the same held-out data")
+    preparation_changes = [c for c in changed if _is_under(c[0], ("data", "model.from", *LABEL_KEYS))]
+    read_keys = _list_held_out_keys(first, second, measured_split) if is_same else ()
+    irrelevant_keys = (*TRAINING_ONLY_KEYS, *LABEL_KEYS, *(key for key in TRAIN_SPLIT_KEYS if key not in read_keys))
+    encoding_changes = [c for c in preparation_changes if not _is_under(c[0], irrelevant_keys)]
+    if encoding_changes and not find_spec(first.recipe).has_labels and metric != "bits_per_byte":
         hint = "; --metric bits_per_byte does not depend on it" if first.recipe.task == "language" else ""
-        raise UsageError(f"{both}: {metric} is a mean over different units: {_format_changes(encoding)}{hint}")
-    if is_same and prepared:
-        keys = ", ".join(c[0] for c in prepared)
+        raise UsageError(f"{both}: {metric} is a mean over different units: {_format_changes(encoding_changes)}{hint}")
+    if is_same and preparation_changes:
+        keys = ", ".join(c[0] for c in preparation_changes)
         return [f"the data was read in different ways ({keys}); the samples measured and their labels are the same"]
     if first.data_fingerprint is None or second.data_fingerprint is None:
         return ["there is no checkpoint, so only the recipes were compared to check that the data is the same"]
     augmentation = getattr(first.recipe.data, "augmentation", None)
-    if prepared or (augmentation is not None and augmentation.enabled and first.recipe.seed != second.recipe.seed):
-        why = ", ".join(c[0] for c in prepared) or "data.augmentation, by the seed"
+    is_augmented = augmentation is not None and augmentation.enabled
+    if preparation_changes or (is_augmented and first.recipe.seed != second.recipe.seed):
+        reason = ", ".join(c[0] for c in preparation_changes) or "data.augmentation, by the seed"
         return [
-            f"the data was prepared in different ways ({why}), so only the recipes were compared to check its files"
+            f"the data was prepared in different ways ({reason}), so only the recipes were compared to check its files"
         ]
     fingerprints = f"fingerprints {first.data_fingerprint[:8]} and {second.data_fingerprint[:8]}"
     raise UsageError(
@@ -235,56 +232,58 @@ def check_same_data(first: GroupMember, second: GroupMember, *, metric: str, spl
     )
 
 
-def _have_same_samples(first: GroupMember, second: GroupMember, part: str) -> bool | None:
-    """Return whether both held out the same samples with the same labels; None where that was not recorded."""
-    if part in first.held_out and part in second.held_out:
-        is_same = first.held_out[part] == second.held_out[part]
+def _have_same_samples(first: GroupMember, second: GroupMember, split: str) -> bool | None:
+    """Return whether both held out the same samples with the same labels; None if that was not recorded."""
+    if split in first.held_out and split in second.held_out:
+        is_same = first.held_out[split] == second.held_out[split]
     else:
-        labels = [_read_labels(member.path, part) for member in (first, second)]
+        labels = [_read_labels(member.path, split) for member in (first, second)]
         if None in labels:
             return None
         is_same = labels[0] == labels[1]
-    contents = [member.held_out.get(f"{part}.content") for member in (first, second)]
+    contents = [member.held_out.get(f"{split}.content") for member in (first, second)]
     if None not in contents:
         return is_same and contents[0] == contents[1]
-    # Files of other folders may have the same names and labels.
-    return None if is_same and _read_other_files(first, second, part) else is_same
+    # Files in different folders may have the same names and labels.
+    return None if is_same and _uses_different_files(first, second, split) else is_same
 
 
-def _read_other_files(first: GroupMember, second: GroupMember, part: str) -> bool:
+def _uses_different_files(first: GroupMember, second: GroupMember, split: str) -> bool:
     """Return whether the recipes name different files for a split."""
-    changed, keys = diff_recipes(first.recipe, second.recipe), _held_out_keys(first, second, part)
+    changed, keys = diff_recipes(first.recipe, second.recipe), _list_held_out_keys(first, second, split)
     return any(
         _is_under(key, keys) and key.rsplit(".", 1)[-1] in ("path", "more_paths", "sources") for key, *_ in changed
     )
 
 
-def _read_labels(run: Path, part: str) -> dict[str, str] | None:
-    """Return sample key -> label from the evaluation of a classifier on a split; None where there is none."""
-    for folder in (run / "results" / part, run / "results"):
+def _read_labels(run: Path, split: str) -> dict[str, str] | None:
+    """Return sample key -> label from the evaluation of a classifier on a split; None if there is none."""
+    for folder in (run / "results" / split, run / "results"):
         try:
             fields = json.loads((folder / "metrics.json").read_bytes())
-            is_of_part = fields.get("split") == part and fields.get("data") is None
+            is_of_split = fields.get("split") == split and fields.get("data") is None
         except (OSError, ValueError, AttributeError):
             continue
-        predictions = _read_predictions(folder) if is_of_part else None
+        predictions = read_predictions(folder) if is_of_split else None
         if predictions is not None:
             return {key: label for key, (label, _) in predictions.items()}
     return None
 
 
-def _selection_keys(first: GroupMember, second: GroupMember, part: str, *, is_same: bool | None) -> tuple[str, ...]:
+def _list_selection_keys(
+    first: GroupMember, second: GroupMember, split: str, *, is_same: bool | None
+) -> tuple[str, ...]:
     """Return the keys that may select different samples of a split for two runs."""
     if is_same:
-        return (f"data.{part}.limit",)  # applied when the samples are evaluated
-    return (*ROW_SELECTION_KEYS, *_held_out_keys(first, second, part))
+        return (f"data.{split}.limit",)  # applied when the samples are evaluated
+    return (*ROW_SELECTION_KEYS, *_list_held_out_keys(first, second, split))
 
 
-def _held_out_keys(first: GroupMember, second: GroupMember, part: str) -> tuple[str, ...]:
+def _list_held_out_keys(first: GroupMember, second: GroupMember, split: str) -> tuple[str, ...]:
     """Return the keys that define a split: those of its own files, or of a fraction of the training data."""
-    sections = [getattr(member.recipe.data, part) for member in (first, second)]
+    sections = [getattr(member.recipe.data, split) for member in (first, second)]
     has_own_files = all(section is not None and section.path is not None for section in sections)
-    return (f"data.{part}",) if has_own_files else TRAIN_SPLIT_KEYS
+    return (f"data.{split}",) if has_own_files else TRAIN_SPLIT_KEYS
 
 
 def _describe_limit(recipe: Recipe) -> str:
@@ -299,8 +298,8 @@ def _is_under(key: str, parents: Sequence[str]) -> bool:
 
 
 def _format_changes(changed: Sequence[tuple[str, Any, Any]]) -> str:
-    shown = [f"{key} ({json.dumps(old)} and {json.dumps(new)})" for key, old, new in changed[:6]]
-    return ", ".join(shown) + (f" and {len(changed) - 6} more" if len(changed) > 6 else "")
+    descriptions = [f"{key} ({json.dumps(old)} and {json.dumps(new)})" for key, old, new in changed[:6]]
+    return ", ".join(descriptions) + (f" and {len(changed) - 6} more" if len(changed) > 6 else "")
 
 
 def read_best_value(run: Path, metric: str, best_metric: BestMetric) -> float:
@@ -310,9 +309,8 @@ def read_best_value(run: Path, metric: str, best_metric: BestMetric) -> float:
         raise UsageError(f"{run} has no evaluation in metrics.jsonl; train it, with data.validation")
     best: dict[str, Any] = {}
     for row in rows:
-        if _is_number(row.get(best_metric.metric)) and best_metric.is_better(
-            row[best_metric.metric], best.get(best_metric.metric)
-        ):
+        value: Any = row.get(best_metric.metric)
+        if _is_number(value) and best_metric.is_better(value, best.get(best_metric.metric)):
             best = row
     # Metrics of the whole run, such as the backward transfer of a sequence, are only in the last evaluation.
     source = rows[-1] if metric not in best and metric in rows[-1] else best or rows[-1]
@@ -326,7 +324,7 @@ def read_result_value(run: Path, metric: str, split: str) -> tuple[float, bool]:
 
 
 def read_results(run: Path, split: str) -> dict[str, Any]:
-    """Return the results that `bottega evaluate` wrote for a run; raise `UsageError` where they are of other data."""
+    """Return the results that `bottega evaluate` wrote for a run; raise `UsageError` if they are of other data."""
     file = run / RESULTS_FILE
     remedy = f"write it: bottega evaluate {run} --split {split} --out {file.parent}"
     try:
@@ -337,7 +335,7 @@ def read_results(run: Path, split: str) -> dict[str, Any]:
     except (ValueError, AttributeError, TypeError):
         raise DataError(f"{file} is not a JSON object; {remedy}") from None
     if fields.get("data") is not None:
-        raise UsageError(f"{file} was measured on {fields['data']}, not on the {split} part of the run; {remedy}")
+        raise UsageError(f"{file} was measured on {fields['data']}, not on the {split} split of the run; {remedy}")
     if fields.get("split", split) != split:
         raise UsageError(f"{file} is of the split {fields['split']}, not {split}; {remedy}")
     return fields
@@ -354,50 +352,3 @@ def _get_number(row: dict[str, Any], metric: str, *, where: Path) -> float:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def read_correctness(groups: list[Group]) -> dict[str, np.ndarray] | str:
-    """Return group label -> whether each sample was predicted correctly, or the path of a run without predictions."""
-    predictions: dict[str, dict[str, tuple[str, str]]] = {}
-    for group in groups:
-        run_predictions = _read_predictions(group.members[0].path / "results")
-        if run_predictions is None:
-            return str(group.members[0].path)
-        predictions[group.label] = run_predictions
-    first_labels = {key: label for key, (label, _) in predictions[groups[0].label].items()}
-    for group in groups[1:]:
-        labels = {key: label for key, (label, _) in predictions[group.label].items()}
-        all_labels = {**first_labels, **labels}
-        differing = [key for key in all_labels if first_labels.get(key) != labels.get(key)]
-        if not first_labels.keys() & labels.keys():
-            raise UsageError(
-                f"{groups[0].name} and {group.name} have predictions of different data: {len(first_labels):,} and {len(labels):,} "
-                "samples, none in common; evaluate both on the same data"
-            )
-        if differing:
-            raise UsageError(
-                f"{groups[0].name} and {group.name} have predictions of different samples or labels, {len(differing):,} of "
-                f"{len(all_labels):,}, the first {differing[0]!r}; evaluate both on the same data"
-            )
-    expected = first_labels.items()
-    return {name: np.array([rows[key][1] == label for key, label in expected]) for name, rows in predictions.items()}
-
-
-def _read_predictions(results: Path) -> dict[str, tuple[str, str]] | None:
-    """Return sample key -> (label, predicted) of an evaluated classifier; None without predictions.jsonl."""
-    file = results / "predictions.jsonl"
-    if not file.is_file():
-        return None
-    predictions: dict[str, tuple[str, str]] = {}
-    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-            key, pair = str(row["key"]), (str(row["label"]), str(row["predicted"]))
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{file}:{number}: {type(error).__name__}: expected key, label and predicted") from None
-        if key in predictions:
-            raise DataError(f"{file}:{number}: the key {key!r} occurs twice; write the file with bottega evaluate")
-        predictions[key] = pair
-    if not predictions:
-        raise DataError(f"{file} is empty; write it again with bottega evaluate {results.parent} --out {results}")
-    return predictions

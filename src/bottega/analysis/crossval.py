@@ -62,7 +62,7 @@ def crossval(
 
     The same call continues where an earlier one stopped.
     """
-    from bottega.run.saved import without_flag_dashes
+    from bottega.run.saved import strip_flag_dashes
 
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
     options: dict[str, Any] = {"folds": folds, "by": by, "field": field, "repeats": repeats, "checkpoint": checkpoint}
@@ -70,9 +70,9 @@ def crossval(
         resolved = load_recipe([*sources, overrides or {}]).recipe
         return cross_validate(resolved, **options, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
     except UsageError as error:
-        raise without_flag_dashes(error) from None
+        raise strip_flag_dashes(error) from None
     except DataError as error:
-        raise DataError(str(without_flag_dashes(UsageError(str(error))))) from None
+        raise DataError(str(strip_flag_dashes(UsageError(str(error))))) from None
 
 
 def crossval_command(words: list[str], **options: Any) -> dict[str, Any]:

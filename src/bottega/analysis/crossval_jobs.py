@@ -17,7 +17,7 @@ import psutil
 from bottega.core import checkpoint as checkpoints
 from bottega.core.errors import DirectoryInUse, Interrupted, UsageError
 from bottega.core.rundir import Lock, RunDirectory
-from bottega.run.dependencies import GRACE, POLL, DependencyFailed
+from bottega.run.dependencies import GRACE_SECONDS, POLL_SECONDS, DependencyFailed
 from bottega.signals import StopSignals
 from bottega.tasks import plugins
 
@@ -106,7 +106,7 @@ def train_folds(
                     step = next_job.step
                     running.append(_Child(next_job, free.pop(0)))
                     log(f"{next_job.name}: " + (f"resumed at step {step}" if step is not None else "training"))
-                time.sleep(POLL / 5)
+                time.sleep(POLL_SECONDS / 5)
                 if stop.received is not None:
                     for child in running:
                         child.forward_signal(stop.received)
@@ -207,7 +207,7 @@ class _Child:
         """
         now = time.monotonic()
         self._signalled_at = now if self._signalled_at is None else self._signalled_at
-        if not self._has_forwarded and (received is signal.SIGINT or now - self._signalled_at > GRACE):
+        if not self._has_forwarded and (received is signal.SIGINT or now - self._signalled_at > GRACE_SECONDS):
             self._has_forwarded = True
             self._process.send_signal(received)
 

@@ -11,7 +11,7 @@ from typing import Any
 from bottega.core.errors import UsageError
 from bottega.data.output_files import explain_write_errors, replace_non_finite
 from bottega.data.sources.source import Source
-from bottega.run.saved import SavedRun, open_run, without_flag_dashes
+from bottega.run.saved import SavedRun, open_run, strip_flag_dashes
 from bottega.storage.durable import replacing_file
 from bottega.tasks.evaluation_data import DataRequest
 from bottega.terminal import open_console
@@ -57,7 +57,7 @@ def evaluate(
     try:
         return evaluate_run(run, request=request, **options, out=Path(out) if out is not None else None)
     except UsageError as error:
-        raise without_flag_dashes(error) from None
+        raise strip_flag_dashes(error) from None
 
 
 def evaluate_run(run: str | Path, *, request: DataRequest, out: Path | None = None, **options: Any) -> dict[str, Any]:

@@ -78,6 +78,6 @@ def _translate_errors() -> Iterator[None]:
     try:
         yield
     except UsageError as error:
-        from bottega.run.saved import without_flag_dashes
+        from bottega.run.saved import strip_flag_dashes
 
-        raise without_flag_dashes(error) from None
+        raise strip_flag_dashes(error) from None

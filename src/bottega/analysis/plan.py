@@ -16,9 +16,9 @@ from bottega.run.checks import (
     find_model_problems,
     find_problems,
     find_size_problems,
-    list_adjusted,
-    list_unused,
-    load_checked,
+    list_adjusted_settings,
+    list_unused_settings,
+    load_checked_recipe,
     parse_words,
     raise_all,
 )
@@ -48,7 +48,7 @@ def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[
     notes = list(resolved.notes)
     if len(tasks) == 1:
         raise_all([*find_problems(resolved.recipe), *find_directory_problems(resolved.recipe)])
-        notes += list_unused(resolved.recipe)
+        notes += list_unused_settings(resolved.recipe)
         notes += _check_data(resolved.recipe, quiet=not show)
     if show:
         for note in notes:
@@ -70,7 +70,7 @@ def _resolve(sources: list[Any], overrides: Any) -> ResolvedRecipe:
     return (
         partial_recipe
         if partial_recipe is not None and len(partial_recipe.task_candidates) > 1
-        else load_checked(sources, overrides)
+        else load_checked_recipe(sources, overrides)
     )
 
 
@@ -97,7 +97,7 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
     raise_all(find_size_problems(recipe, workload.task) or find_disk_problems(recipe, workload.task))
     plan = build_training_plan(resolved, workload)
     raise_all([*find_data_problems(recipe, plan), *find_model_problems(recipe, plan)])
-    return [*plan.notes, *list_adjusted(recipe, plan)]
+    return [*plan.notes, *list_adjusted_settings(recipe, plan)]
 
 
 def _check_rows(recipe: Recipe, rows: int) -> None:

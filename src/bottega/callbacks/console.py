@@ -14,7 +14,7 @@ from bottega.callbacks.log_file import Level, LogFile
 from bottega.core.callback import Callback, Progress
 from bottega.terminal import ConsoleStream, escape_controls, open_console
 
-BAR, GAP = 10, 2
+MIN_BAR_WIDTH, FIELD_GAP = 10, 2
 """Columns of the shortest progress bar, and between two fields of the live line."""
 DROP_ORDER = ("wait ", "mem ", "grad ", "drop ", "lr ", "eta ")
 """Fields that are dropped on a narrow terminal, in this order; step, loss and speed are always shown."""
@@ -41,8 +41,8 @@ class Console(Callback):
         # A quiet run that still warns needs a second console; otherwise both share one, for the live line.
         self._warning_console = open_console() if quiet and warnings else self.rich
         self._live: Live | None = None
-        self._seconds: float | None = None
-        self._has_warned = False
+        self._mean_step_seconds: float | None = None
+        self._has_warned_of_drops = False
         self._is_unwritable = False
 
     def info(self, text: str, *, style: str = "") -> None:
@@ -69,20 +69,22 @@ class Console(Callback):
             self._live.start()
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-        now = metrics["step_seconds"]
-        self._seconds = now if self._seconds is None else 0.8 * self._seconds + 0.2 * now
-        parts = self._parts(progress, metrics)
+        step_seconds = metrics["step_seconds"]
+        self._mean_step_seconds = (
+            step_seconds if self._mean_step_seconds is None else 0.8 * self._mean_step_seconds + 0.2 * step_seconds
+        )
+        fields = self._format_fields(progress, metrics)
         self._warn_about_drops(metrics)
-        self._write_log("  ".join(parts))
+        self._write_log("  ".join(fields))
         if self._live is not None:
-            self._live.update(self._line(progress, parts))
+            self._live.update(self._build_live_line(progress, fields))
         else:
-            self._print(self.rich, "  ".join(parts))
+            self._print(self.rich, "  ".join(fields))
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        shown = "  ".join(f"{name} {format_metric(value)}" for name, value in self.headline_metrics(metrics).items())
+        text = "  ".join(f"{name} {format_metric(value)}" for name, value in self.headline_metrics(metrics).items())
         mark = "  best so far" if progress.best_step == progress.step else ""
-        self.info(f"step {progress.step}  validation  {shown}{mark}", style="green" if mark else "")
+        self.info(f"step {progress.step}  validation  {text}{mark}", style="green" if mark else "")
 
     def headline_metrics(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the headline metrics, with their prequential (online/) and pre-adaptation (_before) variants."""
@@ -93,10 +95,10 @@ class Console(Callback):
 
     def _warn_about_drops(self, metrics: dict[str, float]) -> None:
         """Warn once when experts drop many tokens for lack of capacity, which no loss shows."""
-        dropping = [(name, value) for name, value in metrics.items() if _is_drop_rate(name) and value > MAX_DROP_RATE]
-        if dropping and not self._has_warned:
-            self._has_warned = True
-            name, value = dropping[0]
+        high_rates = [(name, value) for name, value in metrics.items() if _is_drop_rate(name) and value > MAX_DROP_RATE]
+        if high_rates and not self._has_warned_of_drops:
+            self._has_warned_of_drops = True
+            name, value = high_rates[0]
             self.warn(
                 f"{name} {value:.2f}: this fraction of tokens exceeds the capacity of its expert and is dropped; raise "
                 "model.expert_capacity or model.capacity_factor, or set it to null"
@@ -113,9 +115,9 @@ class Console(Callback):
             self._live.stop()
             self._live = None
 
-    def _parts(self, progress: Progress, m: dict[str, float]) -> list[str]:
+    def _format_fields(self, progress: Progress, m: dict[str, float]) -> list[str]:
         width = len(str(progress.total))
-        parts = [
+        fields = [
             f"step {progress.step:>{width}}/{progress.total}",
             f"loss {m['loss']:.4f}",
             f"lr {m['learning_rate']:.2e}",
@@ -126,18 +128,20 @@ class Console(Callback):
         ]
         memory = m.get("gpu_memory_gib", m.get("ram_gib"))
         if memory is not None:
-            parts.append(f"mem {memory:.1f}G")
-        parts.append(f"eta {format_duration((progress.total - progress.step) * (self._seconds or 0.0))}")
-        return parts
+            fields.append(f"mem {memory:.1f}G")
+        fields.append(f"eta {format_duration((progress.total - progress.step) * (self._mean_step_seconds or 0.0))}")
+        return fields
 
-    def _line(self, progress: Progress, parts: list[str]) -> Any:
-        shown = fit_parts(parts, self.rich.width - BAR - GAP)
-        free = self.rich.width - sum(len(part) + GAP for part in shown)
-        bar = ProgressBar(total=progress.total, completed=progress.step, width=max(1, min(3 * BAR, free)))
-        grid = Table.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-        for _ in range(1 + len(shown)):
+    def _build_live_line(self, progress: Progress, fields: list[str]) -> Any:
+        fitting_fields = fit_fields(fields, self.rich.width - MIN_BAR_WIDTH - FIELD_GAP)
+        free_width = self.rich.width - sum(len(part) + FIELD_GAP for part in fitting_fields)
+        bar = ProgressBar(
+            total=progress.total, completed=progress.step, width=max(1, min(3 * MIN_BAR_WIDTH, free_width))
+        )
+        grid = Table.grid(padding=(0, FIELD_GAP, 0, 0), pad_edge=False)
+        for _ in range(1 + len(fitting_fields)):
             grid.add_column(no_wrap=True)
-        grid.add_row(bar, *shown)
+        grid.add_row(bar, *fitting_fields)
         return grid
 
     def _write_log(self, text: str, level: Level = "INFO") -> None:
@@ -145,11 +149,11 @@ class Console(Callback):
             self.log_file.write(text, level)
 
 
-def fit_parts(parts: list[str], room: int) -> list[str]:
+def fit_fields(parts: list[str], width: int) -> list[str]:
     """Return the fields of the live line that fit into `room` columns, in order, dropping the least important first."""
     fields = list(parts)
     for prefix in DROP_ORDER:
-        if sum(len(part) + GAP for part in fields) <= room:
+        if sum(len(part) + FIELD_GAP for part in fields) <= width:
             break
         fields = [part for part in fields if not part.startswith(prefix)]
     return fields

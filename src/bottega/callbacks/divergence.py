@@ -1,4 +1,4 @@
-"""Detect a diverged training loss: finite, but far above where it started or where it had been."""
+"""Detect a diverged training loss: finite, but far above its first or its best value."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MIN_RISE = 1.0
 PEAK_FACTOR = 30.0
 """Ratio to its start that no single loss of a healthy run reaches in its second half."""
 MAX_INITIAL_LOSS = 12.0
-"""Nats above any initial cross-entropy (a vocabulary of 50,000 starts at 10.8): where the first logged loss is higher, the run
-had diverged by then."""
+"""Nats above any initial cross-entropy (a vocabulary of 50,000 starts at 10.8): if the first logged loss is higher, the run
+had diverged before it was logged."""
 FORGOTTEN_FRACTION = 0.75
 """Fraction of the improvement that is lost again when a loss has diverged from its best."""
 
 
 def diagnose_losses(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> str | None:
-    """Return a warning with its remedy where the training losses among rows of metrics.jsonl diverged; else None."""
+    """Return a warning with its remedy if the training losses in the rows of metrics.jsonl diverged, else None."""
     if recipe.task == "recall":
-        return None  # its loss starts at 0, while there is nothing to recall
+        return None  # its loss starts at 0, because at first there is nothing to recall
     losses = [row.get("loss") for row in rows if row.get("kind") == "train"]
     data = recipe.data
     is_one_task = data.mixture != "sequence" and data.curriculum is None and getattr(data, "online", None) is None
@@ -36,19 +36,19 @@ def diagnose_losses(rows: Sequence[Mapping[str, Any]], recipe: Recipe) -> str | 
     )
     if divergence is None:
         return None
-    rate = f"lower training.learning_rate ({recipe.training.learning_rate})"
-    clip = ", or set training.max_grad_norm" if recipe.training.max_grad_norm is None else ""
-    return f"{divergence}; do not trust this run: {rate}{clip}, and train again under another name"
+    advice = f"lower training.learning_rate ({recipe.training.learning_rate})"
+    clip_advice = ", or set training.max_grad_norm" if recipe.training.max_grad_norm is None else ""
+    return f"{divergence}; do not trust this run: {advice}{clip_advice}, and train again under another name"
 
 
 def describe_divergence(
     losses: Sequence[float], *, is_one_task: bool = True, is_cross_entropy: bool = False
 ) -> str | None:
-    """Return how the logged training losses diverged; None where they did not.
+    """Return how the logged training losses diverged; None if they did not.
 
-    Medians of the first and last few are compared, so that one spike or one lucky batch does not decide. Where the data
-    changes during training (`is_one_task` is false), a loss that rises again is not divergence; only one far above its
-    start is.
+    Medians of the first and last few losses are compared, so that one spike or one lucky batch does not decide. If the data
+    changes during training (`is_one_task` is false), a loss that rises again has not diverged; only a loss far above its
+    start has.
     """
     if len(losses) < 2:
         return None

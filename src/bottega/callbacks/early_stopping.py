@@ -15,7 +15,7 @@ class PatienceCounter:
     def __init__(self, *, metric: str, maximise: bool, threshold: float, key: str) -> None:
         self.metric, self.maximise, self.threshold, self.key = metric, maximise, threshold, key
         self.best: float | None = None
-        self.waited = 0
+        self.num_waited = 0
 
     def update(self, metrics: dict[str, float]) -> None:
         """Count one evaluation; a value that is not finite is not an improvement."""
@@ -25,15 +25,15 @@ class PatienceCounter:
         best = self.best if self.best is not None else (-math.inf if self.maximise else math.inf)
         gain = value - best if self.maximise else best - value
         if math.isfinite(value) and gain > self.threshold:
-            self.best, self.waited = value, 0
+            self.best, self.num_waited = value, 0
         else:
-            self.waited += 1
+            self.num_waited += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "waited": self.waited}
+        return {"best": self.best, "waited": self.num_waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.best, self.waited = state.get("best"), int(state.get("waited", 0))
+        self.best, self.num_waited = state.get("best"), int(state.get("waited", 0))
 
 
 class EarlyStopping(Callback):
@@ -48,16 +48,17 @@ class EarlyStopping(Callback):
         )
 
     def start(self, progress: Progress) -> None:
-        self._decide(progress)  # a stopped run stays stopped when it is resumed
+        self._stop_if_patience_ended(progress)  # a stopped run stays stopped when it is resumed
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.counter.update(metrics)
-        self._decide(progress)
+        self._stop_if_patience_ended(progress)
 
-    def _decide(self, progress: Progress) -> None:
-        if self.counter.waited >= self.patience:
-            best = f"{self.counter.best:.4f}" if self.counter.best is not None else "nothing"
-            progress.stop = f"{self.counter.metric} has not improved on {best} for {self.patience} evaluations"
+    def _stop_if_patience_ended(self, progress: Progress) -> None:
+        if self.counter.num_waited >= self.patience:
+            best = self.counter.best
+            problem = f"has not improved on {best:.4f}" if best is not None else "was not finite"
+            progress.stop = f"{self.counter.metric} {problem} for {self.patience} evaluations"
 
     def state_dict(self) -> dict[str, Any]:
         return self.counter.state_dict()
@@ -82,9 +83,9 @@ class ReduceOnPlateau(Callback):
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
         self.counter.update(metrics)
-        if self.counter.waited >= max(1, self.patience):
+        if self.counter.num_waited >= max(1, self.patience):
             progress.rate_scale = max(self.floor, progress.rate_scale * self.factor)
-            self.counter.waited = 0
+            self.counter.num_waited = 0
 
     def state_dict(self) -> dict[str, Any]:
         return self.counter.state_dict()

@@ -29,7 +29,7 @@ class Prequential(Callback):
             self.sums[name] = (previous[0] + total, previous[1] + count)
 
     def compute_metrics(self) -> dict[str, float]:
-        """Return the means so far, named online/...; a metric that no sample has counted for yet is absent."""
+        """Return the means so far, named online/...; a metric without samples so far is left out."""
         sums = {name: (float(total), float(count)) for name, (total, count) in self.sums.items()}
         means = {name: total / count for name, (total, count) in sums.items() if count}
         return {PREFIX + name: value for name, value in self.summarise(means).items()} if means else {}

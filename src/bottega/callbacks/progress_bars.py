@@ -22,16 +22,16 @@ def progress_bars(console: Any, *, in_bytes: bool = True) -> Iterator[Callable[[
     )
     from rich.progress import Progress as Bar
 
-    amounts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (TaskProgressColumn(),)
-    columns = (TextColumn("{task.description:<10}", markup=False), BarColumn(), *amounts, TimeRemainingColumn())
+    amount_columns = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (TaskProgressColumn(),)
+    columns = (TextColumn("{task.description:<10}", markup=False), BarColumn(), *amount_columns, TimeRemainingColumn())
     # rich would redirect standard output to this console, which may be quiet and is not where `> file` points.
     is_shown = console.is_terminal and not console.quiet
     with Bar(*columns, console=console, transient=True, disable=not is_shown, redirect_stdout=False) as progress:
-        rows: dict[str, Any] = {}
+        task_ids: dict[str, Any] = {}
 
         def report_progress(stage: str, done: int, total: int) -> None:
-            if stage not in rows:
-                rows[stage] = progress.add_task(escape_controls(stage), total=total)
-            progress.update(rows[stage], completed=done, total=total)
+            if stage not in task_ids:
+                task_ids[stage] = progress.add_task(escape_controls(stage), total=total)
+            progress.update(task_ids[stage], completed=done, total=total)
 
         yield report_progress

@@ -33,5 +33,5 @@ class Resources(Callback):
             metrics["gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
             try:
                 metrics["gpu_percent"] = float(torch.cuda.utilization())
-            except Exception:  # without the extra bottega[gpu], or where the driver does not report it
+            except Exception:  # without the extra bottega[gpu], or if the driver does not report it
                 pass

@@ -10,7 +10,7 @@ from bottega.core.callback import Callback, Progress
 
 LONG_RUN_SECONDS = 3600.0
 """Remaining seconds from which on a warning is printed."""
-MEASURED_STEPS = 3
+NUM_MEASURED_STEPS = 3
 """Steps before the estimate: the first one allocates and warms up."""
 LARGER_IS_CHEAPER = ("model.patch_size", "model.temporal_patch_size")
 SMALLER_IS_CHEAPER = (
@@ -28,19 +28,19 @@ class SlowRunWarning(Callback):
 
     def __init__(self, recipe: Recipe, warn: Callable[[str], None]) -> None:
         self.recipe, self.warn = recipe, warn
-        self._first, self._is_done = 0, False
+        self._first_step, self._is_done = 0, False
 
     def start(self, progress: Progress) -> None:
-        self._first = progress.step
+        self._first_step = progress.step
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-        if self._is_done or progress.step - self._first < MEASURED_STEPS:
+        if self._is_done or progress.step - self._first_step < NUM_MEASURED_STEPS:
             return
         self._is_done = True
-        seconds, left = metrics["step_seconds"], progress.total - progress.step
-        if seconds * left > LONG_RUN_SECONDS:
+        seconds, steps_left = metrics["step_seconds"], progress.total - progress.step
+        if seconds * steps_left > LONG_RUN_SECONDS:
             self.warn(
-                f"{left:,} more steps of {seconds:.2g} s take about {_duration(seconds * left)} on this CPU; "
+                f"{steps_left:,} more steps of {seconds:.2g} s take about {_format_duration(seconds * steps_left)} on this CPU; "
                 f"{suggest_cheaper_steps(self.recipe)}; Ctrl-C saves and stops"
             )
 
@@ -70,6 +70,6 @@ def _format_settings(recipe: Recipe, keys: tuple[str, ...]) -> list[str]:
     return settings
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     hours = seconds / 3600
     return f"{hours:.1f} hours" if hours < 48 else f"{hours / 24:.1f} days"

@@ -19,34 +19,34 @@ from bottega.core.callback import Callback, Progress
 CONTACT_SHEET_STEMS = ("sheet", "spectrograms")
 MAX_MEDIA_FILES = 16
 """Files of each kind that are logged per step, to limit the size of event files."""
-PNG, GIF = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
+PNG_SIGNATURE, GIF_SIGNATURES = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a")
 
 
 def find_media(folder: Path, suffix: str) -> list[Path]:
-    """Return the files of one kind to log: the contact sheet where there is one, else the first single files."""
+    """Return the files of one kind to log: the contact sheet if there is one, else the first single files."""
     files = sorted(path for path in folder.glob(f"*{suffix}") if not path.name.startswith("."))
     return [path for path in files if path.stem in CONTACT_SHEET_STEMS] or files[:MAX_MEDIA_FILES]
 
 
-def media_summary(path: Path, tag: str) -> Any:
-    """Return the bytes of a .png, .gif or .wav as a `Summary`; None where the content does not match the suffix.
+def make_media_summary(path: Path, tag: str) -> Any:
+    """Return the bytes of a .png, .gif or .wav as a `Summary`; None if the content is none of these.
 
     TensorBoard's `add_image` would decode and re-encode it, `add_audio` would rescale it, and neither keeps an animated GIF.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     data = path.read_bytes()
-    if data[:8] == PNG:
+    if data[:8] == PNG_SIGNATURE:
         width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))
-    elif data[:6] in GIF:
+    elif data[:6] in GIF_SIGNATURES:
         width, height = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
     else:
-        return _audio_summary(data, tag)
+        return _make_audio_summary(data, tag)
     image = Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=data)
     return Summary(value=[Summary.Value(tag=tag, image=image)])
 
 
-def _audio_summary(data: bytes, tag: str) -> Any:
+def _make_audio_summary(data: bytes, tag: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     try:
@@ -67,17 +67,17 @@ def _audio_summary(data: bytes, tag: str) -> Any:
 def _wait_for_later_name(folder: Path) -> None:
     """Wait, at most a second, until the name of a new event file sorts after the existing ones.
 
-    TensorBoard reads files in the order of their names; files of one second differ in a number without leading zeros, where 10
+    TensorBoard reads files in the order of their names; names of the same second differ in a number without leading zeros, so that 10
     sorts before 9.
     """
-    until = time.monotonic() + 1.1
+    deadline = time.monotonic() + 1.1
     newest = max((path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")), default="")
-    while str(int(time.time())) <= newest and time.monotonic() < until:
+    while str(int(time.time())) <= newest and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 class EventFile:
-    """An event file written in the calling thread; TensorBoard's own writer uses another, where a full disk only prints a traceback.
+    """An event file written in the calling thread; TensorBoard's own writer uses another thread, in which a full disk only prints a traceback.
 
     An event that cannot be written completely is truncated, so that the file ends with a complete event.
     """
@@ -112,22 +112,22 @@ class EventFile:
         records = io.BytesIO()
         for event in events:
             RecordWriter(records).write(event.SerializeToString())
-        before, rest = self._file.tell(), records.getbuffer()
+        complete_size, remaining = self._file.tell(), records.getbuffer()
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError:
-            self._file.truncate(before)
+            self._file.truncate(complete_size)
             raise
 
 
-def _scalar(tag: str, value: float) -> Any:
+def _make_scalar_summary(tag: str, value: float) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value)])
 
 
-def _text(tag: str, text: str) -> Any:
+def _make_text_summary(tag: str, text: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -169,10 +169,10 @@ class TensorBoard(Callback):
         with self._report_write_errors():
             for path in sorted(folder.glob("*.txt")):
                 text = "    " + path.read_text(encoding="utf-8").replace("\n", "\n    ")
-                self._events.add([_text(f"samples/{path.stem}", text)], progress.step)
+                self._events.add([_make_text_summary(f"samples/{path.stem}", text)], progress.step)
             for path in [path for suffix in (".png", ".gif", ".wav") for path in find_media(folder, suffix)]:
-                # With the suffix: TensorBoard allows one kind per tag, and there may be sheet.png and sheet.gif.
-                sample = media_summary(path, f"samples/{path.name}")
+                # The tag contains the suffix: TensorBoard allows one kind per tag, and there may be sheet.png and sheet.gif.
+                sample = make_media_summary(path, f"samples/{path.name}")
                 if sample is not None:
                     self._events.add([sample], progress.step)
 
@@ -189,7 +189,9 @@ class TensorBoard(Callback):
     def _add(self, group: str, progress: Progress, metrics: dict[str, float]) -> None:
         if self._events is not None:
             with self._report_write_errors():
-                self._events.add([_scalar(f"{group}/{name}", value) for name, value in metrics.items()], progress.step)
+                self._events.add(
+                    [_make_scalar_summary(f"{group}/{name}", value) for name, value in metrics.items()], progress.step
+                )
 
     @contextmanager
     def _report_write_errors(self) -> Iterator[None]:

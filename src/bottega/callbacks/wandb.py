@@ -109,7 +109,7 @@ class WandB(Callback):
 
 
 def _describe_failure(error: Exception) -> str:
-    """Return the remedy where there is no login; else the type of the error alone, whose text may hold an address."""
+    """Return the remedy if there is no login; else only the type of the error, because its text may contain an address."""
     if "api key" in str(error).lower() or "log in" in str(error).lower():
         return "not logged in: run `wandb login`, set WANDB_API_KEY, or set logging.wandb.offline=true and sync later"
     return type(error).__name__

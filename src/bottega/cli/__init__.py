@@ -38,8 +38,8 @@ VERBS = {**runs.VERBS, **data.VERBS, **recipes.VERBS, **analysis.VERBS}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code; errors become one line on standard error."""
     # OpenMP threads of torch that spin while they wait take the core from the thread they wait for: with another busy
-    # process on two cores a step takes 2 to 8 times as long. Sleeping at once costs small models 40 % on an idle machine;
-    # a thousand spins before sleeping cost next to nothing on either. Must be set before torch is loaded.
+    # process on two cores a step takes 2 to 8 times as long. Sleeping at once makes small models 40 % slower on an idle machine;
+    # a thousand spins before sleeping cost next to nothing on a busy or an idle machine. Must be set before torch is loaded.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -85,8 +85,10 @@ def _dispatch(name: str, words: list[str]) -> int:
     if verb is None:
         from bottega.similar_names import find_similar_names
 
-        near = find_similar_names(name, VERBS)
-        raise UsageError(f"{name!r} is not a verb; " + (f"did you mean {near[0]}?" if near else "see bottega --help"))
+        similar = find_similar_names(name, VERBS)
+        raise UsageError(
+            f"{name!r} is not a verb; " + (f"did you mean {similar[0]}?" if similar else "see bottega --help")
+        )
     parser = _Parser(prog=f"bottega {name}", description=verb.summary, allow_abbrev=False)
     verb.add_arguments(parser)
     parser.set_defaults(verb=name)
@@ -111,21 +113,20 @@ def _join_negative_values(parser: argparse.ArgumentParser, words: list[str]) -> 
     No option has a single dash, except -h.
     """
     options = {name for action in parser._actions if action.nargs is None for name in action.option_strings}
-    joined: list[str] = []
+    joined_words: list[str] = []
     for word in words:
         is_value = word.startswith("-") and not word.startswith("--") and word != "-h"
-        if is_value and joined and joined[-1] in options:
-            joined[-1] += f"={word}"
+        if is_value and joined_words and joined_words[-1] in options:
+            joined_words[-1] += f"={word}"
         else:
-            joined.append(word)
-    return joined
+            joined_words.append(word)
+    return joined_words
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        raise UsageError(
-            f"{self.prog.removeprefix('bottega ')}: {message}"
-        )  # the printed line already begins with the program name
+        # The printed line already begins with the program name.
+        raise UsageError(f"{self.prog.removeprefix('bottega ')}: {message}")
 
 
 def _report_error(error: Exception) -> int:

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from bottega.cli.verb import Verb, add_no_arguments, reject_extra_words, remaining_words
+from bottega.cli.verb import Verb, add_no_arguments, reject_extra_words, take_positional_words
 from bottega.core.errors import UsageError
 from bottega.terminal import print_result
 
 
-def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _run_doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.doctor import examine_environment, format_report
 
     reject_extra_words(rest)
@@ -21,7 +21,7 @@ def _doctor(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
-def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega inspect RECIPE-or-RUN [key=value]..."
     parser.add_argument("run_or_recipe", metavar="RECIPE-or-RUN", help="a run directory, or a recipe")
 
@@ -35,13 +35,13 @@ def _inspect(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
-def _ledger_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_ledger_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run directory")
     parser.add_argument("--step", type=int, required=True, help="number of the step, from 1 as in the log")
     parser.add_argument("--replay", action="store_true", help="compute the loss of that batch with the best weights")
 
 
-def _ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _show_ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.ledger import format_report, list_step_samples
 
     reject_extra_words(rest)
@@ -51,19 +51,19 @@ def _ledger(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
-def _verify_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega verify-resume RECIPE... [key=value]... [--kills N]"
     parser.add_argument("--kills", type=int, default=3, help="how often to kill the run with SIGKILL (default: 3)")
     parser.add_argument("--steps", type=int, default=30, help="length of the run (default: 30)")
 
 
-def _verify(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _verify_resume(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.verify_resume import verify_resume
 
     return verify_resume(rest, steps=arguments.steps, kills=arguments.kills, verbose=not arguments.json)
 
 
-def _compare_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega compare A B [C]... [options]"
     parser.add_argument(
         "groups", nargs="*", help='a run, runs of several seeds ("runs/a-s*" or a,b,c), a folder of folds, RUN:ARM'
@@ -82,7 +82,7 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.compare import compare, format_report, plot_comparison
     from bottega.plots.figure import PlotsUnavailable
 
-    words = remaining_words(rest)
+    words = take_positional_words(rest)
     out = Path(arguments.out) if arguments.out else None
     if out is not None and out.suffix.lower() != ".png":
         raise UsageError(f"--out {out}: plots are PNG files; use a name that ends with .png")
@@ -98,13 +98,13 @@ def _compare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
-def _crossval_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_crossval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega crossval RECIPE... [key=value | --key value]... [options]"
     parser.add_argument("--folds", type=int, help="number of folds, each held out once (default: the recipe's, else 5)")
     parser.add_argument(
         "--by",
         choices=("fraction", "hash", "file", "stratified", "group"),
-        help="how rows are assigned to folds (default: the recipe's; else stratified where rows have a class; else fraction)",
+        help="how rows are assigned to folds (default: the recipe's; else stratified if rows have a class; else fraction)",
     )
     parser.add_argument(
         "--stratified", action="store_const", dest="by", const="stratified", help="the same as --by stratified"
@@ -122,7 +122,7 @@ def _crossval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", action="store_true", help="print errors and the result only")
 
 
-def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _cross_validate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.crossval import crossval_command
     from bottega.analysis.crossval_table import format_report
 
@@ -143,7 +143,7 @@ def _crossval(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
-def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_lr_find_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega lr-find RECIPE-or-RUN [key=value]... [options]"
     parser.add_argument("run_or_recipe", metavar="RECIPE-or-RUN", help="a recipe, or a run directory to start from")
     parser.add_argument(
@@ -156,7 +156,7 @@ def _lr_find_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _find_learning_rate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.lr_find import format_report, lr_find_command
 
     report = lr_find_command(
@@ -173,11 +173,11 @@ def _lr_find(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return report
 
 
-def _runs_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_runs_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", nargs="?", default="runs", help="a folder of runs, or a run (default: runs)")
 
 
-def _runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _list_runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.runs import format_runs, list_runs
 
     reject_extra_words(rest)
@@ -189,12 +189,12 @@ def _runs(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 VERBS = {
-    "runs": Verb("list runs with task, step, best metric and state", _runs_arguments, _runs),
-    "lr-find": Verb("find a learning rate with a range test", _lr_find_arguments, _lr_find),
-    "inspect": Verb("show the module tree with parameters and gradients", _inspect_arguments, _inspect),
-    "ledger": Verb("list the samples of a step, or replay its batch", _ledger_arguments, _ledger),
-    "crossval": Verb("cross-validate a recipe: mean and interval over folds", _crossval_arguments, _crossval),
-    "compare": Verb("test whether groups of runs differ", _compare_arguments, _compare),
-    "verify-resume": Verb("kill and resume a run, and compare bit for bit", _verify_arguments, _verify),
-    "doctor": Verb("show versions, devices and missing packages", add_no_arguments, _doctor),
+    "runs": Verb("list runs with task, step, best metric and state", _add_runs_arguments, _list_runs),
+    "lr-find": Verb("find a learning rate with a range test", _add_lr_find_arguments, _find_learning_rate),
+    "inspect": Verb("show the module tree with parameters and gradients", _add_inspect_arguments, _inspect),
+    "ledger": Verb("list the samples of a step, or replay its batch", _add_ledger_arguments, _show_ledger),
+    "crossval": Verb("cross-validate a recipe: mean and interval over folds", _add_crossval_arguments, _cross_validate),
+    "compare": Verb("test whether groups of runs differ", _add_compare_arguments, _compare),
+    "verify-resume": Verb("kill and resume a run, and compare bit for bit", _add_verify_arguments, _verify_resume),
+    "doctor": Verb("show versions, devices and missing packages", add_no_arguments, _run_doctor),
 }

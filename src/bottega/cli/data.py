@@ -10,7 +10,7 @@ from bottega.cli.verb import Verb
 from bottega.terminal import print_result
 
 
-def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega prepare RECIPE... [key=value | --key value]... [--out FOLDER] [--to FORMAT FOLDER]"
     parser.add_argument(
         "--out",
@@ -32,14 +32,14 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 def _prepare(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.run.prepare import format_report, prepare_command
 
-    to = [(kind, folder) for kind, folder in arguments.to]
-    result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=to)
+    exports = [(format_name, folder) for format_name, folder in arguments.to]
+    result = prepare_command(rest, out=Path(arguments.out) if arguments.out else None, to=exports)
     if not arguments.json:
         print_result(format_report(result))
     return result
 
 
-def _data_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega data RECIPE-or-PATH... [key=value | --key value]... [options]"
     parser.add_argument("--examples", type=int, default=3, help="how many examples to show (default: 3)")
     parser.add_argument(
@@ -51,7 +51,7 @@ def _data_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _describe_data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.data_report import data_command, format_report
 
     report = data_command(rest, examples=arguments.examples, out=Path(arguments.out or "data-report"))
@@ -61,6 +61,8 @@ def _data(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 VERBS = {
-    "prepare": Verb("read, clean, split and encode the data once, before training", _prepare_arguments, _prepare),
-    "data": Verb("describe the data: counts, lengths, labels, duplicates, examples", _data_arguments, _data),
+    "prepare": Verb("read, clean, split and encode the data once, before training", _add_prepare_arguments, _prepare),
+    "data": Verb(
+        "describe the data: counts, lengths, labels, duplicates, examples", _add_data_arguments, _describe_data
+    ),
 }

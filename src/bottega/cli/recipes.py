@@ -12,7 +12,7 @@ from bottega.core.errors import UsageError
 from bottega.terminal import print_result
 
 
-def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega plan RECIPE... [key=value]... [--check | --memory]"
     parser.add_argument(
         "--check",
@@ -41,7 +41,7 @@ def _plan(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return plan_command(rest, show=not arguments.json)
 
 
-def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _list_recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import bundled_recipes
 
     reject_extra_words(rest)
@@ -52,7 +52,7 @@ def _recipes(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return {"recipes": rows}
 
 
-def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _print_schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import json_schema
 
     reject_extra_words(rest)
@@ -62,11 +62,11 @@ def _schema(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return schema
 
 
-def _init_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("task", nargs="?", default="language", help="task of the recipe (default: language)")
 
 
-def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+def _print_recipe(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import commented_recipe
 
     reject_extra_words(rest)
@@ -76,7 +76,7 @@ def _init(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return {"recipe": text}
 
 
-def _import_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="axolotl.yml, llamafactory.yaml, trainer-args.json or lightning.yaml")
     parser.add_argument("--out", metavar="RECIPE", help="file to write (default: NAME.bottega.yaml next to the file)")
     parser.add_argument(
@@ -100,9 +100,9 @@ def _import(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
 
 
 VERBS = {
-    "plan": Verb("check a recipe and print what would run, or measure the memory it takes", _plan_arguments, _plan),
-    "recipes": Verb("list the bundled recipes", add_no_arguments, _recipes),
-    "schema": Verb("print the JSON schema of recipes, for editors", add_no_arguments, _schema),
-    "init": Verb("print a commented recipe to start from", _init_arguments, _init),
-    "import": Verb("convert the configuration of another trainer to a recipe", _import_arguments, _import),
+    "plan": Verb("check a recipe and print what would run, or measure the memory it takes", _add_plan_arguments, _plan),
+    "recipes": Verb("list the bundled recipes", add_no_arguments, _list_recipes),
+    "schema": Verb("print the JSON schema of recipes, for editors", add_no_arguments, _print_schema),
+    "init": Verb("print a commented recipe to start from", _add_init_arguments, _print_recipe),
+    "import": Verb("convert the configuration of another trainer to a recipe", _add_import_arguments, _import),
 }

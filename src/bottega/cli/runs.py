@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from bottega.cli.train_help import add_keys_to_help
-from bottega.cli.verb import Verb, reject_extra_words, remaining_words
+from bottega.cli.verb import Verb, reject_extra_words, take_positional_words
 from bottega.core.errors import UsageError
 from bottega.terminal import ResultStream, open_console, print_notice, print_result
 from bottega.world import World
 
 
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega train RECIPE... [key=value | --key value]... [options]"
     parser.add_argument("--fresh", action="store_true", help="start over; the old run is renamed")
     parser.add_argument("--resume_from", "--resume-from", metavar="PATH", help="start from this checkpoint or run")
@@ -48,26 +48,26 @@ def _print_predict_example(run: Path) -> None:
         print_notice(f"{'':<7}{command}")
 
 
-def _run_argument(parser: argparse.ArgumentParser) -> None:
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run", nargs="?", metavar="RUN", help="a run directory, or a checkpoint in it: RUN/checkpoints/last"
     )
     parser.add_argument(
-        "--model_path", "--model-path", metavar="RUN", help="the same as RUN, the name in other trainers"
+        "--model_path", "--model-path", metavar="RUN", help="the same as RUN, by the name that other trainers use"
     )
     parser.add_argument("--checkpoint", default="best", help="best, last or a step number (default: best)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps (default: auto)")
 
 
-def _run_path(arguments: argparse.Namespace) -> Path:
+def _get_run_path(arguments: argparse.Namespace) -> Path:
     paths = [p for p in (arguments.run, arguments.model_path) if p]
     if len(paths) != 1:
         raise UsageError(f"give one run: bottega {arguments.verb} runs/NAME")
     return Path(paths[0])
 
 
-def _evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
+def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_arguments(parser)
     parser.usage = "bottega evaluate RUN [--data PATH] [data.train.field=NAME]... [options]"
     parser.add_argument(
         "--data", help="evaluate on other data; data.train.field=NAME and similar settings define how to read it"
@@ -100,15 +100,15 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.tasks.recipes import parse_overrides
 
     if arguments.model_path and arguments.run and "=" in arguments.run:
-        rest, arguments.run = [arguments.run, *rest], None  # the first word is a setting then
+        rest, arguments.run = [arguments.run, *rest], None  # with --model_path, the first word is a setting
     if arguments.data and arguments.data_config:
-        raise UsageError(f"--data {arguments.data}: cannot be combined with --data_config; keep one")
+        raise UsageError(f"--data {arguments.data} cannot be combined with --data_config; keep one of them")
     files, settings = parse_overrides(rest)
     if not arguments.data:
         reject_extra_words(files)
     data = [arguments.data, *files] if files else arguments.data
     result = evaluate_run(
-        _run_path(arguments),
+        _get_run_path(arguments),
         request=DataRequest(data, arguments.data_config, settings, arguments.split),
         checkpoint=arguments.checkpoint,
         device=arguments.device,
@@ -123,8 +123,8 @@ def _evaluate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return result
 
 
-def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
+def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_arguments(parser)
     parser.add_argument(
         "--prompt", action="append", help="beginning of a text, or description of an image; may be repeated"
     )
@@ -133,7 +133,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count",
         type=int,
-        help="samples for each prompt, class or vector; without these, samples in all, of each class in turn (default: 1 text, else 16)",
+        help="samples for each prompt, class or vector; without these, the total number of samples, over all classes in turn (default: 1 text, else 16)",
     )
     parser.add_argument("--seed", type=int, help="random seed; the same seed gives the same samples (default: 0)")
     parser.add_argument("--part", metavar="NAME", help="task of a multitask run, if several can generate")
@@ -157,7 +157,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     media = parser.add_argument_group("images, audio, video")
     media.add_argument("--steps", type=int, help="number of sampling steps (default: the recipe's)")
     media.add_argument("--sampler", help="sampler: euler, heun or dpm (default: the recipe's)")
-    media.add_argument("--guidance", type=float, help="guidance scale; 1 is without guidance")
+    media.add_argument("--guidance", type=float, help="guidance scale; 1 turns guidance off")
     personal = parser.add_argument_group("personalised images")
     personal.add_argument("--user", action="append", metavar="ID", help="user to generate for; may be repeated")
     personal.add_argument("--wish", action="append", metavar="TEXT", help="what the image should show; may be repeated")
@@ -182,7 +182,7 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
         for name in GENERATION_OPTIONS
         if getattr(arguments, name) is not None
     }
-    saved = open_run(_run_path(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
+    saved = open_run(_get_run_path(arguments), checkpoint=arguments.checkpoint, device=arguments.device)
     out = Path(arguments.out) if arguments.out else None
     if out is not None:
         saved.workload.sampler.check_output(out)
@@ -199,8 +199,8 @@ def _generate(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return result
 
 
-def _export_arguments(parser: argparse.ArgumentParser) -> None:
-    _run_argument(parser)
+def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_arguments(parser)
     parser.add_argument("--out", "--output_dir", "--output-dir", help="output folder (default: RUN/final)")
 
 
@@ -209,7 +209,7 @@ def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.run.saved import open_run
 
     reject_extra_words(rest)
-    saved = open_run(_run_path(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
+    saved = open_run(_get_run_path(arguments), checkpoint=arguments.checkpoint, device="cpu", needs_best=True)
     folder = saved.export(arguments.out or None)
     notes = list_export_notes(folder)
     if not arguments.json:
@@ -219,9 +219,9 @@ def _export(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     return {"folder": str(folder), **({"notes": notes} if notes else {})}
 
 
-def _predict_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_predict_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "bottega predict RUN [TEXT | FILE | FOLDER | NUMBERS]... [options]"
-    _run_argument(parser)
+    _add_run_arguments(parser)
     parser.add_argument(
         "inputs",
         nargs="*",
@@ -236,13 +236,13 @@ def _predict_arguments(parser: argparse.ArgumentParser) -> None:
 def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     from bottega.analysis.predict import format_predictions, predict, write_predictions
 
-    words = [*arguments.inputs, *remaining_words(rest)]
+    words = [*arguments.inputs, *take_positional_words(rest)]
     if arguments.model_path and arguments.run:
-        words, arguments.run = [arguments.run, *words], None  # the first word is a text then
+        words, arguments.run = [arguments.run, *words], None  # with --model_path, the first word is a text
     if arguments.data and words:
-        raise UsageError(f"--data {arguments.data}: {words[0]} is given as well; keep one")
+        raise UsageError(f"--data {arguments.data} and {words[0]} cannot be combined; keep one of them")
     options = {"part": arguments.part, "checkpoint": arguments.checkpoint, "device": arguments.device}
-    rows = predict(_run_path(arguments), words, data=arguments.data, **options, standard_input=sys.stdin)
+    rows = predict(_get_run_path(arguments), words, data=arguments.data, **options, standard_input=sys.stdin)
     for word in words:
         if rows and "text" in rows[0] and os.path.isfile(word):
             print_notice(
@@ -251,19 +251,19 @@ def _predict(arguments: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
     if arguments.out:
         write_predictions(rows, Path(arguments.out))
     if not arguments.json:
-        kind = next((name for name in ("text", "file") if rows and name in rows[0]), "row")
+        unit = next((name for name in ("text", "file") if rows and name in rows[0]), "row")
         print_result(
             format_predictions(rows)
             if not arguments.out
-            else f"wrote the predictions of {len(rows)} {kind}{'s' if len(rows) != 1 else ''} to {arguments.out}"
+            else f"wrote the predictions of {len(rows)} {unit}{'s' if len(rows) != 1 else ''} to {arguments.out}"
         )
     return {"predictions": rows}
 
 
 VERBS = {
-    "train": Verb("train a recipe; the same command resumes it", _train_arguments, _train),
-    "evaluate": Verb("evaluate a run on held-out data", _evaluate_arguments, _evaluate),
-    "generate": Verb("generate samples with a run", _generate_arguments, _generate),
-    "predict": Verb("classify new texts, images, audio, video or rows with a run", _predict_arguments, _predict),
-    "export": Verb("export a run in the layout of transformers or diffusers", _export_arguments, _export),
+    "train": Verb("train a recipe; the same command resumes it", _add_train_arguments, _train),
+    "evaluate": Verb("evaluate a run on held-out data", _add_evaluate_arguments, _evaluate),
+    "generate": Verb("generate samples with a run", _add_generate_arguments, _generate),
+    "predict": Verb("classify new texts, images, audio, video or rows with a run", _add_predict_arguments, _predict),
+    "export": Verb("export a run in the layout of transformers or diffusers", _add_export_arguments, _export),
 }

@@ -1,11 +1,11 @@
-"""The keys of a recipe in `bottega train --help`: those set most often, with descriptions and defaults from the schema."""
+"""The keys of a recipe in `bottega train --help`: the keys that are set most often, with descriptions and defaults from the schema."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any, cast
 
-KEYS = {
+HELP_KEYS = {
     "data.train.path": "--data",
     "data.validation.split": "",
     "data.online": "--online",
@@ -30,7 +30,7 @@ KEYS = {
     "name": "--name",
     "output_dir": "--output_dir",
 }
-"""Dotted key -> its short flag, or "" where there is none."""
+"""Dotted key -> its short flag, or "" if there is none."""
 
 
 def add_keys_to_help(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,9 @@ def add_keys_to_help(parser: argparse.ArgumentParser) -> None:
 
 def describe_keys() -> str:
     """Return a line for each key: its flag, its dotted name, its description and its default."""
-    rows = [(f"{short or key:<20}{key if short else ''}".rstrip(), *_field(key)) for key, short in KEYS.items()]
+    rows = [
+        (f"{flag or key:<20}{key if flag else ''}".rstrip(), *_describe_field(key)) for key, flag in HELP_KEYS.items()
+    ]
     width = max(len(row[0]) for row in rows) + 2
     lines = [f"  {name:<{width}}{text} [{default}]" for name, text, default in rows]
     return "\n".join(
@@ -62,7 +64,7 @@ def describe_keys() -> str:
     )
 
 
-def _field(key: str) -> tuple[str, str]:
+def _describe_field(key: str) -> tuple[str, str]:
     """Return the description of a dotted key and its default as YAML."""
     from typing import get_args
 
@@ -71,11 +73,11 @@ def _field(key: str) -> tuple[str, str]:
     from bottega.config.yaml_io import dump_yaml
 
     block: type[Section] = Recipe
-    *blocks, last = key.split(".")
+    *blocks, field_name = key.split(".")
     for name in blocks:
-        kind = block.model_fields[name].annotation
-        choices = [kind, *get_args(kind)]
+        annotation = block.model_fields[name].annotation
+        choices = [annotation, *get_args(annotation)]
         block = next(choice for choice in choices if isinstance(choice, type) and issubclass(choice, Section))
-    default = block.model_construct().model_dump(mode="json")[last]
-    description = str(block.model_fields[last].description).partition(";")[0]
+    default = block.model_construct().model_dump(mode="json")[field_name]
+    description = str(block.model_fields[field_name].description).partition(";")[0]
     return description, dump_yaml(default, flow=True).strip().removesuffix("\n...").strip()

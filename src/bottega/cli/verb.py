@@ -12,7 +12,7 @@ from bottega.core.errors import UsageError
 
 @dataclass(frozen=True)
 class Verb:
-    """A verb of the command line: its help text, its arguments, and what it runs with the words that argparse left over."""
+    """A verb of the command line: its help text, its arguments, and the function that runs it, given the words that argparse left over."""
 
     summary: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -20,12 +20,12 @@ class Verb:
 
 
 def reject_extra_words(rest: list[str]) -> None:
-    """Raise `UsageError` where words are left that the verb does not take."""
+    """Raise `UsageError` if words are left that the verb does not take."""
     if rest:
         raise UsageError(f"unexpected {' '.join(rest)}; see --help")
 
 
-def remaining_words(rest: list[str]) -> list[str]:
+def take_positional_words(rest: list[str]) -> list[str]:
     """Return the positional words that argparse left over after an option; options among them are refused, except after --."""
     end = rest.index("--") if "--" in rest else len(rest)
     reject_extra_words([word for word in rest[:end] if word.startswith("-")])

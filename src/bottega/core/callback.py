@@ -13,7 +13,11 @@ from bottega.core.errors import CheckpointError
 
 @dataclass
 class Progress:
-    """State of a run that is neither a tensor nor a function of the step. Saved as progress.json in every checkpoint."""
+    """State of a run that is neither a tensor nor a function of the step. Saved as progress.json in every checkpoint.
+
+    `total` is the number of steps of the run, `evaluated` the step of the last evaluation, `best` the best value of the
+    metric so far, `rate_scale` a factor of the learning rate, and `notes` the state of each callback by its name.
+    """
 
     step: int = 0
     samples: int = 0
@@ -34,7 +38,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Progress:
-        """Return the progress of a saved run; raise CheckpointError if a field has another type."""
+        """Return the progress of a saved run; raise CheckpointError if a field has the wrong type."""
         try:
             return _ADAPTER.validate_python({**fields, "stop": None})
         except ValidationError as error:
@@ -77,4 +81,4 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, note: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

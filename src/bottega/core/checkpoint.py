@@ -57,7 +57,7 @@ def write(
     # After a fallback or a rollback there is already a checkpoint of this step; it is replaced.
     with writing_folder(folder / step_folder_name(step), mode=0o700) as temporary:
         table = {name: write_safetensors(temporary / name, tensors) for name, tensors in files.items()}
-        table["progress.json"] = write_bytes(temporary / "progress.json", _json(progress))
+        table["progress.json"] = write_bytes(temporary / "progress.json", _encode_json(progress))
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -65,7 +65,7 @@ def write(
             "files": table,
             "fingerprint": dict(fingerprint),
         }
-        write_bytes(temporary / "MANIFEST.json", _sealed(manifest))
+        write_bytes(temporary / "MANIFEST.json", _seal_manifest(manifest))
     return folder / step_folder_name(step)
 
 
@@ -100,19 +100,21 @@ def find_best(folder: Path) -> tuple[Path | None, int]:
 
     The two differ if the best checkpoint could not be saved or was deleted; then the newest former best is returned.
     """
-    checkpoints = [(path, manifest.step, _best_step(path, manifest)) for path, manifest in list_checkpoints(folder)]
+    checkpoints = [
+        (path, manifest.step, _read_best_step(path, manifest)) for path, manifest in list_checkpoints(folder)
+    ]
     best_step = next((best for _, _, best in checkpoints if best is not None), 0)
     matches = [path for path, step, _ in checkpoints if step == best_step]
     matches += [path for path, step, best in checkpoints if step == best]
     return (matches[0] if matches else None), best_step
 
 
-def _best_step(path: Path, manifest: Manifest) -> int | None:
+def _read_best_step(path: Path, manifest: Manifest) -> int | None:
     """Return the best step according to progress.json; None if the file cannot be read."""
     try:
         raw = (path / "progress.json").read_bytes()
-        is_whole = hashlib.sha256(raw).hexdigest() == manifest.files["progress.json"]["sha256"]
-        return int(json.loads(raw).get("best_step", 0)) if is_whole else None
+        is_intact = hashlib.sha256(raw).hexdigest() == manifest.files["progress.json"]["sha256"]
+        return int(json.loads(raw).get("best_step", 0)) if is_intact else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
 
@@ -136,8 +138,8 @@ def read_manifest(path: Path) -> Manifest:
                 f"checkpoint {path.name} has format {fields['format']!r}, but this version reads {FORMAT}; use the "
                 "version that wrote it"
             )
-        # Written back it must give the same bytes, so that no change of a step or a hash goes unnoticed.
-        if _sealed({key: value for key, value in fields.items() if key != "sha256"}) != raw:
+        # Encoded again, the fields must give the same bytes, so that no change of a step or a hash goes unnoticed.
+        if _seal_manifest({key: value for key, value in fields.items() if key != "sha256"}) != raw:
             raise CheckpointError(f"checkpoint {path.name} is damaged: MANIFEST.json does not match its SHA-256")
         files = {str(name): {"size": int(f["size"]), "sha256": str(f["sha256"])} for name, f in fields["files"].items()}
         return Manifest(int(fields["step"]), int(fields["sequence"]), files, dict(fields["fingerprint"]))
@@ -163,9 +165,9 @@ def verify(path: Path, *, only: Collection[str] | None = None) -> Manifest:
         except FileNotFoundError:
             raise CheckpointError(f"checkpoint {path.name} is damaged: {name} is missing") from None
         except OSError as error:
-            raise _unreadable(path, name, error) from None
+            raise _make_read_error(path, name, error) from None
         if size != expected["size"]:
-            raise CheckpointError(f"checkpoint {path.name} is damaged: {name} {size} of {expected['size']} bytes")
+            raise CheckpointError(f"checkpoint {path.name} is damaged: {name} has {size} of {expected['size']} bytes")
     for required in ("model.safetensors", "progress.json"):
         if required not in manifest.files:
             raise CheckpointError(f"checkpoint {path.name} is damaged: MANIFEST.json lacks {required}")
@@ -200,7 +202,7 @@ def read_progress(path: Path) -> dict[str, Any]:
 
 
 def remove_partial_checkpoints(folder: Path) -> None:
-    """Remove checkpoints that a killed process left half-written or half-deleted, and restore one it was replacing."""
+    """Remove checkpoints that a killed process left half-written or half-deleted, and restore one that it was replacing."""
     if folder.is_dir():
         remove_leftovers(folder)
 
@@ -217,7 +219,7 @@ def delete_old_checkpoints(folder: Path, *, keep: int, protect: Sequence[Path]) 
 
 
 def write_link(folder: Path, name: str, target: Path) -> None:
-    """Write the link `last` or `best`; where the file system has no links, a text file that holds the target's name."""
+    """Write the link `last` or `best`; if the file system has no links, a text file that contains the target's name."""
     with replacing_file(folder / name) as temporary:
         try:
             os.symlink(target.name, temporary)
@@ -239,13 +241,13 @@ def read_link(folder: Path, name: str) -> Path | None:
     return target if target.is_dir() else None
 
 
-def _json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, indent=1, allow_nan=False).encode()
 
 
-def _sealed(manifest: Mapping[str, Any]) -> bytes:
+def _seal_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Return the manifest as JSON with a hash of itself."""
-    return _json({**manifest, "sha256": hashlib.sha256(_json(manifest)).hexdigest()})
+    return _encode_json({**manifest, "sha256": hashlib.sha256(_encode_json(manifest)).hexdigest()})
 
 
 def _hash_file(path: Path, name: str) -> str:
@@ -253,8 +255,8 @@ def _hash_file(path: Path, name: str) -> str:
         with open(path / name, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise _unreadable(path, name, error) from None
+        raise _make_read_error(path, name, error) from None
 
 
-def _unreadable(path: Path, name: str, error: OSError) -> CheckpointError:
+def _make_read_error(path: Path, name: str, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot read checkpoint {path.name}: {name}: {error.strerror}")

@@ -50,13 +50,13 @@ class ParameterInfo:
 def describe_parameters(engine: Engine) -> str:
     """Return the number of parameters, as "1,000 parameters" or "8 of 1,000 parameters trainable"."""
     parameters = engine.parameters().values()
-    trainable = sum(parameter.size for parameter in parameters if parameter.is_trainable)
+    num_trainable = sum(parameter.size for parameter in parameters if parameter.is_trainable)
     total = sum(parameter.size for parameter in parameters)
-    return f"{total:,} parameters" if trainable == total else f"{trainable:,} of {total:,} parameters trainable"
+    return f"{total:,} parameters" if num_trainable == total else f"{num_trainable:,} of {total:,} parameters trainable"
 
 
 class ModelMemory(NamedTuple):
-    """Memory of the weights of one model."""
+    """Memory of the weights of one model; `learning` is its number of trainable parameters. The fields are keys of --json."""
 
     name: str
     parameters: int
@@ -67,7 +67,7 @@ class ModelMemory(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """Memory and speed of a training step at one micro-batch size."""
+    """Memory and speed of a training step at one micro-batch size. The fields are keys of --json."""
 
     micro_batch: int
     peak: int
@@ -84,8 +84,8 @@ class MemoryReport(NamedTuple):
     """The device's product name."""
     models: list[ModelMemory]
     """The trained model first."""
-    gradients: int
-    optimizer: int
+    gradient_bytes: int
+    optimizer_bytes: int
     steps: list[StepMemory]
 
 
@@ -102,7 +102,7 @@ class Engine(ABC):
     precision: str
     """The dtype of the forward pass, such as float32 or bfloat16."""
     rank: int = 0
-    world: int = 1
+    world_size: int = 1
     """Rank and number of processes; rank 0 writes files and prints."""
     data_rank: int = 0
     data_size: int = 1
@@ -114,7 +114,7 @@ class Engine(ABC):
     skip_steps: frozenset[int] = frozenset()
     """Steps whose update is not applied, because the rollback policy found their batch to be bad."""
     rate_scale: float = 1.0
-    """Factor of the learning rate that is not a function of the step; set by the plateau schedule."""
+    """Factor of the learning rate, besides its function of the step; set by the plateau schedule."""
 
     # Steps
 
@@ -170,7 +170,7 @@ class Engine(ABC):
 
     @abstractmethod
     def load_weights(self, files: Mapping[str, Mapping[str, Array]], folder: Path) -> None:
-        """Load weights that were read from the checkpoint `folder`, by file name; averaged weights replace the others."""
+        """Load weights that were read from the checkpoint `folder`, by file name; averaged weights replace the plain ones."""
 
     @abstractmethod
     def checkpoint_bytes(self) -> int:
@@ -218,8 +218,8 @@ class Engine(ABC):
     ) -> dict[str, Array]:
         """Return the diagonal of the empirical Fisher information of the parameters `names`.
 
-        It is the mean over `count` examples of the squared gradient of one example's loss. `examples` are those of this
-        rank, each with its number among all.
+        It is the mean over `count` examples of the squared gradient of one example's loss. `examples` are the
+        examples of this rank, each with its index among the examples of all ranks.
         """
 
     @abstractmethod

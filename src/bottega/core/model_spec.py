@@ -37,8 +37,8 @@ class ModelSpec:
     """One model: its architecture and the source of its weights.
 
     The engine calls `architecture(config, **options)`, then loads the folder `pretrained` by `load(model, folder)`, or
-    applies `initial` if there is none, then applies `changes` in order. With neither, the weights are those that the
-    framework draws from the seed of the run.
+    applies `initial` if there is none, then applies `changes` in order. Without both, the
+    framework draws the weights from the seed of the run.
     """
 
     architecture: Reference
@@ -66,6 +66,6 @@ class ModelSpec:
         """Return the spec of a model that is already built, such as a teacher."""
         return cls(lambda built: built, model)
 
-    def changed(self, change: Change) -> ModelSpec:
+    def with_change(self, change: Change) -> ModelSpec:
         """Return the spec with one more change after the others."""
         return replace(self, changes=(*self.changes, change))

@@ -32,7 +32,7 @@ def threefry(key: tuple[Any, Any], counter: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def derive_key(*parts: object) -> tuple[int, int]:
-    """Return two 32-bit words that are a hash of `parts`, which need a stable text form."""
+    """Return two 32-bit words that are a hash of `parts`, each of which must have a stable text form."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:8], "little")
 
@@ -62,11 +62,11 @@ class Noise:
 
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """Return uniform numbers in (0, 1), float32, `(examples, *shape)`."""
-        return self._shaped(self.to_uniform(self.bits(name, math.prod(shape))), shape)
+        return self._reshape(self.to_uniform(self.bits(name, math.prod(shape))), shape)
 
     def normal(self, name: str, shape: tuple[int, ...] = ()) -> Any:
         """Return standard normal numbers by Box-Muller, float32, `(examples, *shape)`."""
-        return self._shaped(self.to_normal(self.bits(name, math.prod(shape))), shape)
+        return self._reshape(self.to_normal(self.bits(name, math.prod(shape))), shape)
 
     def bits(self, name: str, count: int) -> tuple[Any, Any]:
         """Return two random 32-bit words for each example and draw, `(examples, count)` each."""
@@ -80,17 +80,17 @@ class Noise:
 
     def to_uniform(self, words: tuple[Any, Any]) -> Any:
         """Return uniform values in (0, 1)."""
-        return self._unit(words[0])
+        return self._to_unit_interval(words[0])
 
     def to_normal(self, words: tuple[Any, Any]) -> Any:
         """Return standard normal values, by Box-Muller."""
-        radius = self.xp.sqrt(-2 * self.xp.log(self._unit(words[0])))
-        return radius * self.xp.cos(2 * math.pi * self._unit(words[1]))
+        radius = self.xp.sqrt(-2 * self.xp.log(self._to_unit_interval(words[0])))
+        return radius * self.xp.cos(2 * math.pi * self._to_unit_interval(words[1]))
 
-    def _unit(self, words: Any) -> Any:
-        # The top 23 bits and a half: every value is exact in float32 and neither 0 nor 1 can occur.
+    def _to_unit_interval(self, words: Any) -> Any:
+        # The top 23 bits plus a half: every value is exact in float32 and neither 0 nor 1 can occur.
         scaled = (words >> 9).astype(np.float32) if self.xp is np else (words >> 9).to(self.xp.float32)
         return (scaled + 0.5) * (1.0 / (1 << 23))
 
-    def _shaped(self, values: Any, shape: tuple[int, ...]) -> Any:
+    def _reshape(self, values: Any, shape: tuple[int, ...]) -> Any:
         return values.reshape((len(self.positions), *shape))

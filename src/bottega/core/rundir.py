@@ -32,7 +32,7 @@ class RunDirectory:
         self.environment = path / "environment.json"
         self.metrics = path / "metrics.jsonl"
         self.log = path / "log.txt"
-        # Earlier versions named it codec.
+        # Earlier versions named this folder codec.
         self.processor = path / ("codec" if (path / "codec").is_dir() else "processor")
         self.samples = path / "samples"
         self.final = path / "final"
@@ -83,11 +83,11 @@ class RunDirectory:
 
         The lock is still held.
         """
-        ours = (self.path / LOCK, self.log)
+        start_files = (self.path / LOCK, self.log)
         with suppress(OSError):  # another process uses the folder by now
             remove_leftovers(self.path)
-            if {path.name for path in ours}.issuperset(os.listdir(self.path)):
-                for path in ours:
+            if {path.name for path in start_files}.issuperset(os.listdir(self.path)):
+                for path in start_files:
                     path.unlink(missing_ok=True)
                 for folder in created:
                     folder.rmdir()
@@ -129,7 +129,7 @@ def is_run(path: Path) -> bool:
 
 
 def split_checkpoint_path(path: Path) -> tuple[Path, str | None]:
-    """Split RUN/checkpoints/NAME (best, last or step-00000500) into run and checkpoint; another path is a run (None)."""
+    """Split RUN/checkpoints/NAME (best, last or step-00000500) into run and checkpoint; any other path is a run, with None."""
     absolute = Path(os.path.abspath(path))
     if absolute.parent.name != "checkpoints" or not is_run(absolute.parent.parent):
         return path, None
@@ -231,9 +231,8 @@ def _is_same_file(handle: int, path: Path) -> bool:
 def _read_owner(handle: int) -> dict[str, Any] | None:
     """Return pid, host and start time from a lock file; None if it was not written by this program."""
     try:
-        owner, _ = json.JSONDecoder().raw_decode(
-            os.pread(handle, 4096, 0).decode()
-        )  # the rest of a longer, earlier text may follow
+        # The end of an earlier, longer text may follow, so only the first JSON value is read.
+        owner, _ = json.JSONDecoder().raw_decode(os.pread(handle, 4096, 0).decode())
         return {key: owner[key] for key in ("pid", "host", "started")}
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -243,5 +242,5 @@ def _suggest_run(path: Path) -> str:
     from bottega.similar_names import find_similar_names
 
     runs = [p.parent.name for p in path.parent.glob("*/recipe.yaml")] if path.parent.is_dir() else []
-    near = find_similar_names(path.name, runs)
-    return f"; did you mean {path.parent / near[0]}?" if near else "; start one with `bottega train`"
+    similar_names = find_similar_names(path.name, runs)
+    return f"; did you mean {path.parent / similar_names[0]}?" if similar_names else "; start one with `bottega train`"

@@ -22,10 +22,10 @@ from bottega.terminal import print_notice
 
 T = TypeVar("T")
 
-TRIES = 2
+NUM_ATTEMPTS = 2
 """Attempts before a save counts as failed."""
 MAX_FAILED_SAVES = 3
-"""Consecutive failed saves before the run ends: a full disk is often freed in time, but not always."""
+"""Consecutive failed saves before the run ends: space on a full disk is often freed before the next save, but not always."""
 
 
 class Saver:
@@ -44,28 +44,30 @@ class Saver:
         self.announce, self.warn = announce, warn
         self.resumed_from: Path | None = None
         self._thread: threading.Thread | None = None
-        self._done: tuple[Progress, Path] | None = None
+        self._finished_save: tuple[Progress, Path] | None = None
         self._error: BaseException | None = None
-        self._failures = 0
+        self._num_failed_saves = 0
         self._num_bytes = 0
 
     def save(self, snapshot: Snapshot, progress: Progress) -> None:
         """Start writing a checkpoint in the background; waits only if the previous save is still running."""
         self.wait()
         copy = Progress.from_json(progress.to_json())
-        self._thread = threading.Thread(target=self._write, args=(snapshot, copy), name="bottega-saver", daemon=True)
+        self._thread = threading.Thread(
+            target=self._save_in_thread, args=(snapshot, copy), name="bottega-saver", daemon=True
+        )
         self._thread.start()
 
     def poll(self) -> None:
         """Report a save that has ended. Called at every step, so it must be cheap."""
         if self._thread is not None and not self._thread.is_alive():
-            self._collect(final=False)
+            self._report_save(final=False)
 
     def wait(self, *, final: bool = False) -> None:
         """Wait until the current save is on disk. With `final`, a failure is raised at once, as no later save follows."""
         if self._thread is not None:
             self._thread.join()
-            self._collect(final=final)
+            self._report_save(final=final)
 
     def wait_after_failure(self) -> None:
         """Wait for a save in flight after the run has failed; a second failure is only a warning."""
@@ -74,20 +76,20 @@ class Saver:
         except Exception as error:
             self.warn(f"the last save failed as well: {error}")
 
-    def _write(self, snapshot: Snapshot, progress: Progress) -> None:
+    def _save_in_thread(self, snapshot: Snapshot, progress: Progress) -> None:
         try:
             files = snapshot.files()
             self._num_bytes = sum(array.nbytes for tensors in files.values() for array in tensors.values())
-            path = retry(lambda: self._commit(files, progress))
+            path = retry(lambda: self._write_checkpoint(files, progress))
             try:
                 retry(self._update_links_and_rotate)
             except OSError as error:
                 self._error = error
-            self._done = (progress, path)
+            self._finished_save = (progress, path)
         except BaseException as error:
             self._error = error
 
-    def _commit(self, files: Mapping[str, Tensors], progress: Progress) -> Path:
+    def _write_checkpoint(self, files: Mapping[str, Tensors], progress: Progress) -> Path:
         fields = progress.to_json()
         return checkpoint.write(
             self.folder, step=progress.step, files=files, progress=fields, fingerprint=self.fingerprint
@@ -100,32 +102,32 @@ class Saver:
         protect = [self.folder / path.name for path in protect if path.resolve().parent == self.folder.resolve()]
         checkpoint.delete_old_checkpoints(self.folder, keep=self.keep, protect=protect)
 
-    def _collect(self, *, final: bool) -> None:
+    def _report_save(self, *, final: bool) -> None:
         self._thread = None
-        done, self._done = self._done, None
+        finished_save, self._finished_save = self._finished_save, None
         error, self._error = self._error, None
-        if done is not None:
-            self._failures = 0
-            self.announce(*done)
+        if finished_save is not None:
+            self._num_failed_saves = 0
+            self.announce(*finished_save)
         if error is None:
             return
         if not isinstance(error, OSError):
             raise error
-        self._failures += 1
+        self._num_failed_saves += 1
         problem = explain_os_error(error, self.folder, self._num_bytes)
-        if done is not None:
+        if finished_save is not None:
             self.warn(
                 f"{problem}; the checkpoint is saved; the next save updates the links and deletes old checkpoints"
             )
             return
-        if final or self._failures >= MAX_FAILED_SAVES:
+        if final or self._num_failed_saves >= MAX_FAILED_SAVES:
             raise problem from error
         self.warn(f"{problem}; older checkpoints are kept, the next save tries again")
 
 
 def retry(work: Callable[[], T]) -> T:
     """Call `work`, and again at once after a disk error, while the state of this step is still in memory."""
-    for _ in range(TRIES - 1):
+    for _ in range(NUM_ATTEMPTS - 1):
         with suppress(OSError, CheckpointError):
             return work()
     return work()
@@ -144,27 +146,28 @@ def explain_os_error(error: OSError, folder: Path, needed: int = 0) -> BottegaEr
         errno.EEXIST: "it is a file; choose another folder",
     }.get(error.errno or 0, error.strerror or str(error))
     try:
-        free = f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} bytes free"
+        free_note = f", {shutil.disk_usage(folder if folder.exists() else folder.parent).free:,} bytes free"
     except OSError:
-        free = ""
+        free_note = ""
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    size = f": needs {needed:,} bytes{free}" if needed else free if is_full else ""
+    size_note = f": needs {needed:,} bytes{free_note}" if needed else free_note if is_full else ""
     advice = "; free some space and run the same command to continue" if is_full else ""
-    return EnvironmentProblem(f"cannot write {folder}: {reason}{size}{advice}")
+    return EnvironmentProblem(f"cannot write {folder}: {reason}{size_note}{advice}")
 
 
 def check_disk_space(folder: Path, *, size: int, keep: int) -> None:
     """Raise if two checkpoints of `size` bytes do not fit on the disk; warn if `keep` of them do not."""
     free = shutil.disk_usage(folder).free
-    held = sum(
+    # Checkpoints from before a resume are deleted as new ones are saved, so their bytes count as free.
+    existing_bytes = sum(
         path.stat().st_size for step in checkpoint.list_step_folders(folder) for path in step.iterdir()
-    )  # checkpoints from before a resume are deleted as new ones are saved
-    if size > free or size * 2 > free + held:
+    )
+    if size > free or size * 2 > free + existing_bytes:
         raise EnvironmentProblem(
             f"cannot write {folder}: replacing a checkpoint needs {2 * size:,} bytes, {free:,} bytes are free; free some "
             "space, or choose another output_dir"
         )
-    if size * (keep + 1) > free + held:
+    if size * (keep + 1) > free + existing_bytes:
         print_notice(
             f"bottega: {keep} checkpoints of {size:,} bytes do not fit in the {free:,} bytes free; lower checkpoint.keep"
         )

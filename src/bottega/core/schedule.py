@@ -40,12 +40,12 @@ class Schedule:
         return max(1, self.total - self.warmup)
 
     def _one_cycle(self, step: int) -> float:
-        # Smith's policy: up over the warm-up (default 30 %), down to the floor, both by cosine; it starts at 1/25.
-        up = self.warmup or max(1, round(0.3 * self.total))
-        if step < up:
-            return 0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi * (step + 1) / up))
-        done = min(1.0, (step - up) / max(1, self.total - up))
-        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * done))
+        # Smith's policy: from 1/25 up to the peak over the warm-up (default 30 %), then down to the floor, both by cosine.
+        warmup = self.warmup or max(1, round(0.3 * self.total))
+        if step < warmup:
+            return 0.04 + 0.96 * 0.5 * (1 - math.cos(math.pi * (step + 1) / warmup))
+        fraction = min(1.0, (step - warmup) / max(1, self.total - warmup))
+        return self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * fraction))
 
 
 def _cosine(s: Schedule, step: int) -> float:

@@ -61,7 +61,7 @@ class Task(BaseModel, ABC):
         return {}
 
     def penalty(self, parameters: Mapping[str, Array], state: Mapping[str, Array]) -> Array | None:
-        """Return a regularisation term of the weights, added to the loss once per step; None for none."""
+        """Return a regularisation term of the weights, added to the loss once per step; None if there is none."""
         return None
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:

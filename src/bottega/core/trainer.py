@@ -1,4 +1,4 @@
-"""The training loop, the only one. Everything it does is a function of the step and of `Progress`."""
+"""The only training loop. Everything it does is a function of the step and of `Progress`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Batches(Protocol):
 class Cadences:
     """Steps between two logs, evaluations, checkpoints and samples (0 = never).
 
-    `save_seconds` saves by the clock. `evaluate_at` are further steps to evaluate at: the ends of sources in a sequence.
+    `save_seconds` saves by the clock. `evaluate_at` are further steps to evaluate at, such as the ends of sources in a sequence.
     """
 
     log: int = 10
@@ -102,71 +102,71 @@ class Trainer:
     def _train(self) -> None:
         p, engine, every = self.progress, self.engine, self.cadences
         engine.rate_scale = p.rate_scale
-        self._clock = self._saved_at = time.perf_counter()
-        self._waited, self._units, self._steps = 0.0, 0.0, 0
-        if self._evaluation_due() and p.evaluated < p.step:
+        self._log_start = self._saved_at = time.perf_counter()
+        self._wait_seconds, self._num_units, self._num_steps = 0.0, 0.0, 0
+        if self._is_evaluation_due() and p.evaluated < p.step:
             self._evaluate()  # a signal ended the previous process between its checkpoint and this evaluation
             self._save()
             if self._is_stop_requested():
                 self._raise_interrupted()
-        if self.sample and self.has_sample and p.step and self._sample_due() and not self.has_sample(p):
+        if self.sample and self.has_sample and p.step and self._is_sample_due() and not self.has_sample(p):
             self._notify("after_sample", self.sample(p))  # the previous process ended between checkpoint and sample
         stream = self.batches(p.step)
         metrics: dict[str, Any] = {}
         while p.step < p.total and p.stop is None:
-            before = time.perf_counter()
+            wait_start = time.perf_counter()
             try:
                 batch = next(stream, None)
             except WaitInterrupted:
-                if self._steps:  # these steps are unchecked; one that was not finite must not be saved
+                if self._num_steps:  # these steps are unchecked; one that was not finite must not be saved
                     self._log(metrics)
                 self._save()
                 self._raise_interrupted()
-            self._waited += time.perf_counter() - before
+            self._wait_seconds += time.perf_counter() - wait_start
             if batch is None:
                 raise DataError(f"the data ended at step {p.step} of {p.total}")
             metrics = engine.train_step(p.step, batch)
             p.step += 1
             p.samples = self.batches.samples_before(p.step)
-            self._units += metrics.pop("units", 0.0)
-            self._steps += 1
+            self._num_units += metrics.pop("units", 0.0)
+            self._num_steps += 1
             if self.saver:
                 self.saver.poll()
-            stopping = self._is_stop_requested()
-            last = p.step >= p.total
-            evaluate = self._evaluation_due()
-            save = self._due(every.save, p.step) or last or stopping or self._is_save_time()
-            sample = self._sample_due()
-            if last or evaluate or save or sample or self._due(every.log, p.step):
+            is_stopping = self._is_stop_requested()
+            is_last = p.step >= p.total
+            is_evaluation_due = self._is_evaluation_due()
+            is_save_due = self._is_due(every.save, p.step) or is_last or is_stopping or self._is_save_time()
+            is_sample_due = self._is_sample_due()
+            if is_last or is_evaluation_due or is_save_due or is_sample_due or self._is_due(every.log, p.step):
                 step = p.step
                 self._log(metrics)
                 if p.step != step:  # rolled back
                     stream = self.batches(p.step)
                     continue
-            if evaluate and not stopping:
-                save = self._evaluate() or save
-                stopping = self._is_stop_requested()
-                save = save or stopping
-            if save or p.stop is not None:
+            if is_evaluation_due and not is_stopping:
+                is_save_due = self._evaluate() or is_save_due
+                is_stopping = self._is_stop_requested()
+                is_save_due = is_save_due or is_stopping
+            if is_save_due or p.stop is not None:
                 self._save()
-            if stopping:
+            if is_stopping:
                 self._raise_interrupted()
-            if sample and self.sample:  # last, so that a failing sample never costs a checkpoint
+            if is_sample_due and self.sample:  # last, so that a failing sample never costs a checkpoint
                 self._notify("after_sample", self.sample(p))
 
-    def _sample_due(self) -> bool:
+    def _is_sample_due(self) -> bool:
         p, every = self.progress, self.cadences.sample
-        return self._due(every, p.step) or (p.step >= p.total and every > 0)
+        return self._is_due(every, p.step) or (p.step >= p.total and every > 0)
 
     def _is_stop_requested(self) -> bool:
         return self.engine.any_rank(self.signals.received is not None)
 
-    def _due(self, every: int, step: int) -> bool:
+    def _is_due(self, every: int, step: int) -> bool:
         return every > 0 and step > 0 and step % every == 0
 
-    def _evaluation_due(self) -> bool:
+    def _is_evaluation_due(self) -> bool:
         p, every = self.progress, self.cadences.evaluate
-        return self._due(every, p.step) or (every > 0 and (p.step >= p.total or p.step in self.cadences.evaluate_at))
+        return self._is_due(every, p.step) or (every > 0 and (p.step >= p.total or p.step in self.cadences.evaluate_at))
 
     def _is_save_time(self) -> bool:
         limit = self.cadences.save_seconds
@@ -175,23 +175,23 @@ class Trainer:
     def _log(self, metrics: dict[str, Any]) -> None:
         """Fetch the metrics, which waits for the device; handle non-finite steps; call the callbacks."""
         p = self.progress
-        host = self.engine.fetch(metrics)
-        if bad := int(host.pop("bad_steps", 0)):
-            first = p.step - bad
+        values = self.engine.fetch(metrics)
+        if num_bad_steps := int(values.pop("bad_steps", 0)):
+            first_bad_step = p.step - num_bad_steps
             if self.recover is None:
-                raise Diverged(f"the loss or a gradient was not finite at step {first + 1}")
-            p.step = self.recover(p, first)
-            if p.step <= first:
+                raise Diverged(f"the loss or a gradient was not finite at step {first_bad_step + 1}")
+            p.step = self.recover(p, first_bad_step)
+            if p.step <= first_bad_step:
                 self._rewind()
                 return
-        seconds = max(time.perf_counter() - self._clock, 1e-9)
+        seconds = max(time.perf_counter() - self._log_start, 1e-9)
         samples_before = self.batches.samples_before
-        host["samples_per_second"] = (samples_before(p.step) - samples_before(p.step - self._steps)) / seconds
-        host["units_per_second"] = self._units / seconds
-        host["data_wait"] = min(1.0, self._waited / seconds)
-        host["step_seconds"] = seconds / max(1, self._steps)
+        values["samples_per_second"] = (samples_before(p.step) - samples_before(p.step - self._num_steps)) / seconds
+        values["units_per_second"] = self._num_units / seconds
+        values["data_wait"] = min(1.0, self._wait_seconds / seconds)
+        values["step_seconds"] = seconds / max(1, self._num_steps)
         self._reset_clock()
-        self._notify("after_step", host)
+        self._notify("after_step", values)
 
     def _rewind(self) -> None:
         """Restore the state of engine and callbacks from the rolled-back progress, as a resume would."""
@@ -203,8 +203,8 @@ class Trainer:
         self._reset_clock()
 
     def _reset_clock(self) -> None:
-        self._clock = time.perf_counter()
-        self._waited, self._units, self._steps = 0.0, 0.0, 0
+        self._log_start = time.perf_counter()
+        self._wait_seconds, self._num_units, self._num_steps = 0.0, 0.0, 0
 
     def _evaluate(self) -> bool:
         """Evaluate, call the callbacks, and return whether this is the best result so far and so worth saving."""
@@ -212,7 +212,7 @@ class Trainer:
         p = self.progress
         try:
             with self.engine.evaluating():
-                batches = self._unless_stopped(self.validation())
+                batches = self._yield_until_stopped(self.validation())
                 metrics = self.summarise(evaluate(self.engine, batches, score=self.score))
         except _Stopped:
             return False
@@ -221,16 +221,16 @@ class Trainer:
                 f"evaluation.metric: {self.best_metric.metric!r} is not measured; choose from {', '.join(metrics)}"
             )
         value = metrics[self.best_metric.metric]
-        improved = math.isfinite(value) and self.best_metric.is_better(value, p.best)
-        if improved:
+        has_improved = math.isfinite(value) and self.best_metric.is_better(value, p.best)
+        if has_improved:
             p.best, p.best_step = value, p.step
         p.evaluated = p.step
         self._notify("after_eval", metrics)
         self.engine.rate_scale = p.rate_scale
         self._reset_clock()
-        return improved
+        return has_improved
 
-    def _unless_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _yield_until_stopped(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield batches until a stop is requested: a scheduler waits seconds, and an evaluation may take minutes.
 
         The next start of the run repeats the evaluation.
@@ -282,17 +282,17 @@ def evaluate(
 
 def evaluate_with_rows(engine: Engine, batches: Iterator[Batch]) -> tuple[dict[str, float], Rows]:
     """Return the mean metrics over a data set and its rows. Both stay on the device until the last batch."""
-    total: Sums = {}
+    totals: Sums = {}
     parts: list[dict[str, Any]] = []
     for batch in batches:
         sums, rows = engine.eval_step(batch)
         for name, (value, count) in sums.items():
-            old = total.get(name, (0.0, 0.0))
-            total[name] = (old[0] + value, old[1] + count)
+            previous = totals.get(name, (0.0, 0.0))
+            totals[name] = (previous[0] + value, previous[1] + count)
         if rows:
             parts.append(rows)
-    if not total:
+    if not totals:
         raise DataError("the validation data has no samples; add data or remove data.validation")
-    flat = engine.fetch({f"{name}/{i}": part for name, pair in total.items() for i, part in enumerate(pair)})
-    means = {name: flat[f"{name}/0"] / count if (count := flat[f"{name}/1"]) else math.nan for name in total}
+    values = engine.fetch({f"{name}/{i}": part for name, pair in totals.items() for i, part in enumerate(pair)})
+    means = {name: values[f"{name}/0"] / count if (count := values[f"{name}/1"]) else math.nan for name in totals}
     return means, engine.fetch_rows(parts) if parts else {}

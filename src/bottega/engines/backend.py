@@ -18,10 +18,9 @@ BACKENDS = {"torch": "bottega.engines.torch.backend:TorchBackend"}
 
 
 class MemoryEstimate(NamedTuple):
-    """Bytes that training needs at every step, independent of the batch."""
+    """Bytes that training needs at every step, independent of the batch, and the number of parameters."""
 
-    parameters: int
-    """Number of parameters, not bytes."""
+    num_parameters: int
     weights: int
     gradients: int = 0
     optimizer: int = 0
@@ -69,7 +68,7 @@ class Backend(ABC):
     def limit_threads(self, count: int | None) -> None:
         """Set the number of CPU threads; None keeps the framework's default."""
 
-    # Estimates from the shape of a model: nothing is allocated or computed
+    # Estimates from the shape of a model, for which nothing is allocated or computed
 
     @abstractmethod
     def find_model_problems(self, task: Task, training: Training, *, seed: int) -> list[BottegaError]:
@@ -81,7 +80,7 @@ class Backend(ABC):
 
     @abstractmethod
     def estimate_memory(self, task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
-        """Return the least memory that training needs; only the weights if `is_frozen`, or if only files are known."""
+        """Return the least memory that training needs; only the weights if `is_frozen`, or if only the model's files are known."""
 
     @abstractmethod
     def check_memory(self, estimate: MemoryEstimate, device: str) -> None:
@@ -111,6 +110,6 @@ def open_backend(name: str) -> Backend:
 
     An unknown name gives torch, so that the name can be refused together with the other problems of the recipe.
     """
-    module, _, kind = BACKENDS.get(name, BACKENDS["torch"]).partition(":")
-    backend: Backend = getattr(import_module(module), kind)()
+    module, _, class_name = BACKENDS.get(name, BACKENDS["torch"]).partition(":")
+    backend: Backend = getattr(import_module(module), class_name)()
     return backend

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import psutil
 
-CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUP_ROOT, PROCESS_CGROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
-def available_memory() -> int:
+def get_available_memory() -> int:
     """Return the bytes that can be allocated before the kernel kills a process or refuses."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
-    limits = [limit for limit in (*_container_limits(), _address_limit()) if limit is not None]
+    limits = [limit for limit in (*_read_container_limits(), _read_address_limit()) if limit is not None]
     return max(0, min([free, *limits]))
 
 
-def _address_limit() -> int | None:
+def _read_address_limit() -> int | None:
     """Return the bytes left under `ulimit -v`; None without a limit."""
     try:
         import resource
@@ -27,33 +27,33 @@ def _address_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit - psutil.Process().memory_info().vms
 
 
-def _container_limits() -> Iterator[int]:
+def _read_container_limits() -> Iterator[int]:
     """Yield the bytes left in each cgroup of this process, innermost first (cgroup v2 and v1)."""
     try:
-        lines = OWN_GROUPS.read_text().splitlines()
+        lines = PROCESS_CGROUPS.read_text().splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            names, root = ("memory.max", "memory.current"), CGROUPS
+            names, root = ("memory.max", "memory.current"), CGROUP_ROOT
         elif "memory" in controllers.split(","):
-            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes"), CGROUPS / "memory"
+            names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes"), CGROUP_ROOT / "memory"
         else:
             continue
         folder = root / path.strip("/")
         for group in (folder, *folder.parents):
             if not group.is_relative_to(root):
                 break
-            if (left := _bytes_left(group, *names)) is not None:
+            if (left := _read_bytes_left(group, *names)) is not None:
                 yield left
 
 
-def _bytes_left(group: Path, limit: str, usage: str) -> int | None:
+def _read_bytes_left(group: Path, limit_file: str, usage_file: str) -> int | None:
     """Return the bytes left in a cgroup; None if it has no limit or cannot be read."""
     try:
-        maximum, used = (group / limit).read_text().strip(), int((group / usage).read_text())
-        if maximum == "max" or int(maximum) >= 1 << 60:
+        maximum, used = (group / limit_file).read_text().strip(), int((group / usage_file).read_text())
+        if maximum == "max" or int(maximum) >= 1 << 60:  # no limit, in cgroup v2 and v1
             return None
         rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
         statistics = {row[0]: int(row[1]) for row in rows if len(row) == 2}

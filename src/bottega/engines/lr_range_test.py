@@ -13,22 +13,22 @@ import numpy as np
 from bottega.core.engine import Engine
 from bottega.core.errors import UsageError
 
-MIN_STEPS, NUM_STEPS, LOWEST_RATE, HIGHEST_RATE = 10, 100, 1e-7, 10.0
+MIN_NUM_STEPS, NUM_STEPS, LOWEST_RATE, HIGHEST_RATE = 10, 100, 1e-7, 10.0
 """Fewest steps from which a slope can be distinguished from noise, and the defaults of the test."""
 MOMENTUM = 0.7
-"""Momentum of the running mean that detects divergence; it looks back about three steps."""
-HALF_WIDTH = 0.5
+"""Momentum of the running mean that detects divergence; the mean is over about three steps."""
+HALF_WIDTH_DECADES = 0.5
 """Decades of rates on either side that a line is fitted to."""
 SAFETY_FACTOR = 0.5
-"""Fraction of the steepest rate to suggest: too low is only slow. With one seed each, the convolutional classifier of the
+"""Fraction of the steepest rate to suggest: a rate that is too low only makes training slow. With one seed each, the convolutional classifier of the
 embedded docstrings ended (300 steps) at 1.47 with the steepest rate and 0.94 with about half, the best of five being 0.84;
-a small language model (200 steps) at 4.34 with the steepest, 4.85 with half and 3.93 with twice, so there half is too low."""
+a small language model (200 steps) at 4.34 with the steepest, 4.85 with half and 3.93 with twice the steepest rate, so for that model half is too low."""
 MIN_STANDARD_ERRORS = 3.5
-"""Standard errors by which the loss must fall: the lowest of fifteen means of pure noise lies about two below."""
+"""Standard errors by which the loss must fall: the lowest of fifteen means of pure noise lies about two of them below the start."""
 
 
 class Stream(Protocol):
-    """Returns the batch of a step, always the same for the same step."""
+    """Returns a generator of the batches from a step on; the batch of a step is always the same."""
 
     def __call__(self, step: int) -> Any: ...
 
@@ -71,8 +71,8 @@ def check_range(low: float, high: float, steps: int) -> None:
     """Raise UsageError if the range of rates or the number of steps is not valid."""
     if not 0 < low < high < math.inf:
         raise UsageError(f"--min {low:g} --max {high:g}: both must be positive, and --min below --max")
-    if steps < MIN_STEPS:
-        raise UsageError(f"--steps {steps}: expected {MIN_STEPS} or more")
+    if steps < MIN_NUM_STEPS:
+        raise UsageError(f"--steps {steps}: expected {MIN_NUM_STEPS} or more")
 
 
 def sweep_learning_rates(
@@ -82,7 +82,7 @@ def sweep_learning_rates(
     low: float = LOWEST_RATE,
     high: float = HIGHEST_RATE,
     steps: int = NUM_STEPS,
-    first: int = 0,
+    first_step: int = 0,
     report_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> RateSweep:
     """Train with rates from `low` to `high`, spaced geometrically, until the loss diverges.
@@ -91,69 +91,68 @@ def sweep_learning_rates(
     """
     check_range(low, high, steps)
     rates = np.geomspace(low, high, steps)
-    engine.rate = lambda step: float(rates[min(step - first, steps - 1)])
+    engine.rate = lambda step: float(rates[min(step - first_step, steps - 1)])
     losses: list[float] = []
-    mean, best, diverged = 0.0, math.inf, False
-    with closing(batches(first)) as stream:
+    running_mean, best, diverged = 0.0, math.inf, False
+    with closing(batches(first_step)) as stream:
         for number, batch in zip(range(steps + 1), stream, strict=False):
-            report = engine.fetch(engine.train_step(first + number, batch))
+            report = engine.fetch(engine.train_step(first_step + number, batch))
             loss = report["loss"]
             diverged = bool(report.get("bad_steps", 0)) or not math.isfinite(loss)
             if diverged:
                 break
             losses.append(loss)
-            mean = loss if number == 0 else MOMENTUM * mean + (1 - MOMENTUM) * loss
-            best = min(best, mean)
+            running_mean = loss if number == 0 else MOMENTUM * running_mean + (1 - MOMENTUM) * loss
+            best = min(best, running_mean)
             report_progress(number, steps)
-            diverged = mean > _divergence_limit(losses, best)
+            diverged = running_mean > _compute_divergence_limit(losses, best)
             if diverged:
                 break
     return RateSweep(rates[: max(0, len(losses) - 1)], np.array(losses), diverged)
 
 
-def _divergence_limit(losses: list[float], best: float) -> float:
+def _compute_divergence_limit(losses: list[float], best: float) -> float:
     """Return the loss that counts as diverged: as far above the start as `best` is below it, and at least 1.5 times it."""
     start = float(np.mean(losses[:3]))
     return start + max(start - best, 0.5 * abs(start))
 
 
-def analyse_sweep(swept: RateSweep, *, low: float, high: float, steps: int) -> RangeTestResult:
+def analyse_sweep(sweep: RateSweep, *, low: float, high: float, steps: int) -> RangeTestResult:
     """Find the rate at which the loss falls fastest over log(rate), before its minimum; raise UsageError if it never falls."""
-    if len(swept.rates) < MIN_STEPS // 2:
-        raise UsageError(f"the loss diverges within {len(swept.losses)} steps at the lowest rate {low:g}; lower --min")
-    start = float(swept.losses[: max(3, steps // 10)].mean())
+    if len(sweep.rates) < MIN_NUM_STEPS // 2:
+        raise UsageError(f"the loss diverges within {len(sweep.losses)} steps at the lowest rate {low:g}; lower --min")
+    start = float(sweep.losses[: max(3, steps // 10)].mean())
     # Capped, because diverging losses would bend the lines fitted beside them.
-    capped = np.minimum(swept.losses_after_update, start + max(start - float(swept.losses.min()), 1e-12))
-    width = max(2, round(HALF_WIDTH * steps / math.log10(high / low)))
-    smoothed, slope = _fit_local_lines(capped, width)
+    capped_losses = np.minimum(sweep.losses_after_update, start + max(start - float(sweep.losses.min()), 1e-12))
+    width = max(2, round(HALF_WIDTH_DECADES * steps / math.log10(high / low)))
+    smoothed, slope = _fit_local_lines(capped_losses, width)
     lowest = int(smoothed.argmin())
-    around = capped[max(0, lowest - width) : lowest + width + 1]
-    noise = 1.4826 * float(
-        np.median(np.abs(capped - smoothed))
-    )  # a robust standard deviation, unaffected by diverging losses
-    error = noise * math.sqrt(1 / max(3, steps // 10) + 1 / len(around))
-    fall, between = start - float(around.mean()), f"between the rates {low:g} and {swept.rates[-1]:g}"
-    if lowest == 0 or fall <= 1e-3 * abs(start):
+    losses_near_minimum = capped_losses[max(0, lowest - width) : lowest + width + 1]
+    # A robust standard deviation, unaffected by diverging losses.
+    noise = 1.4826 * float(np.median(np.abs(capped_losses - smoothed)))
+    standard_error = noise * math.sqrt(1 / max(3, steps // 10) + 1 / len(losses_near_minimum))
+    decrease, between = start - float(losses_near_minimum.mean()), f"between the rates {low:g} and {sweep.rates[-1]:g}"
+    if lowest == 0 or decrease <= 1e-3 * abs(start):
         raise UsageError(
             f"the loss never falls {between} (it starts at {start:.4g}); try another range (--min, --max), or set "
             "training.learning_rate to a number"
         )
-    if fall <= MIN_STANDARD_ERRORS * error:
+    if decrease <= MIN_STANDARD_ERRORS * standard_error:
         raise UsageError(
-            f"{between} the loss falls only from {start:.4g} to {start - fall:.4g}, while batches differ by {noise:.2g}; "
+            f"{between} the loss falls only from {start:.4g} to {start - decrease:.4g}, while batches differ by {noise:.2g}; "
             "use a larger training.batch_size or more --steps, or set training.learning_rate to a number"
         )
     steepest = int(slope[: lowest + 1].argmin())
-    above = lowest + np.flatnonzero(smoothed[lowest:] > start)
-    end = int(above[0]) if len(above) else len(swept.rates) - 1
+    indices_above_start = lowest + np.flatnonzero(smoothed[lowest:] > start)
+    end = int(indices_above_start[0]) if len(indices_above_start) else len(sweep.rates) - 1
     return RangeTestResult(
-        steepest=float(swept.rates[steepest]),
-        minimum=float(swept.rates[lowest]),
+        steepest=float(sweep.rates[steepest]),
+        minimum=float(sweep.rates[lowest]),
         start_loss=start,
         lowest_loss=float(smoothed[lowest]),
         smoothed=smoothed,
-        is_still_falling=not swept.diverged and lowest == len(smoothed) - 1,
-        diverges_at=float(swept.rates[end]) if swept.diverged else None,
+        is_still_falling=not sweep.diverged and lowest == len(smoothed) - 1,
+        diverges_at=float(sweep.rates[end]) if sweep.diverged else None,
     )
 
 

@@ -16,7 +16,7 @@ from bottega.core.errors import Diverged, OutOfMemory
 from bottega.core.saver import Saver
 from bottega.core.types import Batch
 
-MAX_SKIPS = 100
+MAX_SKIPPED_UPDATES = 100
 MAX_ROLLBACKS = 3
 
 
@@ -33,8 +33,8 @@ class ReplayableLoader(Protocol):
 class NonfiniteRecovery:
     """Handles a step whose loss or gradient was not finite, by the policy halt, skip or rollback.
 
-    The engine has skipped every update since, so the weights are those before the bad step; and its batch is a function
-    of the step. So the failure can be reproduced.
+    The failure can be reproduced: the engine has skipped every update since the bad step, so the weights are those before
+    it, and its batch is a function of the step.
     """
 
     def __init__(
@@ -49,29 +49,29 @@ class NonfiniteRecovery:
     ) -> None:
         self.engine, self.loader, self.saver = engine, loader, saver
         self.policy, self.folder, self.warn = policy, folder, warn
-        self._skipped = self._rollbacks = 0
+        self._num_skipped = self._num_rollbacks = 0
 
-    def __call__(self, progress: Progress, first: int) -> int:
+    def __call__(self, progress: Progress, bad_step: int) -> int:
         """Handle the bad step `first`, counted from 0, and return the step to continue from."""
         if self.policy == "skip":
-            self._skipped += progress.step - first
+            self._num_skipped += progress.step - bad_step
             self.engine.reset_bad_steps()
             self.warn(
-                f"skipped {progress.step - first} updates up to step {progress.step}: the loss or a gradient was not finite"
+                f"skipped {progress.step - bad_step} updates up to step {progress.step}: the loss or a gradient was not finite"
             )
-            if self._skipped > MAX_SKIPS:
+            if self._num_skipped > MAX_SKIPPED_UPDATES:
                 raise Diverged(
-                    f"{self._skipped} updates were skipped, so training has diverged; lower {self._divergence_keys()}"
+                    f"{self._num_skipped} updates were skipped, so training has diverged; lower {self._list_divergence_keys()}"
                 )
             return progress.step
-        report = self._save_report(first)
-        if self.policy == "halt" or self._rollbacks >= MAX_ROLLBACKS:
+        report = self._save_report(bad_step)
+        if self.policy == "halt" or self._num_rollbacks >= MAX_ROLLBACKS:
             raise Diverged(
-                f"{report}; the update was not applied; lower {self._divergence_keys()}, or inspect the batch"
+                f"{report}; the update was not applied; lower {self._list_divergence_keys()}, or inspect the batch"
             )
-        return self._roll_back(progress, first, report)
+        return self._roll_back(progress, bad_step, report)
 
-    def _divergence_keys(self) -> str:
+    def _list_divergence_keys(self) -> str:
         """Return the recipe keys that can make a loss diverge: the learning rate, and those of techniques."""
         names = ["training.learning_rate"]
         task: Any = self.engine.task
@@ -80,40 +80,45 @@ class NonfiniteRecovery:
             task = getattr(task, "inner", None)
         return " or ".join(names)
 
-    def _roll_back(self, progress: Progress, first: int, report: str) -> int:
+    def _roll_back(self, progress: Progress, bad_step: int, report: str) -> int:
         self.saver.wait()
         self.engine.any_rank(False)  # a barrier: rank 0 has written before the others read
-        good = checkpoint.find_newest_valid(self.saver.folder, self.warn)
-        if good is None:
+        newest = checkpoint.find_newest_valid(self.saver.folder, self.warn)
+        if newest is None:
             raise Diverged(f"{report}; there is no checkpoint to roll back to")
-        path, manifest = good
-        self._rollbacks += 1
+        path, manifest = newest
+        self._num_rollbacks += 1
         self.engine.load(path)
-        skips = sorted({*progress.skip_steps, first})
+        skip_steps = sorted({*progress.skip_steps, bad_step})
         saved = Progress.from_json(checkpoint.read_progress(path))
         for name, value in vars(saved).items():
             setattr(progress, name, value if name != "total" else progress.total)
-        progress.skip_steps = skips
-        self.engine.skip_steps = frozenset(skips)
+        progress.skip_steps = skip_steps
+        self.engine.skip_steps = frozenset(skip_steps)
         self.warn(f"{report}; rolled back to step {manifest.step}, and that batch will be skipped")
         return manifest.step
 
     def _save_report(self, step: int) -> str:
         """Save the batch, its sample numbers and the first non-finite module; return a summary."""
-        index, epoch = self.loader.indices(step)
+        indices, epochs = self.loader.indices(step)
         batch = self.loader.batch(step)
         folder = self.folder / f"step-{step + 1:08d}"
         module: str | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            rank = f"-rank-{self.engine.rank}" if self.engine.world > 1 else ""
+            rank = f"-rank-{self.engine.rank}" if self.engine.world_size > 1 else ""
             checkpoint.write_safetensors(folder / f"batch{rank}.safetensors", flatten_batch(batch))
             module = self.engine.find_nonfinite_module(step, batch)
-            report = {"step": step + 1, "samples": index.tolist(), "epochs": epoch.tolist(), "first_bad_module": module}
+            report = {
+                "step": step + 1,
+                "samples": indices.tolist(),
+                "epochs": epochs.tolist(),
+                "first_bad_module": module,
+            }
             (folder / f"report{rank}.json").write_text(json.dumps(report, indent=1) + "\n")
         except (OSError, OutOfMemory) as error:
             self.warn(f"the report in {folder} is incomplete: {error}")
-        samples = ", ".join(map(str, index[:8])) + (", …" if len(index) > 8 else "")
+        samples = ", ".join(map(str, indices[:8])) + (", …" if len(indices) > 8 else "")
         origin = f", first in {module}" if module else ""
         return f"the loss or a gradient was not finite at step {step + 1} (samples {samples}){origin}; see {folder}"
 

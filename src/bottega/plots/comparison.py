@@ -21,32 +21,43 @@ def plot_groups(
 ) -> None:
     """Plot each group's runs as dots beside its mean and interval; lines join the runs of one seed or fold.
 
-    A group is {"label", "name", "kind", "n", "mean", "points"}, where `points` maps a seed or fold to its value and is empty where
-    the mean over samples is all there is. `conclusions` are written below, one line each.
+    A group is {"label", "name", "kind", "n", "mean", "points"}, where `points` maps a seed or fold to its value and is empty if
+    only the mean over samples is known. `conclusions` are written below, one line each.
     """
     width = max(1.8 * len(groups) + 1.2, 5.2, 0.072 * max(map(len, [subtitle, *conclusions])) + 1.0)
     inch = len(groups) / (width - 1)  # in units of the horizontal axis
     with open_figure(path, width=width, height=4.4 + 0.18 * len(conclusions)) as figure:
         axes = figure.add_subplot()
         axes.grid(axis="y")
-        ends = [*itertools.chain(*intervals), *(value for group in groups for value in group["points"].values())]
+        plotted_values = [
+            *itertools.chain(*intervals),
+            *(value for group in groups for value in group["points"].values()),
+        ]
         dots = [
-            _place_dots(group["points"], x, inch=inch, room=0.025 * (max(ends) - min(ends)))
+            _place_dots(group["points"], x, inch=inch, min_distance=0.025 * (max(plotted_values) - min(plotted_values)))
             for x, group in enumerate(groups)
         ]
         for left, right in itertools.pairwise(dots):
             for key in sorted(left.keys() & right.keys()):
                 axes.plot(*zip(left[key], right[key], strict=True), color=LIGHT, linewidth=0.8, zorder=1)
         for x, (group, (low, high)) in enumerate(zip(groups, intervals, strict=True)):
-            colour, at = COLOURS[x % len(COLOURS)], x + 0.3 * inch if dots[x] else x
+            colour, mean_x = COLOURS[x % len(COLOURS)], x + 0.3 * inch if dots[x] else x
             errors = [[max(0.0, group["mean"] - low)], [max(0.0, high - group["mean"])]]
             axes.errorbar(
-                at, group["mean"], yerr=errors, color=colour, capsize=4, linewidth=1.5, marker="_", markersize=18, mew=3
+                mean_x,
+                group["mean"],
+                yerr=errors,
+                color=colour,
+                capsize=4,
+                linewidth=1.5,
+                marker="_",
+                markersize=18,
+                mew=3,
             )
             for dot in dots[x].values():
                 axes.plot(*dot, "o", color=colour, mec="white", mew=0.8, markersize=6.5)
-        characters = int(12.5 * width / len(groups))
-        names = [_tail(group["name"], characters) for group in groups]
+        max_characters = int(12.5 * width / len(groups))
+        names = [_keep_end(group["name"], max_characters) for group in groups]
         heads = [f"{group['label']}   {group['n']:,} {group['kind']}".strip() for group in groups]
         axes.set_xticks(range(len(groups)), [f"{head}\n{name}" for head, name in zip(heads, names, strict=True)])
         for tick, colour in zip(axes.get_xticklabels(), itertools.cycle(COLOURS), strict=False):
@@ -74,20 +85,20 @@ def plot_condition_bars(
 
     `conditions` maps condition -> measure -> {"mean", "low", "high"}; a dashed line marks the `chance` level of a measure.
     """
-    bar = 0.85 / len(conditions)
+    bar_width = 0.85 / len(conditions)
     width = max(7.0, 0.4 * len(conditions) * len(measures) + 1.2)
     with open_figure(path, width=width, height=4.2) as figure:
         axes = figure.add_subplot()
         axes.grid(axis="y")
         for number, (name, values) in enumerate(conditions.items()):
-            shown = [(position, values[measure]) for position, measure in enumerate(measures) if measure in values]
-            x = [position + (number - (len(conditions) - 1) / 2) * bar for position, _ in shown]
-            means = [value["mean"] for _, value in shown]
+            plotted = [(position, values[measure]) for position, measure in enumerate(measures) if measure in values]
+            x = [position + (number - (len(conditions) - 1) / 2) * bar_width for position, _ in plotted]
+            means = [value["mean"] for _, value in plotted]
             errors = [
-                [max(0.0, value["mean"] - value["low"]) for _, value in shown],
-                [max(0.0, value["high"] - value["mean"]) for _, value in shown],
+                [max(0.0, value["mean"] - value["low"]) for _, value in plotted],
+                [max(0.0, value["high"] - value["mean"]) for _, value in plotted],
             ]
-            axes.bar(x, means, 0.86 * bar, color=colours[name], label=f"{name}: {labels[name]}")
+            axes.bar(x, means, 0.86 * bar_width, color=colours[name], label=f"{name}: {labels[name]}")
             axes.errorbar(x, means, yerr=errors, fmt="none", ecolor=INK, elinewidth=1.0, capsize=2.5)
         levels = [(position, chance[measure]) for position, measure in enumerate(measures) if measure in chance]
         for number, (position, level) in enumerate(levels):
@@ -103,15 +114,17 @@ def plot_condition_bars(
         add_title(axes, title, subtitle)
 
 
-def _place_dots(points: Mapping[int, float], x: float, *, inch: float, room: float) -> dict[int, tuple[float, float]]:
-    """Return where each run's dot lies; one that would hide another moves to its left."""
-    placed: dict[int, tuple[float, float]] = {}
+def _place_dots(
+    points: Mapping[int, float], x: float, *, inch: float, min_distance: float
+) -> dict[int, tuple[float, float]]:
+    """Return the position of each run's dot; a dot that would hide another one moves to its left."""
+    dots: dict[int, tuple[float, float]] = {}
     for key, value in sorted(points.items(), key=lambda point: point[1]):
-        taken = {at for at, other in placed.values() if abs(other - value) <= room}
-        placed[key] = next(at for i in range(len(points)) if (at := x - 0.11 * inch * i) not in taken), value
-    return placed
+        taken_x = {at for at, other in dots.values() if abs(other - value) <= min_distance}
+        dots[key] = next(at for i in range(len(points)) if (at := x - 0.11 * inch * i) not in taken_x), value
+    return dots
 
 
-def _tail(name: str, length: int) -> str:
-    """Return the end of a path that is too long, which is what tells runs apart."""
+def _keep_end(name: str, length: int) -> str:
+    """Return the end of a path that is too long, because the end is what distinguishes runs."""
     return name if len(name) <= length else f"…{name[1 - length :]}"

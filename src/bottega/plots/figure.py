@@ -1,7 +1,7 @@
-"""One style for every plot, and where matplotlib is imported: without a display, and only when something is drawn.
+"""One style for every plot. matplotlib is used without a display, and imported only when something is drawn.
 
-matplotlib comes with the extra `plots`. Where it is missing, `open_figure` raises `PlotsUnavailable`, and `try_plot` reports
-once which command installs it, so that no training ends for want of a plot.
+matplotlib comes with the extra `plots`. If it is missing, `open_figure` raises `PlotsUnavailable`, and `try_plot` reports
+once which command installs it, so that no run ends because a plot cannot be drawn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLUE, ORANGE = "#2a5db0", "#d1602f"
 # Distinguishable in greyscale and for colour-blind readers.
 COLOURS = (BLUE, ORANGE, "#2e8b6f", "#8a4fa3", "#a8862a", "#5d6470")
 DPI = 160
-MISSING = "plots need matplotlib; pip install 'bottega[plots]'"
+MISSING_MATPLOTLIB = "plots need matplotlib; pip install 'bottega[plots]'"
 STYLE: Any = {
     "font.family": ["DejaVu Sans"],
     "font.size": 9,
@@ -55,7 +55,7 @@ STYLE: Any = {
     "figure.constrained_layout.w_pad": 0.08,
 }
 
-_reported: set[str] = set()
+_reported_reasons: set[str] = set()
 
 
 class PlotsUnavailable(EnvironmentProblem):
@@ -71,7 +71,7 @@ def open_figure(path: Path, *, width: float, height: float) -> Iterator[Any]:
         import PIL  # noqa: F401  # which writes the PNG
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise PlotsUnavailable(f"{MISSING} ({error})") from error
+        raise PlotsUnavailable(f"{MISSING_MATPLOTLIB} ({error})") from error
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         yield figure
@@ -87,16 +87,16 @@ def try_plot(plot: Callable[[Path], None], path: Path, *, warn: Callable[[str], 
         plot(path)
     except (EnvironmentProblem, OSError) as error:
         reason = str(error)
-        if reason not in _reported:
+        if reason not in _reported_reasons:
             (warn or _print_warning)(f"no {path.name}: {reason}")
         if isinstance(error, PlotsUnavailable):
-            _reported.add(reason)
+            _reported_reasons.add(reason)
         return False
     return True
 
 
 def is_plot_warning(text: str) -> bool:
-    """Whether `text` is what `try_plot` reports of a plot that could not be written."""
+    """Return whether `text` is the report of `try_plot` that a plot could not be written."""
     return text.startswith("no ") and text.partition(": ")[0].endswith(".png")
 
 

@@ -9,7 +9,7 @@ from bottega.plots.figure import BLUE, LIGHT, ORANGE, add_title, open_figure
 
 
 def plot_range_test(report: dict[str, Any], path: Path) -> None:
-    """Plot the loss of each step and the smoothed one; what diverges is cut off at the top."""
+    """Plot the loss of each step and the smoothed loss; a diverging loss is cut off at the top."""
     curve, start, lowest = report["curve"], report["start_loss"], report["lowest_loss"]
     with open_figure(path, width=6.6, height=4.0) as figure:
         axes = figure.add_subplot()

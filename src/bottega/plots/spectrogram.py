@@ -16,7 +16,10 @@ COLOURS = ("#0b0a1e", "#2a1a5e", "#6a1f7b", "#b5306b", "#ec6a4c", "#fbb35a", "#f
 
 @dataclass(frozen=True)
 class Panel:
-    """One spectrogram: `levels` (frequencies, columns) in decibels, the highest frequency first; the ends of its axes."""
+    """One spectrogram: `levels` (frequencies, columns) in decibels, the highest frequency first.
+
+    `seconds` and `kilohertz` are the ends of its axes.
+    """
 
     title: str
     note: str

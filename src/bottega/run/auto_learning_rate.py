@@ -46,27 +46,27 @@ def run_range_test(
 ) -> dict[str, Any]:
     """Run a range test from initial weights or a verified checkpoint; return its report. Writes nothing to disk.
 
-    Training plan and engine are built for the test test_recipe, because techniques may keep state in them.
+    Training plan and engine are built for this test alone, because techniques may keep state in them.
     """
     lr_range_test.check_range(low, high, steps)
     # Compiling does not pay for a hundred steps, and averaged weights are not used.
-    test_recipe = _changed(recipe, learning_rate=high, compile=False, ema=None)
+    test_recipe = _replace_training_options(recipe, learning_rate=high, compile=False, ema=None)
     plan = build_training_plan(dependencies.resolve_references(test_recipe), workload)
     engine = build_engine(test_recipe, plan.task)
     plan = plan.complete(engine)
     loader = build_loader(test_recipe, plan.training, engine, plan.order)
     total = count_total_steps(test_recipe, loader)
     set_learning_rate_schedule(test_recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
-    first = 0
+    first_step = 0
     if checkpoint_path is not None:
         resume.check_frozen_unchanged(checkpoint.read_manifest(checkpoint_path), {"frozen": dict(plan.frozen)})
-        first = resume.load_progress(checkpoint_path, loader=loader, total=total, report=lambda text: None).step
+        first_step = resume.load_progress(checkpoint_path, loader=loader, total=total, report=lambda text: None).step
         engine.load(checkpoint_path)
     try:
         if plan.on_train_start is not None:
             plan.on_train_start(engine, loader, resumed=checkpoint_path is not None)
         sweep = lr_range_test.sweep_learning_rates(
-            engine, loader, low=low, high=high, steps=steps, first=first, report_progress=report_progress
+            engine, loader, low=low, high=high, steps=steps, first_step=first_step, report_progress=report_progress
         )
     finally:
         # Hooks may hold the engine, which would then outlive the test, with the model in memory twice. The engine is not
@@ -82,8 +82,8 @@ def run_range_test(
         "lowest_loss": result.lowest_loss,
         "diverged": result.diverges_at,
         "still_falling": result.is_still_falling,
-        "from_step": first,
-        "batch_size": loader.batch_size_at(first),
+        "from_step": first_step,
+        "batch_size": loader.batch_size_at(first_step),
         "seed": recipe.seed,
         "curve": {
             "rate": sweep.rates.tolist(),
@@ -106,31 +106,33 @@ def resolve_learning_rate(
     if backend.any_rank(rank == 0 and _has_rate(directory, recipe, workload)):
         rate = float(json.loads(file.read_text(encoding="utf-8"))["suggestion"])
         console.info(f"training.learning_rate: auto is {rate:g}, from the earlier range test ({file})")
-        return _changed(recipe, learning_rate=rate)
-    start = resume.find_checkpoint(directory, resume_from, console.warn) if resume_from is not None else None
-    path = start[0] if start is not None else None
+        return _replace_training_options(recipe, learning_rate=rate)
+    checkpoint_and_manifest = (
+        resume.find_checkpoint(directory, resume_from, console.warn) if resume_from is not None else None
+    )
+    path = checkpoint_and_manifest[0] if checkpoint_and_manifest is not None else None
     with progress_bars(console.rich, in_bytes=False) as progress:
         report = run_range_test(
             recipe, workload, checkpoint_path=path, report_progress=lambda done, total: progress("lr-find", done, total)
         )
     rate = report["suggestion"]
     if rank == 0:
-        directory.write(file, json.dumps({**report, "key": _key(recipe, workload)}, indent=1) + "\n")
+        directory.write(file, json.dumps({**report, "key": _compute_key(recipe, workload)}, indent=1) + "\n")
         try_plot(partial(plot_range_test, report), directory.path / PLOT_FILE, warn=console.warn)
     console.info(f"training.learning_rate: auto is {rate:g}, found by a range test ({file})")
-    return _changed(recipe, learning_rate=rate)
+    return _replace_training_options(recipe, learning_rate=rate)
 
 
 def _has_rate(directory: RunDirectory, recipe: Recipe, workload: Workload) -> bool:
-    """Return whether the run has a rate of this recipe and data. One with checkpoints must have one, or it raises."""
+    """Return whether the run has a rate for this recipe and data; raise if it has checkpoints but no rate."""
     file = directory.path / REPORT_FILE
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
-        is_ours, is_number = report["key"] == _key(recipe, workload), float(report["suggestion"]) > 0
+        has_same_key, is_number = report["key"] == _compute_key(recipe, workload), float(report["suggestion"]) > 0
     except (OSError, ValueError, KeyError, TypeError):
-        is_ours = is_number = False
+        has_same_key = is_number = False
     if not resume.has_begun(directory):
-        return is_ours and is_number
+        return has_same_key and is_number
     if not is_number:
         raise CheckpointError(
             f"{file} is missing or damaged; it contains the learning rate of this run; restore it, or start over with "
@@ -139,11 +141,11 @@ def _has_rate(directory: RunDirectory, recipe: Recipe, workload: Workload) -> bo
     return True
 
 
-def _key(recipe: Recipe, workload: Workload) -> str:
-    """Return a hash of the recipe and the data that a rate was found for."""
+def _compute_key(recipe: Recipe, workload: Workload) -> str:
+    """Return a hash of the recipe and the data that the learning rate is for."""
     text = json.dumps([recipe.results_key(), workload.data.fingerprint], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _changed(recipe: Recipe, **training: Any) -> Recipe:
+def _replace_training_options(recipe: Recipe, **training: Any) -> Recipe:
     return recipe.model_copy(update={"training": recipe.training.model_copy(update=training)})

@@ -41,23 +41,25 @@ def raise_all(problems: Sequence[BottegaError]) -> None:
     """Raise all problems as one error, a line each, sorted by exit code; the exit code is that of the first."""
     if not problems:
         return
-    ordered = sorted(problems, key=lambda problem: problem.code)
-    lines = dict.fromkeys(line for problem in ordered for line in str(problem).splitlines())
-    kind = next(kind for kind in type(ordered[0]).__mro__ if BottegaError in kind.__bases__)
-    raise kind("\n".join(lines)) from ordered[0]
+    sorted_problems = sorted(problems, key=lambda problem: problem.code)
+    lines = dict.fromkeys(line for problem in sorted_problems for line in str(problem).splitlines())
+    error_class = next(
+        error_class for error_class in type(sorted_problems[0]).__mro__ if BottegaError in error_class.__bases__
+    )
+    raise error_class("\n".join(lines)) from sorted_problems[0]
 
 
 def find_problems(recipe: Recipe) -> list[BottegaError]:
     """Return the problems known without reading the data: options, processes, device, files, dependencies."""
     world = World.from_environment()
-    parts = _collect(lambda: dependencies.check_dependencies(recipe)) or _part_problems(recipe)
+    dependency_problems = _collect(lambda: dependencies.check_dependencies(recipe)) or _find_dependency_problems(recipe)
     return [
-        *find_unimplemented(recipe),
+        *find_unimplemented_options(recipe),
         *_collect(lambda: get_global_batch_size(recipe, world.data_size)),
-        *_machine_problems(recipe, world.size),
-        *_shape_problems(recipe),
-        *_file_problems(recipe),
-        *parts,
+        *_find_machine_problems(recipe, world.size),
+        *_find_shape_problems(recipe),
+        *_find_file_problems(recipe),
+        *dependency_problems,
     ]
 
 
@@ -66,33 +68,37 @@ def parse_words(words: Sequence[str]) -> tuple[list[str], list[Override]]:
     try:
         return parse_overrides(words)
     except FlagError as error:
-        others: list[BottegaError] = []
+        recipe_problems: list[BottegaError] = []
         try:
             resolved = check_recipe(error.sources, error.overrides) if error.sources else None
             if resolved is not None and len(resolved.task_candidates) == 1:
-                others = _recipe_problems(resolved.recipe)
+                recipe_problems = _find_recipe_problems(resolved.recipe)
         except RecipeError as invalid:
-            others = [invalid, *(_recipe_problems(invalid.recipe) if invalid.recipe is not None else [])]
-        raise_all([error, *others])
+            recipe_problems = [invalid, *(_find_recipe_problems(invalid.recipe) if invalid.recipe is not None else [])]
+        raise_all([error, *recipe_problems])
         raise
 
 
-def load_checked(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str]] = ()) -> ResolvedRecipe:
+def load_checked_recipe(sources: Sequence[Any], overrides: Sequence[tuple[str, str, str]] = ()) -> ResolvedRecipe:
     """Load a recipe; raise the problems of its schema together with those of this machine."""
     try:
         return load_recipe(sources, overrides)
     except RecipeError as error:
-        raise_all([error, *(_recipe_problems(error.recipe) if error.recipe is not None else [])])
+        raise_all([error, *(_find_recipe_problems(error.recipe) if error.recipe is not None else [])])
         raise
 
 
-def _recipe_problems(recipe: Recipe) -> list[BottegaError]:
+def _find_recipe_problems(recipe: Recipe) -> list[BottegaError]:
     """Return the problems of a recipe whose invalid keys were left out."""
-    world = World.from_environment().size
-    return [*find_unimplemented(recipe), *_machine_problems(recipe, world), *_file_problems(recipe)]
+    world_size = World.from_environment().size
+    return [
+        *find_unimplemented_options(recipe),
+        *_find_machine_problems(recipe, world_size),
+        *_find_file_problems(recipe),
+    ]
 
 
-def find_unimplemented(recipe: Recipe) -> list[BottegaError]:
+def find_unimplemented_options(recipe: Recipe) -> list[BottegaError]:
     """Return a problem for each requested option that the schema accepts but that is not implemented."""
     is_distributed = recipe.distributed.enabled is not False
     requested = {
@@ -124,7 +130,7 @@ def find_model_problems(recipe: Recipe, plan: TrainingPlan) -> list[BottegaError
     return open_backend(recipe.engine).find_model_problems(plan.task, recipe.training, seed=recipe.seed)
 
 
-def list_adjusted(recipe: Recipe, plan: TrainingPlan) -> list[str]:
+def list_adjusted_settings(recipe: Recipe, plan: TrainingPlan) -> list[str]:
     """Return a note for each setting that the data or the model overrides."""
     data_size = World.from_environment().data_size
     loader = build_plain_loader(recipe, plan.training, data_size=data_size, order=plan.order)
@@ -155,7 +161,7 @@ def find_directory_problems(recipe: Recipe) -> list[BottegaError]:
 
 def _check_writable(run: RunDirectory) -> None:
     """Raise the error that training would raise if it could not write the run directory."""
-    existing = _nearest_existing(run.path)
+    existing = _find_nearest_existing(run.path)
     code = 0 if os.access(existing, os.W_OK | os.X_OK) else errno.EACCES
     if not existing.is_dir():
         code = errno.EEXIST if existing == Path(os.path.abspath(run.path)) else errno.ENOTDIR
@@ -163,7 +169,7 @@ def _check_writable(run: RunDirectory) -> None:
         raise explain_os_error(OSError(code, os.strerror(code)), run.path)
 
 
-def _nearest_existing(path: Path) -> Path:
+def _find_nearest_existing(path: Path) -> Path:
     absolute = Path(os.path.abspath(path))
     return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
 
@@ -173,33 +179,38 @@ def find_disk_problems(recipe: Recipe, task: Task) -> list[BottegaError]:
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     backend, is_frozen = open_backend(recipe.engine), find_injection(recipe) is not None
     estimate = backend.estimate_memory(task, recipe.training, seed=recipe.seed, is_frozen=is_frozen)
-    saved = estimate.gradients + estimate.optimizer + estimate.average  # frozen weights are not saved
-    folder = run.checkpoints if run.checkpoints.is_dir() else _nearest_existing(run.path)
-    return _collect(lambda: check_disk_space(folder, size=saved, keep=recipe.checkpoint.keep))
+    checkpoint_size = estimate.gradients + estimate.optimizer + estimate.average  # frozen weights are not saved
+    folder = run.checkpoints if run.checkpoints.is_dir() else _find_nearest_existing(run.path)
+    return _collect(lambda: check_disk_space(folder, size=checkpoint_size, keep=recipe.checkpoint.keep))
 
 
-def list_unused(recipe: Recipe) -> list[str]:
+def list_unused_settings(recipe: Recipe) -> list[str]:
     """Return a note for each setting of the recipe that has no effect, and for each idle GPU of this machine."""
-    lines, distributed = [*list_unused_options(recipe), *_idle_gpus(recipe), *_other_names(recipe)], recipe.distributed
+    distributed = recipe.distributed
+    lines = [*list_unused_options(recipe), *_describe_idle_gpus(recipe), *_describe_pmg_folders(recipe)]
     unused = distributed.model_dump(exclude_defaults=True, exclude={"enabled"})
     if distributed.enabled is False and unused:
         lines.append(f"distributed.enabled: false, so not used: {', '.join(f'distributed.{key}' for key in unused)}")
-    elif distributed.offload and _device_type(recipe) == "cpu":
+    elif distributed.offload and _get_device_type(recipe) == "cpu":
         lines.append("distributed.offload has no effect on a CPU, where the optimizer state is in host memory anyway")
     return lines
 
 
-def _other_names(recipe: Recipe) -> list[str]:
+def _describe_pmg_folders(recipe: Recipe) -> list[str]:
     """Return a note with the names of the folders that PMG's guide mentions."""
     if not isinstance(recipe, PersonalizeRecipe) or recipe.data.collection is None:
         return []
     return ["checkpoint-1000/ and final_model/ of PMG are checkpoints/step-00001000/ and, once exported, final/ here"]
 
 
-def _idle_gpus(recipe: Recipe) -> list[str]:
+def _describe_idle_gpus(recipe: Recipe) -> list[str]:
     """Return a note on how to use the other GPUs of this machine if only one process was started."""
-    is_alone = World.from_environment().size == 1 and recipe.distributed.enabled is not False
-    if not is_alone or _device_type(recipe) != "cuda" or (count := open_backend(recipe.engine).count_gpus()) < 2:
+    is_single_process = World.from_environment().size == 1 and recipe.distributed.enabled is not False
+    if (
+        not is_single_process
+        or _get_device_type(recipe) != "cuda"
+        or (count := open_backend(recipe.engine).count_gpus()) < 2
+    ):
         return []
     return [f"{count} GPUs, 1 used: start with torchrun --nproc_per_node {count} -m bottega train … to use all"]
 
@@ -215,43 +226,45 @@ def _collect(*checks: Callable[[], Any]) -> list[BottegaError]:
     return problems
 
 
-def _device_type(recipe: Recipe) -> str:
+def _get_device_type(recipe: Recipe) -> str:
     try:
         return open_backend(recipe.engine).device_type(recipe.device)
     except BottegaError:
         return recipe.device
 
 
-def _machine_problems(recipe: Recipe, world: int) -> list[BottegaError]:
+def _find_machine_problems(recipe: Recipe, world_size: int) -> list[BottegaError]:
     backend = open_backend(recipe.engine)
     problems = _collect(lambda: backend.device_type(recipe.device)) or _collect(
         lambda: backend.check_precision(recipe.training.mixed_precision, recipe.device)
     )
-    return problems + [UsageError(text) for text in _process_problems(recipe, world, _device_type(recipe))]
+    return problems + [
+        UsageError(text) for text in _find_process_problems(recipe, world_size, _get_device_type(recipe))
+    ]
 
 
-def _process_problems(recipe: Recipe, world: int, device: str) -> Iterator[str]:
+def _find_process_problems(recipe: Recipe, world_size: int, device: str) -> Iterator[str]:
     distributed, expected = recipe.distributed, recipe.distributed.processes
     if distributed.enabled is False:
-        if world > 1:
-            yield f"distributed.enabled is false, but {world} processes were started; start one, or remove the key"
+        if world_size > 1:
+            yield f"distributed.enabled is false, but {world_size} processes were started; start one, or remove the key"
         return
-    start = f"start them with torchrun --nproc_per_node {expected or 'N'} -m bottega train …"
-    if expected is not None and expected != world:
-        yield f"distributed.processes is {expected}, but {world} were started; {start}"
-    elif distributed.enabled and world == 1:
-        yield f"distributed.enabled is true, but one process was started; {start}, or remove the key"
-    used = "nccl" if device == "cuda" else "gloo"
-    if distributed.backend not in ("auto", used):
+    advice = f"start them with torchrun --nproc_per_node {expected or 'N'} -m bottega train …"
+    if expected is not None and expected != world_size:
+        yield f"distributed.processes is {expected}, but the number of processes started is {world_size}; {advice}"
+    elif distributed.enabled and world_size == 1:
+        yield f"distributed.enabled is true, but one process was started; {advice}, or remove the key"
+    backend_name = "nccl" if device == "cuda" else "gloo"
+    if distributed.backend not in ("auto", backend_name):
         yield (
             f"distributed.backend: {distributed.backend} is not used on device {device}, where processes communicate "
-            f"over {used}; remove it"
+            f"over {backend_name}; remove it"
         )
     if distributed.offload and device != "cpu":
         yield "distributed.offload is not implemented yet; remove it"
 
 
-def _shape_problems(recipe: Recipe) -> list[BottegaError]:
+def _find_shape_problems(recipe: Recipe) -> list[BottegaError]:
     model = recipe.model
     if not isinstance(model, Generator) or model.backbone == "unet":
         return []
@@ -260,25 +273,29 @@ def _shape_problems(recipe: Recipe) -> list[BottegaError]:
     if model.hidden_size % (factor * model.num_heads) == 0:
         return []
     return [
-        UsageError(f"model.hidden_size: {model.hidden_size} is not a multiple of {twice}num_heads {model.num_heads}")
+        UsageError(
+            f"model.hidden_size: {model.hidden_size} is not a multiple of {twice}num_heads {model.num_heads}; change one of them"
+        )
     ]
 
 
-def _file_problems(recipe: Recipe) -> list[BottegaError]:
+def _find_file_problems(recipe: Recipe) -> list[BottegaError]:
     checks: list[Callable[[], Any]] = [
         partial(check_exists, str(source.path))
-        for source in _sources(recipe.data)
+        for source in _iter_sources(recipe.data)
         if source.path is not None and source.kind not in ("embedded", "huggingface", "synthetic")
     ]
     tokenizer = getattr(recipe.data, "tokenizer", None)
     path = getattr(tokenizer, "path", None)
     if path is not None and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
-        checks.append(_raise_later(DataError(f"data.tokenizer.path: {path} does not exist; give a file or a folder")))
+        checks.append(
+            _make_failing_check(DataError(f"data.tokenizer.path: {path} does not exist; give a file or a folder"))
+        )
     base = getattr(recipe.model, "from_", None)
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
     if base is not None and not base.startswith(dependencies.PREFIX) and not resume.has_begun(run):
         checks.append(lambda: _check_local_base(base))
-    return _collect(*checks, *(_raise_later(UsageError(text)) for text in list_missing_teachers(recipe)))
+    return _collect(*checks, *(_make_failing_check(UsageError(text)) for text in list_missing_teachers(recipe)))
 
 
 def _check_local_base(name: str) -> None:
@@ -289,7 +306,7 @@ def _check_local_base(name: str) -> None:
         resolve_base_folder(name, is_local=True)
 
 
-def _raise_later(error: BottegaError) -> Callable[[], None]:
+def _make_failing_check(error: BottegaError) -> Callable[[], None]:
     """Return a check that always fails with `error`."""
 
     def check() -> None:
@@ -298,22 +315,22 @@ def _raise_later(error: BottegaError) -> Callable[[], None]:
     return check
 
 
-def _sources(block: Any) -> Iterator[Source]:
+def _iter_sources(block: Any) -> Iterator[Source]:
     """Yield every data source in a section of a recipe."""
     if isinstance(block, Source):
         yield block
     elif isinstance(block, Section):
         for field in type(block).model_fields:
-            yield from _sources(getattr(block, field))
+            yield from _iter_sources(getattr(block, field))
     elif isinstance(block, tuple | list):
         for item in block:
-            yield from _sources(item)
+            yield from _iter_sources(item)
     elif isinstance(block, Mapping):
         for item in block.values():
-            yield from _sources(item)
+            yield from _iter_sources(item)
 
 
-def _part_problems(recipe: Recipe) -> list[BottegaError]:
+def _find_dependency_problems(recipe: Recipe) -> list[BottegaError]:
     """Return the problems of the runs that this one depends on: a missing run, or a recipe that cannot be trained."""
     problems: list[BottegaError] = []
     for name in dependencies.referenced_dependencies(recipe):
@@ -322,13 +339,20 @@ def _part_problems(recipe: Recipe) -> list[BottegaError]:
             run = RunDirectory(dependencies.dependency_run(recipe, name))
             problems += _collect(run.must_exist)
         elif need is not None:
-            problems += _of_part(recipe, name)
+            problems += _find_problems_of_dependency(recipe, name)
     return problems
 
 
-def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
-    part = dependencies.dependency_recipe(recipe, name)
-    problems = [*find_unimplemented(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
-    own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
-    prefixed = [type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own]
-    return [*prefixed, *_part_problems(part)]
+def _find_problems_of_dependency(recipe: Recipe, name: str) -> list[BottegaError]:
+    dependency = dependencies.dependency_recipe(recipe, name)
+    problems = [
+        *find_unimplemented_options(dependency),
+        *_find_machine_problems(dependency, 1),
+        *_find_shape_problems(dependency),
+        *_find_file_problems(dependency),
+    ]
+    own_problems = {str(problem) for problem in [*_find_machine_problems(recipe, 1), *_find_file_problems(recipe)]}
+    dependency_problems = [
+        type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own_problems
+    ]
+    return [*dependency_problems, *_find_dependency_problems(dependency)]

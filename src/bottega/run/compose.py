@@ -76,11 +76,11 @@ def resolve_micro_batch_size(recipe: Recipe) -> int | None:
 
 def build_loader(recipe: Recipe, source: Source, engine: Engine, order: Order | None = None) -> Loader:
     """Build the loader of this process. `order` combines several sources; None is a plain shuffle."""
-    # On a GPU the host is idle while the device works, so batches are prefetched; on a CPU that would only compete.
-    ahead = (2 if engine.device_type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
+    # On a GPU the host is idle while the device works, so batches are prefetched; on a CPU prefetching would only compete for the cores.
+    prefetch = (2 if engine.device_type == "cuda" else 0) if recipe.data.prefetch == "auto" else recipe.data.prefetch
     loader = build_plain_loader(recipe, source, data_size=engine.data_size, order=order)
     return replace(
-        loader, data_rank=engine.data_rank, data_size=engine.data_size, workers=recipe.data.workers, prefetch=ahead
+        loader, data_rank=engine.data_rank, data_size=engine.data_size, workers=recipe.data.workers, prefetch=prefetch
     )
 
 
@@ -113,7 +113,7 @@ def count_total_steps(recipe: Recipe, loader: Loader) -> int:
     """Return the length of the run in steps."""
     training = recipe.training
     if recipe.data.online is not None:
-        return _stream_steps(recipe, loader)
+        return _count_stream_steps(recipe, loader)
     if training.max_steps is not None:
         return training.max_steps
     assert training.num_epochs is not None, "the schema requires max_steps or num_epochs"
@@ -122,12 +122,12 @@ def count_total_steps(recipe: Recipe, loader: Loader) -> int:
     return max(1, math.ceil(training.num_epochs * loader.steps_per_epoch))
 
 
-def _stream_steps(recipe: Recipe, loader: Loader) -> int:
-    """Return the steps of a stream: its length, or fewer if max_steps says so."""
+def _count_stream_steps(recipe: Recipe, loader: Loader) -> int:
+    """Return the number of steps over a stream: its length, or max_steps if that is set."""
     length, max_steps = max(1, math.ceil(loader.steps_per_epoch)), recipe.training.max_steps
     if max_steps is not None and max_steps > length:
         raise UsageError(
-            f"training.max_steps: {max_steps} is more than the stream (data.online) has: {length} steps of "
+            f"training.max_steps: {max_steps} is more than the stream (data.online) has, which is {length} steps of "
             f"{loader.batch_size} samples; lower it, or remove it"
         )
     return max_steps or length
@@ -135,19 +135,19 @@ def _stream_steps(recipe: Recipe, loader: Loader) -> int:
 
 def set_learning_rate_schedule(recipe: Recipe, engine: Engine, *, total: int, steps_per_epoch: int) -> None:
     """Set the learning rate of each step: the peak rate, which curriculum stages may override, times the schedule."""
-    peaks: list[float] = [peak_learning_rate(recipe)]
-    firsts: tuple[int, ...] = (0,)
+    peaks: list[float] = [get_peak_learning_rate(recipe)]
+    first_steps: tuple[int, ...] = (0,)
     curriculum = recipe.data.curriculum
     if curriculum is not None and any(stage.learning_rate for stage in curriculum.stages):
         peaks = [stage.learning_rate or peaks[0] for stage in curriculum.stages]
-        firsts = compute_first_steps(curriculum, total, max(1, steps_per_epoch))
-    shapes = [_build_schedule(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
+        first_steps = compute_first_steps(curriculum, total, max(1, steps_per_epoch))
+    schedules = [_build_schedule(recipe, peak, total=total, steps_per_epoch=steps_per_epoch) for peak in peaks]
 
-    def rate(step: int) -> float:
-        stage = bisect_right(firsts, step) - 1
-        return peaks[stage] * shapes[stage](step)
+    def compute_rate(step: int) -> float:
+        stage = bisect_right(first_steps, step) - 1
+        return peaks[stage] * schedules[stage](step)
 
-    engine.set_schedule(rate, total=total, steps_per_epoch=steps_per_epoch)
+    engine.set_schedule(compute_rate, total=total, steps_per_epoch=steps_per_epoch)
 
 
 def describe_shortened_warmup(recipe: Recipe, total: int, steps_per_epoch: int) -> list[str]:
@@ -161,7 +161,7 @@ def describe_shortened_warmup(recipe: Recipe, total: int, steps_per_epoch: int) 
     ]
 
 
-def peak_learning_rate(recipe: Recipe) -> float:
+def get_peak_learning_rate(recipe: Recipe) -> float:
     """Return the learning rate of the recipe, which a range test has replaced if it was `auto`."""
     rate = recipe.training.learning_rate
     assert rate != "auto", "a range test resolves it first"
@@ -175,7 +175,7 @@ def _build_schedule(recipe: Recipe, peak: float, *, total: int, steps_per_epoch:
         s.name,
         total=total,
         warmup=min(warmup, total),
-        floor=_floor(recipe, peak),
+        floor=_compute_floor(recipe, peak),
         cycle=s.t_max or (max(1, (total - warmup) // s.cycles) if s.cycles else None),
         power=s.power,
         gamma=s.gamma,
@@ -183,7 +183,7 @@ def _build_schedule(recipe: Recipe, peak: float, *, total: int, steps_per_epoch:
     )
 
 
-def _floor(recipe: Recipe, peak: float) -> float:
+def _compute_floor(recipe: Recipe, peak: float) -> float:
     """Return the smallest learning rate as a fraction of the peak."""
     s = recipe.training.scheduler
     fraction = s.eta_min / peak if s.eta_min is not None else s.min_ratio or 0.0
@@ -193,59 +193,61 @@ def _floor(recipe: Recipe, peak: float) -> float:
 def resolve_cadences(recipe: Recipe, total: int, loader: Loader, *, has_validation: bool) -> Cadences:
     """Return the cadences of the recipe in steps."""
 
-    def steps(interval: Interval | None) -> int:
+    def to_steps(interval: Interval | None) -> int:
         return total if interval is None else interval.to_steps(total, max(1, round(loader.steps_per_epoch)))
 
-    saving = recipe.checkpoint.every
-    by_clock = saving.seconds if saving is not None else None
+    save_interval = recipe.checkpoint.every
+    save_seconds = save_interval.seconds if save_interval is not None else None
     order = loader.order
-    borders = order.schedule.first_steps(loader.batch_size)[1:] if isinstance(order, Sequential) else ()
+    source_starts = order.schedule.first_steps(loader.batch_size)[1:] if isinstance(order, Sequential) else ()
     return Cadences(
-        log=steps(recipe.logging.every),
-        evaluate=steps(recipe.evaluation.every) if has_validation else 0,
-        evaluate_at=frozenset(borders),
-        save=0 if by_clock is not None else steps(saving),
-        save_seconds=by_clock,
-        sample=steps(recipe.samples.every) if recipe.samples.every is not None else 0,
+        log=to_steps(recipe.logging.every),
+        evaluate=to_steps(recipe.evaluation.every) if has_validation else 0,
+        evaluate_at=frozenset(source_starts),
+        save=0 if save_seconds is not None else to_steps(save_interval),
+        save_seconds=save_seconds,
+        sample=to_steps(recipe.samples.every) if recipe.samples.every is not None else 0,
     )
 
 
-def check_metrics(recipe: Recipe, measured: tuple[str, ...], *, has_validation: bool) -> None:
+def check_metrics(recipe: Recipe, measured_metrics: tuple[str, ...], *, has_validation: bool) -> None:
     """Raise UsageError if evaluation or early stopping uses a metric that is not measured."""
-    stopping, is_plateau = recipe.training.early_stopping, recipe.training.scheduler.name == "plateau"
+    early_stopping, is_plateau = recipe.training.early_stopping, recipe.training.scheduler.name == "plateau"
     if not has_validation:
-        if stopping is not None or is_plateau:
-            key = "training.early_stopping" if stopping is not None else "training.scheduler: plateau"
+        if early_stopping is not None or is_plateau:
+            key = "training.early_stopping" if early_stopping is not None else "training.scheduler: plateau"
             raise UsageError(
                 f"{key} needs validation data, but data.validation is null; set it to a fraction such as 0.05"
             )
         return
     required = {"evaluation.metric": recipe.evaluation.metric}
-    if stopping is not None:
-        required["training.early_stopping.metric"] = stopping.metric
+    if early_stopping is not None:
+        required["training.early_stopping.metric"] = early_stopping.metric
     for key, metric in required.items():
-        if metric not in measured:
-            near = find_similar_names(metric, measured)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(measured)}"
+        if metric not in measured_metrics:
+            similar = find_similar_names(metric, measured_metrics)
+            hint = f"did you mean {similar[0]}?" if similar else f"choose from {', '.join(measured_metrics)}"
             raise UsageError(f"{key}: {metric} is not measured; {hint}")
 
 
 def make_validation_batches(recipe: Recipe, source: Source, loader: Loader) -> Any:
     """Return a function that starts one pass over the validation data."""
     # At most as many examples at once as a forward pass of training, so that they fit in memory.
-    micro = resolve_micro_batch_size(recipe)
-    size = recipe.evaluation.batch_size or min(
-        loader.batch_size, micro * loader.data_size if micro else loader.batch_size
+    micro_batch_size = resolve_micro_batch_size(recipe)
+    batch_size = recipe.evaluation.batch_size or min(
+        loader.batch_size, micro_batch_size * loader.data_size if micro_batch_size else loader.batch_size
     )
-    limit = size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
-    return lambda: iter_eval_batches(source, size, data_rank=loader.data_rank, data_size=loader.data_size, limit=limit)
+    limit = batch_size * recipe.evaluation.max_batches if recipe.evaluation.max_batches else None
+    return lambda: iter_eval_batches(
+        source, batch_size, data_rank=loader.data_rank, data_size=loader.data_size, limit=limit
+    )
 
 
 def build_callbacks(recipe: Recipe, directory: RunDirectory, console: Console, *, is_main: bool) -> list[Callback]:
     """Build the callbacks: early stopping and plateau on every process; logging on the main one."""
-    rules = _rules(recipe)
+    control_callbacks = _build_control_callbacks(recipe)
     if not is_main:
-        return rules
+        return control_callbacks
     loggers: list[Callback] = [Resources(directory.path)] if recipe.logging.resources else []
     loggers += [console, JsonLines(directory.metrics, console.warn)]
     if recipe.logging.tensorboard:
@@ -263,30 +265,30 @@ def build_callbacks(recipe: Recipe, directory: RunDirectory, console: Console, *
                 warn=console.warn,
             )
         )
-    return [*rules, *loggers]
+    return [*control_callbacks, *loggers]
 
 
-def _rules(recipe: Recipe) -> list[Callback]:
-    rules: list[Callback] = []
-    stopping, scheduler = recipe.training.early_stopping, recipe.training.scheduler
-    if stopping is not None:
-        rules.append(
+def _build_control_callbacks(recipe: Recipe) -> list[Callback]:
+    callbacks: list[Callback] = []
+    early_stopping, scheduler = recipe.training.early_stopping, recipe.training.scheduler
+    if early_stopping is not None:
+        callbacks.append(
             EarlyStopping(
-                metric=stopping.metric,
-                maximise=stopping.is_maximised,
-                patience=stopping.patience,
-                threshold=stopping.threshold,
+                metric=early_stopping.metric,
+                maximise=early_stopping.is_maximised,
+                patience=early_stopping.patience,
+                threshold=early_stopping.threshold,
             )
         )
     if scheduler.name == "plateau":
-        rules.append(
+        callbacks.append(
             ReduceOnPlateau(
                 metric=recipe.evaluation.metric,
                 maximise=recipe.evaluation.is_maximised,
                 patience=scheduler.patience,
                 threshold=0.0,
                 factor=scheduler.factor,
-                floor=_floor(recipe, peak_learning_rate(recipe)),
+                floor=_compute_floor(recipe, get_peak_learning_rate(recipe)),
             )
         )
-    return rules
+    return callbacks

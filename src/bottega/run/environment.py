@@ -17,17 +17,17 @@ from bottega.config.credentials import strip_credentials_in_text
 PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "triton")
 
 
-def describe_environment(device: str, world: int) -> dict[str, Any]:
-    """Return the contents of environment.json. No environment variables, which may hold secrets."""
+def describe_environment(device: str, world_size: int) -> dict[str, Any]:
+    """Return the contents of environment.json, without environment variables, which may contain secrets."""
     return {
         "bottega": __version__,
         "python": platform.python_version(),
-        "packages": package_versions(),
+        "packages": read_package_versions(),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "device": device,
-        "world": world,
-        "git": _git(),
+        "world": world_size,
+        "git": _read_git_state(),
         "command": [os.path.basename(sys.argv[0]), *map(strip_credentials_in_text, sys.argv[1:])],
         "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
@@ -35,21 +35,27 @@ def describe_environment(device: str, world: int) -> dict[str, Any]:
 
 def build_fingerprint(
     device: str,
-    world: int,
+    world_size: int,
     *,
     data: str,
     frozen: Mapping[str, str],
     derived: str | None = None,
     held_out: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Return what must be equal for a resumed run to be equal bit for bit, and the hashes of the held-out data."""
-    fields = {"packages": package_versions(), "device": device, "world": world, "data": data, "frozen": dict(frozen)}
+    """Return the values that must not change for a resumed run to be equal bit for bit, and the hashes of the held-out data."""
+    fields = {
+        "packages": read_package_versions(),
+        "device": device,
+        "world": world_size,
+        "data": data,
+        "frozen": dict(frozen),
+    }
     if held_out:
         fields["held_out"] = dict(held_out)
     return fields if derived is None else {**fields, "derived": derived}
 
 
-def package_versions() -> dict[str, str]:
+def read_package_versions() -> dict[str, str]:
     """Return the versions of the installed packages in PACKAGES."""
     installed = {}
     for name in PACKAGES:
@@ -60,7 +66,7 @@ def package_versions() -> dict[str, str]:
     return installed
 
 
-def _git() -> dict[str, Any] | None:
+def _read_git_state() -> dict[str, Any] | None:
     def run_git(*words: str) -> str | None:
         try:
             process = subprocess.run(

@@ -24,10 +24,10 @@ from bottega.storage.durable import remove_leftovers, writing_folder
 from bottega.tasks.workload import Workload
 from bottega.techniques.injected_layers import InjectedTask
 
-CARD = "README.md"
+MODEL_CARD = "README.md"
 """Written last, so it marks a complete export."""
-TAG = "tags: [bottega]"
-ADAPTER = "adapter"
+EXPORT_TAG = "tags: [bottega]"
+ADAPTER_FOLDER = "adapter"
 """Folder of the LoRA or adapter layers in an export."""
 
 
@@ -56,18 +56,18 @@ class RunExporter:
         else:
             _check_replaceable(target)
         with explain_write_errors(target):
-            resolved = target.resolve()  # a link of the user's stays a link
+            resolved = target.resolve()  # if the user's folder is a link, it stays a link
             resolved.parent.mkdir(parents=True, exist_ok=True)
             remove_leftovers(resolved.parent, resolved.name)
             with writing_folder(resolved) as temporary:
-                self._write(temporary)
+                self._write_export(temporary)
                 _copy_other_files(resolved, temporary)
         return target
 
-    def _write(self, folder: Path) -> None:
+    def _write_export(self, folder: Path) -> None:
         with self.engine.sampling() as models:
             metadata = self._write_model(models, folder)
-        (folder / CARD).write_text(self.model_card(metadata), encoding="utf-8")
+        (folder / MODEL_CARD).write_text(self.build_model_card(metadata), encoding="utf-8")
         _make_readable(folder)
         check_export(folder)
 
@@ -80,25 +80,25 @@ class RunExporter:
         if self.injected is None:
             return export_whole()
         return self.injected.export(
-            models["model"], folder / ADAPTER, origin=self._base_origin(), export_whole=export_whole
+            models["model"], folder / ADAPTER_FOLDER, origin=self._find_base_origin(), export_whole=export_whole
         )
 
-    def _base_origin(self) -> str | None:
+    def _find_base_origin(self) -> str | None:
         """Return where others find the base model: a hub name or folder as in the recipe, or the export of a run."""
         from_: str | None = getattr(self.recipe.model, "from_", None)
         folder: str | None = getattr(self.workload.task, "pretrained", None)
         is_export = folder is not None and is_run(Path(folder).parent)
         return folder if is_export else from_
 
-    def model_card(self, metadata: dict[str, Any]) -> str:
+    def build_model_card(self, metadata: dict[str, Any]) -> str:
         """Return the README.md of the export."""
         progress = self.progress
         best = progress.get("best")
         score = f"- best {self.recipe.evaluation.metric} {best:.4f} at step {progress['best_step']}\n" if best else ""
         requirement = f"- needs {metadata['needs']}\n" if "needs" in metadata else ""
-        head = "".join(f"{name}: {value}\n" for name, value in metadata.items() if name != "needs")
+        front_matter = "".join(f"{name}: {value}\n" for name, value in metadata.items() if name != "needs")
         return (
-            f"---\n{head}{TAG}\n---\n\n"
+            f"---\n{front_matter}{EXPORT_TAG}\n---\n\n"
             f"# {self.directory.path.name}\n\n"
             f"Trained with Bottega, task `{self.recipe.task}`.\n\n"
             f"- {describe_parameters(self.engine)}, checkpoint at step {progress['step']}\n{score}"
@@ -108,10 +108,10 @@ class RunExporter:
     def _describe_base(self) -> str:
         if self.injected is None:
             return ""
-        origin = self._base_origin()
+        origin = self._find_base_origin()
         base = f"`{origin}`" if origin is not None else f"random weights of seed {self.recipe.seed}"
         return (
-            f"- `{ADAPTER}/` contains the trained parameters; {self.injected.export_note}\n"
+            f"- `{ADAPTER_FOLDER}/` contains the trained parameters; {self.injected.export_note}\n"
             f"- base: {base}, sha256 {self.base_hash}\n"
         )
 
@@ -120,7 +120,9 @@ class RunExporter:
         data = self.recipe.data
         sources = [source.model_dump(mode="json", exclude_defaults=True) for source in data.sources or (data.train,)]
         lines = [
-            "; ".join(f"{key} `{_to_text(value)}`" for key, value in source.items()) for source in sources if source
+            "; ".join(f"{key} `{_format_value(value)}`" for key, value in source.items())
+            for source in sources
+            if source
         ]
         return "".join(f"- data: {line}\n" for line in lines)
 
@@ -156,22 +158,22 @@ def _check_replaceable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; give a folder")
     if folder.is_dir() and any(folder.iterdir()):
-        card = folder / CARD
-        if not card.is_file() or TAG not in card.read_text(encoding="utf-8", errors="replace"):
+        card = folder / MODEL_CARD
+        if not card.is_file() or EXPORT_TAG not in card.read_text(encoding="utf-8", errors="replace"):
             raise UsageError(f"{folder} exists and is not an export of Bottega; choose another folder, or empty it")
 
 
-def _copy_other_files(before: Path, after: Path) -> None:
+def _copy_other_files(old_folder: Path, new_folder: Path) -> None:
     """Copy files that the user added to an earlier export, such as notes."""
-    for path in sorted(before.rglob("*")) if before.is_dir() else ():
-        copy = after / path.relative_to(before)
-        if not path.is_dir() and not os.path.lexists(copy):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(path, copy, follow_symlinks=False)
+    for path in sorted(old_folder.rglob("*")) if old_folder.is_dir() else ():
+        target = new_folder / path.relative_to(old_folder)
+        if not path.is_dir() and not os.path.lexists(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target, follow_symlinks=False)
 
 
 def _make_readable(folder: Path) -> None:
-    """Give every file the permissions of a new file: safetensors are written for their owner alone."""
+    """Give every file the permissions of a new file: safetensors files are written readable by their owner only."""
     probe = folder / f".probe-{uuid.uuid4().hex[:8]}"
     probe.touch()
     mode = probe.stat().st_mode & 0o777
@@ -182,5 +184,5 @@ def _make_readable(folder: Path) -> None:
                 path.chmod(mode)
 
 
-def _to_text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)

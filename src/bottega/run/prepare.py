@@ -23,7 +23,7 @@ from bottega.tasks.registry import TASKS, find_spec, refusal_error
 from bottega.terminal import open_console
 
 ProgressCallback = Callable[[str, int, int], None]
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk."""
 FORMATS = ("webdataset", "tfrecord", "parquet", "jsonl")
 TABLE_METADATA = ("num_rules", "bayes_accuracy", "input_columns", "left_out_columns")
@@ -36,9 +36,9 @@ def prepare(
     *,
     progress: ProgressCallback = lambda stage, done, total: None,
 ) -> PreparedData:
-    """Prepare the data of a recipe given by name, file or dict, on disk; later ones and `overrides` win."""
+    """Prepare the data of a recipe on disk, given by name, file or dict; of several, later ones and `overrides` win."""
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
-    return prepare_recipe(_load_complete([*sources, overrides or {}], ()), progress)
+    return prepare_recipe(_load_data_recipe([*sources, overrides or {}], ()), progress)
 
 
 def prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> PreparedData:
@@ -51,7 +51,7 @@ def prepare_recipe(recipe: Recipe, progress: ProgressCallback) -> PreparedData:
 
 
 def open_preview(prepared: PreparedData) -> Preview:
-    """Return the preview of prepared data, which shows, plots and exports its rows, for its task."""
+    """Return the task's preview of prepared data, which shows, plots and exports its rows."""
     preview: Preview = resolve_reference(TASKS[prepared.metadata["task"]].preview)(prepared)
     return preview
 
@@ -65,10 +65,10 @@ def read_recipe(words: list[str], *, verb: str = "prepare") -> Recipe:
         )
     if not sources:
         raise UsageError(f"no recipe given; run bottega {verb} RECIPE, such as bottega {verb} language --data my.txt")
-    return _load_complete(sources, overrides)
+    return _load_data_recipe(sources, overrides)
 
 
-def _load_complete(sources: list[Any], overrides: Any) -> Recipe:
+def _load_data_recipe(sources: list[Any], overrides: Any) -> Recipe:
     recipe = check_recipe(sources, overrides).recipe
     problems = [(key, text) for key, text in recipe.find_missing_keys() if key.startswith("data.")]
     if problems:
@@ -80,40 +80,40 @@ def prepare_command(words: list[str], *, out: Path | None, to: list[tuple[str, s
     """Run `bottega prepare`; return the result that --json prints."""
     from bottega.callbacks.progress_bars import progress_bars
 
-    for kind, _ in to:
-        if kind not in FORMATS:
-            raise UsageError(f"--to {kind}: unknown format; choose from {', '.join(FORMATS)}")
+    for format_name, _ in to:
+        if format_name not in FORMATS:
+            raise UsageError(f"--to {format_name}: unknown format; choose from {', '.join(FORMATS)}")
     recipe = read_recipe(words)
     if out is not None:
-        _check_out(out)
-    started = time.monotonic()
+        _check_output_folder(out)
+    start = time.monotonic()
     with progress_bars(open_console()) as progress:
         prepared = prepare_recipe(recipe, progress)
         if out is not None:
-            _copy(prepared, out)
-        exported = [path for target in to for path in _export(prepared, target, progress)]
+            _copy_prepared(prepared, out)
+        exported = [path for target in to for path in _export_tables(prepared, target, progress)]
     return {
         **summarise_prepared(prepared),
         "folder": str(out or prepared.folder),
         "exported": [str(path) for path in exported],
-        "seconds": round(time.monotonic() - started, 2),
+        "seconds": round(time.monotonic() - start, 2),
     }
 
 
 def summarise_prepared(prepared: PreparedData) -> dict[str, Any]:
     """Return the metadata of prepared data as plain values, without reading a row."""
-    meta = prepared.metadata
+    metadata = prepared.metadata
     return {
-        "task": meta["task"],
+        "task": metadata["task"],
         "folder": str(prepared.folder),
         "fingerprint": prepared.fingerprint,
-        "tables": sort_train_first(meta["tables"]),
+        "tables": sort_train_first(metadata["tables"]),
         "unread_parts": list(prepared.unread_splits),
-        "records": meta["records"],
-        "bad": meta["bad"],
-        **{name: meta[name] for name in TABLE_METADATA if name in meta},
-        "bad_records": meta["named"],
-        "dropped": meta["dropped"],
+        "records": metadata["records"],
+        "bad": metadata["bad"],
+        **{name: metadata[name] for name in TABLE_METADATA if name in metadata},
+        "bad_records": metadata["named"],
+        "dropped": metadata["dropped"],
     }
 
 
@@ -159,7 +159,7 @@ def format_rules(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _check_out(out: Path) -> None:
+def _check_output_folder(out: Path) -> None:
     """Raise if the output folder cannot be used; checked before and after the work."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out} is a file; give a folder")
@@ -167,15 +167,15 @@ def _check_out(out: Path) -> None:
         raise UsageError(f"--out {out} exists and is not empty; choose another folder")
 
 
-def _copy(prepared: PreparedData, out: Path) -> None:
+def _copy_prepared(prepared: PreparedData, out: Path) -> None:
     """Copy the prepared folder atomically, with a manifest of the copy's file times."""
-    _check_out(out)
+    _check_output_folder(out)
     try:
         with writing_folder(out, replace=False) as temporary:
             _copy_files(prepared.folder, temporary)
             write_manifest(temporary)
     except OSError as error:
-        if error.errno not in NO_ROOM:
+        if error.errno not in DISK_FULL_ERRORS:
             raise EnvironmentProblem(f"--out {out}: {error.strerror or error}; choose another folder") from None
         size = sum(path.stat().st_size for path in prepared.folder.rglob("*") if path.is_file())
         raise EnvironmentProblem(
@@ -186,27 +186,27 @@ def _copy(prepared: PreparedData, out: Path) -> None:
 def _copy_files(folder: Path, target: Path) -> None:
     """Copy all files. Not `shutil.copytree`, which continues after a full disk and raises a list of errors."""
     for path in sorted(folder.rglob("*")):
-        other = target / path.relative_to(folder)
+        copy = target / path.relative_to(folder)
         if path.is_dir():
-            other.mkdir()
+            copy.mkdir()
         else:
-            shutil.copy2(path, other)
+            shutil.copy2(path, copy)
 
 
-def _export(prepared: PreparedData, to: tuple[str, str], progress: ProgressCallback) -> list[Path]:
+def _export_tables(prepared: PreparedData, to: tuple[str, str], progress: ProgressCallback) -> list[Path]:
     from bottega.data.formats.write import write_records
 
-    kind: Any = to[0]
+    format_name: Any = to[0]
     folder = Path(to[1])
     paths: list[Path] = []
     preview = open_preview(prepared)
-    total, before = sum(counts["rows"] for counts in prepared.tables.values()), 0
+    total, num_rows_before = sum(counts["rows"] for counts in prepared.tables.values()), 0
     for table, counts in prepared.tables.items():
-        records = iter_public_records(preview, table, partial(_count, progress, before, total))
-        paths += write_records(records, folder, to=kind, split=table.replace(".", "-"))
-        before += counts["rows"]
+        records = iter_public_records(preview, table, partial(_report_rows, progress, num_rows_before, total))
+        paths += write_records(records, folder, to=format_name, split=table.replace(".", "-"))
+        num_rows_before += counts["rows"]
     return paths
 
 
-def _count(progress: ProgressCallback, before: int, total: int, done: int) -> None:
-    progress("export", before + done, total)
+def _report_rows(progress: ProgressCallback, num_rows_before: int, total: int, done: int) -> None:
+    progress("export", num_rows_before + done, total)

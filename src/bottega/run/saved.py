@@ -34,9 +34,9 @@ from bottega.techniques.continual.per_source_metrics import PerSourceMetrics
 from bottega.techniques.injected_layers import InjectedTask
 from bottega.terminal import print_notice
 
-WEIGHTS = ("model.safetensors", "ema.safetensors")
+WEIGHT_FILES = ("model.safetensors", "ema.safetensors")
 """Files of a checkpoint that a saved run is loaded from."""
-TRIES = 5
+NUM_ATTEMPTS = 5
 """Attempts to read a checkpoint: a training process may delete an old one at any moment."""
 
 
@@ -76,7 +76,7 @@ class SavedRun:
         try:
             return self.evaluate_data(self.select_data(DataRequest(path, split=split)))[0]
         except UsageError as error:
-            raise without_flag_dashes(error) from None
+            raise strip_flag_dashes(error) from None
 
     def select_data(self, request: DataRequest) -> EvaluationData:
         """Return the data that a request names: a split of the run's own data, or other data."""
@@ -116,7 +116,7 @@ class SavedRun:
         try:
             return self.generate_samples(request, stream=request.pop("stream", None))
         except UsageError as error:
-            raise without_flag_dashes(error) from None
+            raise strip_flag_dashes(error) from None
 
     def generate_samples(self, request: dict[str, Any], **display: Any) -> Any:
         """Generate for the command line; `display` are the callbacks `stream` and `progress`."""
@@ -142,12 +142,12 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     if path.is_file():
         raise CheckpointError(f"{path} is a file; give the run's directory (pickled checkpoints are never read)")
     directory = RunDirectory(path).must_exist()
-    folder, manifest, progress, state = _read(directory, str(checkpoint), needs_best=needs_best)
+    folder, manifest, progress, state = _read_checkpoint(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
-    if (changed := plugins.plugin_change_note(recipe, directory.path)) is not None:
-        print_notice(f"bottega: {changed}")
-    located = recipe if device == "auto" else recipe.model_copy(update={"device": device})
-    workload = registry.reopen_workload(located, directory.processor, str(manifest.fingerprint.get("data")))
+    if (plugin_note := plugins.plugin_change_note(recipe, directory.path)) is not None:
+        print_notice(f"bottega: {plugin_note}")
+    device_recipe = recipe if device == "auto" else recipe.model_copy(update={"device": device})
+    workload = registry.reopen_workload(device_recipe, directory.processor, str(manifest.fingerprint.get("data")))
     # A run trained in fp16 on a GPU can still be loaded on a CPU.
     precision = recipe.training.mixed_precision if recipe.training.mixed_precision != "fp16" else "auto"
     training = recipe.training.model_copy(update={"ema": None, "compile": False, "mixed_precision": precision})
@@ -177,65 +177,67 @@ def resolve_run_and_checkpoint(path: Path, checkpoint: str | int = "best") -> tu
     """Return the run directory and the checkpoint, either of which `path` may name."""
     run, checkpoint_name = split_checkpoint_path(path)
     if checkpoint_name is not None and str(checkpoint) not in ("best", checkpoint_name):
-        raise UsageError(f"--checkpoint {checkpoint}: {path} is a checkpoint already; keep one")
+        raise UsageError(f"--checkpoint {checkpoint}: {path} is already a checkpoint; keep one of the two")
     return run, checkpoint_name or str(checkpoint)
 
 
-def _read(
+def _read_checkpoint(
     directory: RunDirectory, which: str, *, needs_best: bool
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     """Read a verified checkpoint with its weights by file; try again if it was deleted while being read."""
-    for tries_left in reversed(range(TRIES)):
+    for attempts_left in reversed(range(NUM_ATTEMPTS)):
         folder = choose_checkpoint(directory, which, needs_best=needs_best)
         try:
-            return _read_folder(folder)
+            return _read_checkpoint_folder(folder)
         except (CheckpointError, OSError) as error:
-            if not folder.is_dir() and tries_left:
+            if not folder.is_dir() and attempts_left:
                 continue
             if which == "best" and not needs_best:
-                return _read_instead(directory, folder, error)
-            others = [
+                return _read_newest_valid(directory, folder, error)
+            other_steps = [
                 str(m.step)
                 for path, m in reversed(checkpoints.list_checkpoints(directory.checkpoints))
                 if path != folder
             ]
             remedy = (
-                f"choose from the steps {', '.join(others)} with --checkpoint"
-                if others
+                f"choose from the steps {', '.join(other_steps)} with --checkpoint"
+                if other_steps
                 else "there is no other checkpoint; train the run again"
             )
             raise CheckpointError(f"{directory.path}: {error}; {remedy}") from None
     raise AssertionError("the last try returns or raises")
 
 
-def _read_folder(folder: Path) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
-    manifest = checkpoints.verify(folder, only=(*WEIGHTS, "progress.json"))
+def _read_checkpoint_folder(
+    folder: Path,
+) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
+    manifest = checkpoints.verify(folder, only=(*WEIGHT_FILES, "progress.json"))
     # A file that the manifest does not list was not verified, so it is not read.
-    files = [name for name in WEIGHTS if name in manifest.files]
+    files = [name for name in WEIGHT_FILES if name in manifest.files]
     weights = {name: read_tensors(folder / name) for name in files}
     return folder, manifest, checkpoints.read_progress(folder), weights
 
 
-def _read_instead(
+def _read_newest_valid(
     directory: RunDirectory, damaged: Path, problem: Exception
 ) -> tuple[Path, checkpoints.Manifest, dict[str, Any], dict[str, dict[str, Any]]]:
     """Read the newest valid checkpoint, because the best one cannot be used."""
-    valid = checkpoints.find_newest_valid(directory.checkpoints, lambda text: None)
-    if valid is None:
+    newest_valid = checkpoints.find_newest_valid(directory.checkpoints, lambda text: None)
+    if newest_valid is None:
         raise CheckpointError(f"{directory.path}: {problem}; there is no other checkpoint; train the run again")
     print_notice(
-        f"bottega: warning: {directory.path}: {problem}; using {valid[0].name}, the newest valid checkpoint, instead of the best"
+        f"bottega: warning: {directory.path}: {problem}; using {newest_valid[0].name}, the newest valid checkpoint, instead of the best"
     )
-    return _read_folder(valid[0])
+    return _read_checkpoint_folder(newest_valid[0])
 
 
-def without_flag_dashes(error: UsageError) -> UsageError:
+def strip_flag_dashes(error: UsageError) -> UsageError:
     """Return the error without the dashes of flags, for a caller of the Python API."""
     return UsageError(re.sub(r"(?<!\S)--(?=[a-z])", "", str(error)))
 
 
 def choose_checkpoint(directory: RunDirectory, which: str, *, needs_best: bool = False) -> Path:
-    """Return the checkpoint `best` (or last, if nothing was evaluated), `last`, or of a step number."""
+    """Return the checkpoint that `which` names: best (or last, if nothing was evaluated), last, or a step number."""
     folder = directory.checkpoints
     if which in ("best", "last"):
         newest = checkpoints.find_newest(folder)
@@ -257,10 +259,10 @@ def _choose_best(directory: RunDirectory, newest: Path, *, needs_best: bool) -> 
     best, step = checkpoints.find_best(directory.checkpoints)
     if not step or (best is not None and checkpoints.read_manifest(best).step == step):
         return best or newest
-    other = best or newest
+    substitute = best or newest
     problem = f"{directory.path}: the best checkpoint, of step {step}, no longer exists"
     if needs_best:
-        other_step = checkpoints.read_manifest(other).step
-        raise CheckpointError(f"{problem}; use --checkpoint {other_step} for {other.name}")
-    print_notice(f"bottega: warning: {problem}; using {other.name} instead")
-    return other
+        substitute_step = checkpoints.read_manifest(substitute).step
+        raise CheckpointError(f"{problem}; use --checkpoint {substitute_step} for {substitute.name}")
+    print_notice(f"bottega: warning: {problem}; using {substitute.name} instead")
+    return substitute

@@ -27,7 +27,7 @@ from bottega.engines.backend import open_backend
 from bottega.engines.nonfinite import NonfiniteRecovery
 from bottega.run import environment, resume
 from bottega.run.auto_learning_rate import resolve_learning_rate
-from bottega.run.checks import find_data_problems, find_size_problems, list_adjusted, raise_all
+from bottega.run.checks import find_data_problems, find_size_problems, list_adjusted_settings, raise_all
 from bottega.run.compose import (
     build_callbacks,
     build_engine,
@@ -92,18 +92,18 @@ class Session:
         recipe, directory, console = self.recipe, self.directory, self.console
         is_main = World.from_environment().is_main  # the others might read before --fresh has renamed the old run
         changes = resume.check_recipe_unchanged(directory, recipe) if is_main else []
-        self._resolved = dependencies.resolve_references(recipe)
+        self._resolved_recipe = dependencies.resolve_references(recipe)
         # With --fresh there is nothing to resume, even if this rank looks before rank 0 has renamed the old run.
         has_begun = not self.fresh and resume.has_begun(directory)
         if has_begun:
-            self._resolved = relocate_base_model(self._resolved, directory.processor)
+            self._resolved_recipe = relocate_base_model(self._resolved_recipe, directory.processor)
         processor = directory.processor if has_begun else None
         if processor is None and self.resume_from is not None:
             processor = RunDirectory(resume.resolve_checkpoint_path(self.resume_from).parent.parent).processor
-        self.workload = workload = prepare_workload(self._resolved, console, processor=processor)
+        self.workload = workload = prepare_workload(self._resolved_recipe, console, processor=processor)
         console.unit, console.headline = workload.unit, workload.headline
-        if has_begun and (changed := plugins.plugin_change_note(recipe, directory.path)) is not None:
-            console.warn(changed)
+        if has_begun and (plugin_note := plugins.plugin_change_note(recipe, directory.path)) is not None:
+            console.warn(plugin_note)
         engine: Engine | None = None
         try:
             raise_all(find_size_problems(recipe, workload.task))
@@ -112,18 +112,18 @@ class Session:
             raise_all(find_data_problems(recipe, plan))
             engine = build_engine(recipe, plan.task)
             plan = plan.complete(engine)
-            return self._run(recipe, workload, plan, engine, changes)
+            return self._train(recipe, workload, plan, engine, changes)
         except RuntimeError as error:
-            loss = open_backend(recipe.engine).describe_lost_rank(error)
-            if loss is not None:
-                raise PeerLost(loss) from error
+            lost_rank = open_backend(recipe.engine).describe_lost_rank(error)
+            if lost_rank is not None:
+                raise PeerLost(lost_rank) from error
             raise
         finally:
             if engine is not None:
                 engine.close()
 
-    def _run(self, recipe: Recipe, workload: Workload, plan: TrainingPlan, engine: Engine, changes: list[str]) -> Run:
-        """Train; `recipe` has a number even if the saved one says `learning_rate: auto`."""
+    def _train(self, recipe: Recipe, workload: Workload, plan: TrainingPlan, engine: Engine, changes: list[str]) -> Run:
+        """Train. In `recipe` the learning rate is a number, even if the saved recipe has `learning_rate: auto`."""
         directory, console = self.directory, self.console
         validation = plan.validation
         loader = replace(build_loader(recipe, plan.training, engine, plan.order), warn=console.warn)
@@ -131,13 +131,13 @@ class Session:
         set_learning_rate_schedule(recipe, engine, total=total, steps_per_epoch=round(loader.steps_per_epoch))
         fingerprint = environment.build_fingerprint(
             str(engine.device),
-            engine.world,
+            engine.world_size,
             data=workload.data.fingerprint,
             derived=workload.data.derived_fingerprint,
             frozen=dict(plan.frozen),
             held_out=workload.data.held_out,
         )
-        resumed_from, progress = self._start(engine, loader, total=total, fingerprint=fingerprint)
+        resumed_from, progress = self._load_checkpoint(engine, loader, total=total, fingerprint=fingerprint)
         rate = recipe.training.learning_rate
         data = f"{workload.data.fingerprint} {workload.data.derived_fingerprint}"
         if not engine.all_ranks_equal(f"{progress.step} {rate} {data} {sorted(plan.frozen.items())}"):
@@ -150,15 +150,19 @@ class Session:
             console.info(change)
         if engine.rank == 0:
             self._write_metadata(workload, engine, progress)
-        adjusted = list_adjusted(recipe, plan) if progress.step < total else []
+        adjusted = list_adjusted_settings(recipe, plan) if progress.step < total else []
         for note in (*plan.notes, *adjusted):
             console.info(note)
         if plan.on_train_start is not None:
             plan.on_train_start(engine, loader, resumed=resumed_from is not None)
-        self._introduce(workload, engine, progress)
+        self._print_summary(workload, engine, progress)
 
-        last = _LastMetrics()
-        callbacks = [*plan.callbacks, *build_callbacks(recipe, directory, console, is_main=engine.rank == 0), last]
+        last_metrics = _LastMetrics()
+        callbacks = [
+            *plan.callbacks,
+            *build_callbacks(recipe, directory, console, is_main=engine.rank == 0),
+            last_metrics,
+        ]
         if engine.rank == 0 and engine.device_type == "cpu":
             callbacks.append(SlowRunWarning(recipe, console.warn))
 
@@ -174,7 +178,7 @@ class Session:
             warn=console.warn,
         )
         saver.resumed_from = resumed_from
-        fit = Trainer(
+        trainer = Trainer(
             engine=engine,
             batches=loader,
             progress=progress,
@@ -183,33 +187,35 @@ class Session:
             validation=make_validation_batches(recipe, validation, loader) if validation is not None else None,
             score=plan.task.score,
             summarise=lambda metrics: plan.summarise(workload.summarise(metrics)),
-            sample=lambda p: self._sample(workload, engine, p),
-            has_sample=lambda p: self._sample_folder(p).is_dir(),
+            sample=lambda p: self._generate_samples(workload, engine, p),
+            has_sample=lambda p: self._get_sample_folder(p).is_dir(),
             saver=saver,
             callbacks=callbacks,
-            recover=self._recovery(engine, loader, saver),
+            recover=self._build_recovery(engine, loader, saver),
         )
-        started = time.monotonic()
-        fit.run()
+        start = time.monotonic()
+        trainer.run()
         if plan.on_train_end is not None and engine.rank == 0:
             plan.on_train_end(directory, console)
-        self._report_end(progress, time.monotonic() - started, is_held_out=validation is not None)
-        return Run(directory.path, progress.step, last.metrics or _last_metrics(directory))
+        self._report_end(progress, time.monotonic() - start, is_held_out=validation is not None)
+        return Run(directory.path, progress.step, last_metrics.metrics or _read_last_metrics(directory))
 
-    def _start(
+    def _load_checkpoint(
         self, engine: Engine, loader: Loader, *, total: int, fingerprint: Mapping[str, Any]
     ) -> tuple[Path | None, Progress]:
         """Load the checkpoint to resume, if any; return it and the progress to start from."""
         if engine.rank == 0:
             checkpoint.remove_partial_checkpoints(self.directory.checkpoints)
         engine.any_rank(False)  # a barrier: no rank reads checkpoints before leftovers are removed
-        start = resume.find_checkpoint(self.directory, self.resume_from, self.console.warn)
+        checkpoint_and_manifest = resume.find_checkpoint(self.directory, self.resume_from, self.console.warn)
         if engine.rank == 0:
-            newest = start[0] if start is not None and self.resume_from is None else None
+            newest = (
+                checkpoint_and_manifest[0] if checkpoint_and_manifest is not None and self.resume_from is None else None
+            )
             checkpoint.update_links(self.directory.checkpoints, last=newest)
-        if start is None:
+        if checkpoint_and_manifest is None:
             return None, Progress(total=total)
-        path, manifest = start
+        path, manifest = checkpoint_and_manifest
         resume.check_data_unchanged(manifest, fingerprint, allow=self.allow_data_change, report=self.console.warn)
         resume.check_frozen_unchanged(manifest, fingerprint)
         progress = resume.load_progress(path, loader=loader, total=total, report=self.console.info)
@@ -219,13 +225,13 @@ class Session:
             engine.micro_batch_size = progress.micro_batch_size
         if path.resolve().parent != self.directory.checkpoints.resolve():
             progress.best_step = 0  # the best checkpoint belongs to another run
-        done = " (already finished)" if progress.step >= total else ""
+        finished_note = " (already finished)" if progress.step >= total else ""
         if progress.step > total:
             self.console.info(
                 f"{path} is at step {progress.step}, past the {total} steps of this recipe; nothing is left to train"
             )
         else:
-            self.console.info(f"resumed {path} at step {progress.step} of {total}{done}")
+            self.console.info(f"resumed {path} at step {progress.step} of {total}{finished_note}")
         return path, progress
 
     def _write_metadata(self, workload: Workload, engine: Engine, progress: Progress) -> None:
@@ -233,13 +239,13 @@ class Session:
         directory = self.directory
         directory.truncate_metrics(progress)
         directory.write(directory.recipe, to_yaml(self.recipe))
-        metadata = environment.describe_environment(str(engine.device), engine.world)
-        if (start := local_base_folder(self._resolved)) is not None:
-            metadata[BASE_FOLDER] = start
+        metadata = environment.describe_environment(str(engine.device), engine.world_size)
+        if (base_folder := local_base_folder(self._resolved_recipe)) is not None:
+            metadata[BASE_FOLDER] = base_folder
         if (
-            plugin := plugins.plugin_record(self.recipe, directory.path, has_begun=resume.has_begun(directory))
+            plugin_fields := plugins.plugin_record(self.recipe, directory.path, has_begun=resume.has_begun(directory))
         ) is not None:
-            metadata[plugins.RECORD] = plugin
+            metadata[plugins.RECORD] = plugin_fields
         metadata |= {START_FOLDER: os.getcwd(), START_FOLDER_FROM_RUN: os.path.relpath(os.getcwd(), directory.path)}
         directory.write(directory.environment, json.dumps(metadata, indent=1) + "\n")
         directory.checkpoints.mkdir(exist_ok=True)
@@ -251,20 +257,20 @@ class Session:
             raise explain_os_error(error, directory.processor) from None
         check_disk_space(directory.checkpoints, size=engine.checkpoint_bytes(), keep=self.recipe.checkpoint.keep)
 
-    def _introduce(self, workload: Workload, engine: Engine, progress: Progress) -> None:
+    def _print_summary(self, workload: Workload, engine: Engine, progress: Progress) -> None:
         """Print task, model size, device and length of the run."""
-        parameters = describe_parameters(engine)
-        total = sum(info.size for info in engine.parameters().values())
-        active = engine.num_active_parameters()
-        if active < total:
-            parameters += f", {active:,} active per token"
+        size_text = describe_parameters(engine)
+        num_parameters = sum(info.size for info in engine.parameters().values())
+        num_active = engine.num_active_parameters()
+        if num_active < num_parameters:
+            size_text += f", {num_active:,} active per token"
         self.console.info(
-            f"{self.directory.path}: {self.recipe.task}, {parameters}, {engine.device} {engine.precision}, "
-            f"{engine.world} process{'es' if engine.world > 1 else ''}, {progress.total} steps"
+            f"{self.directory.path}: {self.recipe.task}, {size_text}, {engine.device} {engine.precision}, "
+            f"{engine.world_size} process{'es' if engine.world_size > 1 else ''}, {progress.total} steps"
         )
 
-    def _sample(self, workload: Workload, engine: Engine, progress: Progress) -> Path:
-        folder = self._sample_folder(progress)
+    def _generate_samples(self, workload: Workload, engine: Engine, progress: Progress) -> Path:
+        folder = self._get_sample_folder(progress)
         if engine.rank == 0:
             try:
                 retry(lambda: self._write_samples(workload, engine, folder))
@@ -273,14 +279,14 @@ class Session:
                 self.console.warn(f"no samples in {folder}: {reason}; training continues without them")
         return folder
 
-    def _sample_folder(self, progress: Progress) -> Path:
+    def _get_sample_folder(self, progress: Progress) -> Path:
         return self.directory.samples / f"step-{progress.step:08d}"
 
     def _write_samples(self, workload: Workload, engine: Engine, folder: Path) -> None:
         with writing_folder(folder) as temporary, engine.sampling() as models:
             workload.sampler.sample(models, temporary, device=engine.device)
 
-    def _recovery(self, engine: Engine, loader: Loader, saver: Saver) -> NonfiniteRecovery:
+    def _build_recovery(self, engine: Engine, loader: Loader, saver: Saver) -> NonfiniteRecovery:
         return NonfiniteRecovery(
             engine=engine,
             loader=loader,
@@ -295,9 +301,9 @@ class Session:
         console, path = self.console, self.directory.path
         if progress.stop:
             console.info(f"stopped early: {progress.stop}")
-        newest = max(self.directory.samples.glob("step-*"), default=None)
-        if newest is not None:
-            _show_samples(console, newest)
+        newest_samples = max(self.directory.samples.glob("step-*"), default=None)
+        if newest_samples is not None:
+            _show_samples(console, newest_samples)
         best = (
             f", best {self.recipe.evaluation.metric} {progress.best:.4f} at step {progress.best_step}"
             if progress.best_step
@@ -305,9 +311,9 @@ class Session:
         )
         console.info(f"\n{path}: {progress.step} steps in {seconds:.0f} s{best}", style="bold")
         is_main = World.from_environment().is_main
-        diverged = diagnose_losses(read_metrics(self.directory.metrics), self.recipe) if is_main else None
-        if diverged is not None:
-            console.warn(diverged)
+        divergence = diagnose_losses(read_metrics(self.directory.metrics), self.recipe) if is_main else None
+        if divergence is not None:
+            console.warn(divergence)
         verbs = [f"generate {path}{example}"] if (example := self.workload.sampler.example_flags()) is not None else []
         verbs += [f"evaluate {path}{'' if is_held_out else ' --data PATH'}", f"export {path}"]
         for number, verb in enumerate(verbs):
@@ -321,14 +327,14 @@ class _LastMetrics(Callback):
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
-        self._evaluated = False
+        self._has_evaluated = False
 
     def after_step(self, progress: Progress, metrics: dict[str, float]) -> None:
-        if not self._evaluated:
+        if not self._has_evaluated:
             self.metrics = dict(metrics)
 
     def after_eval(self, progress: Progress, metrics: dict[str, float]) -> None:
-        self.metrics, self._evaluated = dict(metrics), True
+        self.metrics, self._has_evaluated = dict(metrics), True
 
 
 def _show_samples(console: Console, folder: Path) -> None:
@@ -345,7 +351,7 @@ def _show_samples(console: Console, folder: Path) -> None:
         console.info(f"\nsamples: {', '.join(map(str, files))}", style="bold")
 
 
-def _last_metrics(directory: RunDirectory) -> dict[str, float]:
+def _read_last_metrics(directory: RunDirectory) -> dict[str, float]:
     rows = read_metrics(directory.metrics)
-    chosen = next((r for r in reversed(rows) if r.get("kind") == "eval"), rows[-1] if rows else {})
-    return {k: v for k, v in chosen.items() if isinstance(v, float)}
+    row = next((r for r in reversed(rows) if r.get("kind") == "eval"), rows[-1] if rows else {})
+    return {k: v for k, v in row.items() if isinstance(v, float)}

@@ -16,7 +16,7 @@ from bottega.core.errors import Interrupted, UsageError, describe_error
 from bottega.core.rundir import Lock, RunDirectory
 from bottega.engines.backend import open_backend
 from bottega.run import resume
-from bottega.run.checks import find_problems, list_unused, load_checked, parse_words, raise_all
+from bottega.run.checks import find_problems, list_unused_settings, load_checked_recipe, parse_words, raise_all
 from bottega.run.dependencies import lock_dependency, train_in_subprocess, wait_for_dependency
 from bottega.run.prepare import prepare_recipe
 from bottega.run.session import Run, Session
@@ -47,18 +47,18 @@ def train(
     """
     check_launch_variables()
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
-    resolved = load_checked([*sources, overrides or {}])
+    resolved = load_checked_recipe([*sources, overrides or {}])
     return _train(resolved, quiet=quiet, fresh=fresh)
 
 
 def load(path: str | Path, *, checkpoint: str | int = "best", device: str = "auto") -> SavedRun:
     """Open a run directory to evaluate, predict, generate or export; `checkpoint` is best, last or a step."""
-    from bottega.run.saved import open_run, without_flag_dashes
+    from bottega.run.saved import open_run, strip_flag_dashes
 
     try:
         return open_run(Path(path), checkpoint=checkpoint, device=device)
     except UsageError as error:
-        raise without_flag_dashes(error) from None
+        raise strip_flag_dashes(error) from None
 
 
 def train_command(
@@ -69,7 +69,7 @@ def train_command(
     if not sources:
         raise UsageError("no recipe given; run bottega train RECIPE, such as bottega train language")
     run = _train(
-        load_checked(sources, overrides),
+        load_checked_recipe(sources, overrides),
         quiet=quiet,
         fresh=fresh,
         resume_from=resume_from,
@@ -122,10 +122,10 @@ def _train_rank(
     with lock_directory(directory):
         if dependencies:
             _check_start(recipe, directory, resume_from, allow=allow_data_change, quiet=quiet)
-        main = start_session()
-        for note in (*resolved.notes, *list_unused(recipe)):
-            main.console.info(note)
-        return main.run()
+        session = start_session()
+        for note in (*resolved.notes, *list_unused_settings(recipe)):
+            session.console.info(note)
+        return session.run()
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator
 
     An error that ends the run is written to its log. A start that fails before anything was written leaves no folder.
     """
-    missing = [folder for folder in (directory.path, *directory.path.parents) if not folder.exists()]
+    missing_folders = [folder for folder in (directory.path, *directory.path.parents) if not folder.exists()]
     directory.create()
     with Lock(directory):
         try:
@@ -147,7 +147,7 @@ def lock_directory(directory: RunDirectory, *, has_log: bool = True) -> Iterator
             if has_log and isinstance(error, Exception | KeyboardInterrupt):
                 LogFile(directory.log).write(describe_error(error)[1], level)
             if not directory.recipe.exists():
-                directory.remove_if_unused(missing)
+                directory.remove_if_unused(missing_folders)
             raise
 
 
@@ -156,12 +156,12 @@ def _check_start(
 ) -> None:
     """Raise if the run cannot be resumed, before its dependencies are trained; the session checks again."""
     resume.check_recipe_unchanged(directory, recipe)
-    now = _data_fingerprint(recipe, quiet=quiet)
+    data_fingerprint = _compute_data_fingerprint(recipe, quiet=quiet)
     manifest = next((manifest for _, manifest in checkpoint.list_checkpoints(directory.checkpoints)), None)
     if manifest is None and resume_from is not None:
         manifest = checkpoint.read_manifest(resume.resolve_checkpoint_path(resume_from))
-    if manifest is not None and now is not None:
-        fingerprint = {**manifest.fingerprint, "data": now}
+    if manifest is not None and data_fingerprint is not None:
+        fingerprint = {**manifest.fingerprint, "data": data_fingerprint}
         resume.check_data_unchanged(manifest, fingerprint, allow=allow, report=lambda text: None)
 
 
@@ -176,7 +176,7 @@ def ensure_dependency(
 ) -> Path:
     """Return the exported run of the dependency `name`, training it first if it does not exist.
 
-    It is identified by its recipe and its data: a judge must not be trained on samples that are held out now.
+    A dependency is identified by its recipe and its data: a judge must not have been trained on samples that are now held out.
     `started_in` are folders that relative data paths of the recipe may start from, besides the working directory.
     """
     run, need = dependency_run(recipe, name, runs_folder=runs_folder), recipe.needs[name]
@@ -184,15 +184,20 @@ def ensure_dependency(
         RunDirectory(run).must_exist()
         return run
     dependency = dependency_recipe(recipe, name).model_copy(update={"output_dir": str(run.parent)})
-    data_here = resolve_paths(dependency.data, started_in)
-    if data_here != dependency.data:  # the name stays that of the recipe as written
-        dependency = dependency.model_copy(update={"data": data_here, "name": run.name})
+    resolved_data = resolve_paths(dependency.data, started_in)
+    if resolved_data != dependency.data:  # the name stays that of the original recipe
+        dependency = dependency.model_copy(update={"data": resolved_data, "name": run.name})
     is_main = World.from_environment().is_main
-    data = None if need.own_data or allow_data_change else _data_fingerprint(dependency, quiet=quiet or not is_main)
+    data = (
+        None
+        if need.own_data or allow_data_change
+        else _compute_data_fingerprint(dependency, quiet=quiet or not is_main)
+    )
     if _is_ready(run, data):
         return run
     if not is_main:
-        _data_fingerprint(dependency, quiet=True)  # may take longer than the timeout for a file of rank 0
+        # Prepare the data before the wait, because that may take longer than the timeout of the wait.
+        _compute_data_fingerprint(dependency, quiet=True)
         wait_for_dependency(run, lambda: _is_ready(run, data), name=name, quiet=quiet)
         return run
     with lock_dependency(run, quiet=quiet):
@@ -205,8 +210,8 @@ def _train_dependency(
     recipe: Recipe, run: Path, data: str | None, *, name: str, quiet: bool, allow_data_change: bool
 ) -> None:
     is_started = (run / "final").exists() or bool(checkpoint.list_checkpoints(run / "checkpoints"))
-    if data is not None and is_started and _trained_data_fingerprint(run) != data:
-        set_aside(run, why=f"needs.{name} was trained on other data and is trained again; ")
+    if data is not None and is_started and _read_data_fingerprint(run) != data:
+        set_aside(run, reason=f"needs.{name} was trained on other data and is trained again; ")
     if not quiet:
         print_notice(f"bottega: training needs.{name} first: {run}")
     recipe = _fit_batch_size(recipe, run, name=name, quiet=quiet)
@@ -226,10 +231,10 @@ def _fit_batch_size(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Rec
     if prepared is None:
         return recipe
     num_samples = sum(prepared.tables[table]["rows"] for table in prepared.training_tables)
-    passes = recipe.training.gradient_accumulation_steps or 1
-    if num_samples >= recipe.training.batch_size * passes or num_samples < passes:
+    num_passes = recipe.training.gradient_accumulation_steps or 1
+    if num_samples >= recipe.training.batch_size * num_passes or num_samples < num_passes:
         return recipe
-    size = 1 << (num_samples // passes).bit_length() - 1
+    size = 1 << (num_samples // num_passes).bit_length() - 1
     if not quiet:
         print_notice(
             f"bottega: needs.{name}: training.batch_size is lowered from {recipe.training.batch_size} to {size}, "
@@ -241,7 +246,7 @@ def _fit_batch_size(recipe: Recipe, run: Path, *, name: str, quiet: bool) -> Rec
 
 def _is_ready(run: Path, data: str | None) -> bool:
     """Return whether a dependency is exported and, unless `data` is None, was trained on this data."""
-    return is_exported(run) and (data is None or _trained_data_fingerprint(run) == data)
+    return is_exported(run) and (data is None or _read_data_fingerprint(run) == data)
 
 
 def is_exported(run: Path) -> bool:
@@ -249,14 +254,14 @@ def is_exported(run: Path) -> bool:
     return (run / "final" / "README.md").is_file()
 
 
-def _trained_data_fingerprint(run: Path) -> str | None:
+def _read_data_fingerprint(run: Path) -> str | None:
     fingerprints = [
         manifest.fingerprint.get("data") for _, manifest in checkpoint.list_checkpoints(run / "checkpoints")
     ]
     return str(fingerprints[0]) if fingerprints else None
 
 
-def _data_fingerprint(recipe: Recipe, *, quiet: bool) -> str | None:
+def _compute_data_fingerprint(recipe: Recipe, *, quiet: bool) -> str | None:
     """Return the fingerprint of a recipe's data; None if it cannot be known before a dependency is trained."""
     prepared = prepare_data(recipe, quiet=quiet)
     return prepared.fingerprint if prepared is not None else None
@@ -277,9 +282,9 @@ def prepare_data(recipe: Recipe, *, quiet: bool) -> PreparedData | None:
         return prepare_recipe(recipe, progress)
 
 
-def set_aside(path: Path, *, why: str = "", subject: str = "run is") -> None:
+def set_aside(path: Path, *, reason: str = "", subject: str = "run is") -> None:
     """Rename a run directory to the next free name, so that --fresh deletes nothing."""
     RunDirectory(path).check_is_run()
     with Lock(RunDirectory(path)):
-        other = rename_aside(path)
-    print_notice(f"bottega: {why}the old {subject} renamed to {other}")
+        new_path = rename_aside(path)
+    print_notice(f"bottega: {reason}the old {subject} renamed to {new_path}")

@@ -77,7 +77,7 @@ class InjectedTask(WrappedTask):
 
     def specs(self) -> dict[str, ModelSpec]:
         specs = self.inner.specs()
-        return {**specs, "model": specs["model"].changed(self._check_and_inject)}
+        return {**specs, "model": specs["model"].with_change(self._check_and_inject)}
 
     def notes(self, model: nn.Module) -> list[str]:
         """Return notes for the user on these options with this model."""

@@ -69,7 +69,7 @@ def _evaluate_in_parts(engine: Engine, batch: Batch, *, max_examples: int | None
             sums = engine.eval_step(slice_batch(batch, start, start + part_size), with_rows=False).sums
         except OutOfMemory:
             # A single process finds its micro-batch size in the first step, after this; several ranks already have it.
-            if part_size == 1 or engine.world > 1:
+            if part_size == 1 or engine.world_size > 1:
                 raise
             part_size = -(-part_size // 2)
             continue

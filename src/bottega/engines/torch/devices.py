@@ -16,12 +16,12 @@ def choose_precision(name: str, device: torch.device) -> torch.dtype:
     """Return the dtype of a precision. `auto` is bf16 on GPUs that support it; on a CPU it would be 2-3 times slower."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    chosen = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    if chosen is torch.float16 and device.type == "cpu":
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    if dtype is torch.float16 and device.type == "cpu":
         raise UsageError("training.mixed_precision: fp16 needs a GPU; use bf16 or fp32 on a CPU")
-    if device.type == "cuda" and chosen is not torch.float32:
+    if device.type == "cuda" and dtype is not torch.float32:
         torch.set_float32_matmul_precision("high")
-    return chosen
+    return dtype
 
 
 def make_deterministic() -> None:
@@ -29,7 +29,7 @@ def make_deterministic() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # The compiler may choose kernels by timing, and another kernel sums in another order.
+    # The compiler may choose kernels by timing, and different kernels sum in different orders.
     import torch._inductor.config as compiler
 
     if hasattr(compiler, "deterministic"):  # since torch 2.10
@@ -49,14 +49,14 @@ def seed_dropout(seed: int, device: torch.device) -> None:
 
 def move_batch(batch: Batch, device: torch.device, *, pin: bool = True) -> dict[str, Any]:
     """Copy a host batch to the device; from pinned memory the copy is asynchronous."""
-    moved: dict[str, Any] = {}
+    device_batch: dict[str, Any] = {}
     for name, value in batch.items():
         if isinstance(value, Mapping):
-            moved[name] = move_batch(value, device, pin=pin)
+            device_batch[name] = move_batch(value, device, pin=pin)
             continue
         tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
         if device.type != "cpu":
-            pinned = pin and device.type == "cuda"
-            tensor = tensor.pin_memory().to(device, non_blocking=True) if pinned else tensor.to(device)
-        moved[name] = tensor
-    return moved
+            is_pinned = pin and device.type == "cuda"
+            tensor = tensor.pin_memory().to(device, non_blocking=True) if is_pinned else tensor.to(device)
+        device_batch[name] = tensor
+    return device_batch

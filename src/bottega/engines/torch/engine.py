@@ -37,7 +37,7 @@ from bottega.engines.torch import (
 )
 from bottega.engines.torch.devices import choose_precision, make_deterministic, move_batch, seed_dropout
 from bottega.engines.torch.noise import make_noise
-from bottega.engines.torch.sums import LocalSum, accumulate_sums, fetch_metrics, sort_rows, sum_terms
+from bottega.engines.torch.sums import LocalSum, accumulate_sums, fetch_metrics, sort_rows, sum_terms, sum_terms_by_task
 from bottega.engines.torch.tensors import TorchSnapshot, check_finite, check_same_layout, take_snapshot
 from bottega.engines.torch.unfreezing import unfreeze_parameters
 from bottega.engines.torch.update_guard import UpdateGuard
@@ -51,7 +51,7 @@ from bottega.world import World
 
 
 class TorchEngine(Engine):
-    """Engine on torch. `rate` is the learning rate as a function of the step, in absolute numbers."""
+    """Engine on torch. `rate` is the learning rate as a function of the step, not a factor of a peak."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class TorchEngine(Engine):
         self.device: torch.device = choose_device(device)
         self.device_type = self.device.type
         group = ranks.join_group(self.device, world or World.from_environment())
-        self.rank, self.world = group.rank, group.size
+        self.rank, self.world_size = group.rank, group.size
         self.data_rank, self.data_size = group.data_rank, group.data_size
         if deterministic:
             make_deterministic()
         self.dtype = choose_precision(training.mixed_precision, self.device)
         self.precision = str(self.dtype).removeprefix("torch.")
         self.micro_batch_size, self.pin_memory = micro_batch_size, pin_memory
-        self._auto = training.micro_batch_size == "auto"
+        self._is_auto = training.micro_batch_size == "auto"
         self.num_local_processes = group.local_size
 
         models = build_models(task, seed)
@@ -88,10 +88,10 @@ class TorchEngine(Engine):
         self.optimizers = optimizers.build_optimizers(
             parameters, self.settings, training.optimizer, learning_rate=rate(0), weight_decay=training.weight_decay
         )
-        self._names = {id(p): name for name, p in parameters.items()}
+        self._parameter_names = {id(p): name for name, p in parameters.items()}
         self._params = [p for p in parameters.values() if p.requires_grad]
-        self._average = WeightAverage(self.model, enabled=training.ema is not None)
-        self._state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(parameters).items()}
+        self._weight_average = WeightAverage(self.model, enabled=training.ema is not None)
+        self._task_state: dict[str, Tensor] = {n: t.to(self.device) for n, t in task.state(parameters).items()}
         self._pcgrad = gradients.PCGrad(self._params) if task.gradient_surgery else None
         self._batch_stats = state_updates.BatchStats(task.update_inputs)
         self._hooks: list[BeforeStepHook] = []
@@ -99,22 +99,22 @@ class TorchEngine(Engine):
             require_attribute(self.model, "checkpoint_blocks", "training.gradient_checkpointing")
             self.model.checkpoint_blocks = True
 
-        called: Any = self.model
-        # Without DDP, `_complete` sums the gradients over ranks.
+        local_model: Any = self.model
+        # Without DDP, `_finish_gradients` sums the gradients over ranks.
         self._is_unwrapped = task.needs_unwrapped_model or task.gradient_surgery
-        self._fused = self.device.type == "cuda" and training.compile is not False and not self._is_unwrapped
-        self._is_compiled = self._fused or (training.compile is True and not self._is_unwrapped)
+        self._is_fused = self.device.type == "cuda" and training.compile is not False and not self._is_unwrapped
+        self._is_compiled = self._is_fused or (training.compile is True and not self._is_unwrapped)
         if self._is_compiled:
             # A CUDA graph holds one forward and its backward: several micro-batches would each need a copy.
             has_one_pass = self.micro_batch_size is None and training.micro_batch_size is None
-            called = compile_model(self.model, graphs=self._fused and self.world == 1 and has_one_pass)
+            local_model = compile_model(self.model, graphs=self._is_fused and self.world_size == 1 and has_one_pass)
             compile_frozen_models(frozen, always=training.compile is True)
-        self._alone, self.frozen = called, frozen
-        self._wrap()
+        self._local_model, self.frozen = local_model, frozen
+        self._wrap_model()
         self.eager_models = {**frozen, "model": self.model}
         self._guard = UpdateGuard(self.device, self.dtype, continues=training.on_nonfinite == "skip")
-        self._buffers: dict[str, dict[str, Tensor]] = {}
-        self._has_state = self._is_gradual = self._has_measured = False
+        self._snapshot_buffers: dict[str, dict[str, Tensor]] = {}
+        self._has_optimizer_state = self._unfreezes_gradually = self._has_fitted_micro_batch = False
 
     def set_schedule(self, rate: Callable[[int], float], *, total: int, steps_per_epoch: int) -> None:
         self.rate = rate
@@ -125,43 +125,46 @@ class TorchEngine(Engine):
             steps_per_epoch=steps_per_epoch,
             is_trainable=self.task.is_trainable,
         )
-        self._is_gradual = any(setting.start_step for setting in self.settings.values())
+        self._unfreezes_gradually = any(setting.start_step for setting in self.settings.values())
 
-    def _wrap(self) -> None:
-        self._called = self._alone if self.world == 1 or self._is_unwrapped else wrap_in_ddp(self._alone, self.device)
-        self._train_models = {**self.frozen, "model": self._called}
+    def _wrap_model(self) -> None:
+        needs_ddp = self.world_size > 1 and not self._is_unwrapped
+        self._wrapped_model = wrap_in_ddp(self._local_model, self.device) if needs_ddp else self._local_model
+        self._train_models = {**self.frozen, "model": self._wrapped_model}
 
     # One step
 
     def train_step(self, step: int, batch: Batch) -> dict[str, Any]:
-        if self._fused:
+        if self._is_fused:
             torch.compiler.cudagraph_mark_step_begin()
         size = batch_length(batch)
         rate = self.rate(step) * self.rate_scale
         optimizers.set_learning_rate(self.optimizers, rate)
         counts = ranks.sum_over_ranks(self.task.counts(batch))
-        self._ensure_state()
-        changed = self._is_gradual and unfreeze_parameters(self.model, self.settings, step, compiled=self._is_compiled)
-        if changed and self.world > 1:
-            self._wrap()  # DDP waits for the gradients of the parameters that were trainable when it was built
-        on_device = move_batch(batch, self.device, pin=self.pin_memory)
-        if self._auto and self.micro_batch_size is None and not self._has_measured:
-            self._has_measured = True
-            micro_batches.fit_micro_batch(self, step, on_device, counts, size)
+        self._ensure_optimizer_state()
+        has_changed = self._unfreezes_gradually and unfreeze_parameters(
+            self.model, self.settings, step, is_compiled=self._is_compiled
+        )
+        if has_changed and self.world_size > 1:
+            self._wrap_model()  # DDP waits for the gradients of the parameters that were trainable when it was built
+        device_batch = move_batch(batch, self.device, pin=self.pin_memory)
+        if self._is_auto and self.micro_batch_size is None and not self._has_fitted_micro_batch:
+            self._has_fitted_micro_batch = True
+            micro_batches.fit_micro_batch(self, step, device_batch, counts, size)
         for before_step in self._hooks:
             before_step(step, batch)
         if not self.model.training:
             self.model.train()
         while True:
             try:
-                loss, metrics = self.backward(step, on_device, counts, size)
-                metrics |= self._complete(step)
+                loss, metrics = self.backward(step, device_batch, counts, size)
+                metrics |= self._finish_gradients(step)
                 break
             except (RuntimeError, MemoryError) as error:
-                micro_batches.halve_micro_batch(self, size, error, allowed=self._auto and self.world == 1)
+                micro_batches.halve_micro_batch(self, size, error, is_allowed=self._is_auto and self.world_size == 1)
         norm = self._update(step, loss)
         return {
-            "loss": LocalSum(loss) if self.world > 1 else loss,
+            "loss": LocalSum(loss) if self.world_size > 1 else loss,
             "grad_norm": norm,
             "learning_rate": rate,
             "bad_steps": self._guard.bad_steps,
@@ -174,53 +177,51 @@ class TorchEngine(Engine):
     ) -> tuple[Tensor, dict[str, Any]]:
         """Compute this rank's part of the gradient of the global mean, micro-batch by micro-batch.
 
-        Returns the loss and the metrics. Without DDP, `_complete` sums the gradients over ranks.
+        Returns the loss and the metrics. Without DDP, `_finish_gradients` sums the gradients over ranks.
         """
-        micro = min(self.micro_batch_size or size, size)
-        first = self.data_rank * size
+        micro_batch_size = min(self.micro_batch_size or size, size)
+        first_position = self.data_rank * size
         if self._pcgrad is not None:
             self._pcgrad.gradients = {}  # left from an attempt that ran out of memory
         self._batch_stats.clear()
         total: Tensor | None = None
         sums: dict[str, tuple[Tensor, Any]] = {}
-        for number, at in enumerate(range(0, size, micro)):
-            part = batch if micro == size else slice_batch(batch, at, at + micro)
+        for number, start in enumerate(range(0, size, micro_batch_size)):
+            stop = min(start + micro_batch_size, size)
+            micro_batch = batch if micro_batch_size == size else slice_batch(batch, start, stop)
             # Only dropout depends on ranks and micro-batches; all other randomness is from `Noise`.
             seed_dropout(derive_seed(self.seed, step, number, self.data_rank), self.device)
-            positions = torch.arange(first + at, first + min(at + micro, size), device=self.device)
-            rng = make_noise(self.seed, step, positions, fused=self._fused)
-            with self._sync(last=at + micro >= size), self.autocast():
-                out = self.task.loss(self._train_models, part, rng)
+            positions = torch.arange(first_position + start, first_position + stop, device=self.device)
+            rng = make_noise(self.seed, step, positions, fused=self._is_fused)
+            with self._sync_context(is_last=stop == size), self.autocast():
+                out = self.task.loss(self._train_models, micro_batch, rng)
                 loss = sum_terms(out.terms, counts)
-            self._differentiate(loss, out.terms, counts)
+            self._backpropagate(loss, out.terms, counts)
             total = loss.detach() if total is None else total + loss.detach()
-            parts = out.terms if len(out.terms) > 1 else {}  # a single term equals the loss
-            means = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in parts.items() if n != "loss"}
+            terms = out.terms if len(out.terms) > 1 else {}  # a single term equals the loss
+            means = {n: (t.detach() / max(counts[n], 1e-12), None) for n, (t, _) in terms.items() if n != "loss"}
             accumulate_sums(sums, {**means, **out.metrics})
-            self._batch_stats.add(out, part.get("weight"))
+            self._batch_stats.add(out, micro_batch.get("weight"))
         assert total is not None
         return total, {name: LocalSum(value, count) for name, (value, count) in sums.items()}
 
-    def _differentiate(self, loss: Tensor, terms: Mapping[str, Any], counts: Mapping[str, float]) -> None:
+    def _backpropagate(self, loss: Tensor, terms: Mapping[str, Any], counts: Mapping[str, float]) -> None:
         if self._pcgrad is not None:
-            tasks: dict[str, dict[str, Any]] = {}  # terms of one task are added before gradients are compared
-            for name, term in terms.items():
-                tasks.setdefault(name.partition("/")[0], {})[name] = term
-            losses = {task: sum_terms(own, counts) for task, own in tasks.items()}
-            self._pcgrad.backward({task: self._guard.scale_loss(own) for task, own in losses.items()})
+            losses = sum_terms_by_task(terms, counts)
+            self._pcgrad.backward({name: self._guard.scale_loss(task_loss) for name, task_loss in losses.items()})
             return
-        if self.world > 1 and not self._is_unwrapped:
+        if self.world_size > 1 and not self._is_unwrapped:
             loss = loss * self.data_size  # DDP averages over ranks, but this loss has the global count already
         self._guard.scale_loss(loss).backward()
 
-    def _complete(self, step: int) -> dict[str, Any]:
+    def _finish_gradients(self, step: int) -> dict[str, Any]:
         """Finish the gradients after the last micro-batch: sum over ranks, PCGrad, penalty. Returns further metrics."""
         metrics: dict[str, Any] = self.task.batch_metrics(self._batch_stats.reduce())
         if self._pcgrad is not None:
             metrics["gradient_cosine"] = self._pcgrad.combine(seed=self.seed, step=step)
         elif self._is_unwrapped:
             gradients.sum_gradients_over_ranks(self._params)
-        penalty = self.task.penalty(dict(self.model.named_parameters()), self._state)
+        penalty = self.task.penalty(dict(self.model.named_parameters()), self._task_state)
         if penalty is not None:
             gradients.add_penalty(penalty, self._params, scale=self._guard.scale)
             metrics["penalty"] = penalty.detach()
@@ -228,36 +229,32 @@ class TorchEngine(Engine):
 
     def _update(self, step: int, loss: Tensor) -> Tensor:
         """Clip, update and average the weights; the device skips the update if the loss or a gradient is not finite."""
-        grads = [p.grad for p in self._params if p.grad is not None]
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
-        divisor = self._guard.scale
-        if divisor is not None:
-            norm = norm / divisor
-        if self.training.max_grad_norm is not None:
-            clip = (norm / self.training.max_grad_norm).clamp(min=1.0)
-            divisor = clip if divisor is None else clip * divisor
+        norm, divisor = gradients.compute_norm_and_divisor(
+            self._params, scale=self._guard.scale, max_norm=self.training.max_grad_norm
+        )
         # With several ranks only the norm is checked, which is the same on all of them; the loss is not.
-        probe = norm + loss if self.world == 1 else norm
+        probe = norm + loss if self.world_size == 1 else norm
         skip_update = self._guard.check(probe, is_skipped=step in self.skip_steps)
         optimizers.step_optimizers(self.optimizers, divisor=divisor, skip_update=skip_update)
         rng = Noise(self.seed, step, (), torch)
         state_updates.apply_state_update(
-            self.task, self.model, self._state, self._batch_stats.reduce(), rng=rng, skip_update=skip_update
+            self.task, self.model, self._task_state, self._batch_stats.reduce(), rng=rng, skip_update=skip_update
         )
         for p in self._params:
             p.grad = None
         if self.training.ema is not None:
-            self._average.update(self._params, ema_decay_at(step, self.training.ema))
+            self._weight_average.update(self._params, ema_decay_at(step, self.training.ema))
         return norm
 
-    def _ensure_state(self) -> None:
+    def _ensure_optimizer_state(self) -> None:
         """Allocate the optimizer state before it is first used; a run that only evaluates never does."""
-        if not self._has_state:
+        if not self._has_optimizer_state:
             optimizers.initialise_state(self.optimizers)
-            self._has_state = True
+            self._has_optimizer_state = True
 
-    def _sync(self, *, last: bool) -> Any:
-        return contextlib.nullcontext() if last or self._called is self._alone else self._called.no_sync()
+    def _sync_context(self, *, is_last: bool) -> Any:
+        needs_sync = is_last or self._wrapped_model is self._local_model
+        return contextlib.nullcontext() if needs_sync else self._wrapped_model.no_sync()
 
     def autocast(self) -> Any:
         """Context in which the forward pass runs at the engine's precision."""
@@ -267,12 +264,12 @@ class TorchEngine(Engine):
 
     def without_sync(self) -> Any:
         """Context in which DDP does not synchronise gradients."""
-        return self._sync(last=False)
+        return self._sync_context(is_last=False)
 
     # Evaluation, ranks, models, measurements
 
     def eval_step(self, batch: Batch, *, with_rows: bool = True, task: Task | None = None) -> EvaluationOutput:
-        with self._average.averaged_weights():
+        with self._weight_average.averaged_weights():
             return evaluation.evaluate_batch(self, batch, task or self.task, with_rows=with_rows)
 
     def fetch_rows(self, parts: Sequence[Mapping[str, Tensor]]) -> Rows:
@@ -288,17 +285,17 @@ class TorchEngine(Engine):
         return ranks.all_ranks_equal(text)
 
     def evaluating(self) -> Any:
-        return self._average.averaged_weights()
+        return self._weight_average.averaged_weights()
 
     @contextlib.contextmanager
     def sampling(self) -> Any:
-        was = self.model.training
+        was_training = self.model.training
         self.model.eval()
         try:
-            with torch.no_grad(), self._average.averaged_weights():
+            with torch.no_grad(), self._weight_average.averaged_weights():
                 yield self.eager_models
         finally:
-            self.model.train(was)
+            self.model.train(was_training)
 
     def add_hook(self, before_step: BeforeStepHook) -> None:
         self._hooks.append(before_step)
@@ -307,11 +304,9 @@ class TorchEngine(Engine):
         self._hooks.clear()
 
     def parameters(self) -> dict[str, ParameterInfo]:
-        settings = self.settings
+        is_trainable = {name: setting.scale is not None for name, setting in self.settings.items()}
         parameters = self.model.named_parameters()
-        return {
-            name: ParameterInfo(tuple(p.shape), is_trainable=settings[name].scale is not None) for name, p in parameters
-        }
+        return {name: ParameterInfo(tuple(p.shape), is_trainable=is_trainable[name]) for name, p in parameters}
 
     def num_active_parameters(self) -> int:
         return count_active_parameters(self.model)
@@ -337,29 +332,30 @@ class TorchEngine(Engine):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of a checkpoint by file and name, still on the device."""
         files = {"model.safetensors": {n: t for n, t in self.model.state_dict().items() if self.task.is_trainable(n)}}
-        optimizer = optimizers.state_tensors(self.optimizers, self._names)
-        files["optimizer.safetensors"] = optimizer | self._guard.state()
-        if self._average.tensors:
-            files["ema.safetensors"] = dict(self._average.tensors)
-        if self._state:
-            files["state.safetensors"] = dict(self._state)
+        optimizer_state = optimizers.collect_state_tensors(self.optimizers, self._parameter_names)
+        files["optimizer.safetensors"] = optimizer_state | self._guard.state()
+        if self._weight_average.tensors:
+            files["ema.safetensors"] = dict(self._weight_average.tensors)
+        if self._task_state:
+            files["state.safetensors"] = dict(self._task_state)
         return files
 
     def snapshot(self) -> TorchSnapshot:
         if self.rank != 0:
             return TorchSnapshot({}, None)
-        self._ensure_state()
-        return take_snapshot(self.state(), self._buffers, on_device=self.device.type == "cuda")
+        self._ensure_optimizer_state()
+        return take_snapshot(self.state(), self._snapshot_buffers, is_cuda=self.device.type == "cuda")
 
     def load(self, folder: Path) -> None:
         self.load_weights({"model.safetensors": read_tensors(folder / "model.safetensors")}, folder)
         state = read_tensors(folder / "optimizer.safetensors")
         self._guard.load_state({name: state.pop(name) for name in list(state) if name.startswith("loss_scale/")})
-        self._ensure_state()
-        expected = optimizers.state_tensors(self.optimizers, self._names)
+        self._ensure_optimizer_state()
+        expected = optimizers.collect_state_tensors(self.optimizers, self._parameter_names)
         check_same_layout(state, expected, folder / "optimizer.safetensors")
-        optimizers.load_state(self.optimizers, self._names, state)
-        for file, tensors in (("ema.safetensors", self._average.tensors), ("state.safetensors", self._state)):
+        optimizers.load_state(self.optimizers, self._parameter_names, state)
+        other_files = {"ema.safetensors": self._weight_average.tensors, "state.safetensors": self._task_state}
+        for file, tensors in other_files.items():
             if tensors:
                 loaded = read_tensors(folder / file)
                 check_same_layout(loaded, tensors, folder / file)
@@ -378,19 +374,19 @@ class TorchEngine(Engine):
             self.model.load_state_dict(tensors, strict=False)  # the frozen rest keeps the values it was built with
 
     def checkpoint_bytes(self) -> int:
-        self._ensure_state()
+        self._ensure_optimizer_state()
         return sum(t.numel() * t.element_size() for tensors in self.state().values() for t in tensors.values())
 
     def task_state(self) -> Mapping[str, Tensor]:
-        return self._state
+        return self._task_state
 
     @torch.no_grad()
     def write_task_state(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
-            self._state[name].copy_(value)
+            self._task_state[name].copy_(value)
 
     def reset_weight_average(self) -> None:
-        self._average.reset()
+        self._weight_average.reset()
 
     def reset_bad_steps(self) -> None:
         self._guard.reset()
@@ -398,6 +394,6 @@ class TorchEngine(Engine):
     def close(self) -> None:
         if dist.is_initialized():
             # DDP keeps the group alive; if it were freed later, the group would wait for threads that need the GIL.
-            self._called, self._train_models = None, {}
+            self._wrapped_model, self._train_models = None, {}
             gc.collect()  # DDP may be part of a reference cycle
             dist.destroy_process_group()

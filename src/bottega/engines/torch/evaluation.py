@@ -14,7 +14,7 @@ from bottega.core.task import Task
 from bottega.core.types import Batch, Sums
 from bottega.engines.torch import ranks
 from bottega.engines.torch.devices import move_batch
-from bottega.engines.torch.sums import INDEX, reduce_sums
+from bottega.engines.torch.sums import SAMPLE_INDEX, reduce_sums
 
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
@@ -28,14 +28,14 @@ def evaluate_batch(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: 
     """Return the sums of the metrics over one batch, and with `with_rows` the values of each example."""
     engine.model.eval()
     device, counts = engine.device, task.counts(batch)
-    on_device = move_batch(batch, device, pin=engine.pin_memory)
+    device_batch = move_batch(batch, device, pin=engine.pin_memory)
     # A sample has the same noise in every evaluation, whatever its batch, and never the noise of training.
-    is_numbered = INDEX in on_device
-    positions = on_device.pop(INDEX) if is_numbered else torch.arange(batch_length(batch), device=device)
+    has_indices = SAMPLE_INDEX in device_batch
+    positions = device_batch.pop(SAMPLE_INDEX) if has_indices else torch.arange(batch_length(batch), device=device)
     rng = Noise(engine.seed, EVALUATION_STEP, positions, torch)
     try:
         with engine.autocast():
-            out = task.loss(engine.eager_models, on_device, rng)
+            out = task.loss(engine.eager_models, device_batch, rng)
     except torch.OutOfMemoryError as error:
         size = batch_length(batch)
         raise OutOfMemory(
@@ -44,6 +44,6 @@ def evaluate_batch(engine: TorchEngine, batch: Batch, task: Task, *, with_rows: 
     sums: Sums = {name: (total.detach().double(), float(counts[name])) for name, (total, _) in out.terms.items()}
     sums |= {name: (torch.as_tensor(v, device=device).double(), n) for name, (v, n) in out.metrics.items()}
     rows = dict(out.rows) if with_rows else {}
-    if rows and is_numbered:
-        rows[INDEX] = positions
-    return EvaluationOutput(reduce_sums(sums, device), ranks.gather_rows(rows, on_device.get("weight")))
+    if rows and has_indices:
+        rows[SAMPLE_INDEX] = positions
+    return EvaluationOutput(reduce_sums(sums, device), ranks.gather_rows(rows, device_batch.get("weight")))

@@ -13,7 +13,7 @@ from torch import Tensor
 from bottega.core.noise import Noise
 from bottega.core.types import Batch
 from bottega.engines.torch.devices import move_batch
-from bottega.engines.torch.ranks import data_group
+from bottega.engines.torch.ranks import get_data_group
 from bottega.engines.torch.sums import sum_terms
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ def fisher_diagonal(
 ) -> dict[str, Tensor]:
     """Return, for each of the parameters `names`, the mean over `count` examples of the squared gradient of one example.
 
-    `examples` are those of this rank, each a batch of one with its number among all; the sums are added over ranks. One
-    example at a time, because the square of a mean gradient is another quantity. Without dropout, with the current
-    weights, not their average. Uses `grad` instead of `backward`, which would trigger the hooks of DDP.
+    `examples` are the examples of this rank, each a batch of one with its index among those of all ranks; the sums are
+    added over ranks. Gradients are computed for one example at a time, because the square of a mean gradient is another
+    quantity, without dropout, and with the current weights, not their average. `grad` is used instead of `backward`,
+    which would trigger the hooks of DDP.
     """
     named_parameters = dict(engine.model.named_parameters())
     parameters = [named_parameters[name] for name in names]
@@ -41,24 +42,24 @@ def fisher_diagonal(
         for p in parameters:
             p.requires_grad_(True)  # parameters that are unfrozen later count too
         for number, example in examples:
-            gradients = torch.autograd.grad(_loss(engine, number, example), parameters, allow_unused=True)
-            used = [(s, g) for s, g in zip(squares, gradients, strict=True) if g is not None]
-            torch._foreach_addcmul_([s for s, _ in used], [g for _, g in used], [g for _, g in used])
+            gradients = torch.autograd.grad(_compute_loss(engine, number, example), parameters, allow_unused=True)
+            updated = [(s, g) for s, g in zip(squares, gradients, strict=True) if g is not None]
+            torch._foreach_addcmul_([s for s, _ in updated], [g for _, g in updated], [g for _, g in updated])
     finally:
-        for p, was in zip(parameters, was_trainable, strict=True):
-            p.requires_grad_(was)
+        for p, is_trainable in zip(parameters, was_trainable, strict=True):
+            p.requires_grad_(is_trainable)
     if dist.is_initialized():
         for square in squares:
-            dist.all_reduce(square, group=data_group())
+            dist.all_reduce(square, group=get_data_group())
     return {name: square / count for name, square in zip(names, squares, strict=True)}
 
 
-def _loss(engine: TorchEngine, number: int, example: Batch) -> Tensor:
+def _compute_loss(engine: TorchEngine, number: int, example: Batch) -> Tensor:
     counts = engine.task.counts(example)
-    on_device = move_batch(example, engine.device, pin=engine.pin_memory)
+    device_batch = move_batch(example, engine.device, pin=engine.pin_memory)
     rng = Noise(engine.seed, FISHER_STEP, torch.tensor([number], device=engine.device), torch)
     # Not in fp16: there is no loss scale here, and small gradients are squared.
     is_bf16 = engine.dtype is torch.bfloat16
     with torch.autocast(engine.device.type, dtype=engine.dtype) if is_bf16 else contextlib.nullcontext():
-        out = engine.task.loss(engine.eager_models, on_device, rng)
+        out = engine.task.loss(engine.eager_models, device_batch, rng)
         return sum_terms(out.terms, counts)

@@ -1,4 +1,4 @@
-"""Gradients beyond a plain backward: of a penalty on the weights, combined by PCGrad, and summed over ranks."""
+"""Gradients beyond a plain backward: their norm and clipping, of a penalty, combined by PCGrad, and summed over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bottega.core.noise import numpy_generator
-from bottega.engines.torch.ranks import data_group
+from bottega.engines.torch.ranks import get_data_group
+
+
+def compute_norm_and_divisor(
+    parameters: Sequence[Tensor], *, scale: Tensor | None, max_norm: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the norm of the unscaled gradients, and the divisor that undoes the loss scale and clips them to `max_norm`.
+
+    The divisor is None if gradients are neither scaled nor clipped.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    if scale is not None:
+        norm = norm / scale
+    if max_norm is None:
+        return norm, scale
+    clip = (norm / max_norm).clamp(min=1.0)
+    return norm, clip if scale is None else clip * scale
 
 
 def add_penalty(penalty: Tensor, parameters: Sequence[Tensor], *, scale: Tensor | None) -> None:
@@ -37,13 +54,13 @@ def sum_gradients_over_ranks(parameters: Sequence[Tensor]) -> None:
     trainable = [p for p in parameters if p.requires_grad]
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trainable]
     flat = torch.cat([g.flatten() for g in gradients])
-    dist.all_reduce(flat, group=data_group())
+    dist.all_reduce(flat, group=get_data_group())
     for parameter, part in zip(trainable, flat.split([g.numel() for g in gradients]), strict=True):
         parameter.grad = part.view_as(parameter)
 
 
 class PCGrad:
-    """Gradient surgery (PCGrad; Yu et al., 2020): the gradients of several tasks without the components in conflict.
+    """Gradient surgery (PCGrad; Yu et al., 2020): sum the gradients of several tasks without their conflicting components.
 
     Accumulates the gradient of each task over the micro-batches of a step. If two gradients point in opposing
     directions, each is projected onto the normal plane of the other, in an order drawn for the step.
@@ -60,8 +77,10 @@ class PCGrad:
             is_last = number + 1 == len(terms)
             partial = torch.autograd.grad(value, trainable, retain_graph=not is_last, allow_unused=True)
             gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(trainable, partial, strict=True)]
-            old = self.gradients.get(name)
-            self.gradients[name] = gradients if old is None else list(torch._foreach_add(old, gradients))
+            accumulated = self.gradients.get(name)
+            self.gradients[name] = (
+                gradients if accumulated is None else list(torch._foreach_add(accumulated, gradients))
+            )
 
     def combine(self, *, seed: int, step: int) -> Tensor:
         """Write the combined gradients to the parameters; return the smallest cosine between two tasks' gradients."""
@@ -69,19 +88,22 @@ class PCGrad:
         self.gradients = {}
         if dist.is_initialized():
             for gradient in flat:
-                dist.all_reduce(gradient, group=data_group())
+                dist.all_reduce(gradient, group=get_data_group())
         rng = numpy_generator(seed, "gradient order", step)
-        squares = [gradient.square().sum().clamp(min=torch.finfo(gradient.dtype).tiny) for gradient in flat]
-        smallest = flat[0].new_ones(())
+        squared_norms = [gradient.square().sum().clamp(min=torch.finfo(gradient.dtype).tiny) for gradient in flat]
+        smallest_cosine = flat[0].new_ones(())
         total = torch.zeros_like(flat[0])
-        for i, own in enumerate(flat):
-            projected = own
+        for i, gradient_of_task in enumerate(flat):
+            projected = gradient_of_task
             for j in rng.permutation(np.delete(np.arange(len(flat)), i)):
-                smallest = torch.minimum(smallest, torch.dot(own, flat[j]) / (squares[i].sqrt() * squares[j].sqrt()))
+                smallest_cosine = torch.minimum(
+                    smallest_cosine,
+                    torch.dot(gradient_of_task, flat[j]) / (squared_norms[i].sqrt() * squared_norms[j].sqrt()),
+                )
                 conflict = torch.dot(projected, flat[j]).clamp(max=0.0)
-                projected = projected - flat[j] * (conflict / squares[j])
+                projected = projected - flat[j] * (conflict / squared_norms[j])
             total += projected
         trainable = [p for p in self.parameters if p.requires_grad]
         for parameter, part in zip(trainable, total.split([p.numel() for p in trainable]), strict=True):
             parameter.grad = part.view_as(parameter)
-        return smallest
+        return smallest_cosine

@@ -30,23 +30,23 @@ from bottega.signals import exit_immediately
 from bottega.terminal import escape_controls
 from bottega.world import World, list_missing_variables, read_rank
 
-BEAT = 2.0
+BEAT_SECONDS = 2.0
 """Seconds between two beats."""
-MEETING = 0.2
+JOIN_BEAT_SECONDS = 0.2
 """Seconds between two beats until all ranks know each other's process; a rank lost before that cannot be named."""
-SILENT = 20.0
+SILENCE_TIMEOUT = 20.0
 """Seconds without a beat, or of being stopped, after which a rank counts as lost."""
-JOIN_HERE, JOIN_ELSEWHERE = 20.0, 120.0
+LOCAL_JOIN_TIMEOUT, REMOTE_JOIN_TIMEOUT = 20.0, 120.0
 """Seconds that a rank of this node, or of another, may take to join; no limit while its process is seen alive."""
-GRACE = 5.0
+GRACE_SECONDS = 5.0
 """Seconds for the training thread to report by itself that a rank has ended."""
-SETTLE = 60.0
-"""Seconds after another rank failed: all ranks may fail alike, and each reports its error once its checkpoint is written."""
-TICK = 1.0
+FAILURE_GRACE_SECONDS = 60.0
+"""Seconds to wait after another rank failed: all ranks may fail in the same way, and each reports its error once its checkpoint is written."""
+TICK_SECONDS = 1.0
 FAILED, FINISHED = 1 << 39, 1 << 40
 """Added to the beats of a rank whose training has failed, or has finished."""
-NUMBERS = itertools.count()
-"""Numbers the trainings of this process, which are the same on all ranks."""
+TRAINING_NUMBERS = itertools.count()
+"""Numbers the training runs of this process; a run has the same number on all ranks."""
 RESTART_HINT = "run the same command again"
 
 
@@ -55,7 +55,7 @@ class Peer:
     """The last known state of another rank."""
 
     rank: int
-    is_here: bool
+    is_local: bool
     last_seen: float = field(default_factory=time.monotonic)
     """When it was last known to be alive."""
     beats: int = 0
@@ -78,60 +78,60 @@ class Heartbeat:
 
     current: ClassVar[Heartbeat | None] = None
 
-    def __init__(self, rank: int, world: int, *, log: Path | None = None) -> None:
-        self.rank, self.world, self.log = rank, world, log
+    def __init__(self, rank: int, world_size: int, *, log: Path | None = None) -> None:
+        self.rank, self.world_size, self.log = rank, world_size, log
         local_size = World.from_environment().local_size
-        watched = [
+        watched_ranks = [
             other
-            for other in range(world)
+            for other in range(world_size)
             if other != rank and (rank == 0 or other == 0 or _is_same_node(other, rank, local_size))
         ]
-        self.peers = [Peer(other, _is_same_node(other, rank, local_size)) for other in watched]
-        self.number = next(NUMBERS)
+        self.peers = [Peer(other, _is_same_node(other, rank, local_size)) for other in watched_ranks]
+        self.number = next(TRAINING_NUMBERS)
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._closed, self._wake = threading.Event(), threading.Event()
-        self._exchanged = time.monotonic()
+        self._last_exchange = time.monotonic()
         self._verdict: str | None = None
         """Why the job ends, as this rank or another has determined."""
         self._outcome = FINISHED
         self._store_error: str | None = "no response"
         """Why there is no connection to the store; None while connected."""
         self._is_published = threading.Event()
-        self._beating = threading.Thread(target=self._exchange, name="bottega-heartbeat", daemon=True)
-        self._watching = threading.Thread(target=self._watch, name="bottega-ranks", daemon=True)
+        self._beat_thread = threading.Thread(target=self._exchange, name="bottega-heartbeat", daemon=True)
+        self._watch_thread = threading.Thread(target=self._watch, name="bottega-ranks", daemon=True)
 
     def __enter__(self) -> Self:
         Heartbeat.current = self
-        self._beating.start()
-        self._watching.start()
+        self._beat_thread.start()
+        self._watch_thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         Heartbeat.current = None
-        is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)  # as on all ranks
+        is_stopped = isinstance(error, Interrupted | KeyboardInterrupt)  # then all ranks are stopped
         self._outcome = FINISHED if error is None or is_stopped else FAILED
         self._closed.set()
         self._wake.set()
-        self._beating.join(timeout=GRACE)
+        self._beat_thread.join(timeout=GRACE_SECONDS)
 
     def describe_loss(self) -> str:
         """Return which rank ended and how, after a collective failed because of it."""
-        until = time.monotonic() + 2 * TICK
-        while time.monotonic() < until:
-            ended = [peer for peer in self.peers if peer.end is not None]
-            if ended:
-                return f"{ended[0].name} {ended[0].end}; {RESTART_HINT}"
+        deadline = time.monotonic() + 2 * TICK_SECONDS
+        while time.monotonic() < deadline:
+            ended_peers = [peer for peer in self.peers if peer.end is not None]
+            if ended_peers:
+                return f"{ended_peers[0].name} {ended_peers[0].end}; {RESTART_HINT}"
             time.sleep(0.05)
-        return f"rank {self.rank} of {self.world} lost the connection to another rank; {RESTART_HINT}"
+        return f"rank {self.rank} of {self.world_size} lost the connection to another rank; {RESTART_HINT}"
 
     # Beats, in a thread that may block on the store.
 
     def _exchange(self) -> None:
         try:
             store = _connect(self.rank, self.number)
-            store.set(f"{self.rank}/who", json.dumps(_process_identity()))
+            store.set(f"{self.rank}/who", json.dumps(_get_process_identity()))
         except Exception as error:  # _watch reports it when no beat arrives
             self._store_error = (str(error) or type(error).__name__).splitlines()[0]
             return
@@ -139,9 +139,9 @@ class Heartbeat:
         while not self._closed.is_set():
             with suppress(Exception):
                 self._beat(store)
-                self._exchanged = time.monotonic()
+                self._last_exchange = time.monotonic()
             has_met_all = all(peer.host for peer in self.peers)
-            self._wake.wait(BEAT if has_met_all else min(BEAT, MEETING))
+            self._wake.wait(BEAT_SECONDS if has_met_all else min(BEAT_SECONDS, JOIN_BEAT_SECONDS))
             if self._verdict is not None and not self._is_published.is_set():
                 with suppress(Exception):
                     store.set("verdict", self._verdict)
@@ -156,15 +156,20 @@ class Heartbeat:
             if beats != peer.beats:
                 peer.beats, peer.last_seen = beats, time.monotonic()
             if not peer.host and store.check([f"{peer.rank}/who"]):
-                self._meet(peer, json.loads(store.get(f"{peer.rank}/who")))
-            if peer.is_here and peer.process is not None and _signal_of_stop(peer.process) is None and peer.end is None:
+                self._identify(peer, json.loads(store.get(f"{peer.rank}/who")))
+            if (
+                peer.is_local
+                and peer.process is not None
+                and _find_stop_signal(peer.process) is None
+                and peer.end is None
+            ):
                 store.add(f"{peer.rank}/beats", 1)  # its own thread may be blocked by the computation
         if self._verdict is None and store.check(["verdict"]):
             self._verdict = store.get("verdict").decode()
             self._is_published.set()
 
-    def _meet(self, peer: Peer, identity: dict[str, Any]) -> None:
-        own = _process_identity()
+    def _identify(self, peer: Peer, identity: dict[str, Any]) -> None:
+        own = _get_process_identity()
         peer.last_seen = time.monotonic()
         if (identity["host"], identity["namespace"]) == (own["host"], own["namespace"]):
             _attach(peer, identity["pid"])
@@ -173,63 +178,67 @@ class Heartbeat:
     # Decisions, in a thread that never blocks.
 
     def _watch(self) -> None:
-        launcher = _pidfd(self._launcher)
+        launcher = _open_pidfd(self._launcher)
         while not self._closed.is_set():
-            before = time.monotonic()
+            wait_start = time.monotonic()
             running = [peer for peer in self.peers if peer.end is None and peer.beats < FAILED]
             _wait_for_ends([launcher, *(peer.pidfd for peer in running)])
             now = time.monotonic()
-            if now - before > GRACE:  # this process was stopped itself, and maybe the others with it
+            if now - wait_start > GRACE_SECONDS:  # this process was stopped itself, and maybe the others with it
                 for peer in self.peers:
                     peer.last_seen = now
                 continue
             if self._launcher is not None and os.getppid() != self._launcher and not self._closed.is_set():
-                self._leave(f"the launcher (process {self._launcher}) has ended; {RESTART_HINT}")
+                self._exit_process(f"the launcher (process {self._launcher}) has ended; {RESTART_HINT}")
             for peer in self.peers:
-                if self._verdict is None and (reason := self._why_lost(peer, now)) is not None:
+                if self._verdict is None and (reason := self._explain_loss(peer, now)) is not None:
                     self._verdict = f"{reason}; {RESTART_HINT}"
                     self._wake.set()
-                    self._is_published.wait(2 * BEAT)
+                    self._is_published.wait(2 * BEAT_SECONDS)
             if self._verdict is not None and not self._closed.is_set():
                 self._end_job(self._verdict)
-        self._beating.join()  # it may have opened another pidfd meanwhile
+        self._beat_thread.join()  # it may have opened another pidfd meanwhile
         for pidfd in (launcher, *(peer.pidfd for peer in self.peers)):
             if pidfd is not None:
                 os.close(pidfd)
         for peer in self.peers:
             peer.pidfd = None
 
-    def _why_lost(self, peer: Peer, now: float) -> str | None:
+    def _explain_loss(self, peer: Peer, now: float) -> str | None:
         """Return why a rank is lost; None while it is not."""
         if peer.beats >= FINISHED:
             return None
         if peer.beats >= FAILED:
             if peer.end is None:
                 peer.end, peer.ended_at = "ended with an error", now
-            return f"{peer.name} {peer.end}" if now - peer.ended_at > SETTLE else None
-        if peer.process is None and peer.is_here and now - peer.last_seen > GRACE:
+            return f"{peer.name} {peer.end}" if now - peer.ended_at > FAILURE_GRACE_SECONDS else None
+        if peer.process is None and peer.is_local and now - peer.last_seen > GRACE_SECONDS:
             _attach(peer, _find_sibling(peer.rank))  # it has not joined yet, but may only be slow
-        stopped = None
+        stop_signal = None
         if peer.process is not None:
             if peer.end is None:
-                peer.end, peer.ended_at = _how_it_ended(peer.process), now
+                peer.end, peer.ended_at = _describe_end(peer.process), now
             if peer.end is not None:
-                # Before its end it may have recorded in the store that it finished.
-                is_store_read = self._exchanged > peer.ended_at + BEAT or now - peer.ended_at > SILENT
-                return f"{peer.name} {peer.end}" if now - peer.ended_at > GRACE and is_store_read else None
-            stopped = _signal_of_stop(peer.process)
-            if stopped is None:
+                # The rank may have recorded in the store that it finished, so the store is read once more.
+                is_store_read = (
+                    self._last_exchange > peer.ended_at + BEAT_SECONDS or now - peer.ended_at > SILENCE_TIMEOUT
+                )
+                return f"{peer.name} {peer.end}" if now - peer.ended_at > GRACE_SECONDS and is_store_read else None
+            stop_signal = _find_stop_signal(peer.process)
+            if stop_signal is None:
                 peer.last_seen = now
                 return None
-        silent = now - peer.last_seen
+        silence = now - peer.last_seen
         if peer.beats == 0 and peer.process is None:
-            limit = JOIN_HERE if peer.is_here else JOIN_ELSEWHERE
-            return f"{peer.name} did not join within {limit:.0f} s{self._describe_store()}" if silent > limit else None
-        if silent < SILENT:
+            limit = LOCAL_JOIN_TIMEOUT if peer.is_local else REMOTE_JOIN_TIMEOUT
+            return f"{peer.name} did not join within {limit:.0f} s{self._describe_store()}" if silence > limit else None
+        if silence < SILENCE_TIMEOUT:
             return None
-        if stopped is not None:
-            return f"{peer.name} was stopped by {stopped} {silent:.0f} s ago"
-        return f"{peer.name} has not responded for {silent:.0f} s: it is stopped, or its machine or the network is down"
+        if stop_signal is not None:
+            return f"{peer.name} was stopped by {stop_signal} {silence:.0f} s ago"
+        return (
+            f"{peer.name} has not responded for {silence:.0f} s: it is stopped, or its machine or the network is down"
+        )
 
     def _describe_store(self) -> str:
         if self._store_error is None:
@@ -239,14 +248,14 @@ class Heartbeat:
 
     def _end_job(self, reason: str) -> None:
         local_peers = [peer for peer in self.peers if peer.process is not None and peer.end is None]
-        stopped = [peer.process for peer in local_peers if peer.process and _signal_of_stop(peer.process)]
-        is_reporter = all(peer.rank > self.rank for peer in local_peers if peer.process not in stopped)
-        for process in stopped:
+        stopped_processes = [peer.process for peer in local_peers if peer.process and _find_stop_signal(peer.process)]
+        is_reporter = all(peer.rank > self.rank for peer in local_peers if peer.process not in stopped_processes)
+        for process in stopped_processes:
             with suppress(psutil.Error):
                 process.kill()  # a launcher would wait half a minute for a stopped process
-        self._leave(reason if is_reporter else None)
+        self._exit_process(reason if is_reporter else None)
 
-    def _leave(self, reason: str | None) -> None:
+    def _exit_process(self, reason: str | None) -> None:
         if self.log is not None and reason is not None:
             flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW
             with suppress(OSError), open(self.log, "a", opener=lambda path, _: os.open(path, flags)) as file:
@@ -271,32 +280,32 @@ def _is_same_node(rank: int, other: int, num_local: int) -> bool:
 
 
 def _connect(rank: int, number: int) -> Any:
-    """Return the launcher's store, or that of rank 0 if it has none, under a key prefix of this start and training."""
+    """Return the launcher's store, or that of rank 0 if the launcher has none, with a key prefix for this start and training run."""
     has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
         is_master=rank == 0 and not has_agent_store,
-        timeout=timedelta(seconds=JOIN_ELSEWHERE),
+        timeout=timedelta(seconds=REMOTE_JOIN_TIMEOUT),
         wait_for_workers=False,
         multi_tenant=True,
     )
     return dist.PrefixStore(f"bottega/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{number}", store)
 
 
-def _process_identity() -> dict[str, Any]:
+def _get_process_identity() -> dict[str, Any]:
     namespace = ""
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
     return {"host": socket.gethostname(), "pid": os.getpid(), "namespace": namespace}
 
 
-def _attach(peer: Peer, process: int | None) -> None:
+def _attach(peer: Peer, pid: int | None) -> None:
     """Start monitoring the process of a rank on this node."""
-    if process is not None and (peer.process is None or peer.process.pid != process):
+    if pid is not None and (peer.process is None or peer.process.pid != pid):
         with suppress(psutil.Error):
-            other = psutil.Process(process)
-            peer.pidfd, peer.process = _pidfd(process), other
+            process = psutil.Process(pid)
+            peer.pidfd, peer.process = _open_pidfd(pid), process
             peer.host = peer.host or socket.gethostname()
 
 
@@ -310,11 +319,11 @@ def _find_sibling(rank: int) -> int | None:
     return None
 
 
-def _pidfd(process: int | None) -> int | None:
-    if process is None or not hasattr(os, "pidfd_open"):
+def _open_pidfd(pid: int | None) -> int | None:
+    if pid is None or not hasattr(os, "pidfd_open"):
         return None
     try:
-        return os.pidfd_open(process)
+        return os.pidfd_open(pid)
     except OSError:
         return None
 
@@ -325,43 +334,43 @@ def _wait_for_ends(pidfds: list[int | None]) -> None:
     for pidfd in pidfds:
         if pidfd is not None:
             poll.register(pidfd, select.POLLIN)
-    poll.poll(TICK * 1000)
+    poll.poll(TICK_SECONDS * 1000)
 
 
-def _how_it_ended(process: psutil.Process) -> str | None:
-    """Return how a process ended; None if it runs. Its signal can be read until its parent has waited for it."""
+def _describe_end(process: psutil.Process) -> str | None:
+    """Return how a process ended; None if it still runs. The signal can be read until the parent has waited for the process."""
     try:
         if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             return None
     except psutil.Error:
         return "has ended"
-    status = _wait_status(process.pid)
+    status = _read_wait_status(process.pid)
     if status is None:
         return "has ended"
     number = status & 0x7F
-    return f"was killed by {_signal_name(number)}" if number else f"ended with exit code {status >> 8}"
+    return f"was killed by {_format_signal(number)}" if number else f"ended with exit code {status >> 8}"
 
 
-def _signal_of_stop(process: psutil.Process) -> str | None:
+def _find_stop_signal(process: psutil.Process) -> str | None:
     """Return the name of the signal that has stopped a process; None if it is not stopped."""
     try:
         if process.status() != psutil.STATUS_STOPPED:
             return None
     except psutil.Error:
         return None
-    status = _wait_status(process.pid) or 0
-    return _signal_name(status >> 8 if status & 0x7F == 0x7F else status & 0x7F) if status else "a signal"
+    status = _read_wait_status(process.pid) or 0
+    return _format_signal(status >> 8 if status & 0x7F == 0x7F else status & 0x7F) if status else "a signal"
 
 
-def _wait_status(process: int) -> int | None:
+def _read_wait_status(pid: int) -> int | None:
     """Return the last field of /proc/PID/stat: how a process ended or was stopped."""
     try:
-        return int(Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace").split()[-1])
+        return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").split()[-1])
     except (OSError, ValueError):
         return None
 
 
-def _signal_name(number: int) -> str:
+def _format_signal(number: int) -> str:
     try:
         return signal.Signals(number).name
     except ValueError:

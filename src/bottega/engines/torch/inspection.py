@@ -27,12 +27,14 @@ def inspect_modules(engine: TorchEngine, batch: Batch) -> dict[str, Any]:
         loss = sum(weight * total / counts[name] for name, (total, weight) in out.terms.items())
     loss.backward()
     rows = [
-        _row(name, module) for name, module in engine.model.named_modules() if any(True for _ in module.parameters())
+        _describe_module(name, module)
+        for name, module in engine.model.named_modules()
+        if any(True for _ in module.parameters())
     ]
     return {"loss": float(loss.detach()), "modules": rows}
 
 
-def _row(name: str, module: torch.nn.Module) -> dict[str, Any]:
+def _describe_module(name: str, module: torch.nn.Module) -> dict[str, Any]:
     parameters = list(module.parameters())
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = float(torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))) if grads else None
@@ -60,7 +62,7 @@ def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str 
 
     def make_hook(name: str) -> Callable[..., None]:
         def check_output(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-            if not nonfinite and any(not torch.isfinite(t).all() for t in floating_tensors(output)):
+            if not nonfinite and any(not torch.isfinite(t).all() for t in list_floating_tensors(output)):
                 nonfinite.append(name or "the model")
 
         return check_output
@@ -71,18 +73,18 @@ def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str 
     for m in compiled:
         m.compiled = None  # type: ignore[assignment]  # hooks inside a compiled block would not fire
     try:
-        on_device = move_batch(batch, engine.device)
+        device_batch = move_batch(batch, engine.device)
         size = batch_length(batch)
         positions = torch.arange(engine.data_rank * size, (engine.data_rank + 1) * size, device=engine.device)
         rng = Noise(engine.seed, step, positions, torch)
         with engine.autocast():
-            out = engine.task.loss(engine.eager_models, on_device, rng)
+            out = engine.task.loss(engine.eager_models, device_batch, rng)
         sum(total for total, _ in out.terms.values()).backward()
         if not nonfinite:
-            bad = (
+            nonfinite_gradients = (
                 n for n, p in engine.model.named_parameters() if p.grad is not None and not torch.isfinite(p.grad).all()
             )
-            nonfinite += [f"the gradient of {name}" for name in [next(bad, None)] if name]
+            nonfinite += [f"the gradient of {name}" for name in [next(nonfinite_gradients, None)] if name]
     finally:
         for handle in handles:
             handle.remove()
@@ -92,8 +94,8 @@ def _find_nonfinite_module(engine: TorchEngine, step: int, batch: Batch) -> str 
     return nonfinite[0] if nonfinite else None
 
 
-def floating_tensors(value: Any) -> list[torch.Tensor]:
+def list_floating_tensors(value: Any) -> list[torch.Tensor]:
     """Return the floating-point tensors in a tensor or in nested tuples and lists."""
     if isinstance(value, torch.Tensor):
         return [value] if value.is_floating_point() else []
-    return [t for item in value for t in floating_tensors(item)] if isinstance(value, tuple | list) else []
+    return [t for item in value for t in list_floating_tensors(item)] if isinstance(value, tuple | list) else []

@@ -17,7 +17,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            fast, slow = group["betas"]
+            beta1, beta2 = group["betas"]
             params = [p for p in group["params"] if p.grad is not None]
             for p in params:
                 if not self.state[p]:
@@ -25,8 +25,8 @@ class Lion(torch.optim.Optimizer):
             grads, momenta = [p.grad for p in params], [self.state[p]["exp_avg"] for p in params]
             if not params:
                 continue
-            updates = torch._foreach_lerp(momenta, grads, 1 - fast)
+            updates = torch._foreach_lerp(momenta, grads, 1 - beta1)
             torch._foreach_sign_(updates)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(momenta, grads, 1 - slow)
+            torch._foreach_lerp_(momenta, grads, 1 - beta2)

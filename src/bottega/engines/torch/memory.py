@@ -1,7 +1,7 @@
-"""Measured memory of training: weights, gradients, optimizer state, and of a step by micro-batch size.
+"""Measured memory of training: of weights, gradients and optimizer state, and of a step by micro-batch size.
 
 On a GPU the allocator reports its peak. Elsewhere there is no such number, so the tensors that autograd saves for backward
-are counted while they live, which is what grows with the micro-batch.
+are counted while they live: these grow with the micro-batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from bottega.engines.torch.saved_tensors import SavedTensorMeter
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
-TIMED = 3
+NUM_TIMED_STEPS = 3
 """Timed steps whose median is taken, after a warm-up step that also builds the optimizer state."""
 
 
@@ -39,8 +39,8 @@ def measure_memory(
     return MemoryReport(
         device=torch.cuda.get_device_name() if engine.device_type == "cuda" else "the CPU",
         models=measure_weights(engine),
-        gradients=sum(_bytes(p) for p in engine.model.parameters() if p.requires_grad),
-        optimizer=optimizer_bytes(engine),
+        gradient_bytes=sum(_count_bytes(p) for p in engine.model.parameters() if p.requires_grad),
+        optimizer_bytes=count_optimizer_bytes(engine),
         steps=steps,
     )
 
@@ -48,33 +48,33 @@ def measure_memory(
 def measure_weights(engine: TorchEngine) -> list[ModelMemory]:
     """Return the memory of each of the task's models, the trained one first."""
     models = {"model": engine.model, **{n: m for n, m in engine.frozen.items() if n != "model"}}
-    return [_measure_weights(name, model) for name, model in models.items()]
+    return [_measure_model(name, model) for name, model in models.items()]
 
 
-def _measure_weights(name: str, model: Any) -> ModelMemory:
+def _measure_model(name: str, model: Any) -> ModelMemory:
     tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
     parameters = {id(p): p for p in model.parameters()}.values()
-    kinds = Counter({str(t.dtype).removeprefix("torch."): 0 for t in tensors})
+    bytes_by_dtype = Counter({str(t.dtype).removeprefix("torch."): 0 for t in tensors})
     for tensor in tensors:
-        kinds[str(tensor.dtype).removeprefix("torch.")] += _bytes(tensor)
+        bytes_by_dtype[str(tensor.dtype).removeprefix("torch.")] += _count_bytes(tensor)
     return ModelMemory(
         name,
         parameters=sum(p.numel() for p in parameters),
         learning=sum(p.numel() for p in parameters if p.requires_grad),
-        bytes=sum(map(_bytes, tensors)),
-        kind=kinds.most_common(1)[0][0] if kinds else "none",
+        bytes=sum(map(_count_bytes, tensors)),
+        kind=bytes_by_dtype.most_common(1)[0][0] if bytes_by_dtype else "none",
     )
 
 
-def optimizer_bytes(engine: TorchEngine) -> int:
+def count_optimizer_bytes(engine: TorchEngine) -> int:
     """Return the bytes of the optimizer state, which exists after the first step."""
     states = [state for optimizer in engine.optimizers for state in optimizer.state.values()]
-    return sum(_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
+    return sum(_count_bytes(value) for state in states for value in state.values() if isinstance(value, Tensor))
 
 
 def measure_steps(
     engine: TorchEngine,
-    batch_of: Callable[[int], Batch],
+    make_batch: Callable[[int], Batch],
     *,
     max_micro_batch: int,
     report_progress: Callable[[int, int], None],
@@ -87,7 +87,7 @@ def measure_steps(
     for number, size in enumerate(sizes):
         report_progress(number, len(sizes))
         try:
-            steps.append(_measure_step(engine, batch_of(size), size))
+            steps.append(_measure_step(engine, make_batch(size), size))
         except OutOfMemory:
             if engine.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -103,16 +103,16 @@ def _measure_step(engine: TorchEngine, batch: Batch, size: int) -> StepMemory:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     seconds, meter = [], SavedTensorMeter((engine.model, *engine.frozen.values()))
-    for step in range(1, TIMED + 1):
+    for step in range(1, NUM_TIMED_STEPS + 1):
         with nullcontext() if is_gpu or step > 1 else meter.counting():
-            started = time.perf_counter()
+            start = time.perf_counter()
             engine.fetch(engine.train_step(step, batch))
-            seconds.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated() if is_gpu else meter.peak
+            seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if is_gpu else meter.peak_bytes
     reserved = torch.cuda.max_memory_reserved() if is_gpu else 0
     # The step in which tensors were counted is slower, so it is left out.
-    return StepMemory(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(TIMED - 1) // 2])
+    return StepMemory(size, peak, reserved, size / sorted(seconds[0 if is_gpu else 1 :])[(NUM_TIMED_STEPS - 1) // 2])
 
 
-def _bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -14,13 +14,13 @@ import torch
 from bottega.core.batch import slice_batch
 from bottega.core.errors import OutOfMemory
 from bottega.core.types import Batch
-from bottega.engines.host_memory import available_memory
+from bottega.engines.host_memory import get_available_memory
 from bottega.engines.torch.saved_tensors import SavedTensorMeter
 
 if TYPE_CHECKING:
     from bottega.engines.torch.engine import TorchEngine
 
-OVERHEAD = 1.5
+OVERHEAD_FACTOR = 1.5
 """Peak memory of a step relative to the tensors saved for backward; the rest is activation gradients and temporaries."""
 
 
@@ -32,24 +32,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 def fit_micro_batch(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
     """Set the micro-batch size before the first step if it can be determined; otherwise the first step halves it."""
     if engine.device.type == "cpu" and engine.training.compile is not True:
-        _measure_on_host(engine, step, batch, counts, size)
-    if engine.world > 1:
-        _rehearse(engine, step, batch, counts, size)
+        _fit_on_cpu(engine, step, batch, counts, size)
+    if engine.world_size > 1:
+        _fit_on_all_ranks(engine, step, batch, counts, size)
 
 
-def halve_micro_batch(engine: TorchEngine, size: int, error: BaseException, *, allowed: bool) -> None:
+def halve_micro_batch(engine: TorchEngine, size: int, error: BaseException, *, is_allowed: bool) -> None:
     """Halve the micro-batch size after an out-of-memory error, so that the step can be retried; re-raise other errors.
 
     The global batch, and with it the result, does not change.
     """
     if not is_out_of_memory(error):
         raise error
-    micro = min(engine.micro_batch_size or size, size)
+    micro_batch_size = min(engine.micro_batch_size or size, size)
     _clear_gradients(engine)
-    _halve(engine, micro, error, allowed=allowed)
+    _halve(engine, micro_batch_size, error, is_allowed=is_allowed)
 
 
-def _measure_on_host(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
+def _fit_on_cpu(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
     meter = SavedTensorMeter((engine.model, *engine.frozen.values()))
     engine.model.train()
     try:
@@ -61,13 +61,17 @@ def _measure_on_host(engine: TorchEngine, step: int, batch: Batch, counts: Mappi
         _clear_gradients(engine)
         _halve(engine, 1, error)
     _clear_gradients(engine)
-    free, micro = available_memory(), size
-    while micro > 1 and engine.any_rank(meter.peak * micro * engine.num_local_processes * OVERHEAD > free):
-        micro = -(-micro // 2)
-    engine.micro_batch_size = micro  # set even if all fits, so that a resumed run on a busier machine rounds the same
+    free, micro_batch_size = get_available_memory(), size
+    while micro_batch_size > 1 and engine.any_rank(
+        meter.peak_bytes * micro_batch_size * engine.num_local_processes * OVERHEAD_FACTOR > free
+    ):
+        micro_batch_size = -(-micro_batch_size // 2)
+    engine.micro_batch_size = (
+        micro_batch_size  # set even if all fits, so that a resumed run uses the same size on a busier machine
+    )
 
 
-def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
+def _fit_on_all_ranks(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str, float], size: int) -> None:
     """Find the size that fits on all ranks before the first step.
 
     A rank that ran out of memory inside a collective would leave the others waiting.
@@ -76,10 +80,10 @@ def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str,
     engine.model.train()
     while True:
         error: BaseException | None = None
-        micro = engine.micro_batch_size
+        micro_batch_size = engine.micro_batch_size
         try:
             with engine.without_sync():
-                engine.backward(step, slice_batch(batch, 0, micro), counts, micro)
+                engine.backward(step, slice_batch(batch, 0, micro_batch_size), counts, micro_batch_size)
         except (RuntimeError, MemoryError) as caught:
             if not is_out_of_memory(caught):
                 raise
@@ -87,16 +91,18 @@ def _rehearse(engine: TorchEngine, step: int, batch: Batch, counts: Mapping[str,
         _clear_gradients(engine)
         if not engine.any_rank(error is not None):
             return
-        _halve(engine, micro, error)
+        _halve(engine, micro_batch_size, error)
 
 
-def _halve(engine: TorchEngine, micro: int, error: BaseException | None, *, allowed: bool = True) -> None:
-    if micro == 1 or not allowed:
+def _halve(engine: TorchEngine, micro_batch_size: int, error: BaseException | None, *, is_allowed: bool = True) -> None:
+    if micro_batch_size == 1 or not is_allowed:
         is_auto = engine.training.micro_batch_size == "auto"
-        lower = "lower training.micro_batch_size" + ("" if is_auto else " or set it to auto")
-        hint = lower if micro > 1 else "use a smaller model or shorter samples"
-        raise OutOfMemory(f"out of memory on {engine.device} with a micro-batch of {micro}; {hint}") from error
-    engine.micro_batch_size = -(-micro // 2)
+        advice = "lower training.micro_batch_size" + ("" if is_auto else " or set it to auto")
+        hint = advice if micro_batch_size > 1 else "use a smaller model or shorter samples"
+        raise OutOfMemory(
+            f"out of memory on {engine.device} with a micro-batch of {micro_batch_size}; {hint}"
+        ) from error
+    engine.micro_batch_size = -(-micro_batch_size // 2)
     if engine.device.type == "cuda":
         torch.cuda.empty_cache()
 

@@ -24,12 +24,12 @@ class FusedNoise(Noise):
     """Draws from the same random words as `Noise`; the values agree to the last bit or two of a float32."""
 
     def uniform(self, name: str, shape: tuple[int, ...] = ()) -> Any:
-        return self._fused("uniform", name, shape)
+        return self._draw("uniform", name, shape)
 
     def normal(self, name: str, shape: tuple[int, ...] = ()) -> Any:
-        return self._fused("normal", name, shape)
+        return self._draw("normal", name, shape)
 
-    def _fused(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _draw(self, distribution: str, name: str, shape: tuple[int, ...]) -> Tensor:
         # Passed as device tensors: an integer that changes every step would be recompiled, and the compiler treats a
         # symbolic integer as a float.
         first, second = (
@@ -37,19 +37,19 @@ class FusedNoise(Noise):
             for word in derive_key(self.seed, self.step, name)
         )
         count = math.prod(shape)
-        values = _compiled(kind, len(self.positions), count)(first, second, self.positions)
-        return self._shaped(values, shape)
+        values = _compile_draw(distribution, len(self.positions), count)(first, second, self.positions)
+        return self._reshape(values, shape)
 
 
 @functools.cache
-def _compiled(kind: str, rows: int, count: int) -> Callable[..., Tensor]:
+def _compile_draw(distribution: str, num_rows: int, count: int) -> Callable[..., Tensor]:
     """Return a separate function for each shape: the compiler gives up on one function after eight shapes."""
 
-    def values(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
+    def draw(first: Tensor, second: Tensor, positions: Tensor) -> Tensor:
         rng = Noise(0, 0, positions, torch)
         words = rng.random_words((first, second), count)
-        return rng.to_normal(words) if kind == "normal" else rng.to_uniform(words)
+        return rng.to_normal(words) if distribution == "normal" else rng.to_uniform(words)
 
     # The limit counts code objects, so each function needs its own.
-    values.__code__ = values.__code__.replace(co_name=f"{kind}_{rows}_{count}")
-    return torch.compile(values, dynamic=False)
+    draw.__code__ = draw.__code__.replace(co_name=f"{distribution}_{num_rows}_{count}")
+    return torch.compile(draw, dynamic=False)

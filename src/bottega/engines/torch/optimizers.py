@@ -37,16 +37,16 @@ def build_optimizers(
             key = is_hidden, setting.scale, default_decay if setting.weight_decay is None else setting.weight_decay
             groups.setdefault(key, []).append(parameter)
 
-    def table(hidden: bool) -> list[dict[str, Any]]:
+    def make_param_groups(hidden: bool) -> list[dict[str, Any]]:
         return [
             {"params": parameters, "scale": scale, "weight_decay": decay}
             for (is_hidden, scale, decay), parameters in groups.items()
             if is_hidden is hidden
         ]
 
-    others = FALLBACK_OPTIMIZER if spec.is_for_hidden_matrices_only else options.name
-    tables = ((options.name, table(True)), (others, table(False)))
-    return [_build_optimizer(name, options, groups, learning_rate) for name, groups in tables if groups]
+    fallback_name = FALLBACK_OPTIMIZER if spec.is_for_hidden_matrices_only else options.name
+    groups_by_optimizer = ((options.name, make_param_groups(True)), (fallback_name, make_param_groups(False)))
+    return [_build_optimizer(name, options, groups, learning_rate) for name, groups in groups_by_optimizer if groups]
 
 
 def describe_fallback(parameters: Mapping[str, Tensor], options: OptimizerOptions) -> list[str]:
@@ -130,11 +130,11 @@ def initialise_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 @torch.no_grad()
 def _step_or_restore(optimizer: torch.optim.Optimizer, skip_update: Tensor) -> None:
     parameters = [p for g in optimizer.param_groups for p in g["params"] if p.grad is not None]
-    before = [p.clone() for p in parameters]
+    old_parameters = [p.clone() for p in parameters]
     states = [{k: v.clone() for k, v in optimizer.state[p].items() if torch.is_tensor(v)} for p in parameters]
     optimizer.step()
     is_skipped = skip_update.bool()
-    for p, old, state in zip(parameters, before, states, strict=True):
+    for p, old, state in zip(parameters, old_parameters, states, strict=True):
         p.copy_(torch.where(is_skipped, old, p))
         for key, value in optimizer.state[p].items():
             if torch.is_tensor(value):
@@ -142,7 +142,7 @@ def _step_or_restore(optimizer: torch.optim.Optimizer, skip_update: Tensor) -> N
                 value.copy_(torch.where(is_skipped.to(value.device), old_value, value))
 
 
-def state_tensors(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> dict[str, Tensor]:
+def collect_state_tensors(optimizers: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> dict[str, Tensor]:
     """Return every state tensor as `parameter name/state name`; `names` maps id(parameter) to its name."""
     tensors: dict[str, Tensor] = {}
     for optimizer in optimizers:
@@ -164,8 +164,8 @@ def load_state(
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 loaded = by_name.get(names[id(parameter)], {})
-                on_device = bool(optimizer.defaults.get("fused"))
+                is_fused = bool(optimizer.defaults.get("fused"))
                 optimizer.state[parameter] = {
-                    key: value.to(parameter.device) if value.dim() or on_device else value.clone()
+                    key: value.to(parameter.device) if value.dim() or is_fused else value.clone()
                     for key, value in loaded.items()
                 }

@@ -15,8 +15,8 @@ from bottega.core.errors import UsageError
 from bottega.core.noise import derive_seed
 from bottega.world import World, list_missing_variables
 
-_groups = itertools.count()
-"""Numbers the process groups that this process joins; all ranks join the same ones in order."""
+_group_numbers = itertools.count()
+"""Numbers the process groups that this process joins; all ranks join the same groups in the same order."""
 
 
 _data_groups: dict[int, Any] = {}
@@ -24,7 +24,7 @@ _data_group: Any = None
 """The data-parallel group of the mesh that was joined last; None is all processes."""
 
 
-def data_group() -> Any:
+def get_data_group() -> Any:
     """Return the data-parallel group, over which samples are summed."""
     return _data_group
 
@@ -35,10 +35,10 @@ def join_group(device: torch.device, world: World) -> World:
     _data_group = None
     if world.size == 1:
         return replace(world, rank=0)
-    unset = list_missing_variables()
-    if unset:
+    missing = list_missing_variables()
+    if missing:
         raise UsageError(
-            f"WORLD_SIZE is {world.size}, but {', '.join(unset)} not set; start the processes with torchrun"
+            f"WORLD_SIZE is {world.size}, but these variables are not set: {', '.join(missing)}; start the processes with torchrun"
         )
     if not dist.is_initialized():
         # torchrun's store outlives a group, so each training uses its own key prefix: with the keys of an earlier one,
@@ -46,8 +46,8 @@ def join_group(device: torch.device, world: World) -> World:
         store, _, _ = next(dist.rendezvous("env://"))
         # Host numbers use gloo and gradients NCCL, in one group.
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        own = dist.PrefixStore(f"bottega-{next(_groups)}", store)
-        dist.init_process_group(backend, store=own, rank=world.rank, world_size=world.size)
+        group_store = dist.PrefixStore(f"bottega-{next(_group_numbers)}", store)
+        dist.init_process_group(backend, store=group_store, rank=world.rank, world_size=world.size)
         _data_groups.clear()
     if world.data_size < world.size:
         stride = world.size // world.data_size
@@ -61,8 +61,8 @@ def join_group(device: torch.device, world: World) -> World:
 
 def is_lost_peer(error: BaseException) -> bool:
     """Return whether a collective failed because another rank is gone. Gloo reports this only in its message."""
-    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+    phrases = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in phrases)
 
 
 def sum_over_ranks(numbers: Mapping[str, float]) -> dict[str, float]:
@@ -90,8 +90,8 @@ def gather_rows(rows: Mapping[str, Tensor], weight: Tensor | None) -> dict[str, 
     gathered = {name: gather_examples(values.detach()) for name, values in rows.items()}
     if weight is None:
         return gathered
-    counted = gather_examples(weight) > 0
-    return {name: values[counted] for name, values in gathered.items()}
+    is_counted = gather_examples(weight) > 0
+    return {name: values[is_counted] for name, values in gathered.items()}
 
 
 def any_rank(flag: bool) -> bool:

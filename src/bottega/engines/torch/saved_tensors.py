@@ -15,12 +15,12 @@ class SavedTensorMeter:
     """Counts the bytes that autograd holds, each storage once, and records their peak."""
 
     def __init__(self, models: Iterable[Any]) -> None:
-        # Weights exist anyway and are not counted.
+        # Weights are in memory in any case, so they are not counted.
         self._weights = {
             t.untyped_storage().data_ptr() for model in models for t in (*model.parameters(), *model.buffers())
         }
         self._holders: Counter[int] = Counter()
-        self.now = self.peak = 0
+        self.current_bytes = self.peak_bytes = 0
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -36,8 +36,8 @@ class SavedTensorMeter:
             return
         self._holders[storage] += by
         if (by > 0 and self._holders[storage] == 1) or (by < 0 and self._holders[storage] == 0):
-            self.now += by * size
-            self.peak = max(self.peak, self.now)
+            self.current_bytes += by * size
+            self.peak_bytes = max(self.peak_bytes, self.current_bytes)
 
 
 class _SavedTensor:

@@ -14,7 +14,7 @@ from bottega.config.training import Optimizer, Training
 from bottega.core.errors import OutOfMemory
 from bottega.core.task import Task
 from bottega.engines.backend import MemoryEstimate
-from bottega.engines.host_memory import available_memory
+from bottega.engines.host_memory import get_available_memory
 from bottega.engines.torch.optimizers import is_hidden_matrix
 from bottega.models.build import build_meta_models
 from bottega.world import World
@@ -23,26 +23,30 @@ GIB = 1 << 30
 
 
 def estimate_memory(task: Task, training: Training, *, seed: int, is_frozen: bool = False) -> MemoryEstimate:
-    """Return the least memory that training needs; only the weights if `is_frozen`, or if only files are known."""
+    """Return the least memory that training needs; only the weights if `is_frozen`, or if only the model's files are known."""
     models = build_meta_models(task, seed)
     if models is None:
-        size = sum(_file_sizes(task))
-        return MemoryEstimate(parameters=size // 4, weights=size)
+        size = sum(_list_file_sizes(task))
+        return MemoryEstimate(num_parameters=size // 4, weights=size)
     tensors = {id(t): t for model in models.values() for t in (*model.parameters(), *model.buffers())}.values()
     named_parameters = dict(models["model"].named_parameters())
-    weights, parameters = sum(map(_bytes, tensors)), sum(p.numel() for p in named_parameters.values())
+    weights, num_parameters = sum(map(_count_bytes, tensors)), sum(p.numel() for p in named_parameters.values())
     if is_frozen:
-        return MemoryEstimate(parameters, weights)
+        return MemoryEstimate(num_parameters, weights)
     trainable = {name: parameter for name, parameter in named_parameters.items() if task.is_trainable(name)}
-    gradients = sum(map(_bytes, trainable.values()))
-    state = sum(_state_bytes(name, parameter, training.optimizer) for name, parameter in trainable.items())
-    return MemoryEstimate(parameters, weights, gradients, state, gradients if training.ema is not None else 0)
+    gradients = sum(map(_count_bytes, trainable.values()))
+    optimizer_state = sum(
+        _estimate_state_bytes(name, parameter, training.optimizer) for name, parameter in trainable.items()
+    )
+    return MemoryEstimate(
+        num_parameters, weights, gradients, optimizer_state, gradients if training.ema is not None else 0
+    )
 
 
 def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
     """Raise OutOfMemory, before anything is allocated, if the model does not fit on the device."""
     num_local = World.from_environment().local_size  # processes that share the memory of the host
-    free = available_memory() // num_local
+    free = get_available_memory() // num_local
     needed, memory_kind = estimate.total, "memory"
     if device.type == "cuda":
         if estimate.weights <= free:  # the model is built on the host
@@ -58,16 +62,16 @@ def check_memory(estimate: MemoryEstimate, device: torch.device) -> None:
         "average": estimate.average,
     }
     sizes = " + ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    each = f" for each of {num_local} processes" if num_local > 1 else ""
+    per_process = f" for each of {num_local} processes" if num_local > 1 else ""
     raise OutOfMemory(
-        f"out of memory before the first step: the model has {estimate.parameters:,} parameters and needs {sizes} GiB, "
-        f"but {free / GIB:.1f} GiB of {memory_kind} are free{each}; use a smaller model, or train a part of it (techniques: lora)"
+        f"out of memory before the first step: the model has {estimate.num_parameters:,} parameters and needs {sizes} GiB, "
+        f"but {free / GIB:.1f} GiB of {memory_kind} are free{per_process}; use a smaller model, or train a part of it (techniques: lora)"
     )
 
 
-def _state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
+def _estimate_state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
     """Return the bytes of optimizer state of one parameter."""
-    spec, size = OPTIMIZER_SPECS[options.name], _bytes(parameter)
+    spec, size = OPTIMIZER_SPECS[options.name], _count_bytes(parameter)
     if spec.is_for_hidden_matrices_only and not is_hidden_matrix(name, parameter):
         spec = OPTIMIZER_SPECS[FALLBACK_OPTIMIZER]
     if spec.is_factored and parameter.dim() >= 2:
@@ -82,17 +86,17 @@ def _state_bytes(name: str, parameter: Tensor, options: Optimizer) -> int:
     )
 
 
-def _file_sizes(task: Task) -> Iterator[int]:
+def _list_file_sizes(task: Task) -> Iterator[int]:
     """Yield the sizes of the weight files in the folders that a task names, unless they are quantised while loading."""
     if getattr(task, "precision", None) in ("8bit", "4bit"):
         return
     for field in type(task).model_fields:
         value = getattr(task, field)
         if isinstance(value, Task):
-            yield from _file_sizes(value)
+            yield from _list_file_sizes(value)
         elif isinstance(value, str) and os.path.isdir(value):
             yield from (file.stat().st_size for file in Path(value).rglob("*.safetensors"))
 
 
-def _bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bottega.core.noise import Noise
 from bottega.core.task import Task
 from bottega.core.types import Loss
-from bottega.engines.torch.ranks import data_group, gather_rows
+from bottega.engines.torch.ranks import gather_rows, get_data_group
 
 WEIGHT = "weight"
 
@@ -52,7 +52,7 @@ class BatchStats:
     def _reduce_over_ranks(self) -> dict[str, Tensor]:
         if self.sums and dist.is_initialized():
             flat = torch.cat([value.flatten() for value in self.sums.values()])
-            dist.all_reduce(flat, group=data_group())
+            dist.all_reduce(flat, group=get_data_group())
             parts = flat.split([value.numel() for value in self.sums.values()])
             self.sums = {n: part.view_as(old) for (n, old), part in zip(self.sums.items(), parts, strict=True)}
         if not self.rows:
@@ -78,8 +78,8 @@ def apply_state_update(
     if not batch_stats:
         return
     # Tensors shared by two modules are listed under both names.
-    duplicates: dict[str, Any] = {"remove_duplicate": False}
-    tensors = {**dict(model.named_parameters(**duplicates)), **dict(model.named_buffers(**duplicates)), **state}
+    options: dict[str, Any] = {"remove_duplicate": False}
+    tensors = {**dict(model.named_parameters(**options)), **dict(model.named_buffers(**options)), **state}
     for name, new in task.update(tensors, batch_stats, rng).items():
         if name in state or (task.is_trainable(name) and not is_frozen(model, name)):
             old = tensors[name]
@@ -88,8 +88,8 @@ def apply_state_update(
 
 def is_frozen(model: nn.Module, name: str) -> bool:
     """Return whether the layer of a tensor is frozen: the nearest enclosing module that has parameters."""
-    path, _, own = name.rpartition(".")
-    weight = model.get_submodule(path)._parameters.get(own)
+    path, _, tensor_name = name.rpartition(".")
+    weight = model.get_submodule(path)._parameters.get(tensor_name)
     if weight is not None:
         return not weight.requires_grad
     while True:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bottega.core.types import Rows, Sums
-from bottega.engines.torch.ranks import data_group
+from bottega.engines.torch.ranks import get_data_group
 
-INDEX = "index"
+SAMPLE_INDEX = "index"
 """Field of an evaluation batch: the number of each sample in its data set."""
 
 
@@ -32,11 +32,23 @@ def sum_terms(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, fl
     return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
 
 
-def accumulate_sums(sums: dict[str, tuple[Tensor, Any]], more: Mapping[str, tuple[Tensor, Any]]) -> None:
-    """Add the sums of one more micro-batch in place; a value without a count is already divided."""
-    for name, (value, count) in more.items():
-        old = sums.get(name)
-        sums[name] = (value, count) if old is None else (old[0] + value, None if count is None else old[1] + count)
+def sum_terms_by_task(terms: Mapping[str, tuple[Tensor, float]], counts: Mapping[str, float]) -> dict[str, Tensor]:
+    """Return the loss of each task, whose terms are named `task` or `task/term`; PCGrad compares these losses' gradients."""
+    tasks: dict[str, dict[str, tuple[Tensor, float]]] = {}
+    for name, term in terms.items():
+        tasks.setdefault(name.partition("/")[0], {})[name] = term
+    return {task: sum_terms(task_terms, counts) for task, task_terms in tasks.items()}
+
+
+def accumulate_sums(sums: dict[str, tuple[Tensor, Any]], new_sums: Mapping[str, tuple[Tensor, Any]]) -> None:
+    """Add the sums of one more micro-batch in place; a value without a count is already divided by it."""
+    for name, (value, count) in new_sums.items():
+        previous = sums.get(name)
+        sums[name] = (
+            (value, count)
+            if previous is None
+            else (previous[0] + value, None if count is None else previous[1] + count)
+        )
 
 
 def reduce_sums(sums: Sums, device: torch.device) -> Sums:
@@ -44,7 +56,7 @@ def reduce_sums(sums: Sums, device: torch.device) -> Sums:
     if not dist.is_initialized():
         return sums
     flat = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for pair in sums.values() for x in pair])
-    dist.all_reduce(flat, group=data_group())
+    dist.all_reduce(flat, group=get_data_group())
     return {name: (flat[2 * i], flat[2 * i + 1]) for i, name in enumerate(sums)}
 
 
@@ -54,9 +66,9 @@ def fetch_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str,
     local = {name: m for name, m in metrics.items() if isinstance(m, LocalSum)}
     counts: dict[str, Tensor] = {}
     if local:
-        pairs = torch.stack([_pair(m, device) for m in local.values()])
+        pairs = torch.stack([_stack_value_and_count(m, device) for m in local.values()])
         if dist.is_initialized():
-            dist.all_reduce(pairs, group=data_group())
+            dist.all_reduce(pairs, group=get_data_group())
         for (name, m), (value, count) in zip(local.items(), pairs, strict=True):
             values_by_name[name] = value if m.count is None else value / count
             if m.count is not None:
@@ -66,18 +78,18 @@ def fetch_metrics(metrics: Mapping[str, Any], device: torch.device) -> dict[str,
     values = torch.stack(scalars).tolist() if scalars else []
     result = {name: float(m) for name, m in values_by_name.items() if name not in tensors}
     result |= dict(zip(tensors, values, strict=False))
-    empty = {name for name, count in zip(counts, values[len(tensors) :], strict=True) if not count}
-    return {name: value for name, value in result.items() if name not in empty}
+    empty_means = {name for name, count in zip(counts, values[len(tensors) :], strict=True) if not count}
+    return {name: value for name, value in result.items() if name not in empty_means}
 
 
 def sort_rows(rows: Rows) -> Rows:
     """Return the rows in the order of the data set, whatever order it was read in."""
     rows = dict(rows)
-    order = rows.pop(INDEX, None)
+    order = rows.pop(SAMPLE_INDEX, None)
     return rows if order is None else {name: values[np.argsort(order)] for name, values in rows.items()}
 
 
-def _pair(m: LocalSum, device: torch.device) -> Tensor:
+def _stack_value_and_count(m: LocalSum, device: torch.device) -> Tensor:
     """Return a tensor (value, count), to be summed over ranks."""
     count = 0.0 if m.count is None else m.count
     return torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in (m.value, count)])

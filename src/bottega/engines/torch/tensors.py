@@ -14,19 +14,19 @@ from bottega.core.types import Tensors
 
 
 class TorchSnapshot(Snapshot):
-    """Host copies of the state by file; `copied` is the CUDA event that ends the copy."""
+    """Host copies of the state by file; `copy_end` is the CUDA event that ends the copy."""
 
-    def __init__(self, files: dict[str, dict[str, Tensor]], copied: torch.cuda.Event | None) -> None:
-        self._files, self._copied = files, copied
+    def __init__(self, files: dict[str, dict[str, Tensor]], copy_end: torch.cuda.Event | None) -> None:
+        self._files, self._copy_end = files, copy_end
 
     def files(self) -> Mapping[str, Tensors]:
-        if self._copied is not None:
-            self._copied.synchronize()
+        if self._copy_end is not None:
+            self._copy_end.synchronize()
         return {file: {name: t.numpy() for name, t in tensors.items()} for file, tensors in self._files.items()}
 
 
 def take_snapshot(
-    state: Mapping[str, Mapping[str, Tensor]], buffers: dict[str, dict[str, Tensor]], *, on_device: bool
+    state: Mapping[str, Mapping[str, Tensor]], buffers: dict[str, dict[str, Tensor]], *, is_cuda: bool
 ) -> TorchSnapshot:
     """Copy the state to `buffers`, which are pinned and reused, so that the copy runs asynchronously on the stream."""
     files: dict[str, dict[str, Tensor]] = {}
@@ -35,14 +35,14 @@ def take_snapshot(
         for name, tensor in tensors.items():
             buffer = file_buffers.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = file_buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_device)
+                buffer = file_buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda)
             buffer.copy_(tensor.detach(), non_blocking=True)
         files[file] = {name: file_buffers[name] for name in tensors}
-    if not on_device:
+    if not is_cuda:
         return TorchSnapshot(files, None)
-    copied = torch.cuda.Event()
-    copied.record()
-    return TorchSnapshot(files, copied)
+    copy_end = torch.cuda.Event()
+    copy_end.record()
+    return TorchSnapshot(files, copy_end)
 
 
 def check_same_layout(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
@@ -59,7 +59,7 @@ def check_same_layout(loaded: Mapping[str, Tensor], expected: Mapping[str, Tenso
 
 
 def check_finite(loaded: Mapping[str, Tensor], expected: Mapping[str, Tensor], path: Path) -> None:
-    """Raise CheckpointError if weights are NaN or infinite, unless those of a new model are (a mask may be)."""
+    """Raise CheckpointError if weights are NaN or infinite, unless the same tensor of a newly built model is (a mask may be)."""
     for name, tensor in loaded.items():
         if tensor.is_floating_point() and not is_finite(tensor) and is_finite(expected[name]):
             raise CheckpointError(

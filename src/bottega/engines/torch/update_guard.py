@@ -14,7 +14,7 @@ class UpdateGuard:
     """Decides on the device, without a sync, whether the update of a step is skipped.
 
     Unless `continues`, every update after a bad step is skipped until `reset`, so that the trainer finds the weights as
-    they were before it. `scale` is the loss scale of fp16, None for other precisions.
+    they were before the bad step. `scale` is the loss scale of fp16, None for other precisions.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, *, continues: bool) -> None:
@@ -52,7 +52,7 @@ class UpdateGuard:
         return {} if self.scale is None else {SCALE: self.scale, GROWTH: self.growth}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load the loss scale; it is absent if the run had another precision before."""
+        """Load the loss scale; the state is empty if the run had another precision before."""
         if self.scale is not None and state:
             self.scale.copy_(state[SCALE])
             self.growth.copy_(state[GROWTH])

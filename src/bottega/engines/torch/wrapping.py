@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bottega.core.errors import UsageError
-from bottega.engines.torch.ranks import data_group
+from bottega.engines.torch.ranks import get_data_group
 
 
 def wrap_in_ddp(model: Any, device: torch.device) -> Any:
@@ -20,14 +20,14 @@ def wrap_in_ddp(model: Any, device: torch.device) -> Any:
     return ddp(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        process_group=data_group(),
+        process_group=get_data_group(),
         gradient_as_bucket_view=True,
         **buffers,
     )
 
 
 def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
-    """Compile the model as it supports: as a whole (with CUDA graphs if `graphs`), or one graph for all equal blocks.
+    """Compile the model in the way that it supports: as a whole (with CUDA graphs if `graphs`), or one graph for all equal blocks.
 
     One graph for all blocks makes a cold start as fast as compiling one layer.
     """
@@ -41,7 +41,7 @@ def compile_model(model: torch.nn.Module, *, graphs: bool) -> Any:
 
 
 def compile_frozen_models(models: Mapping[str, Any], *, always: bool) -> None:
-    """Compile the frozen models that support it: those that gradients pass through take most of the time."""
+    """Compile the frozen models that support it: models that gradients pass through take most of the time."""
     for model in models.values():
         if hasattr(model, "compile_parts"):
             model.compile_parts(always=always)

@@ -62,7 +62,7 @@ class Personalize(Task):
         language, image = Path(self.language_model), Path(self.image_model)
         soft = ModelSpec("bottega.models.frozen.soft_prompts:SoftPrompts", self.shape)
         return {
-            "model": soft.changed(self._initialise_prompts),
+            "model": soft.with_change(self._initialise_prompts),
             "language_model": ModelSpec("bottega.models.frozen.language:load_language_model", language, how),
             "image_model": ModelSpec("bottega.models.frozen.image:load_image_model", image, how),
         }

@@ -60,7 +60,7 @@ class RoutingTask(Task):
         model = ModelSpec(
             "bottega.models.routing.torch:RoutingNet", self.shape, initial=initial, pretrained=self.pretrained
         )
-        return {"model": model.changed(self._set_scale)}
+        return {"model": model.with_change(self._set_scale)}
 
     def _set_scale(self, models: Models, seed: int) -> None:
         if self.mean is not None and self.scale is not None:

@@ -55,7 +55,7 @@ class Distillation(WrappedTask):
 
     def specs(self) -> dict[str, ModelSpec]:
         specs = self.inner.specs()
-        student = specs["model"].changed(self._check_blocks) if self.hidden else specs["model"]
+        student = specs["model"].with_change(self._check_blocks) if self.hidden else specs["model"]
         return {**specs, "model": student, TEACHER: ModelSpec.of(self.teacher)}
 
     def _check_blocks(self, models: Models, seed: int) -> None:

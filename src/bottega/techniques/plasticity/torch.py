@@ -75,7 +75,7 @@ class Plasticity(WrappedTask):
 
     def specs(self) -> dict[str, ModelSpec]:
         specs = self.inner.specs()
-        return {**specs, "model": specs["model"].changed(self._check_layers)}
+        return {**specs, "model": specs["model"].with_change(self._check_layers)}
 
     def _check_layers(self, models: Models, seed: int) -> None:
         select_spiking_layers(models["model"], self.targets)  # raises before anything is computed
