@@ -299,7 +299,7 @@ def main() -> None:
         report = measure_memory(
             engine,
             lambda size: draw_batch(sizes, size, arguments.prompt),
-            batch=24,
+            batch_size=24,
             max_micro_batch=arguments.most,
             notes=[],
         )

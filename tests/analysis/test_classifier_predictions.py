@@ -39,7 +39,7 @@ def random_predictions(count: int = 60, *, is_multi_label: bool = False, seed: i
 def test_class_metrics_match_scikit_learn() -> None:
     for predictions in (random_predictions(), random_predictions(is_multi_label=True)):
         expected = precision_recall_fscore_support(predictions.labels, predictions.predicted, zero_division=0)
-        for number, row in enumerate(predictions.class_metrics().values()):
+        for number, row in enumerate(predictions.compute_class_metrics().values()):
             assert [row[key] for key in ("precision", "recall", "f1", "support")] == pytest.approx(
                 [column[number] for column in expected]
             )

@@ -331,9 +331,9 @@ def test_jobs_are_assigned_cpus_and_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert plan_job_environments("cpu", 2, num_folds=5) == [{"OMP_NUM_THREADS": "4"}] * 2
     assert len(plan_job_environments("cpu", 7, num_folds=5)) == 5
-    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY", 1)
+    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY_BYTES", 1)
     assert len(plan_job_environments("cpu", "auto", num_folds=9)) == 4
-    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY", 1 << 60)
+    monkeypatch.setattr("bottega.analysis.crossval_jobs.JOB_MEMORY_BYTES", 1 << 60)
     assert len(plan_job_environments("cpu", "auto", num_folds=9)) == 1
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
@@ -352,7 +352,7 @@ class FinishedJob:
     def follow(self, log: Any, report_progress: Any) -> bool:
         return True
 
-    def error(self) -> str:
+    def describe_error(self) -> str:
         return "no"
 
 

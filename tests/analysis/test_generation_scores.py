@@ -50,7 +50,7 @@ def test_distributions_are_compared_at_equal_counts(
         return 0.0
 
     monkeypatch.setattr(generation_scores, "feature_moments", count_moments)
-    monkeypatch.setattr(generation_scores, "_make_fid", lambda *_: fid)
+    monkeypatch.setattr(generation_scores, "_build_fid_function", lambda *_: fid)
     result = bottega.evaluate(run, count=count, inception="weights.safetensors")
     assert counts["moments"] == [27, compared, compared], "training data, generated samples, real samples"
     assert counts["fid"] == [compared, compared]
@@ -66,10 +66,12 @@ def test_distributions_are_compared_at_equal_counts(
 
 
 def test_fewer_samples_cover_the_held_out_data_evenly() -> None:
-    assert generation_scores._matching_indices(3, 9).tolist() == [0, 3, 6], "for data sorted by class, one of each"
-    assert generation_scores._matching_indices(11, 9).tolist() == [*range(9), 0, 1]
+    assert generation_scores._choose_matching_indices(3, 9).tolist() == [0, 3, 6], (
+        "for data sorted by class, one of each"
+    )
+    assert generation_scores._choose_matching_indices(11, 9).tolist() == [*range(9), 0, 1]
     for count in range(1, 9):
-        assert len(set(generation_scores._matching_indices(count, 9).tolist())) == count
+        assert len(set(generation_scores._choose_matching_indices(count, 9).tolist())) == count
 
 
 def test_generation_in_chunks_gives_the_same_samples(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,13 +83,13 @@ def test_generation_in_chunks_gives_the_same_samples(run: Path, monkeypatch: pyt
 
     def draw() -> np.ndarray:
         progress.clear()
-        indices = generation_scores._matching_indices(11, 9)
+        indices = generation_scores._choose_matching_indices(11, 9)
         record = lambda stage, done, total: progress.append((done, total))  # noqa: E731
         return generation_scores._draw_samples(saved, workload, held_out, indices, 0, record).samples
 
     expected = draw()
     total = progress[-1]
-    monkeypatch.setattr(generation_scores, "CHUNK", 4)
+    monkeypatch.setattr(generation_scores, "CHUNK_SIZE", 4)
     np.testing.assert_allclose(draw().astype(int), expected, atol=1)
     assert progress[-1] == total
     assert [done for done, _ in progress] == sorted(done for done, _ in progress)
@@ -103,7 +105,7 @@ def test_reference_samples_are_uint8_and_bounded(workload: GenerationWorkload, m
     np.testing.assert_array_equal(some.samples, everything.samples[::3])
     np.testing.assert_array_equal(some.conditions["label"], everything.conditions["label"][::3])
     reference = generation_scores.Reference(workload, None, some, some)
-    assert reference.training is some.samples, "no float copy, with or without a judge"
+    assert reference.training_values is some.samples, "no float copy, with or without a judge"
 
 
 def test_judge_classifies_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_judge_classifies_in_chunks(run: Path, monkeypatch: pytest.MonkeyPatch) 
         return normalise(part, **how)
 
     monkeypatch.setattr(generation_scores, "normalise_pixels", record_size)
-    monkeypatch.setattr(generation_scores, "CHUNK", 10)
+    monkeypatch.setattr(generation_scores, "CHUNK_SIZE", 10)
     for output, expected in zip(judge.classify(samples), expected_outputs, strict=True):
         np.testing.assert_allclose(output, expected, rtol=0, atol=1e-5)
     assert sizes == [10, 10, 7]
@@ -221,7 +223,7 @@ def test_other_data_can_be_evaluated_after_the_own_data_changed(tmp_path: Path, 
     judged = {"conditional_accuracy"} if is_judged else set()
     assert set(result["real"]) == {"variance_ratio"} | judged
     assert str(own) in result["notes"][0]
-    assert ("needs.judge: is not trained yet" in str(result["notes"])) == (not is_judged)
+    assert ("needs.judge is not trained yet" in str(result["notes"])) == (not is_judged)
     assert "training" not in result["counts"]
     assert len(list((tmp_path / "parts").glob("*"))) == is_judged, "no judge was trained on the changed data"
 
@@ -252,7 +254,7 @@ def test_count_is_refused_for_a_classifier(tmp_path: Path) -> None:
 def test_weak_judge_is_flagged(accuracy: float, num_classes: int, is_weak: bool) -> None:
     names = ("conditional_accuracy", "shape_accuracy", "frechet_distance", "pitch_accuracy", "variance_ratio")
     notes: list[str] = []
-    judged = generation_scores._weak_judge_measures(
+    judged = generation_scores._find_weak_judge_measures(
         {**dict.fromkeys(names, 0.3), "conditional_accuracy": accuracy}, num_classes, notes
     )
     assert judged == (names[:3] if is_weak else ())
@@ -260,7 +262,7 @@ def test_weak_judge_is_flagged(accuracy: float, num_classes: int, is_weak: bool)
     if is_weak:
         assert f"samples is {100 * accuracy:.0f} % (chance: {100 / num_classes:.0f} %)" in notes[0]
         assert "needs.judge" in notes[0]
-    assert generation_scores._weak_judge_measures({"variance_ratio": 1.0}, 3, notes) == (), (
+    assert generation_scores._find_weak_judge_measures({"variance_ratio": 1.0}, 3, notes) == (), (
         "no judged metric without a judge"
     )
 

@@ -25,17 +25,17 @@ from torch import nn
 from bottega.analysis import evaluate as evaluation
 from bottega.analysis import statistics as st
 from bottega.analysis.compare import compare, format_report, plot_comparison
-from bottega.analysis.personalize_arms import compare_arms, mean_by_user, summarise_arms, swap_histories
+from bottega.analysis.personalize_arms import average_by_user, compare_arms, summarise_arms, swap_histories
 from bottega.analysis.personalize_evaluation import PersonalizedGenerator, evaluate_personalization
 from bottega.analysis.personalize_metrics import ImageMetrics, People
 from bottega.analysis.personalize_truth import (
     ClipFieldClassifier,
     TruthFields,
+    build_preference_keys,
     build_prompts,
     find_sticker_classifier,
     find_truth_fields,
     match_keywords,
-    preference_keys,
     score_fields,
     score_keywords,
 )
@@ -360,10 +360,10 @@ def test_without_truth_swapped_histories_have_other_keywords(tmp_path: Path) -> 
 def test_preference_keys_come_from_truth_keywords_or_the_user() -> None:
     people = [make_record(0), make_record(1), make_record(2), make_record(3, user="p0")]
     fields = find_truth_fields(people, people)
-    assert preference_keys(people, [()] * 4, fields)[:2] == [("amber", "lined"), ("jade", "plain")]
-    from_keywords = preference_keys(people, [("red", "Big"), ("big", "red", "red"), (), ("old",)], None)
+    assert build_preference_keys(people, [()] * 4, fields)[:2] == [("amber", "lined"), ("jade", "plain")]
+    from_keywords = build_preference_keys(people, [("red", "Big"), ("big", "red", "red"), (), ("old",)], None)
     assert from_keywords == [("big", "old", "red"), ("big", "red"), ("", "p2"), ("big", "old", "red")]
-    assert len(set(preference_keys(people, [()] * 4, None))) == 3
+    assert len(set(build_preference_keys(people, [()] * 4, None))) == 3
 
 
 def test_table_has_all_arms_and_the_tests(evaluation_result: tuple[Path, dict[str, Any]]) -> None:
@@ -559,7 +559,8 @@ def test_history_similarity_uses_liked_items_with_images() -> None:
     assert math.isnan(rows[1]["clip_history"])
     assert math.isnan(rows[1]["clip_preference"])  # no keywords to compare with
     assert (
-        mean_by_user([{**row, "clip_history": None if row["arm"] else 0} for row in rows], "both", "clip_history") == {}
+        average_by_user([{**row, "clip_history": None if row["arm"] else 0} for row in rows], "both", "clip_history")
+        == {}
     )
 
 
@@ -574,7 +575,7 @@ def make_rows(right_of: dict[str, Sequence[float]], measure: str = "preference_a
 def test_users_without_keywords_are_left_out_of_the_mean() -> None:
     values = {"p0": 0.5, "p1": math.nan, "p2": None, "p3": 0.7}
     rows = [{"arm": "both", "user": user, "clip_preference": value} for user, value in values.items()]
-    assert mean_by_user(rows, "both", "clip_preference") == {"p0": 0.5, "p3": 0.7}
+    assert average_by_user(rows, "both", "clip_preference") == {"p0": 0.5, "p3": 0.7}
     assert summarise_arms(rows)["both"]["clip_preference"]["mean"] == pytest.approx(0.6)
 
 
@@ -599,7 +600,7 @@ def test_user_with_many_records_counts_once() -> None:
     assert mean["mean"] == 1
     assert compare_arms(rows + again)[0]["people"] == 6
     uneven = [*rows, {"user": "p0", "arm": "both", "preference_accuracy": 0, "wish": "a", "target": "t"}]
-    assert mean_by_user(uneven, "both", "preference_accuracy")["p0"] == 0.5
+    assert average_by_user(uneven, "both", "preference_accuracy")["p0"] == 0.5
     assert summarise_arms(uneven)["both"]["preference_accuracy"]["mean"] == pytest.approx(5.5 / 6)
 
 
@@ -680,7 +681,7 @@ def test_a_measure_has_one_test_for_all_pairs(make_run: Any) -> None:
     rows = make_rows(arms)
     again = [row if row["arm"] != "keywords" else {**row, "preference_accuracy": 1} for row in rows[::8]]
     halves = [*rows, *again]
-    assert mean_by_user(halves, "keywords", "preference_accuracy")["p0"] == 0.5
+    assert average_by_user(halves, "keywords", "preference_accuracy")["p0"] == 0.5
     assert {test["test"].split()[0] for test in compare_arms(rows)} == {"McNemar's"}
     assert not {test["test"] for test in compare_arms(halves) if "McNemar" in test["test"]}
     run = make_run("a", halves)
@@ -802,7 +803,7 @@ def test_evaluate_and_compare_from_the_command_line(
         {k: v for k, v in row.items() if k not in changing} for row in rows
     ]
     compared = run_cli(capsys, "compare", f"{run}:none", f"{run}:both", "--metric", "clip_history", "--json")
-    pairs = mean_by_user(rows, "none", "clip_history"), mean_by_user(rows, "both", "clip_history")
+    pairs = average_by_user(rows, "none", "clip_history"), average_by_user(rows, "both", "clip_history")
     assert compared["pairs"][0]["difference"] == pytest.approx(
         np.mean(list(pairs[1].values())) - np.mean(list(pairs[0].values()))
     )
@@ -840,7 +841,7 @@ def test_keywords_come_from_the_weights(run: Path, tmp_path: Path) -> None:
     import bottega
     from bottega.analysis.personalize_random_keywords import (
         generate_keywords,
-        random_model_keywords,
+        generate_random_keywords,
         write_random_model,
     )
     from bottega.models.frozen.language import read_language_model_metadata
@@ -857,5 +858,5 @@ def test_keywords_come_from_the_weights(run: Path, tmp_path: Path) -> None:
     assert files[1] == files[2]
     assert len(set(files)) == 3
     own = generate_keywords(workload, folder, records, cache=tmp_path)
-    assert own == [keywords.preference for keywords in workload.keywords(records)]
-    assert len(random_model_keywords(workload, records)) == 8
+    assert own == [keywords.preference for keywords in workload.generate_keywords(records)]
+    assert len(generate_random_keywords(workload, records)) == 8

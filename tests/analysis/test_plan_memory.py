@@ -93,14 +93,14 @@ def test_memory_is_measured_by_one_process_only(tmp_path: Path, monkeypatch: pyt
 
 
 def test_plan_lists_what_can_be_precomputed() -> None:
-    from bottega.analysis.plan import precompute_notes
+    from bottega.analysis.plan import list_precompute_notes
 
     def note_of(prefixes: int) -> str:
         folders = {"model.diffusion": "sd", "model.language_model": "lm", "data.train.path": "x.json"}
         recipe = load_recipe(
             [{"task": "personalize", "training.max_steps": 1, "model.num_prefix_tokens": prefixes, **folders}]
         ).recipe
-        (line,) = precompute_notes(recipe)
+        (line,) = list_precompute_notes(recipe)
         return line
 
     assert "none can be precomputed" in note_of(2)

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import tiny_pipelines
-from bottega.analysis.personalize_metrics import perceptual_distances
+from bottega.analysis.personalize_metrics import compute_perceptual_distances
 from bottega.core.errors import CheckpointError, UsageError
 from bottega.core.noise import numpy_generator
 from bottega.models.clip.torch import Clip, load_clip
@@ -110,10 +110,10 @@ def test_lpips_is_zero_on_itself_symmetric_and_monotone(weights: Path) -> None:
 def test_chunked_distances_equal_a_single_batch(weights: Path) -> None:
     model = load_lpips(weights)
     a, b = (numpy_generator(seed, "bytes").integers(0, 256, (5, 32, 32, 3), dtype=np.uint8) for seed in (0, 1))
-    distances = perceptual_distances(model, a, b, device="cpu", chunk=2)
+    distances = compute_perceptual_distances(model, a, b, device="cpu", chunk_size=2)
     expected = model(*(torch.from_numpy(x.astype(np.float32)) / 127.5 - 1 for x in (a, b)))
     assert distances == pytest.approx(expected.numpy(), abs=1e-6)
-    assert perceptual_distances(model, a[:0], b[:0], device="cpu").shape == (0,)
+    assert compute_perceptual_distances(model, a[:0], b[:0], device="cpu").shape == (0,)
 
 
 def test_invalid_weights_are_refused(weights: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from bottega.plots.figure import try_plot
 from bottega.storage.durable import replacing_file
 from bottega.tasks.metrics import classification
 
-PREDICTIONS, CONFUSION, CALIBRATION = "predictions.jsonl", "confusion.png", "calibration.png"
+PREDICTIONS_FILE, CONFUSION_FILE, CALIBRATION_FILE = "predictions.jsonl", "confusion.png", "calibration.png"
 """Files that an evaluation writes."""
 
 
@@ -44,7 +44,7 @@ class ClassifierPredictions:
             return classification.confusion_matrices(self.labels, self.predicted)
         return classification.confusion_matrix(self.labels, self.predicted, len(self.classes))
 
-    def class_metrics(self) -> dict[str, dict[str, float]]:
+    def compute_class_metrics(self) -> dict[str, dict[str, float]]:
         """Return class -> precision, recall, f1 and support (its number of samples)."""
         metrics = classification.per_class_metrics(self.confusion_matrix)
         columns = {
@@ -60,10 +60,10 @@ class ClassifierPredictions:
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return {"key", "label", "predicted", "probability"} of each sample; the probability is that of the predicted class."""
-        return [self._line(i) for i in range(len(self))]
+        return [self._build_row(i) for i in range(len(self))]
 
-    def _line(self, i: int) -> dict[str, Any]:
-        key, probabilities = _record_key(self.source, i), self.probabilities[i]
+    def _build_row(self, i: int) -> dict[str, Any]:
+        key, probabilities = _find_record_key(self.source, i), self.probabilities[i]
         if self.is_multi_label:
             class_names = [
                 [name for name, is_set in zip(self.classes, row, strict=True) if is_set]
@@ -78,20 +78,20 @@ class ClassifierPredictions:
     def write_files(self, folder: Path, *, warn: Callable[[str], None]) -> list[Path]:
         """Write predictions.jsonl and its plots to `folder`, and return the files; multi-label data has no confusion plot.
 
-        `warn` is called with the reason where a plot cannot be written.
+        `warn` is called with the reason if a plot cannot be written.
         """
-        file = folder / PREDICTIONS
+        file = folder / PREDICTIONS_FILE
         with explain_write_errors(file), replacing_file(file) as temporary:
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in self.to_rows())
             temporary.write_text(text, encoding="utf-8")
         bins = classification.reliability_bins(*classification.confidences(self.probabilities, self.labels))
-        plots: dict[str, Callable[[Path], None]] = {CALIBRATION: partial(plot_calibration, *bins)}
+        plots: dict[str, Callable[[Path], None]] = {CALIBRATION_FILE: partial(plot_calibration, *bins)}
         if not self.is_multi_label:
-            plots[CONFUSION] = partial(plot_confusion_matrix, self.confusion_matrix, self.classes)
+            plots[CONFUSION_FILE] = partial(plot_confusion_matrix, self.confusion_matrix, self.classes)
         return [file, *(folder / name for name, plot in plots.items() if try_plot(plot, folder / name, warn=warn))]
 
 
-def _record_key(source: Any, number: int) -> str:
+def _find_record_key(source: Any, number: int) -> str:
     """Return the key of a record, through all wrappers of its source."""
     while not hasattr(source, "table"):
         number = source.inner_index(number) if isinstance(source, Interleaved) else number

@@ -33,9 +33,9 @@ FEW_PAIRS = 5
 CLIPPED_MARK = "*"
 DIRECTION_TEXT = {"max": ", larger is better", "min": ", smaller is better", None: ""}
 ONE_RUN_KINDS = ("samples", "people")
-"""What `n` counts where each group is a single run."""
+"""What `n` counts if each group is a single run."""
 MAX_VERDICTS = 10
-"""Verdicts written below a plot."""
+"""Maximum number of verdicts written below a plot."""
 
 
 def compare(
@@ -53,10 +53,10 @@ def compare(
             'give at least two groups: bottega compare A B, such as bottega compare "runs/a-s*" "runs/b-s*"'
         )
     report = _compare_groups(group_names, metric=metric, split=split, level=1 - alpha)
-    adjusted = statistics.holm_correction([pair["p"] for pair in report["pairs"]])
-    for pair, p in zip(report["pairs"], adjusted, strict=True):
-        pair |= {"p_adjusted": p, **_conclude(pair, p, report, alpha=alpha, num_pairs=len(adjusted))}
-    if len(adjusted) > 1:
+    adjusted_ps = statistics.holm_correction([pair["p"] for pair in report["pairs"]])
+    for pair, p in zip(report["pairs"], adjusted_ps, strict=True):
+        pair |= {"p_adjusted": p, **_conclude(pair, p, report, alpha=alpha, num_pairs=len(adjusted_ps))}
+    if len(adjusted_ps) > 1:
         report["notes"].append("p is adjusted for the number of pairs by Holm's method; intervals are not")
     return {**report, "alpha": alpha, "level": 1 - alpha, "notes": list(dict.fromkeys(report["notes"]))}
 
@@ -85,9 +85,9 @@ def _compare_by_values(
         for member in group.members[1:] if not group.num_folds else ():
             notes += check_same_data(group.members[0], member, metric=metric, split=split)
     if len({group.kind for group in groups}) > 1:
-        folds = next(group.name for group in groups if group.num_folds)
+        fold_group = next(group.name for group in groups if group.num_folds)
         raise UsageError(
-            f"{folds} contains folds and another group contains seeds, which vary for different reasons; compare "
+            f"{fold_group} contains folds and another group contains seeds, which vary for different reasons; compare "
             "groups of one kind"
         )
     values: dict[str, dict[int, float]] = {}
@@ -141,18 +141,18 @@ def _test_pair(
     level: float,
     notes: list[str],
 ) -> dict[str, Any]:
-    """Test two groups in pairs by the folds or seeds that both have, or unpaired where they have no seed in common."""
+    """Test two groups in pairs by the folds or seeds that both have, or unpaired if they have no seed in common."""
     first_values, second_values, kind = values[first.label], values[second.label], first.kind
-    shared = [key for key in first_values if key in second_values]
-    if len(shared) == 1 or (first.num_folds and not shared):
+    shared_keys = [key for key in first_values if key in second_values]
+    if len(shared_keys) == 1 or (first.num_folds and not shared_keys):
         raise UsageError(
-            f"{first.name} and {second.name} have {len(shared) or 'no'} {kind} in common, and a test needs 2 pairs or more; "
+            f"{first.name} and {second.name} have {len(shared_keys) or 'no'} {kind} in common, and a test needs 2 pairs or more; "
             f"give both the same {kind}s"
         )
-    for key in shared or (next(iter(first_values)),):
-        partner = second.members_by_key[key] if shared else second.members[0]
+    for key in shared_keys or (next(iter(first_values)),):
+        partner = second.members_by_key[key] if shared_keys else second.members[0]
         notes += check_same_data(first.members_by_key[key], partner, metric=metric, split=split)
-    if not shared:
+    if not shared_keys:
         result = statistics.compare_unpaired(
             *(np.array(list(side.values())) for side in (second_values, first_values)), level=level
         )
@@ -170,24 +170,24 @@ def _test_pair(
             )
         return describe_pair(first, second, result, why=why, paired_by=None)
     result = statistics.compare_paired(
-        *(np.array([side[key] for key in shared]) for side in (second_values, first_values)),
+        *(np.array([side[key] for key in shared_keys]) for side in (second_values, first_values)),
         level=level,
         test_train_ratio=first.test_train_ratio,
     )
-    unpaired = sorted(set(first_values) ^ set(second_values))
-    if unpaired:
+    unpaired_keys = sorted(set(first_values) ^ set(second_values))
+    if unpaired_keys:
         notes.append(
-            f"{first.label} and {second.label}: left out, as only one of them has it: {kind} {', '.join(map(str, unpaired))}"
+            f"{first.label} and {second.label}: left out, as only one of them has it: {kind} {', '.join(map(str, unpaired_keys))}"
         )
-    if len(shared) < FEW_PAIRS:
-        few = f"with {len(shared)} pairs a test has little power (the smallest possible Wilcoxon p is {2 / 2 ** len(shared):g})"
-        notes.append(f"{few}, and the t-test assumes normal differences")
+    if len(shared_keys) < FEW_PAIRS:
+        power_note = f"with {len(shared_keys)} pairs a test has little power (the smallest possible Wilcoxon p is {2 / 2 ** len(shared_keys):g})"
+        notes.append(f"{power_note}, and the t-test assumes normal differences")
     if result.test.startswith("Wilcoxon"):
         why = "all pairs differ by the same amount, so a t-test has no variance to divide by"
     elif first.num_folds:
-        why = f"folds share training data, so the variance is scaled by 1/{len(shared)} + 1/{first.num_folds - 1}, not by 1/{len(shared)}"
+        why = f"folds share training data, so the variance is scaled by 1/{len(shared_keys)} + 1/{first.num_folds - 1}, not by 1/{len(shared_keys)}"
     else:
-        why = f"they have {len(shared)} seeds in common, so runs of one seed are pairs"
+        why = f"they have {len(shared_keys)} seeds in common, so runs of one seed are pairs"
     return describe_pair(first, second, result, why=why, paired_by=kind)
 
 
@@ -211,7 +211,7 @@ def _conclude(
 
 
 def _format_count(pair: dict[str, Any], report: dict[str, Any]) -> str:
-    """Format n; that of McNemar's test counts only discordant samples, so the total is added."""
+    """Format n; McNemar's test counts only the discordant samples, so the total is added."""
     if not pair["test"].startswith("McNemar"):
         return str(pair["n"])
     group = report["groups"][0]
@@ -220,7 +220,7 @@ def _format_count(pair: dict[str, Any], report: dict[str, Any]) -> str:
 
 def format_report(report: dict[str, Any]) -> str:
     """Format a report of `compare` for the terminal: a table of groups, a table of pairs, the reasons and the notes."""
-    format_number, level = _make_number_formatter(report), _interval_title(report)
+    format_number, level = _make_number_formatter(report), _format_interval_title(report)
     lines = [f"{report['metric']}{DIRECTION_TEXT[report['mode']]}, from {report['read_from']}", ""]
     rows, is_clipped = [["group", "", "n", "mean", "deviation", level]], False
     for group in report["groups"]:
@@ -253,15 +253,15 @@ def format_report(report: dict[str, Any]) -> str:
             lines.append(
                 f"{name}: " + ", ".join(f"{key} {old} -> {new}" for key, (old, new) in pair["changed"].items())
             )
-    clipped = (
+    clip_notes = (
         [f"{CLIPPED_MARK} the interval exceeds the range of the metric and is clipped; --json has it unclipped"]
         if is_clipped
         else []
     )
-    return "\n".join([*lines, *(f"note: {note}" for note in (*report["notes"], *clipped))])
+    return "\n".join([*lines, *(f"note: {note}" for note in (*report["notes"], *clip_notes))])
 
 
-def _interval_title(report: dict[str, Any]) -> str:
+def _format_interval_title(report: dict[str, Any]) -> str:
     return f"{100 * report['level']:g} % interval"
 
 
@@ -284,7 +284,7 @@ def _format_interval(
 
 
 def clip_to_bounds(value: float, metric: str) -> tuple[float, str]:
-    """Clip an end of an interval to the range of the metric; return it with a mark where it was clipped.
+    """Clip an end of an interval to the range of the metric; return it with a mark if it was clipped.
 
     A t interval does not respect the range of a metric.
     """
@@ -324,14 +324,14 @@ def plot_comparison(report: dict[str, Any], path: Path) -> None:
         [(low, high) for low, high in ends],
         path,
         title=f"{report['metric']}{DIRECTION_TEXT[report['mode']]}",
-        subtitle=_plot_subtitle(report),
+        subtitle=_format_plot_subtitle(report),
         conclusions=[pair["verdict"] for pair in report["pairs"][:MAX_VERDICTS]],
     )
 
 
-def _plot_subtitle(report: dict[str, Any]) -> str:
+def _format_plot_subtitle(report: dict[str, Any]) -> str:
     groups = report["groups"]
     if groups[0]["kind"] in ONE_RUN_KINDS:
-        return f"mean over {groups[0]['n']:,} {groups[0]['kind']} with its {_interval_title(report)}"
-    joined = ", lines join runs of one seed or fold" if len(groups) > 1 else ""
-    return f"each dot is a run{joined}; next to it is the mean with its {_interval_title(report)}"
+        return f"mean over {groups[0]['n']:,} {groups[0]['kind']} with its {_format_interval_title(report)}"
+    lines_text = ", lines join runs of one seed or fold" if len(groups) > 1 else ""
+    return f"each dot is a run{lines_text}; next to it is the mean with its {_format_interval_title(report)}"

@@ -26,11 +26,11 @@ def compare_by_predictions(
     for run in (group.members[0].path for group in groups):
         if split is not None and (run / RESULTS_FILE).is_file():
             read_results(run, split)
-    correct = read_correctness(groups)
-    if isinstance(correct, str):
+    correctness = read_correctness(groups)
+    if isinstance(correctness, str):
         raise UsageError(
-            f"{correct} is a single run without results/predictions.jsonl: {SEEDS_HINT}; or, for classifiers, write "
-            f"predictions: bottega evaluate {correct} --out {correct}/results"
+            f"{correctness} is a single run without results/predictions.jsonl: {SEEDS_HINT}; or, for classifiers, write "
+            f"predictions: bottega evaluate {correctness} --out {correctness}/results"
         )
     if metric not in (None, "accuracy"):
         raise UsageError(
@@ -38,11 +38,11 @@ def compare_by_predictions(
         )
     rows, pairs = [], []
     for group in groups:
-        hits = correct[group.label]
+        hits = correctness[group.label]
         interval = statistics.wilson_interval(int(hits.sum()), len(hits), level=level)
         rows.append(describe_single_run(group, hits, interval, kind="samples"))
     for first, second in itertools.combinations(groups, 2):
-        comparison = statistics.compare_classifiers(correct[second.label], correct[first.label], level=level)
+        comparison = statistics.compare_classifiers(correctness[second.label], correctness[first.label], level=level)
         why = f"each is one classifier evaluated on the same {rows[0]['n']:,} samples; for {comparison.n:,} only one is right"
         pairs.append(describe_pair(first, second, comparison, why=why, paired_by="key"))
     notes = [

@@ -22,18 +22,18 @@ from bottega.analysis.personalize_arms import (
     MIN_PEOPLE,
     TARGET_ARM,
     are_binary,
+    average_by_user,
     compare_users,
-    mean_by_user,
-    measure_direction,
-    measure_interval,
-    measure_names,
+    compute_interval,
+    get_measure_direction,
+    list_measures,
 )
 from bottega.core.errors import DataError, UsageError
 from bottega.core.rundir import is_run
 
-EVALUATION, PEOPLE = "evaluation", "people.jsonl"
+EVALUATION_FOLDER, PEOPLE_FILE = "evaluation", "people.jsonl"
 DEFAULT_ARM = "both"
-"""The arm that is used where the name of a run selects none."""
+"""The arm that is used if the name of a run does not select one."""
 DEFAULT_METRICS = ("preference_accuracy", "drawn_preference_accuracy", "clip_preference")
 """The default metric is the first of these that all evaluations have."""
 
@@ -66,7 +66,7 @@ def are_personalized_runs(names: Sequence[str]) -> bool:
 
 
 def parse_arm(name: str) -> tuple[Path, str]:
-    """Split RUN:ARM into the run and the arm, which is `DEFAULT_ARM` where left out."""
+    """Split RUN:ARM into the run and the arm, which is `DEFAULT_ARM` if left out."""
     run, colon, arm = name.rpartition(":")
     if colon and not Path(name).exists():
         return Path(run), arm
@@ -81,12 +81,12 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
         if evaluation.arm == other.arm and evaluation.file.resolve() == other.file.resolve():
             run = parse_arm(other.group.name)[0]
             raise UsageError(
-                f"the arm {evaluation.arm} of {run} is given twice; give two, such as {run}:none {run}:both"
+                f"the arm {evaluation.arm} of {run} is given twice; give two different arms, such as {run}:none {run}:both"
             )
     require_same_metric([evaluation.group for evaluation in evaluations])
     _check_same_people(evaluations)
     metric = _choose_metric(evaluations, metric)
-    values = [mean_by_user(evaluation.rows, evaluation.arm, metric) for evaluation in evaluations]
+    values = [average_by_user(evaluation.rows, evaluation.arm, metric) for evaluation in evaluations]
     users = [user for user in values[0] if all(user in others for others in values)]
     if len(users) < MIN_PEOPLE:
         raise UsageError(
@@ -96,23 +96,25 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
     is_binary = are_binary(arrays)
     rows, pairs = [], []
     for evaluation, array in zip(evaluations, arrays, strict=True):
-        interval = measure_interval(array, level=level)
+        interval = compute_interval(array, level=level)
         rows.append(describe_single_run(evaluation.group, array, interval, kind="people"))
     for (evaluation, first), (other, second) in itertools.combinations(zip(evaluations, arrays, strict=True), 2):
         comparison = compare_users(second, first, level=level, is_binary=is_binary)
         why = f"both generated images for the same {len(users)} users, who are the pairs"
         why += f"; for {comparison.n} of them just one is right" if is_binary else ""
         pairs.append(describe_pair(evaluation.group, other.group, comparison, why=why, paired_by="user"))
-    notes = ["one run each: this compares the generated images, not two ways of training; for that, give seeds"]
+    notes = [
+        "one run each: this compares the generated images, not two ways of training; to compare those, give several seeds"
+    ]
     if len({evaluation.group.members[0].path.resolve() for evaluation in evaluations}) == 1:
         notes = []
-    left_out = max(len(evaluation.targets_by_user) for evaluation in evaluations) - len(users)
-    if left_out:
-        notes.append(f"{left_out} users have no {metric} in some evaluation and are left out")
-    read_from = f"{EVALUATION}/{split}/{PEOPLE}"
+    num_left_out = max(len(evaluation.targets_by_user) for evaluation in evaluations) - len(users)
+    if num_left_out:
+        notes.append(f"{num_left_out} users have no {metric} in some evaluation and are left out")
+    read_from = f"{EVALUATION_FOLDER}/{split}/{PEOPLE_FILE}"
     return {
         "metric": metric,
-        "mode": measure_direction(metric),
+        "mode": get_measure_direction(metric),
         "read_from": read_from,
         "groups": rows,
         "pairs": pairs,
@@ -122,7 +124,7 @@ def compare_by_people(names: Sequence[str], *, metric: str | None, split: str | 
 
 def _read_evaluation(name: str, label: str, split: str) -> ArmEvaluation:
     run, arm = parse_arm(name)
-    file = run / EVALUATION / split / PEOPLE
+    file = run / EVALUATION_FOLDER / split / PEOPLE_FILE
     command = f"bottega evaluate {run}{' --split test' if split == 'test' else ''}"
     if not file.is_file():
         raise UsageError(f"{run} has no evaluation over the users of {split}; run {command} first")
@@ -134,9 +136,11 @@ def _read_evaluation(name: str, label: str, split: str) -> ArmEvaluation:
         except (ValueError, KeyError, TypeError) as error:
             problem = f"{type(error).__name__}: expected user, arm and measures; write the file again with {command}"
             raise DataError(f"{file}:{number}: {problem}") from None
-        wrong = next((name for name in measure_names([row]) if not _is_measured(row[name])), None)
-        if wrong is not None:
-            problem = f"{wrong} is {json.dumps(row[wrong])}, not a number; write the file again with {command}"
+        bad_measure = next((name for name in list_measures([row]) if not _is_measured(row[name])), None)
+        if bad_measure is not None:
+            problem = (
+                f"{bad_measure} is {json.dumps(row[bad_measure])}, not a number; write the file again with {command}"
+            )
             raise DataError(f"{file}:{number}: {problem}")
         rows.append(row)
     arms = [a for a in (*ALL_ARMS, TARGET_ARM) if any(row["arm"] == a for row in rows)]
@@ -146,24 +150,24 @@ def _read_evaluation(name: str, label: str, split: str) -> ArmEvaluation:
 
 
 def _check_same_people(evaluations: Sequence[ArmEvaluation]) -> None:
-    first = evaluations[0].targets_by_user
+    first_targets = evaluations[0].targets_by_user
     for other in evaluations[1:]:
-        second = other.targets_by_user
-        users = {**first, **second}
-        differing = [user for user in users if first.get(user) != second.get(user)]
-        if differing:
+        other_targets = other.targets_by_user
+        users = {**first_targets, **other_targets}
+        differing_users = [user for user in users if first_targets.get(user) != other_targets.get(user)]
+        if differing_users:
             raise UsageError(
                 f"{evaluations[0].group.name} and {other.group.name} were evaluated on different users or wishes, "
-                f"{len(differing):,} of {len(users):,}, the first {differing[0]!r}; evaluate both on the same data with the same --count"
+                f"{len(differing_users):,} of {len(users):,}, the first {differing_users[0]!r}; evaluate both on the same data with the same --count"
             )
 
 
 def _choose_metric(evaluations: Sequence[ArmEvaluation], metric: str | None) -> str:
     available = [
         name
-        for name in measure_names(evaluations[0].rows)
+        for name in list_measures(evaluations[0].rows)
         if all(
-            any(_is_number(v) for v in mean_by_user(evaluation.rows, evaluation.arm, name).values())
+            any(_is_number(v) for v in average_by_user(evaluation.rows, evaluation.arm, name).values())
             for evaluation in evaluations
         )
     ]
@@ -177,7 +181,7 @@ def _choose_metric(evaluations: Sequence[ArmEvaluation], metric: str | None) -> 
 
 
 def _is_measured(value: Any) -> bool:
-    """Return whether a value is a number, or null where there was nothing to measure."""
+    """Return whether a value is a number, or null if there was nothing to measure."""
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool) and not math.isinf(value))
 
 

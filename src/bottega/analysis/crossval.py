@@ -67,8 +67,8 @@ def crossval(
     sources = [recipe] if isinstance(recipe, str | Path | Mapping) else list(recipe)
     options: dict[str, Any] = {"folds": folds, "by": by, "field": field, "repeats": repeats, "checkpoint": checkpoint}
     try:
-        resolved = load_recipe([*sources, overrides or {}]).recipe
-        return cross_validate(resolved, **options, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
+        resolved_recipe = load_recipe([*sources, overrides or {}]).recipe
+        return cross_validate(resolved_recipe, **options, jobs=jobs, out=out, fresh=fresh, quiet=quiet)
     except UsageError as error:
         raise strip_flag_dashes(error) from None
     except DataError as error:
@@ -107,9 +107,9 @@ def cross_validate(
         raise UsageError(f"--repeats {repeats}: expected 1 or more")
     raise_all(find_problems(recipe))
     split, notes = resolve_splitting(recipe, folds=folds, by=by, field=field)
-    planned = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
-    environments = plan_job_environments(recipe.device, jobs, num_folds=len(planned))
-    root = RunDirectory(planned[0].run.path.parent)
+    planned_folds = plan_folds(recipe, split, repeats=repeats, out=Path(out) if out is not None else None)
+    environments = plan_job_environments(recipe.device, jobs, num_folds=len(planned_folds))
+    root = RunDirectory(planned_folds[0].run.path.parent)
     if fresh and root.path.exists():
         set_aside(root.path, subject="folds are")
     console = open_console(quiet=quiet)
@@ -118,26 +118,28 @@ def cross_validate(
         console.print(escape_controls(text), soft_wrap=True, markup=False)
 
     with lock_directory(root, has_log=False):
-        check_same_recipe(root, planned)
+        check_same_recipe(root, planned_folds)
         with progress_bars(console) as bar:
-            # The last fold first: where there are too few rows or groups, it is the one that is empty.
-            prepared = [prepare_fold(fold.recipe, bar) for fold in reversed(planned)][::-1]
+            # The last fold first: if there are too few rows or groups, the last one is empty.
+            prepared = [prepare_fold(fold.recipe, bar) for fold in reversed(planned_folds)][::-1]
         check_class_counts(prepared[0], split)
-        check_same_data(planned, prepared)
-        untrained = [fold for fold in planned if not is_trained(fold)]
-        if untrained:
+        check_same_data(planned_folds, prepared)
+        untrained_folds = [fold for fold in planned_folds if not is_trained(fold)]
+        if untrained_folds:
             with progress_bars(console) as bar:
-                check_metric_available(untrained[0].recipe, bar)
-        new_jobs = [_write_fold_recipe(root, fold) for fold in untrained]
-        num_trained = len(planned) - len(new_jobs)
+                check_metric_available(untrained_folds[0].recipe, bar)
+        new_jobs = [_write_fold_recipe(root, fold) for fold in untrained_folds]
+        num_trained = len(planned_folds) - len(new_jobs)
         log(
-            f"{root.path}: {len(planned)} folds, {_describe_progress(num_trained, new_jobs)}, {len(environments)} at a time"
+            f"{root.path}: {len(planned_folds)} folds, {_describe_progress(num_trained, new_jobs)}, {len(environments)} at a time"
         )
         with progress_bars(console, in_bytes=False) as bar:
             train_folds(new_jobs, environments, num_trained=num_trained, log=log, report_progress=bar)
-        runs = [_evaluate_fold(fold, table, checkpoint, notes) for fold, table in zip(planned, prepared, strict=True)]
-        report = _build_report(root, planned, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
-        matrix, classes = _pool_predictions(root, planned, report)
+        runs = [
+            _evaluate_fold(fold, table, checkpoint, notes) for fold, table in zip(planned_folds, prepared, strict=True)
+        ]
+        report = _build_report(root, planned_folds, runs, split, repeats=repeats, checkpoint=checkpoint, notes=notes)
+        matrix, classes = _pool_predictions(root, planned_folds, report)
         _write_report(root, report)
         _write_plots(root, report, matrix, classes)
         _write_report(root, report)  # again, now with the paths of the plots
@@ -158,7 +160,7 @@ def _write_fold_recipe(root: RunDirectory, fold: Fold) -> FoldJob:
 
 
 def _evaluate_fold(fold: Fold, prepared: PreparedData | None, checkpoint: str, notes: list[str]) -> dict[str, Any]:
-    """Evaluate a checkpoint of a fold on its held-out rows, and on the test set where there is one."""
+    """Evaluate a checkpoint of a fold on its held-out rows, and on the test set if there is one."""
     from bottega.run.saved import choose_checkpoint
 
     rows = prepared.tables["validation"]["rows"] if prepared is not None else None
@@ -200,7 +202,7 @@ def _evaluate_split(
     if (fields.get("checkpoint"), fields.get("split")) != (checkpoint_path.name, split):
         request = DataRequest(split=split)
         options: dict[str, Any] = {"request": request, "checkpoint": checkpoint, "device": fold.recipe.device}
-        # Of a generator only the loss: scoring samples can take as long as training.
+        # For a generator only the loss is computed: scoring samples can take as long as training.
         options |= {"count": 0, "inception": None, "quiet": True}
         result = evaluate_run(fold.run.path, **options, out=folder)
         plot_warnings = [note for note in result.get("notes", []) if is_plot_warning(note)]
@@ -227,13 +229,13 @@ def _build_report(
     notes: list[str],
 ) -> dict[str, Any]:
     assert split.folds is not None
-    recipe, count = folds[0].recipe, len(folds)
+    recipe, num_runs = folds[0].recipe, len(folds)
     notes = [
-        f"intervals are t intervals with {count - 1} degrees of freedom and the correction of Nadeau and Bengio (2003): folds "
-        f"share training data, so the variance is scaled by 1/{count} + 1/{split.folds - 1}, not by 1/{count}",
+        f"intervals are t intervals with {num_runs - 1} degrees of freedom and the correction of Nadeau and Bengio (2003): folds "
+        f"share training data, so the variance is scaled by 1/{num_runs} + 1/{split.folds - 1}, not by 1/{num_runs}",
         *notes,
     ]
-    if checkpoint == "best" and any(run["step"] < _last_step(fold) for run, fold in zip(runs, folds, strict=True)):
+    if checkpoint == "best" and any(run["step"] < _read_last_step(fold) for run, fold in zip(runs, folds, strict=True)):
         notes.append(
             "the best checkpoint of a fold was selected on the data it is evaluated on, which is slightly optimistic; "
             "--checkpoint last avoids this"
@@ -253,7 +255,7 @@ def _build_report(
         "runs": runs,
         "metrics": {
             name: crossval_table.summarise_folds(values, num_folds=split.folds)
-            for name, values in _metric_columns(runs, "metrics", notes).items()
+            for name, values in _collect_metric_columns(runs, "metrics", notes).items()
         },
         "files": {},
         "notes": notes,
@@ -261,24 +263,24 @@ def _build_report(
     if recipe.data.test is not None:
         report[TEST_FOLDER] = {
             name: crossval_table.summarise_test(values)
-            for name, values in _metric_columns(runs, TEST_FOLDER, notes).items()
+            for name, values in _collect_metric_columns(runs, TEST_FOLDER, notes).items()
         }
     return report
 
 
-def _last_step(fold: Fold) -> int:
-    last = checkpoints.find_newest(fold.run.checkpoints)
-    return checkpoints.read_manifest(last).step if last is not None else 0
+def _read_last_step(fold: Fold) -> int:
+    newest = checkpoints.find_newest(fold.run.checkpoints)
+    return checkpoints.read_manifest(newest).step if newest is not None else 0
 
 
-def _metric_columns(runs: list[dict[str, Any]], part: str, notes: list[str]) -> dict[str, list[float]]:
+def _collect_metric_columns(runs: list[dict[str, Any]], part: str, notes: list[str]) -> dict[str, list[float]]:
     """Return metric -> its value in each fold, without metrics that are undefined in some fold."""
     names = dict.fromkeys(name for run in runs for name in run[part])
     columns = {name: [run[part].get(name) for run in runs] for name in names}
     for name, values in columns.items():
-        absent = [f"fold-{run['number']}" for run, value in zip(runs, values, strict=True) if value is None]
-        if absent:
-            notes.append(f"{name} is undefined in {', '.join(absent)} and is left out")
+        undefined_folds = [f"fold-{run['number']}" for run, value in zip(runs, values, strict=True) if value is None]
+        if undefined_folds:
+            notes.append(f"{name} is undefined in {', '.join(undefined_folds)} and is left out")
     return {name: values for name, values in columns.items() if None not in values}
 
 
@@ -317,13 +319,13 @@ def _write_plots(
     if matrix is not None:
         plots["confusion"] = root.path / "confusion.png", partial(plot_confusion_matrix, matrix, classes)
     if report["metric"] in report["metrics"]:
-        plots["picture"] = root.path / "crossval.png", partial(plot_comparison, _as_comparison(report))
+        plots["picture"] = root.path / "crossval.png", partial(plot_comparison, _convert_to_comparison(report))
     for name, (path, plot) in plots.items():
         if try_plot(plot, path, warn=report["notes"].append):
             report["files"][name] = str(path)
 
 
-def _as_comparison(report: dict[str, Any]) -> dict[str, Any]:
+def _convert_to_comparison(report: dict[str, Any]) -> dict[str, Any]:
     """Return the report as `plot_comparison` expects it: one group, and no pairs."""
     summary = report["metrics"][report["metric"]]
     runs = [

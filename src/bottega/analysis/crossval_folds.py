@@ -19,7 +19,7 @@ from bottega.tasks import dependencies
 from bottega.tasks.recipes import load_recipe, load_saved_recipe
 from bottega.tasks.registry import find_spec
 
-DEFAULT_FOLDS = 5
+DEFAULT_NUM_FOLDS = 5
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ def resolve_splitting(
 ) -> tuple[Splitting, list[str]]:
     """Return how the data is split, and notes.
 
-    The arguments have priority over the recipe; the default is stratified by class where there are classes, else by fraction.
+    The arguments have priority over the recipe; the default is stratified by class if there are classes, else by fraction.
     """
     recipe_split = recipe.data.split or Splitting()
-    num_folds = folds if folds is not None else recipe_split.folds or DEFAULT_FOLDS
+    num_folds = folds if folds is not None else recipe_split.folds or DEFAULT_NUM_FOLDS
     if num_folds < 2:
-        raise UsageError(f"--folds {num_folds}: expected 2 or more, such as {DEFAULT_FOLDS}")
+        raise UsageError(f"--folds {num_folds}: expected 2 or more, such as {DEFAULT_NUM_FOLDS}")
     is_multi_label = getattr(recipe.data, "multi_label", False)
     has_classes = find_spec(recipe).has_labels and not is_multi_label
     default_by = (
@@ -77,37 +77,39 @@ def plan_folds(recipe: Recipe, split: Splitting, *, repeats: int, out: Path | No
     """Return every fold of every repeat, each with a complete recipe that differs from the others only in its split."""
     assert split.folds is not None
 
-    def recipe_of(number: int, folder: str) -> Recipe:
+    def build_fold_recipe(number: int, folder: str) -> Recipe:
         position = {"seed": split.seed + number // split.folds, "fold": number % split.folds}  # type: ignore[operator]
         data = {"data.validation": None, "data.split": {**split.model_dump(), **position}}
         # `load_recipe` also checks that the split fits the data.
         return load_recipe([recipe.to_plain_dict(), {**data, "output_dir": folder, "name": f"fold-{number}"}]).recipe
 
     # Another number of folds is another recipe, and so has another default name.
-    name = recipe.name or recipe_of(0, "runs").model_copy(update={"name": None}).run_name()
+    name = recipe.name or build_fold_recipe(0, "runs").model_copy(update={"name": None}).run_name()
     root = out or Path(recipe.output_dir) / f"{name}-crossval"
-    planned = []
+    planned_folds = []
     for number in range(split.folds * repeats):
-        fold_recipe = recipe_of(number, str(root))
+        fold_recipe = build_fold_recipe(number, str(root))
         dependencies.check_dependencies(fold_recipe)
-        planned.append(Fold(number, fold_recipe, RunDirectory(root / f"fold-{number}")))
-    return planned
+        planned_folds.append(Fold(number, fold_recipe, RunDirectory(root / f"fold-{number}")))
+    return planned_folds
 
 
 def check_same_recipe(root: RunDirectory, folds: list[Fold]) -> None:
-    """Raise `UsageError` where the folder has runs of another recipe, or of more folds."""
+    """Raise `UsageError` if the folder has runs of another recipe, or of more folds."""
     for fold in folds:
         resume.check_recipe_unchanged(fold.run, fold.recipe)
     names = {fold.run.path.name for fold in folds}
-    others = sorted(path.parent.name for path in root.path.glob("fold-*/recipe.yaml") if path.parent.name not in names)
-    if others:
+    other_folds = sorted(
+        path.parent.name for path in root.path.glob("fold-*/recipe.yaml") if path.parent.name not in names
+    )
+    if other_folds:
         raise UsageError(
-            f"{root.path} has {others[0]} from more folds or repeats; use the same numbers, or another --out"
+            f"{root.path} has {other_folds[0]} from more folds or repeats; use the same numbers, or another --out"
         )
 
 
 def prepare_fold(recipe: Recipe, report_progress: Any) -> PreparedData | None:
-    """Prepare the data of a fold, which training then reads from the cache; None where a dependency is trained first."""
+    """Prepare the data of a fold, which training then reads from the cache; None if a dependency must be trained first."""
     data = recipe.data
     path = Path(data.train.path).expanduser() if data.train.path is not None else None
     if data.train.kind == "shards" or (path is not None and is_prepared(path)):
@@ -122,15 +124,14 @@ def prepare_fold(recipe: Recipe, report_progress: Any) -> PreparedData | None:
         if not find_spec(recipe).rows_are_samples and str(error).startswith("splitting 1 rows "):
             raise DataError(
                 f"{path or 'the data'} is one text, which cannot be split across folds; give several files, or a "
-                "table with "
-                "a text in each row"
+                "table with a text in each row"
             ) from None
         message = str(error).replace("data.split.folds=", "--folds ").replace("lower folds", "lower it")
         raise DataError(message.replace("set data.split.by=", "use --by ")) from None
 
 
 def check_metric_available(recipe: Recipe, report_progress: Any) -> None:
-    """Raise an error where the recipe's metric is not computed, before each fold fails with it in turn."""
+    """Raise an error if the recipe's metric is not computed, before every fold fails for this reason."""
     from bottega.run.compose import build_training_plan, check_metrics
     from bottega.tasks import registry
 
@@ -144,7 +145,7 @@ def check_metric_available(recipe: Recipe, report_progress: Any) -> None:
 
 
 def check_class_counts(prepared: PreparedData | None, split: Splitting) -> None:
-    """Raise `DataError` where a class has fewer samples than there are folds; texts are checked during preparation."""
+    """Raise `DataError` if a class has fewer samples than there are folds; texts are checked during preparation."""
     if prepared is None or split.by != "stratified" or split.folds is None:
         return
     counts: Counter[str] = Counter()
@@ -160,10 +161,14 @@ def check_class_counts(prepared: PreparedData | None, split: Splitting) -> None:
 
 
 def check_same_data(folds: list[Fold], prepared: list[PreparedData | None]) -> None:
-    """Raise `DataError` where a fold was trained on data that has changed since."""
+    """Raise `DataError` if a fold was trained on data that has changed since."""
     for fold, current in zip(folds, prepared, strict=True):
-        saved = next((manifest for _, manifest in checkpoints.list_checkpoints(fold.run.checkpoints)), None)
-        if saved is not None and current is not None and saved.fingerprint.get("data") != current.fingerprint:
+        manifest_of_run = next((manifest for _, manifest in checkpoints.list_checkpoints(fold.run.checkpoints)), None)
+        if (
+            manifest_of_run is not None
+            and current is not None
+            and manifest_of_run.fingerprint.get("data") != current.fingerprint
+        ):
             raise DataError(
                 f"the data has changed since {fold.run.path} was trained; undo the change, or start over with --fresh"
             )
@@ -171,9 +176,11 @@ def check_same_data(folds: list[Fold], prepared: list[PreparedData | None]) -> N
 
 def is_trained(fold: Fold) -> bool:
     """Return whether the run of a fold is complete under the current recipe; such a run is not trained again."""
-    last = checkpoints.find_newest(fold.run.checkpoints)
-    if last is None or diff_recipes(load_saved_recipe(fold.run.recipe), fold.recipe):
+    newest = checkpoints.find_newest(fold.run.checkpoints)
+    if newest is None or diff_recipes(load_saved_recipe(fold.run.recipe), fold.recipe):
         return False
-    progress, early = checkpoints.read_progress(last), fold.recipe.training.early_stopping
-    waited = progress.get("notes", {}).get("early_stop", {}).get("waited", 0)
-    return bool(progress["step"] >= progress["total"] or (early is not None and waited >= early.patience))
+    progress, early_stopping = checkpoints.read_progress(newest), fold.recipe.training.early_stopping
+    num_waited = progress.get("notes", {}).get("early_stop", {}).get("waited", 0)
+    return bool(
+        progress["step"] >= progress["total"] or (early_stopping is not None and num_waited >= early_stopping.patience)
+    )

@@ -21,10 +21,10 @@ from bottega.run.dependencies import GRACE_SECONDS, POLL_SECONDS, DependencyFail
 from bottega.signals import StopSignals
 from bottega.tasks import plugins
 
-JOB_MEMORY = 2 << 30
+JOB_MEMORY_BYTES = 2 << 30
 """Bytes reserved per training process: torch takes 0.4 GiB before there is a model, a small model and its data the rest."""
-_STEP = re.compile(r" step +(\d+)/(\d+) ")
-_MEASURED = re.compile(r" (step \d+  validation  .*)")
+_STEP_LINE = re.compile(r" step +(\d+)/(\d+) ")
+_EVALUATION_LINE = re.compile(r" (step \d+  validation  .*)")
 
 LogCallback = Callable[[str], None]
 ProgressCallback = Callable[[str, int, int], None]
@@ -55,8 +55,8 @@ def plan_job_environments(device: str, jobs: int | str, *, num_folds: int) -> li
     gpus = _list_gpus(device)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if jobs == "auto":
-        memory_limit = max(1, psutil.virtual_memory().available // JOB_MEMORY)
-        num_jobs = len(gpus) if gpus else 1 if device == "mps" else min(max(1, cores // 2), memory_limit)
+        max_jobs_in_memory = max(1, psutil.virtual_memory().available // JOB_MEMORY_BYTES)
+        num_jobs = len(gpus) if gpus else 1 if device == "mps" else min(max(1, cores // 2), max_jobs_in_memory)
     else:
         num_jobs = int(jobs)
     num_jobs = min(num_jobs, num_folds)
@@ -89,58 +89,58 @@ def train_folds(
 
     `num_trained` folds are already trained. Raises `Interrupted` after a signal, `DependencyFailed` if a job failed.
     """
-    waiting, free = list(jobs), list(environments)
-    running: list[_Child] = []
-    failed: list[tuple[_Child, str]] = []
-    reported: set[str] = set()
+    waiting_jobs, free_environments = list(jobs), list(environments)
+    running_children: list[_Child] = []
+    failures: list[tuple[_Child, str]] = []
+    reported_jobs: set[str] = set()
     with StopSignals() as stop:
         try:
-            while running or (waiting and stop.received is None):
-                while waiting and free and stop.received is None:
-                    locked = [job for job in waiting if _is_locked(job, reported, log)]
-                    next_job = next((job for job in waiting if job not in locked), None)
+            while running_children or (waiting_jobs and stop.received is None):
+                while waiting_jobs and free_environments and stop.received is None:
+                    locked_jobs = [job for job in waiting_jobs if _is_locked(job, reported_jobs, log)]
+                    next_job = next((job for job in waiting_jobs if job not in locked_jobs), None)
                     # A process left over from a killed command takes as much memory as our own.
-                    if next_job is None or len(running) + len(locked) >= len(environments):
+                    if next_job is None or len(running_children) + len(locked_jobs) >= len(environments):
                         break
-                    waiting.remove(next_job)
+                    waiting_jobs.remove(next_job)
                     step = next_job.step
-                    running.append(_Child(next_job, free.pop(0)))
+                    running_children.append(_Child(next_job, free_environments.pop(0)))
                     log(f"{next_job.name}: " + (f"resumed at step {step}" if step is not None else "training"))
                 time.sleep(POLL_SECONDS / 5)
                 if stop.received is not None:
-                    for child in running:
+                    for child in running_children:
                         child.forward_signal(stop.received)
-                for child in [child for child in running if child.follow(log, report_progress)]:
-                    running.remove(child)
-                    free.append(child.environment)
+                for child in [child for child in running_children if child.follow(log, report_progress)]:
+                    running_children.remove(child)
+                    free_environments.append(child.environment)
                     if child.code and stop.received is None:
-                        failed.append((child, child.error()))
-                        log(f"{child.job.name}: {failed[-1][1]}")
+                        failures.append((child, child.describe_error()))
+                        log(f"{child.job.name}: {failures[-1][1]}")
         finally:
-            for child in running:
+            for child in running_children:
                 child.end()
     if stop.received is not None:
         raise Interrupted(
             f"stopped by {stop.received.name}; each fold has saved a checkpoint, and the same command resumes them",
             stop.exit_code,
         )
-    if failed:
-        child, text = failed[0]
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        others = "; the other folds are saved" if num_trained + len(jobs) > len(failed) else ""
-        raise DependencyFailed(f"{child.job.run.path}: {text}{more}{others}", child.code)
+    if failures:
+        child, text = failures[0]
+        more_text = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
+        others_text = "; the other folds are saved" if num_trained + len(jobs) > len(failures) else ""
+        raise DependencyFailed(f"{child.job.run.path}: {text}{more_text}{others_text}", child.code)
 
 
-def _is_locked(job: FoldJob, reported: set[str], log: LogCallback) -> bool:
-    """Return whether another process trains the fold: one survives for a while when the command that started it is killed."""
+def _is_locked(job: FoldJob, reported_jobs: set[str], log: LogCallback) -> bool:
+    """Return whether another process trains the fold; such a process survives for a while after its command was killed."""
     if not job.run.path.is_dir():
         return False
     try:
         with Lock(job.run):
             return False
     except DirectoryInUse as error:
-        if job.name not in reported:
-            reported.add(job.name)
+        if job.name not in reported_jobs:
+            reported_jobs.add(job.name)
             owner = str(error).partition(" is in use by ")[2].partition(";")[0]
             log(f"{job.name}: waiting for {owner}, which trains it")
         return True
@@ -172,8 +172,8 @@ class _Child:
     def follow(self, log: LogCallback, report_progress: ProgressCallback) -> bool:
         """Report new progress from its log; return whether it has ended."""
         code = self._process.poll()
-        for line in self._new_lines():
-            evaluation, step = _MEASURED.search(line), _STEP.search(line)
+        for line in self._read_new_lines():
+            evaluation, step = _EVALUATION_LINE.search(line), _STEP_LINE.search(line)
             if step:
                 report_progress(self.job.name, int(step[1]), int(step[2]))
             if evaluation:
@@ -183,7 +183,7 @@ class _Child:
         self.code = code
         return True
 
-    def _new_lines(self) -> list[str]:
+    def _read_new_lines(self) -> list[str]:
         try:
             with self._log.open("rb") as file:
                 file.seek(self._offset)
@@ -194,14 +194,14 @@ class _Child:
         self._offset += len(lines)
         return lines.decode("utf-8", "replace").splitlines()
 
-    def error(self) -> str:
+    def describe_error(self) -> str:
         """Return the last line of stderr, or how the process ended."""
         lines = self._stderr_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         status = f"ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with {self.code}"
         return lines[-1].removeprefix("bottega: ") if lines and self.code > 0 else status
 
     def forward_signal(self, received: signal.Signals) -> None:
-        """Forward a signal once; SIGTERM only after `GRACE` seconds, as a scheduler may have sent it to the process already.
+        """Forward a signal once; SIGTERM only after `GRACE` seconds, since a scheduler may already have sent it to the process.
 
         A second signal would stop the process before it has saved.
         """

@@ -37,17 +37,17 @@ from bottega.tasks.registry import TASKS
 from bottega.terminal import open_console
 
 PERCENTILES = {"min": 0, "5%": 5, "median": 50, "95%": 95, "max": 100}
-LABELS_SHOWN = 12
-"""A longer list of labels shows only its largest and smallest."""
+MAX_LABELS_SHOWN = 12
+"""Maximum number of labels shown; of a longer list, only the most and the least frequent are shown."""
 
 
 def data_command(words: list[str], *, examples: int, out: Path) -> dict[str, Any]:
     """Report on the data of a recipe or path, with `examples` rows; plots are written to `out`."""
     from bottega.callbacks.progress_bars import progress_bars
 
-    columns = _describe_textless_table(words)
-    if columns is not None:
-        return columns
+    column_report = _describe_textless_table(words)
+    if column_report is not None:
+        return column_report
     recipe = read_recipe(_add_task(words), verb="data")
     with progress_bars(open_console()) as report_progress:
         prepared = prepare_recipe(recipe, report_progress)
@@ -67,17 +67,19 @@ def _add_task(words: list[str]) -> list[str]:
 
 
 def _is_path(words: list[str]) -> bool:
-    first = words[0] if words else ""
-    path = Path(first).expanduser()
-    is_path = path.exists() or path.suffix or first.startswith(("/", ".", "~"))
-    return bool(first and is_path and not first.startswith("-") and "=" not in first) and path.suffix not in (
+    first_word = words[0] if words else ""
+    path = Path(first_word).expanduser()
+    is_path = path.exists() or path.suffix or first_word.startswith(("/", ".", "~"))
+    return bool(
+        first_word and is_path and not first_word.startswith("-") and "=" not in first_word
+    ) and path.suffix not in (
         ".yaml",
         ".yml",
     )
 
 
 def _describe_textless_table(words: list[str]) -> dict[str, Any] | None:
-    """Return the columns of a table without a text field, where only its path is given; else None."""
+    """Return the columns of a table without a text field if only its path is given; else None."""
     if not _is_path(words) or any(word.startswith(("data.", "--data")) for word in words[1:]):
         return None
     listing = find_files(Source(path=words[0]))
@@ -111,8 +113,8 @@ def _guess_task(words: list[str]) -> str:
         if listing.kind in spec.files:
             return task
     records = (record for piece in listing.list_pieces(1 << 20)[:1] for record in listing.read(piece))
-    first = next((record for record in records if isinstance(record, Record)), None)
-    names = set(first.fields) if first is not None else set()
+    first_record = next((record for record in records if isinstance(record, Record)), None)
+    names = set(first_record.fields) if first_record is not None else set()
     suffixes, stems = {f".{name.rpartition('.')[2]}" for name in names}, {name.partition(".")[0] for name in names}
     for task, media_suffixes in (("image", IMAGE_SUFFIXES), ("audio", AUDIO_SUFFIXES), ("video", VIDEO_SUFFIXES)):
         if suffixes & media_suffixes or task in stems:
@@ -131,7 +133,7 @@ def describe_data(preview: Preview) -> dict[str, Any]:
         report["lengths"] = {
             "unit": preview.unit,
             **{
-                name: _quantiles(table.lengths(column) / preview.entries_per_unit)
+                name: _compute_quantiles(table.lengths(column) / preview.entries_per_unit)
                 for name, table in tables.items()
                 if len(table)
             },
@@ -144,7 +146,7 @@ def describe_data(preview: Preview) -> dict[str, Any]:
     return report
 
 
-def _quantiles(lengths: np.ndarray) -> dict[str, float]:
+def _compute_quantiles(lengths: np.ndarray) -> dict[str, float]:
     return {name: round(float(np.percentile(lengths, percentile)), 3) for name, percentile in PERCENTILES.items()}
 
 
@@ -211,10 +213,10 @@ def format_report(report: dict[str, Any]) -> str:
         lines += ["", f"lengths in {unit:<13}" + "".join(f"{name:>12}" for name in PERCENTILES)]
         for table, values in lengths.items():
             lines.append(f"  {table:<22}" + "".join(f"{value:>12,.6g}" for value in values.values()))
-    for table, balance in report.get("labels", {}).items():
-        lines += ["", f"classes in {table}: {len(balance)}", *_format_bars(balance)]
-    for table, balance in report.get("rules", {}).items():
-        lines += ["", f"rules in {table}: {len(balance)}", *_format_bars(balance)]
+    for table, counts_by_name in report.get("labels", {}).items():
+        lines += ["", f"classes in {table}: {len(counts_by_name)}", *_format_bars(counts_by_name)]
+    for table, counts_by_name in report.get("rules", {}).items():
+        lines += ["", f"rules in {table}: {len(counts_by_name)}", *_format_bars(counts_by_name)]
     lines += ["", *_format_duplicates(report["duplicates"])]
     if report["bad"]:
         lines.append(f"bad records: {report['bad']:,} of {report['records']:,}, left out")
@@ -232,17 +234,17 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _format_bars(balance: dict[str, int]) -> list[str]:
-    rows = list(balance.items())
-    hidden = max(0, len(rows) - LABELS_SHOWN)
-    if hidden:
-        rows = [*rows[: LABELS_SHOWN - 2], *rows[-2:]]
-    most = max(balance.values(), default=1)
+def _format_bars(counts_by_name: dict[str, int]) -> list[str]:
+    rows = list(counts_by_name.items())
+    num_hidden = max(0, len(rows) - MAX_LABELS_SHOWN)
+    if num_hidden:
+        rows = [*rows[: MAX_LABELS_SHOWN - 2], *rows[-2:]]
+    max_count = max(counts_by_name.values(), default=1)
     lines = [
-        f"  {_escape(name[:24]):<24}{count:>10,}  {'█' * max(1, round(30 * count / most))}" for name, count in rows
+        f"  {_escape(name[:24]):<24}{count:>10,}  {'█' * max(1, round(30 * count / max_count))}" for name, count in rows
     ]
-    if hidden:
-        lines.insert(LABELS_SHOWN - 2, f"  ... {hidden:,} more ...")
+    if num_hidden:
+        lines.insert(MAX_LABELS_SHOWN - 2, f"  ... {num_hidden:,} more ...")
     return lines
 
 

@@ -40,7 +40,7 @@ PACKAGE_EXTRAS = {
 
 def examine_environment() -> dict[str, Any]:
     """Return versions, devices, memory and disk of this machine, and one line for each problem."""
-    versions = {name: _version(name) for name in PACKAGE_EXTRAS}
+    versions = {name: _find_version(name) for name in PACKAGE_EXTRAS}
     report: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -48,7 +48,7 @@ def examine_environment() -> dict[str, Any]:
         "ram_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "disk_free_gib": round(shutil.disk_usage(".").free / 2**30, 1),
         "packages": versions,
-        "devices": _devices() if versions["torch"] else [],
+        "devices": _list_devices() if versions["torch"] else [],
         "problems": [],
         "notes": [],
         "exit_code": 0,
@@ -60,7 +60,9 @@ def examine_environment() -> dict[str, Any]:
         if not extra and not versions[name]
     ]
     if report["disk_free_gib"] < 2:
-        problems.append(f"only {report['disk_free_gib']} GiB of disk are free here: checkpoints may not fit")
+        problems.append(
+            f"only {report['disk_free_gib']} GiB of disk are free here, so checkpoints may not fit; free some space"
+        )
     if any(device.startswith("cuda") for device in report["devices"]) and not versions["nvidia-ml-py"]:
         report["notes"].append("GPU utilisation is only logged with nvidia-ml-py; pip install 'bottega[gpu]'")
     if problems:
@@ -83,14 +85,14 @@ def format_report(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _devices() -> list[str]:
+def _list_devices() -> list[str]:
     import torch
 
     devices = [f"cpu ({torch.get_num_threads()} threads)"]

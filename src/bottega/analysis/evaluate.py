@@ -20,7 +20,7 @@ UNDEFINED_REASONS = {
     "nearest_ratio": "is left out: at least half of the held-out samples are also training samples (distance 0)",
     "variance_ratio": "is left out: no class has two different held-out samples and two generated ones",
 }
-TITLES = {"generated": "generated", "real": "real, held out", "through_codec": "real, through codec"}
+COLUMN_TITLES = {"generated": "generated", "real": "real, held out", "through_codec": "real, through codec"}
 
 
 MAX_CLASSES_SHOWN = 50
@@ -63,7 +63,7 @@ def evaluate(
 def evaluate_run(run: str | Path, *, request: DataRequest, out: Path | None = None, **options: Any) -> dict[str, Any]:
     """Evaluate a run, and write metrics.json and the predictions and plots of a classifier to `out`.
 
-    Images generated for people are always written, by default to the folder of the run.
+    The images of a personalised run are always written, by default to the folder of the run.
     """
     result = _evaluate(run, request=request, out=out, **options)
     if out is not None or "folder" in result:
@@ -97,7 +97,7 @@ def _evaluate(
     data = saved.select_data(request)
     metrics, rows, source = saved.evaluate_data(data)
     result: dict[str, Any] = {
-        "metrics": {**metrics, **_code_usage(saved, source)},
+        "metrics": {**metrics, **_compute_code_usage(saved, source)},
         "checkpoint": str(saved.checkpoint),
         "data": data.path,
         "split": data.split,
@@ -108,7 +108,7 @@ def _evaluate(
         from bottega.analysis.classifier_predictions import ClassifierPredictions
 
         predictions = ClassifierPredictions(rows, source, tuple(saved.workload.classes.names))  # type: ignore[attr-defined]
-        result["per_class"] = predictions.class_metrics()
+        result["per_class"] = predictions.compute_class_metrics()
         if out is not None:
             notes: list[str] = []
             result["files"] = [str(path) for path in predictions.write_files(out, warn=notes.append)]
@@ -116,9 +116,9 @@ def _evaluate(
     if is_personalized and count != 0:
         uses_own_data = data.external is None
         out = out or saved.directory.path / "evaluation" / (str(data.split) if uses_own_data else "data")
-        weights = Path(lpips) if lpips is not None else None
+        lpips_weights = Path(lpips) if lpips is not None else None
         return _evaluate_people(
-            saved, source, result, count=count, lpips=weights, uses_own_data=uses_own_data, out=out, quiet=quiet
+            saved, source, result, count=count, lpips=lpips_weights, uses_own_data=uses_own_data, out=out, quiet=quiet
         )
     if not _is_generator(saved) or count == 0:
         return result
@@ -127,8 +127,8 @@ def _evaluate(
 
 def _check_sampling_options(saved: SavedRun, options: dict[str, Any]) -> None:
     """Raise `UsageError` for an option that has no effect on this task."""
-    is_personalized, generates, task = saved.recipe.task == "personalize", _is_generator(saved), saved.recipe.task
-    accepted = {"--count": is_personalized or generates, "--inception": generates, "--lpips": is_personalized}
+    is_personalized, is_generator, task = saved.recipe.task == "personalize", _is_generator(saved), saved.recipe.task
+    accepted = {"--count": is_personalized or is_generator, "--inception": is_generator, "--lpips": is_personalized}
     for flag, value in options.items():
         if value and not accepted[flag]:
             reason = "does not use it" if accepted["--count"] else "does not score generated samples"
@@ -142,9 +142,11 @@ def _score_generated(
     from bottega.analysis.generation_scores import score_samples
     from bottega.callbacks.progress_bars import progress_bars
 
-    weights = Path(inception) if inception is not None else None
+    inception_weights = Path(inception) if inception is not None else None
     with progress_bars(open_console(quiet=quiet), in_bytes=False) as report_progress:
-        scores = score_samples(saved, **options, inception=weights, report_progress=report_progress, quiet=quiet)
+        scores = score_samples(
+            saved, **options, inception=inception_weights, report_progress=report_progress, quiet=quiet
+        )
     result["metrics"] = {**result["metrics"], **scores.generated}
     result["real"] = scores.real
     if scores.through_processor:
@@ -155,7 +157,7 @@ def _score_generated(
     notes = (
         result.get("notes", [])
         + scores.notes
-        + [f"{name}: {UNDEFINED_REASONS.get(name, 'is undefined here')}" for name in _list_undefined(result)]
+        + [f"{name} {UNDEFINED_REASONS.get(name, 'is undefined here')}" for name in _list_undefined(result)]
     )
     if notes:
         result["notes"] = notes
@@ -188,28 +190,30 @@ def _evaluate_people(
 
 def _list_undefined(result: dict[str, Any]) -> list[str]:
     """Return the measures that are not finite in some column."""
-    columns = [result["metrics"], *(result[name] for name in TITLES if name in result)]
+    columns = [result["metrics"], *(result[name] for name in COLUMN_TITLES if name in result)]
     return [name for name in result["real"] if not all(math.isfinite(values[name]) for values in columns)]
 
 
 def format_report(result: dict[str, Any]) -> str:
     """Format a result for the terminal: the data, the loss, and a table of generated beside real samples or of arms."""
-    compared = result["arms"]["both"] if "arms" in result else result.get("real", {})
+    compared_measures = result["arms"]["both"] if "arms" in result else result.get("real", {})
     width = max(20, *(len(name) + 2 for name in result["metrics"]))
     lines = [_describe_data(result), ""] if "samples" in result else []
-    lines += [f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared]
+    lines += [
+        f"{name:<{width}}{value:.4f}" for name, value in result["metrics"].items() if name not in compared_measures
+    ]
     if "arms" in result:
         from bottega.analysis.personalize_table import format_report as format_arms
 
         lines += [*format_arms(result), "", f"written to {result['folder']}"]
-    elif compared:
+    elif compared_measures:
         undefined = _list_undefined(result)
-        columns = {"generated": result["metrics"], **{name: result[name] for name in TITLES if name in result}}
-        lines += ["", " " * 20 + "".join(f"{TITLES[name]:>22}" for name in columns)]
+        columns = {"generated": result["metrics"], **{name: result[name] for name in COLUMN_TITLES if name in result}}
+        lines += ["", " " * 20 + "".join(f"{COLUMN_TITLES[name]:>22}" for name in columns)]
         lines += [
             f"{measure + ('*' if measure in result.get('weakly_judged', ()) else ''):<20}"
             + "".join(f"{values[measure]:>22.4f}" for values in columns.values())
-            for measure in compared
+            for measure in compared_measures
             if measure not in undefined
         ]
         counts = result["counts"]
@@ -239,7 +243,7 @@ def _format_classes(class_metrics: dict[str, dict[str, float]]) -> list[str]:
     return lines
 
 
-def _code_usage(saved: SavedRun, source: Source) -> dict[str, float]:
+def _compute_code_usage(saved: SavedRun, source: Source) -> dict[str, float]:
     """Return the codebook usage of an image or audio tokenizer on `source`; empty for other tasks."""
     from bottega.tasks.autoencode.tokens_workload import TokensWorkload
 

@@ -32,10 +32,10 @@ from bottega.tasks.metrics.spread import nearest_distances, nearest_ratio, varia
 DEFAULT_COUNTS = {"image": 1000, "video": 1000, "audio": 250}
 """Default number of samples per medium, unless more are held out. Audio is slowest, because its phase is reconstructed."""
 MAX_BYTES, MAX_REFERENCES = 512 << 20, 60_000
-"""Limits on the samples held in memory, each for training and for held-out data: 512 MiB are 10,900 RGB images of
-128 x 128. Larger data is subsampled evenly."""
-CHUNK = 256
-"""Samples processed at once."""
+"""Maximum size and number of the samples in memory, for the training data and again for the held-out data: 512 MiB are 10,900
+RGB images of 128 x 128. Larger data is subsampled evenly."""
+CHUNK_SIZE = 256
+"""Number of samples processed at once."""
 CONDITION_FIELDS = {"label", "condition", "input_ids", "attention_mask"}
 HALF_A_SEMITONE = 0.5
 MIN_JUDGE_SKILL = 0.7
@@ -57,7 +57,7 @@ class GenerationScores:
     notes: list[str] = field(default_factory=list)
     """Measures that are left out, and why."""
     weakly_judged: tuple[str, ...] = ()
-    """The measures that depend on a weak judge; empty where the judge is good enough or there is none."""
+    """The measures that depend on a weak judge; empty if the judge is good enough or there is none."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def score_samples(
 ) -> GenerationScores:
     """Draw samples and score them beside held-out data; without `needs.judge`, the measures that need a judge are left out.
 
-    `count` defaults to `DEFAULT_COUNTS`, or to the number of held-out samples where that is larger. `inception` is a file of
+    `count` defaults to `DEFAULT_COUNTS`, or to the number of held-out samples if that is larger. `inception` is a file of
     Inception weights; with it, FID is computed too.
     """
     workload = saved.workload
@@ -97,11 +97,11 @@ def score_samples(
         raise UsageError(f"this run has no {split} data; give other data with --data")
     if count is not None:  # pixels are held as bytes
         check_sample_memory(count, count, max(1, math.prod(workload.metadata.sample) // 8))
-    compute_fid = _make_fid(inception, workload, saved.engine.device) if inception is not None else None
+    compute_fid = _build_fid_function(inception, workload, saved.engine.device) if inception is not None else None
     notes: list[str] = []
     has_training_data = external is None or _has_own_data(workload, notes)
     # Before sampling, so that a problem with the judge is reported at once.
-    judge = JudgeModel.open_judge(saved, workload, notes, has_own=has_training_data, quiet=quiet)
+    judge = JudgeModel.open_judge(saved, workload, notes, has_own_data=has_training_data, quiet=quiet)
     held_out = collect_samples(
         workload, [workload.read_external_raw(external) if external is not None else workload.read_raw(split)]
     )
@@ -110,7 +110,7 @@ def score_samples(
     )
     training = collect_samples(workload, training_sources) if training_sources is not None else None
     count = max(DEFAULT_COUNTS[workload.medium.name], len(held_out.samples)) if count is None else count
-    indices = _matching_indices(count, len(held_out.samples))
+    indices = _choose_matching_indices(count, len(held_out.samples))
     generated = _draw_samples(saved, workload, held_out, indices, seed, report_progress)
     sample_sets = {"generated": generated, "real": held_out}
     if workload.medium.name == "audio" or workload.task.latents is not None:
@@ -120,20 +120,20 @@ def score_samples(
     reference = Reference(workload, judge, held_out, training)
     # The Frechet distance falls with the number of samples, so all columns use the same number of samples of the same
     # classes: the number drawn or the number held out, whichever is smaller.
-    compared = min(count, len(held_out.samples))
-    compared_indices = dict.fromkeys(sample_sets, indices[:compared]) | {"generated": np.arange(compared)}
+    num_compared = min(count, len(held_out.samples))
+    compared_indices = dict.fromkeys(sample_sets, indices[:num_compared]) | {"generated": np.arange(num_compared)}
     scores = {name: reference.measure(sample_set, compared_indices[name]) for name, sample_set in sample_sets.items()}
     if compute_fid is not None and training is not None:
         for name, sample_set in sample_sets.items():
             scores[name]["fid"] = compute_fid(sample_set.samples[compared_indices[name]], training.samples)
-    counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": compared}
+    counts = {"generated": len(generated.samples), "real": len(held_out.samples), "compared": num_compared}
     if training is not None:
         counts |= {"training": len(training.samples), "training_available": training.num_available}
-    weak = _weak_judge_measures(scores["real"], len(workload.metadata.classes), notes)
-    return GenerationScores(**scores, counts=counts, notes=notes, weakly_judged=weak)
+    weakly_judged = _find_weak_judge_measures(scores["real"], len(workload.metadata.classes), notes)
+    return GenerationScores(**scores, counts=counts, notes=notes, weakly_judged=weakly_judged)
 
 
-def _weak_judge_measures(real: dict[str, float], num_classes: int, notes: list[str]) -> tuple[str, ...]:
+def _find_weak_judge_measures(real: dict[str, float], num_classes: int, notes: list[str]) -> tuple[str, ...]:
     """Return the measures that are unreliable because the judge is weak on real data, and add a note."""
     accuracy, chance = real.get("conditional_accuracy"), 1 / max(2, num_classes)
     if accuracy is None or not (accuracy - chance) / (1 - chance) < MIN_JUDGE_SKILL:
@@ -168,19 +168,21 @@ class Reference:
     ) -> None:
         self.workload, self.judge, self.held_out = workload, judge, held_out
         features = judge.classify(training.samples)[1] if judge is not None and training is not None else None
-        self.features = feature_moments(features) if features is not None else None
-        self.training = _to_comparable(workload, training.samples) if training is not None else None
-        self.real = _to_comparable(workload, held_out.samples)
-        self.distances = nearest_distances(self.real, self.training) if self.training is not None else None
+        self.training_moments = feature_moments(features) if features is not None else None
+        self.training_values = _to_comparable(workload, training.samples) if training is not None else None
+        self.held_out_values = _to_comparable(workload, held_out.samples)
+        self.held_out_distances = (
+            nearest_distances(self.held_out_values, self.training_values) if self.training_values is not None else None
+        )
 
     def frechet_distance_to_training(self, samples: np.ndarray) -> float:
         """Return the Frechet distance between the judge features of `samples` and those of the training data."""
         assert self.judge is not None
-        assert self.features is not None
-        return distance_of_moments(feature_moments(self.judge.classify(samples)[1]), self.features)
+        assert self.training_moments is not None
+        return distance_of_moments(feature_moments(self.judge.classify(samples)[1]), self.training_moments)
 
-    def measure(self, sample_set: SampleSet, compared: np.ndarray) -> dict[str, float]:
-        """Return all measures of a set; the Frechet distance uses the samples with the indices `compared`."""
+    def measure(self, sample_set: SampleSet, compared_indices: np.ndarray) -> dict[str, float]:
+        """Return all measures of a set; the Frechet distance uses the samples with the indices `compared_indices`."""
         measures: dict[str, float] = {}
         names, is_real = self.workload.metadata.classes, sample_set is self.held_out
         if self.judge is not None:
@@ -189,16 +191,20 @@ class Reference:
                 measures |= conditional_accuracy(
                     self.judge.map_to_generator_classes(probabilities.argmax(1), names), sample_set.labels, names
                 )
-            if self.features is not None:
-                measures["frechet_distance"] = distance_of_moments(feature_moments(features[compared]), self.features)
+            if self.training_moments is not None:
+                measures["frechet_distance"] = distance_of_moments(
+                    feature_moments(features[compared_indices]), self.training_moments
+                )
         if sample_set.labels is not None:
             measures |= _measure_medium(self.workload, sample_set)
-        values = self.real if is_real else _to_comparable(self.workload, sample_set.samples)
+        values = self.held_out_values if is_real else _to_comparable(self.workload, sample_set.samples)
         if sample_set.labels is not None and self.held_out.labels is not None:
-            measures["variance_ratio"] = variance_ratio(values, sample_set.labels, self.real, self.held_out.labels)
-        if self.training is not None and self.distances is not None:
-            distances = self.distances if is_real else nearest_distances(values, self.training)
-            measures["nearest_ratio"] = nearest_ratio(distances, self.distances)
+            measures["variance_ratio"] = variance_ratio(
+                values, sample_set.labels, self.held_out_values, self.held_out.labels
+            )
+        if self.training_values is not None and self.held_out_distances is not None:
+            distances = self.held_out_distances if is_real else nearest_distances(values, self.training_values)
+            measures["nearest_ratio"] = nearest_ratio(distances, self.held_out_distances)
         return measures
 
 
@@ -232,11 +238,11 @@ class JudgeModel:
 
     @classmethod
     def open_judge(
-        cls, saved: SavedRun, workload: GenerationWorkload, notes: list[str], *, has_own: bool = True, quiet: bool
+        cls, saved: SavedRun, workload: GenerationWorkload, notes: list[str], *, has_own_data: bool = True, quiet: bool
     ) -> JudgeModel | None:
         """Open `needs.judge`, training it first if needed.
 
-        Return None, with a note, where the recipe has no judge, the data has fewer than two classes, or the judge is not
+        Return None, with a note, if the recipe has no judge, the data has fewer than two classes, or the judge is not
         trained yet and its training data is gone.
         """
         dependency, runs_folder = workload.recipe.needs.get("judge"), saved.directory.path.parent
@@ -248,13 +254,13 @@ class JudgeModel:
             notes.append(f"{reason}; conditional_accuracy and frechet_distance are left out")
             return None
         judge_run = dependencies.dependency_run(workload.recipe, "judge", runs_folder=runs_folder)
-        if not has_own and dependency.run is None and not is_exported(judge_run):
-            notes.append("needs.judge: is not trained yet, and its data is missing; conditional_accuracy is left out")
+        if not has_own_data and dependency.run is None and not is_exported(judge_run):
+            notes.append("needs.judge is not trained yet, and its data is missing; conditional_accuracy is left out")
             return None
-        options: dict[str, Any] = {"quiet": quiet, "runs_folder": runs_folder, "allow_data_change": not has_own}
+        options: dict[str, Any] = {"quiet": quiet, "runs_folder": runs_folder, "allow_data_change": not has_own_data}
         path = ensure_dependency(workload.recipe, "judge", **options, started_in=workload.data.started_in)
         try:
-            # Not its best checkpoint: that was selected on the data held out here, which would favour the real samples.
+            # Not the best checkpoint: it was selected on the data held out here, which would favour the real samples.
             loaded = load(path, checkpoint="last", device=str(saved.engine.device))
         except CheckpointError as error:
             raise CheckpointError(f"needs.judge: {path}: {error}; delete it to train it again") from error
@@ -266,8 +272,8 @@ class JudgeModel:
         """Return class probabilities (samples, classes) and features (samples, features)."""
         probabilities, features = [], []
         with self.saved.engine.sampling() as models:
-            for first in range(0, len(samples), CHUNK):
-                chunk = samples[first : first + CHUNK]
+            for start in range(0, len(samples), CHUNK_SIZE):
+                chunk = samples[start : start + CHUNK_SIZE]
                 values = normalise_pixels(chunk, mode=self.normalisation) if chunk.dtype == np.uint8 else chunk
                 outputs = self.workload.predict_with_features(models, values, device=self.saved.engine.device)
                 probabilities.append(outputs[0])
@@ -280,12 +286,13 @@ class JudgeModel:
         return np.array([indices.get(name, -1) for name in self.workload.classes.names])[predicted]
 
 
-def _matching_indices(count: int, available: int) -> np.ndarray:
+def _choose_matching_indices(count: int, num_available: int) -> np.ndarray:
     """Return for each of `count` samples the index of the held-out sample whose condition it gets.
 
-    All held-out samples in turn, or an even subset: the first samples of a folder sorted by class would have one class.
+    These are all held-out samples in turn, or an evenly spaced subset: the first ones of a folder sorted by class would all
+    have the same class.
     """
-    return np.arange(count) % available if count >= available else np.arange(count) * available // count
+    return np.arange(count) % num_available if count >= num_available else np.arange(count) * num_available // count
 
 
 def _draw_samples(
@@ -300,12 +307,12 @@ def _draw_samples(
     conditions = {name: value[indices] for name, value in held_out.conditions.items()}
     rows, count, chunks = {**conditions, "number": np.arange(len(indices))}, len(indices), []
     with saved.engine.sampling() as models:
-        for first in range(0, count, CHUNK):
-            chunk = {name: value[first : first + CHUNK] for name, value in rows.items()}
+        for start in range(0, count, CHUNK_SIZE):
+            chunk = {name: value[start : start + CHUNK_SIZE] for name, value in rows.items()}
             size = len(chunk["number"])
 
-            def report_chunk(stage: str, done: int, total: int, before: int = first, size: int = size) -> None:
-                report_progress(stage, before * total // size + done, count * total // size)
+            def report_chunk(stage: str, done: int, total: int, num_before: int = start, size: int = size) -> None:
+                report_progress(stage, num_before * total // size + done, count * total // size)
 
             # A sample is a function of its number, so chunks do not change it; all samples at once would be large as floats.
             x = workload.sampler.draw(
@@ -318,10 +325,10 @@ def _draw_samples(
 def collect_samples(workload: GenerationWorkload, sources: list[Source]) -> SampleSet:
     """Load the samples of `sources` as pixels or waveforms, evenly subsampled to `MAX_BYTES` and `MAX_REFERENCES`."""
     total = sum(map(len, sources))
-    first = next((source for source in sources if len(source)), None)
-    if first is None:
+    first_source = next((source for source in sources if len(source)), None)
+    if first_source is None:
         raise UsageError("there are no samples to compare with: the data is empty; give other data")
-    size = _to_samples(workload, first.rows(np.arange(1), np.zeros(1, np.int64))).nbytes
+    size = _to_samples(workload, first_source.rows(np.arange(1), np.zeros(1, np.int64))).nbytes
     if workload.mel is not None:  # spectrograms as floats may be larger
         size = max(size, 4 * math.prod(workload.mel.shape))
     step = max(1, -(-total // MAX_REFERENCES), -(-total * size // MAX_BYTES))
@@ -330,8 +337,8 @@ def collect_samples(workload: GenerationWorkload, sources: list[Source]) -> Samp
     conditions: dict[str, list[np.ndarray]] = {}
     num_filled = 0
     for source, source_indices in zip(sources, indices, strict=True):
-        for start in range(0, len(source_indices), CHUNK):
-            index = source_indices[start : start + CHUNK]
+        for start in range(0, len(source_indices), CHUNK_SIZE):
+            index = source_indices[start : start + CHUNK_SIZE]
             rows = source.rows(index, np.zeros_like(index))
             values = _to_samples(workload, rows)
             if samples is None:  # preallocated, because concatenating chunks at the end would hold all samples twice
@@ -359,20 +366,24 @@ def _to_comparable(workload: GenerationWorkload, samples: np.ndarray) -> np.ndar
     """
     if workload.mel is None:
         return samples
-    return np.concatenate([workload.mel.encode(samples[i : i + CHUNK]) for i in range(0, len(samples), CHUNK)])
+    return np.concatenate(
+        [workload.mel.encode(samples[i : i + CHUNK_SIZE]) for i in range(0, len(samples), CHUNK_SIZE)]
+    )
 
 
 def _round_trip(saved: SavedRun, workload: GenerationWorkload, samples: np.ndarray) -> np.ndarray:
     """Return real samples encoded and decoded: the best that a perfect model could generate."""
     with saved.engine.sampling() as models:
         chunks = [
-            workload.round_trip(models, samples[i : i + CHUNK], saved.engine.device)
-            for i in range(0, len(samples), CHUNK)
+            workload.round_trip(models, samples[i : i + CHUNK_SIZE], saved.engine.device)
+            for i in range(0, len(samples), CHUNK_SIZE)
         ]
     return np.concatenate(chunks)
 
 
-def _make_fid(weights: Path, workload: GenerationWorkload, device: Any) -> Callable[[np.ndarray, np.ndarray], float]:
+def _build_fid_function(
+    weights: Path, workload: GenerationWorkload, device: Any
+) -> Callable[[np.ndarray, np.ndarray], float]:
     """Return a function that computes FID between samples and training data; videos are compared frame by frame."""
     if workload.medium.name == "audio":
         raise UsageError("--inception: FID is defined for images and video, not for audio; remove it")
@@ -386,15 +397,15 @@ def _make_fid(weights: Path, workload: GenerationWorkload, device: Any) -> Calla
         frames = samples.reshape(-1, *samples.shape[-3:])
         return np.concatenate(
             [
-                network(torch.from_numpy(frames[i : i + CHUNK]).to(device)).cpu().numpy()
-                for i in range(0, len(frames), CHUNK)
+                network(torch.from_numpy(frames[i : i + CHUNK_SIZE]).to(device)).cpu().numpy()
+                for i in range(0, len(frames), CHUNK_SIZE)
             ]
         )
 
-    cached: list[np.ndarray] = []
+    training_features: list[np.ndarray] = []
 
-    def distance(samples: np.ndarray, training: np.ndarray) -> float:
-        cached[:] = cached or [compute_features(training)]
-        return frechet_distance(compute_features(samples), cached[0])
+    def compute_distance(samples: np.ndarray, training: np.ndarray) -> float:
+        training_features[:] = training_features or [compute_features(training)]
+        return frechet_distance(compute_features(samples), training_features[0])
 
-    return distance
+    return compute_distance

@@ -12,11 +12,11 @@ from bottega.data.loading.loader import Loader
 
 def inspect_model(run_or_recipe: str, words: list[str]) -> dict[str, Any]:
     """Return a row for each module of a run or recipe, with gradient norms of the first training batch; nothing is updated."""
-    engine, workload, batch_size, seed = _open(run_or_recipe, words)
+    engine, workload, batch_size, seed = _open_engine(run_or_recipe, words)
     return engine.inspect(Loader(workload.data.training(), batch_size, seed=seed, order=workload.data.order).batch(0))
 
 
-def _open(run_or_recipe: str, words: list[str]) -> tuple[Engine, Any, int, int]:
+def _open_engine(run_or_recipe: str, words: list[str]) -> tuple[Engine, Any, int, int]:
     if RunDirectory(split_checkpoint_path(Path(run_or_recipe))[0]).recipe.is_file():
         from bottega.run.saved import open_run
 

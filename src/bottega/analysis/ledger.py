@@ -23,8 +23,8 @@ def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
         resolve_paths(dependencies.resolve_references(saved.recipe), saved.workload.data.started_in), saved.workload
     )
     source = plan.training
-    world = _world(saved.directory.environment)
-    loader = build_plain_loader(saved.recipe, source, data_size=world, order=plan.order)
+    world_size = _read_world_size(saved.directory.environment)
+    loader = build_plain_loader(saved.recipe, source, data_size=world_size, order=plan.order)
     index, epoch = loader.indices(step - 1)
     report: dict[str, Any] = {
         "run": str(path),
@@ -33,9 +33,9 @@ def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
         "epochs": epoch.tolist(),
         "described": [source.describe(int(i), int(e)) for i, e in zip(index[:4], epoch[:4], strict=True)],
     }
-    trained = max((manifest.step for _, manifest in list_checkpoints(saved.directory.checkpoints)), default=0)
-    if step > trained:
-        report["note"] = f"the run has trained for {trained} steps; step {step} would use these samples"
+    num_trained_steps = max((manifest.step for _, manifest in list_checkpoints(saved.directory.checkpoints)), default=0)
+    if step > num_trained_steps:
+        report["note"] = f"the run has trained for {num_trained_steps} steps; step {step} would use these samples"
     if replay:
         batch = loader.batch(step - 1)
         # Only the task of the training plan can adapt to an episode.
@@ -50,7 +50,7 @@ def list_step_samples(path: Path, *, step: int, replay: bool) -> dict[str, Any]:
     return report
 
 
-def _world(environment: Path) -> int:
+def _read_world_size(environment: Path) -> int:
     import json
 
     return int(json.loads(environment.read_text())["world"]) if environment.is_file() else 1

@@ -42,7 +42,7 @@ def lr_find_command(
     report = find_learning_rate(
         recipe, run=Path(run_or_recipe) if is_run else None, low=low, high=high, steps=steps, quiet=quiet
     )
-    report["command"] = _train_command(run_or_recipe, words, report, is_run=is_run)
+    report["command"] = _build_train_command(run_or_recipe, words, report, is_run=is_run)
     return write_report(report, out) if World.from_environment().is_main else report
 
 
@@ -56,11 +56,11 @@ def find_learning_rate(
 ) -> dict[str, Any]:
     """Run the test on a recipe, or on the run directory or checkpoint `run` with its own recipe."""
     check_range(low, high, steps)
-    start: tuple[Path, str] | None = None
+    start_checkpoint: tuple[Path, str] | None = None
     folders: tuple[Path, ...] = ()
     if run is not None:
         directory = RunDirectory(split_checkpoint_path(run)[0])
-        recipe, start = load_saved_recipe(directory.recipe), _find_start(directory, run)
+        recipe, start_checkpoint = load_saved_recipe(directory.recipe), _find_start(directory, run)
         folders = read_start_folders(directory.path)
     assert recipe is not None, "a recipe or a run"
     raise_all(find_problems(resolve_paths(recipe, folders)))
@@ -69,13 +69,13 @@ def find_learning_rate(
     is_main = World.from_environment().is_main
     console = Console(unit="samples", quiet=quiet or not is_main)
     workload = prepare_workload(resolve_paths(dependencies.resolve_references(recipe), folders), console)
-    if start is not None and start[1] != workload.data.fingerprint:
+    if start_checkpoint is not None and start_checkpoint[1] != workload.data.fingerprint:
         raise DataError(f"{run}: the data has changed since its last checkpoint; undo the change")
     with progress_bars(console.rich, in_bytes=False) as report_progress:
         return run_range_test(
             recipe,
             workload,
-            checkpoint_path=start[0] if start is not None else None,
+            checkpoint_path=start_checkpoint[0] if start_checkpoint is not None else None,
             low=low,
             high=high,
             steps=steps,
@@ -91,19 +91,30 @@ def _find_start(run: RunDirectory, path: Path) -> tuple[Path, str]:
     return checkpoint[0], str(checkpoint[1].fingerprint.get("data"))
 
 
-def _train_command(run_or_recipe: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
-    rate = f"training.learning_rate={report['suggestion']:g}"
+def _build_train_command(run_or_recipe: str, words: list[str], report: dict[str, Any], *, is_run: bool) -> str:
+    rate_override = f"training.learning_rate={report['suggestion']:g}"
     if not is_run:
         other_words = [
             word for word in words if not word.startswith(("training.learning_rate=", "learning_rate=", "lr="))
         ]
-        return shlex.join(["bottega", "train", run_or_recipe, *other_words, rate])
+        return shlex.join(["bottega", "train", run_or_recipe, *other_words, rate_override])
     run = RunDirectory(split_checkpoint_path(Path(run_or_recipe))[0])
-    name, longer = f"name={run.path.resolve().name}-again", []
+    name_override, length_overrides = f"name={run.path.resolve().name}-again", []
     recipe = load_saved_recipe(run.recipe)
     if recipe.training.max_steps is not None and report["from_step"] >= recipe.training.max_steps:
-        longer = [f"training.max_steps={report['from_step'] + recipe.training.max_steps}"]
-    return shlex.join(["bottega", "train", str(run.recipe), name, rate, *longer, "--resume_from", run_or_recipe])
+        length_overrides = [f"training.max_steps={report['from_step'] + recipe.training.max_steps}"]
+    return shlex.join(
+        [
+            "bottega",
+            "train",
+            str(run.recipe),
+            name_override,
+            rate_override,
+            *length_overrides,
+            "--resume_from",
+            run_or_recipe,
+        ]
+    )
 
 
 def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
@@ -119,9 +130,9 @@ def write_report(report: dict[str, Any], out: Path) -> dict[str, Any]:
 def format_report(report: dict[str, Any]) -> str:
     """Format a report for the terminal."""
     rates = report["curve"]["rate"]
-    end = f"diverges at {report['diverged']:.2e}" if report["diverged"] is not None else f"ends at {rates[-1]:.2e}"
+    end_text = f"diverges at {report['diverged']:.2e}" if report["diverged"] is not None else f"ends at {rates[-1]:.2e}"
     lines = [
-        f"loss {report['start_loss']:.4f} -> {report['lowest_loss']:.4f}, rates from {rates[0]:.2e} on; it {end}",
+        f"loss {report['start_loss']:.4f} -> {report['lowest_loss']:.4f}, rates from {rates[0]:.2e} on; it {end_text}",
         f"  steepest fall    {report['steepest']:.2e}",
         f"  minimum / 10     {report['minimum_tenth']:.2e}",
         f"  suggestion       {report['suggestion']:.2e}",

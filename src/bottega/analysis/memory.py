@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from bottega.analysis.plan import precompute_notes
+from bottega.analysis.plan import list_precompute_notes
 from bottega.callbacks.console import Console
 from bottega.callbacks.progress_bars import progress_bars
 from bottega.config.load import get_global_batch_size
@@ -25,8 +25,8 @@ from bottega.world import World
 GIB = 1 << 30
 GPU_SIZES = (16, 24, 40, 48, 80, 141)
 """Memory of common GPUs, in GiB."""
-CUDA_CONTEXT = 1.0
-"""GiB in use before the first tensor: the CUDA context, kernels and cuBLAS workspaces."""
+CUDA_CONTEXT_GIB = 1.0
+"""Memory in use before the first tensor: the CUDA context, kernels and cuBLAS workspaces."""
 MAX_MICRO_BATCH = 64
 """Largest micro-batch that is measured; the batch of a recipe may be larger."""
 
@@ -51,21 +51,21 @@ def plan_memory(words: list[str], *, quiet: bool = False) -> dict[str, Any]:
     engine = build_engine(recipe.model_copy(update={"training": training}), plan.task)
     try:
         with progress_bars(console.rich, in_bytes=False) as report_progress:
-            batch = get_global_batch_size(recipe, 1)
+            batch_size = get_global_batch_size(recipe, 1)
             return measure_memory(
                 engine,
-                lambda size: longest_batch(plan.training, size),
-                batch=batch,
-                max_micro_batch=min(batch, MAX_MICRO_BATCH),
+                lambda size: build_longest_batch(plan.training, size),
+                batch_size=batch_size,
+                max_micro_batch=min(batch_size, MAX_MICRO_BATCH),
                 report_progress=lambda done, total: report_progress("memory", done, total),
-                notes=precompute_notes(recipe),
+                notes=list_precompute_notes(recipe),
             )
     finally:
         engine.close()
 
 
-def longest_batch(source: Source, size: int) -> Batch:
-    """Return a batch of the `size` longest samples, because these decide what fits; the first ones if all have one length."""
+def build_longest_batch(source: Source, size: int) -> Batch:
+    """Return a batch of the `size` longest samples, because these decide what fits; the first ones if all have the same length."""
     by_length = source.length_order(len(source))
     order = np.arange(len(source)) if by_length is None else np.asarray(by_length)[::-1]
     index = order[np.arange(size) % len(order)]
@@ -74,16 +74,16 @@ def longest_batch(source: Source, size: int) -> Batch:
 
 def measure_memory(
     engine: Engine,
-    batch_of: Callable[[int], Batch],
+    build_batch: Callable[[int], Batch],
     *,
-    batch: int,
+    batch_size: int,
     max_micro_batch: int,
     report_progress: Any = lambda done, total: None,
     notes: list[str],
 ) -> dict[str, Any]:
     """Measure memory by micro-batch and find the micro-batch that fits on each GPU; return plain values."""
     is_gpu = engine.device_type == "cuda"
-    measurement = engine.measure_memory(batch_of, max_micro_batch=max_micro_batch, report_progress=report_progress)
+    measurement = engine.measure_memory(build_batch, max_micro_batch=max_micro_batch, report_progress=report_progress)
     if not measurement.steps:
         raise OutOfMemory(f"out of memory on {engine.device} with one example; use a smaller model or shorter samples")
     trained_model = next(model for model in measurement.models if model.name == "model")
@@ -95,9 +95,9 @@ def measure_memory(
         "trained_parameters": trained_model.learning,
         "gradient_bytes": measurement.gradient_bytes,
         "optimizer_bytes": measurement.optimizer_bytes,
-        "batch": batch,
+        "batch": batch_size,
         "rows": [row._asdict() for row in measurement.steps],
-        "cards": fit_gpus(measurement.steps, batch) if is_gpu else [],
+        "cards": fit_gpus(measurement.steps, batch_size) if is_gpu else [],
         "notes": notes if is_gpu else [*notes, NO_GPU_NOTE],
     }
 
@@ -108,14 +108,14 @@ NO_GPU_NOTE = (
 )
 
 
-def fit_gpus(rows: list[Any], batch: int) -> list[dict[str, Any]]:
+def fit_gpus(rows: list[Any], batch_size: int) -> list[dict[str, Any]]:
     """Return for each GPU size the largest measured micro-batch that fits, and the number of passes for a batch."""
     cards = []
     for size in GPU_SIZES:
-        fits = [row for row in rows if row.reserved / GIB + CUDA_CONTEXT <= size]
-        micro = max((row.micro_batch for row in fits), default=None)
-        passes = -(-batch // micro) if micro else None
-        cards.append({"gib": size, "micro_batch": micro, "passes": passes})
+        fitting_rows = [row for row in rows if row.reserved / GIB + CUDA_CONTEXT_GIB <= size]
+        micro_batch_size = max((row.micro_batch for row in fitting_rows), default=None)
+        passes = -(-batch_size // micro_batch_size) if micro_batch_size else None
+        cards.append({"gib": size, "micro_batch": micro_batch_size, "passes": passes})
     return cards
 
 
@@ -139,8 +139,8 @@ def format_report(report: dict[str, Any]) -> str:
     if report["cards"]:
         lines += ["", f"{'GPU memory':>11}{'micro-batch':>13}{'passes':>8}  for a batch of {report['batch']}"]
         for card in report["cards"]:
-            fits = f"{card['micro_batch']:>13}{card['passes']:>8}" if card["micro_batch"] else f"{'none':>13}"
-            lines.append(f"{card['gib']:>7} GiB{fits}")
+            fit_text = f"{card['micro_batch']:>13}{card['passes']:>8}" if card["micro_batch"] else f"{'none':>13}"
+            lines.append(f"{card['gib']:>7} GiB{fit_text}")
     return "\n".join([*lines, *(f"note: {note}" for note in report["notes"])])
 
 

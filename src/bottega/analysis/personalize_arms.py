@@ -1,6 +1,6 @@
 """Statistics over the arms of a personalised evaluation: means with intervals, and paired tests over people.
 
-A row holds the measures of one record in one arm. A user with several records counts once, with the mean of them:
+A row holds the measures of one record in one arm. A user with several records counts once, with the mean over these records:
 people are the independent samples, records of one person are not.
 """
 
@@ -20,7 +20,7 @@ from bottega.tasks.personalize.arms import ARMS
 
 ALL_ARMS = (*ARMS, "picked", "shuffled")
 TARGET_ARM = "target"
-"""Not generated: the image that the person chose; its scores are the ceiling of each measure."""
+"""The image that the person chose, which is not generated; its scores are the ceiling of each measure."""
 TESTED_PAIRS = (("none", "both"), ("keywords", "both"), ("shuffled", "both"), ("none", "keywords"), ("none", "soft"))
 """Pairs (first, second) that are tested; the difference is second minus first."""
 MIN_PEOPLE = 5
@@ -32,7 +32,7 @@ ACCURACY_SUFFIX = "_accuracy"
 Rows = Sequence[Mapping[str, Any]]
 
 
-def measure_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+def list_measures(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return the names of the measures in `rows`, accuracies first."""
     names = dict.fromkeys(name for row in rows for name in row)
     return [n for n in names if n.endswith(ACCURACY_SUFFIX)] + [
@@ -40,14 +40,14 @@ def measure_names(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def measure_direction(measure: str) -> str | None:
-    """Return "max" where larger values of a measure are better, "min" where smaller ones are, else None."""
+def get_measure_direction(measure: str) -> str | None:
+    """Return "max" if larger values of a measure are better, "min" if smaller ones are, else None."""
     if measure in SMALLER_IS_BETTER:
         return "min"
     return "max" if measure.endswith(ACCURACY_SUFFIX) or measure in LARGER_IS_BETTER else None
 
 
-def mean_by_user(rows: Rows, arm: str, measure: str) -> dict[str, float]:
+def average_by_user(rows: Rows, arm: str, measure: str) -> dict[str, float]:
     """Return user -> mean of a measure over the user's records in one arm; users without a value are left out."""
     values: dict[str, list[float]] = {}
     for row in rows:
@@ -62,16 +62,16 @@ def summarise_arms(rows: Rows, *, level: float = 0.95) -> dict[str, dict[str, di
     """Return arm -> measure -> mean, low and high (confidence interval) over people."""
     summary: dict[str, dict[str, dict[str, float]]] = {}
     for arm in (*ALL_ARMS, TARGET_ARM):
-        for measure in measure_names(rows):
-            values = np.array(list(mean_by_user(rows, arm, measure).values()))
+        for measure in list_measures(rows):
+            values = np.array(list(average_by_user(rows, arm, measure).values()))
             if len(values):
-                interval = measure_interval(values, level=level)
+                interval = compute_interval(values, level=level)
                 stats = {"mean": float(values.mean()), "low": interval.low, "high": interval.high}
                 summary.setdefault(arm, {})[measure] = stats
     return summary
 
 
-def measure_interval(values: np.ndarray, *, level: float) -> statistics.Interval:
+def compute_interval(values: np.ndarray, *, level: float) -> statistics.Interval:
     """Return a confidence interval of the mean: Wilson's for binary values, else a bootstrap over people.
 
     A bootstrap of 48 wrong answers would give an interval of width 0.
@@ -86,9 +86,11 @@ def compare_arms(
 ) -> list[dict[str, Any]]:
     """Test each pair of arms by each measure, over the people in both; p is Holm-adjusted within a measure."""
     tests: list[dict[str, Any]] = []
-    for measure in measure_names(rows):
+    for measure in list_measures(rows):
         measure_tests = []
-        arms = {arm: mean_by_user(rows, arm, measure) for arm in dict.fromkeys(arm for pair in pairs for arm in pair)}
+        arms = {
+            arm: average_by_user(rows, arm, measure) for arm in dict.fromkeys(arm for pair in pairs for arm in pair)
+        }
         is_binary = are_binary([np.array(list(values.values())) for values in arms.values()])
         for first, second in pairs:
             first_values, second_values = arms[first], arms[second]
@@ -117,7 +119,8 @@ def compare_users(second: np.ndarray, first: np.ndarray, *, level: float, is_bin
 def are_binary(arrays: Iterable[np.ndarray]) -> bool:
     """Return whether all values of all arms are 0 or 1.
 
-    Decided once for a measure: with different tests for its pairs, the larger difference could have the larger p.
+    Decide this once for a measure, not for each pair of arms: if its pairs had different tests, the larger difference could
+    have the larger p.
     """
     return all(bool(np.isin(values, (0.0, 1.0)).all()) for values in arrays)
 
@@ -136,9 +139,9 @@ def _to_dict(comparison: statistics.Comparison) -> dict[str, Any]:
 
 
 def swap_histories(preferences: Sequence[tuple[str, ...]], *, seed: int) -> list[int] | None:
-    """Return for each user the index of one with other preferences; each index occurs once.
+    """Return for each user the index of a user with other preferences; each index occurs once.
 
-    None where more than half of the people have the same preferences, so that no such permutation exists. People are
+    None if more than half of the people have the same preferences, so that no such permutation exists. People are
     sorted by preferences and rotated by the size of the largest group, so that no user stays within their own group.
     """
     rng, groups = numpy_generator(seed, "strangers"), sorted(set(preferences))
@@ -147,5 +150,5 @@ def swap_histories(preferences: Sequence[tuple[str, ...]], *, seed: int) -> list
     if not preferences or 2 * largest > len(preferences):
         return None
     order = sorted(rng.permutation(len(preferences)).tolist(), key=lambda user: group_ranks[preferences[user]])
-    swapped = dict(zip(order, order[largest:] + order[:largest], strict=True))
-    return [swapped[user] for user in range(len(preferences))]
+    partners = dict(zip(order, order[largest:] + order[:largest], strict=True))
+    return [partners[user] for user in range(len(preferences))]

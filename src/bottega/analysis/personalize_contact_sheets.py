@@ -39,9 +39,9 @@ class PersonRow:
 
 def write_contact_sheets(people: Sequence[PersonRow], folder: Path) -> list[Path]:
     """Write numbered pages with the columns history, wish, and each arm; return their paths."""
-    for old in folder.glob("[0-9]*.png"):  # pages of an earlier evaluation of more people
-        if old.stem.isdecimal():
-            old.unlink()
+    for old_page in folder.glob("[0-9]*.png"):  # pages of an earlier evaluation of more people
+        if old_page.stem.isdecimal():
+            old_page.unlink()
     pages = [people[first : first + PEOPLE_PER_PAGE] for first in range(0, len(people), PEOPLE_PER_PAGE)]
     files = build_numbered_paths(folder, len(pages), ".png")
     for page, path in zip(pages, files, strict=True):
@@ -52,10 +52,10 @@ def write_contact_sheets(people: Sequence[PersonRow], folder: Path) -> list[Path
 
 def _draw_page(people: Sequence[PersonRow], path: Path) -> None:
     arms = list(people[0].images_by_arm)
-    columns = min(3, max((len(person.history_images) for person in people), default=0))
-    text_left = MARGIN + max(1, columns) * (THUMB_SIDE + 4) + GAP
+    num_columns = min(3, max((len(person.history_images) for person in people), default=0))
+    text_left = MARGIN + max(1, num_columns) * (THUMB_SIDE + 4) + GAP
     left = text_left + TEXT_WIDTH
-    width = max(left + len(arms) * (IMAGE_SIDE + GAP), MARGIN + _text_width(_describe_arms(arms)))
+    width = max(left + len(arms) * (IMAGE_SIDE + GAP), MARGIN + _measure_text_width(_describe_arms(arms)))
     page = Canvas(width + MARGIN, TOP_MARGIN + len(people) * (IMAGE_SIDE + 2 * GAP))
     page.draw_text(MARGIN, 20, "history, wish and generated images of each user", anchor="lm", size=16)
     page.draw_text(MARGIN, 42, _describe_arms(arms), anchor="lm", size=11, fill=FAINT)
@@ -85,7 +85,7 @@ def _describe_arms(arms: Iterable[str]) -> str:
     return "; ".join(f"{arm}: {ARM_LABELS[arm]}" for arm in arms)
 
 
-def _text_width(line: str) -> float:
+def _measure_text_width(line: str) -> float:
     return Canvas(1, 1).measure_text(line, 11)  # an empty canvas: the width of the page depends on this
 
 

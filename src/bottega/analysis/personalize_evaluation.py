@@ -22,20 +22,20 @@ from bottega.analysis.personalize_arms import (
     MIN_PEOPLE,
     TARGET_ARM,
     compare_arms,
-    measure_names,
+    list_measures,
     summarise_arms,
     swap_histories,
 )
 from bottega.analysis.personalize_contact_sheets import PersonRow, plot_arms, write_contact_sheets
 from bottega.analysis.personalize_metrics import STICKER_PREFIX, ImageMetrics, People
-from bottega.analysis.personalize_table import headline_measures
+from bottega.analysis.personalize_table import select_headline_measures
 from bottega.analysis.personalize_truth import (
     MIN_STICKER_ACCURACY,
     ClipFieldClassifier,
     TruthFields,
+    build_preference_keys,
     find_sticker_classifier,
     find_truth_fields,
-    preference_keys,
     score_fields,
     score_keywords,
 )
@@ -44,15 +44,15 @@ from bottega.plots.figure import try_plot
 from bottega.storage.durable import replacing_file
 from bottega.tasks.personalize.arms import ARMS
 from bottega.tasks.personalize.contact_sheets import MAX_HISTORY_SHOWN
-from bottega.tasks.personalize.data.records import Item, Record, evenly_spaced
+from bottega.tasks.personalize.data.records import Item, Record, pick_evenly_spaced
 
 PEOPLE_FILE, SHEETS_FOLDER, CHART_FILE = "people.jsonl", "sheets", "arms.png"
 MAX_RECORDS = 256
-"""Default limit of records: each needs eight generated images, and all images of an arm are in memory at once."""
+"""Default maximum number of records: each needs eight generated images, and all images of an arm are in memory at once."""
 MAX_PEOPLE_SHOWN = 64
-"""Limit of people on contact sheets: the images of all arms of all people would not fit in memory."""
+"""Maximum number of people on contact sheets: the images of all arms of all people would not fit in memory."""
 MAX_CAPTION_RECORDS = 2000
-"""Limit of records of each table whose captions become zero-shot prompts."""
+"""Maximum number of records of each table whose captions become zero-shot prompts."""
 
 ProgressCallback = Callable[[str, int, int], None]
 
@@ -83,10 +83,10 @@ class PersonalizedGenerator:
     Image i depends on record i, i and the seed only.
     """
     clip_scorer: Any = None
-    """A CLIP with its tokenizer; None where the recipe has no model.clip."""
+    """A CLIP with its tokenizer; None if the recipe has no model.clip."""
     device: Any = "cpu"
-    random_keywords: Callable[[Sequence[Record]], list[tuple[str, ...]]] | None = None
-    """Keywords of the same language model with random weights; None where the model is too large."""
+    predict_random_keywords: Callable[[Sequence[Record]], list[tuple[str, ...]]] | None = None
+    """Keywords of the same language model with random weights; None if the model is too large."""
 
 
 def evaluate_personalization(
@@ -98,46 +98,52 @@ def evaluate_personalization(
     seed: int = 0,
     report_progress: ProgressCallback,
 ) -> dict[str, Any]:
-    """Generate and measure all arms for `count` records, write results to `out`, and return those of metrics.json."""
+    """Generate and measure all arms for `count` records, write the results to `out`, and return the contents of metrics.json."""
     notes: list[str] = []
     indices = _choose_records(generator.table, count, notes)
     records = [generator.table.record(index) for index in indices]
     people = _collect_people(generator, indices, records)
-    fields = find_truth_fields(records, _all_records(generator)) if any(record.truth for record in records) else None
+    fields = (
+        find_truth_fields(records, _iterate_records(generator)) if any(record.truth for record in records) else None
+    )
     metrics = _build_metrics(generator, people, fields, lpips, notes)
     rows = metrics.measure_arm(TARGET_ARM, people.target_images)
     images: dict[str, np.ndarray] = {}
     for arm, arm_records, extra in _iterate_arms(generator, people, fields, notes, seed=seed):
-        source_arm = "both" if arm == "shuffled" else arm
+        generated_arm = "both" if arm == "shuffled" else arm
         arm_images = generator.generate_arm(
-            source_arm,
+            generated_arm,
             arm_records,
             lambda stage, done, total, arm=arm: report_progress(arm, done, total),  # type: ignore[misc]
         )
         rows += metrics.measure_arm(arm, arm_images, **extra)
         images[arm] = arm_images[:MAX_PEOPLE_SHOWN].copy()  # a copy, since a view would keep the whole array alive
-    results = _summarise(rows, people, fields, notes)
-    if fields is not None and generator.random_keywords is not None:
-        results["keywords"]["random weights"] = _keyword_accuracy(fields, generator.random_keywords(records), records)
+    results = _summarise_results(rows, people, fields, notes)
+    if fields is not None and generator.predict_random_keywords is not None:
+        results["keywords"]["random weights"] = _compute_keyword_accuracy(
+            fields, generator.predict_random_keywords(records), records
+        )
     _write_results(out, rows, people, images, results)
     return results
 
 
 def _choose_records(table: RecordTable, count: int | None, notes: list[str]) -> list[int]:
-    """Return evenly spaced record indices in ascending order, of different people as long as there are any."""
-    available = len(table)
-    if count is None and available > MAX_RECORDS:
+    """Return evenly spaced record indices in ascending order; a user has a second record only if every user has one."""
+    num_available = len(table)
+    if count is None and num_available > MAX_RECORDS:
         notes.append(
-            f"{MAX_RECORDS} of {available:,} records are evaluated, each in all arms; raise the limit with --count"
+            f"{MAX_RECORDS} of {num_available:,} records are evaluated, each in all arms; raise the limit with --count"
         )
-    count = min(available, MAX_RECORDS if count is None else count)
-    if count == available:
-        return list(range(available))
-    last = list({table.record(index).user: index for index in range(available)}.values())
-    if count <= len(last):
-        return sorted(last[i] for i in evenly_spaced(len(last), count))
-    others = sorted(set(range(available)) - set(last))
-    return sorted(last + [others[i] for i in evenly_spaced(len(others), count - len(last))])
+    count = min(num_available, MAX_RECORDS if count is None else count)
+    if count == num_available:
+        return list(range(num_available))
+    last_indices = list({table.record(index).user: index for index in range(num_available)}.values())
+    if count <= len(last_indices):
+        return sorted(last_indices[i] for i in pick_evenly_spaced(len(last_indices), count))
+    other_indices = sorted(set(range(num_available)) - set(last_indices))
+    return sorted(
+        last_indices + [other_indices[i] for i in pick_evenly_spaced(len(other_indices), count - len(last_indices))]
+    )
 
 
 def _collect_people(generator: PersonalizedGenerator, indices: list[int], records: list[Record]) -> People:
@@ -151,14 +157,14 @@ def _collect_people(generator: PersonalizedGenerator, indices: list[int], record
     )
 
 
-def _all_records(generator: PersonalizedGenerator) -> Iterable[Record]:
+def _iterate_records(generator: PersonalizedGenerator) -> Iterable[Record]:
     for table in generator.all_tables:
         yield from (table.record(index) for index in range(len(table)))
 
 
 def _iterate_captions(generator: PersonalizedGenerator) -> Iterable[str]:
     for table in generator.all_tables:
-        for index in evenly_spaced(len(table), MAX_CAPTION_RECORDS):
+        for index in pick_evenly_spaced(len(table), MAX_CAPTION_RECORDS):
             yield from (item.caption for item in table.record(index).items)
 
 
@@ -217,19 +223,19 @@ def _iterate_arms(
         yield arm, records, {}
     if generator.clip_scorer is not None:
         yield "picked", records, {}
-    swapped_indices = swap_histories(preference_keys(records, people.keywords, fields), seed=seed)
+    swapped_indices = swap_histories(build_preference_keys(records, people.keywords, fields), seed=seed)
     if swapped_indices is None:
         notes.append(
             "shuffled is left out: more than half of these users have the same preferences; evaluate more with --count"
         )
         return
-    others = [records[i] for i in swapped_indices]
-    swapped = [r.model_copy(update={"history": o.history}) for r, o in zip(records, others, strict=True)]
-    arm_keywords = [list(predicted) for predicted in generator.predict_keywords(swapped)]
-    yield "shuffled", swapped, {"history_of": [other.user for other in others], "keywords": arm_keywords}
+    other_records = [records[i] for i in swapped_indices]
+    swapped_records = [r.model_copy(update={"history": o.history}) for r, o in zip(records, other_records, strict=True)]
+    arm_keywords = [list(predicted) for predicted in generator.predict_keywords(swapped_records)]
+    yield "shuffled", swapped_records, {"history_of": [other.user for other in other_records], "keywords": arm_keywords}
 
 
-def _summarise(
+def _summarise_results(
     rows: list[dict[str, Any]], people: People, fields: TruthFields | None, notes: list[str]
 ) -> dict[str, Any]:
     num_people = len({record.user for record in people.records})
@@ -237,17 +243,19 @@ def _summarise(
         notes.append(f"{num_people} users are too few for tests; evaluate at least {MIN_PEOPLE} with --count")
     results: dict[str, Any] = {"arms": summarise_arms(rows), "tests": compare_arms(rows)}
     if fields is not None:
-        measures = measure_names(rows)
+        measures = list_measures(rows)
         chance = {
-            f"{p}{name}_accuracy": value for p in ("", STICKER_PREFIX) for name, value in fields.chance_accuracy.items()
+            f"{prefix}{name}_accuracy": value
+            for prefix in ("", STICKER_PREFIX)
+            for name, value in fields.chance_accuracy.items()
         }
         results["chance"] = {name: value for name, value in chance.items() if name in measures}
-        results["keywords"] = {"learnt": _keyword_accuracy(fields, people.keywords, people.records)}
+        results["keywords"] = {"learnt": _compute_keyword_accuracy(fields, people.keywords, people.records)}
     counts = {"people": num_people, "records": len(people)}
     return {**results, "counts": counts, "notes": notes}
 
 
-def _keyword_accuracy(
+def _compute_keyword_accuracy(
     fields: TruthFields, keywords: Sequence[Sequence[str]], records: Sequence[Record]
 ) -> dict[str, float]:
     """Return column -> fraction of records whose keywords name the preferred value."""
@@ -274,7 +282,7 @@ def _write_results(
         for i, record in enumerate(people.records[:MAX_PEOPLE_SHOWN])
     ]
     files = [file, *write_contact_sheets(rows_shown, out / SHEETS_FOLDER)]
-    accuracies = [name for name in headline_measures(measure_names(rows)) if name.endswith("_accuracy")]
+    accuracies = [name for name in select_headline_measures(list_measures(rows)) if name.endswith("_accuracy")]
     if accuracies:
         plot = partial(plot_arms, results["arms"], accuracies, results.get("chance", {}))
         files += [out / CHART_FILE] if try_plot(plot, out / CHART_FILE, warn=results["notes"].append) else []

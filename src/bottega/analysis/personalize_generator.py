@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bottega.analysis.personalize_evaluation import PersonalizedGenerator, ProgressCallback
-from bottega.analysis.personalize_random_keywords import is_small_model, random_model_keywords
+from bottega.analysis.personalize_random_keywords import generate_random_keywords, is_small_model
 from bottega.core.errors import UsageError
 from bottega.run.saved import SavedRun
 from bottega.tasks.personalize.arms import generate_arm
@@ -34,23 +34,29 @@ def open_personalized_generator(
     with saved.engine.sampling() as models:
 
         def predict_keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
-            return [answer.preference for answer in workload.keywords(records, models)]
+            return [answer.preference for answer in workload.generate_keywords(records, models)]
 
         def generate(arm: str, records: Sequence[Record], report_progress: ProgressCallback) -> np.ndarray:
             options: dict[str, Any] = {"device": device, "seed": seed, "progress": report_progress}
             options |= {"arm": "both", "pick": True} if arm == "picked" else {"arm": arm}
             return generate_arm(workload, models, records, **options)[0]
 
-        def random_keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
-            return random_model_keywords(workload, records, seed=seed)
+        def predict_random_keywords(records: Sequence[Record]) -> list[tuple[str, ...]]:
+            return generate_random_keywords(workload, records, seed=seed)
 
         clip_scorer, folder = (
             workload.image_sampler.load_clip_scorer(device),
             Path(workload.metadata.language_model.folder),
         )
-        control = random_keywords if is_small_model(folder) else None  # skipped for large models
+        control = predict_random_keywords if is_small_model(folder) else None  # skipped for large models
         yield PersonalizedGenerator(
-            table, tables, predict_keywords, generate, clip_scorer=clip_scorer, device=device, random_keywords=control
+            table,
+            tables,
+            predict_keywords,
+            generate,
+            clip_scorer=clip_scorer,
+            device=device,
+            predict_random_keywords=control,
         )
 
 

@@ -33,7 +33,7 @@ class People:
     target_images: np.ndarray
     """The image that each person chose: uint8 (records, height, width, 3)."""
     load_liked_images: Callable[[int], list[np.ndarray]]
-    """Index of a record -> the images in its history. Read when needed: those of all people would not fit in memory."""
+    """Index of a record -> the images in its history. They are read when needed: those of all people would not fit in memory."""
 
     def __len__(self) -> int:
         return len(self.records)
@@ -46,7 +46,7 @@ class ImageMetrics:
 
     people: People
     clip_scorer: Any = None
-    """A CLIP whose `encode_images` and `encode_texts` return unit vectors; None where the recipe has none."""
+    """A CLIP whose `encode_images` and `encode_texts` return unit vectors; None if the recipe has no CLIP."""
     perceptual: Any = None
     """An `Lpips` or a `ClipPerceptual`."""
     device: Any = "cpu"
@@ -69,13 +69,13 @@ class ImageMetrics:
             "target": [record.target.id for record in people.records],
             "keywords": [list(words) for words in people.keywords],
             **extra,
-            **self._classify(images, embeddings),
-            **(self._clip_similarities(embeddings) if embeddings is not None else {}),
-            **(self._similarity_to_targets(images) if arm != TARGET_ARM else {}),
+            **self._classify_images(images, embeddings),
+            **(self._compute_clip_similarities(embeddings) if embeddings is not None else {}),
+            **(self._compare_with_targets(images) if arm != TARGET_ARM else {}),
         }
         return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
-    def _classify(self, images: np.ndarray, embeddings: np.ndarray | None) -> dict[str, Sequence[Any]]:
+    def _classify_images(self, images: np.ndarray, embeddings: np.ndarray | None) -> dict[str, Sequence[Any]]:
         """Return whether each image shows what it should, by CLIP and by the sticker classifier."""
         columns: dict[str, Sequence[Any]] = {}
         if self.fields is None:
@@ -92,7 +92,7 @@ class ImageMetrics:
             columns[name] = [{key: values[i] for key, values in predictions.items()} for i in range(len(images))]
         return columns
 
-    def _clip_similarities(self, embeddings: np.ndarray) -> dict[str, Sequence[float]]:
+    def _compute_clip_similarities(self, embeddings: np.ndarray) -> dict[str, Sequence[float]]:
         """Return cosines of `embeddings` (records, width) with those of the keywords, the wish and the liked images."""
         keyword_embeddings, wish_embeddings = self._text_embeddings
         to_keywords = cosine_similarity(embeddings, keyword_embeddings)
@@ -102,17 +102,17 @@ class ImageMetrics:
             columns["clip_history"] = similarity_to_history(embeddings, self._liked_embeddings)
         return {name: values.tolist() for name, values in columns.items()}
 
-    def _similarity_to_targets(self, images: np.ndarray) -> dict[str, Sequence[float]]:
+    def _compare_with_targets(self, images: np.ndarray) -> dict[str, Sequence[float]]:
         """Return SSIM and perceptual distance to the image that each person chose."""
         targets, columns = self.people.target_images, {}
         if images.shape != targets.shape:
             raise UsageError(
-                f"generated images are {_size(images)}, targets {_size(targets)}; set data.image_size to one size"
+                f"generated images are {_format_size(images)}, targets {_format_size(targets)}; set data.image_size to one size"
             )
         if min(images.shape[1:3]) >= WINDOW:
             columns["ssim"] = ssim(images, targets).tolist()
         if self.perceptual is not None:
-            values = perceptual_distances(self.perceptual, images, targets, device=self.device)
+            values = compute_perceptual_distances(self.perceptual, images, targets, device=self.device)
             columns[self.perceptual.name] = values.tolist()
         return columns
 
@@ -132,19 +132,22 @@ class ImageMetrics:
         ]
 
 
-def _size(images: np.ndarray) -> str:
+def _format_size(images: np.ndarray) -> str:
     return f"{images.shape[2]} x {images.shape[1]}"
 
 
-def perceptual_distances(network: Any, a: np.ndarray, b: np.ndarray, *, device: Any, chunk: int = 64) -> np.ndarray:
+def compute_perceptual_distances(
+    network: Any, a: np.ndarray, b: np.ndarray, *, device: Any, chunk_size: int = 64
+) -> np.ndarray:
     """Return the distances (n,) of image pairs, uint8 (n, h, w, 3); `network` is an `Lpips` or a `ClipPerceptual`."""
     assert a.dtype == b.dtype == np.uint8, "expected uint8: the range of floats is unknown"
     assert a.shape == b.shape, f"{a.shape} and {b.shape} are not pairs of images"
     distances = []
     with torch.no_grad():
-        for first in range(0, len(a), chunk):
+        for start in range(0, len(a), chunk_size):
             first_images, second_images = (
-                torch.from_numpy(x[first : first + chunk].astype(np.float32) / 127.5 - 1).to(device) for x in (a, b)
+                torch.from_numpy(x[start : start + chunk_size].astype(np.float32) / 127.5 - 1).to(device)
+                for x in (a, b)
             )
             distances.append(network(first_images, second_images).float().cpu().numpy())
     return np.concatenate(distances).astype(np.float64) if distances else np.zeros(0)

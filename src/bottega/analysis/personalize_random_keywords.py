@@ -23,7 +23,7 @@ MAX_RANDOM_MODEL_BYTES = 2**28
 """Largest model, in bytes of weights, for which the control is run."""
 
 
-def random_model_keywords(
+def generate_random_keywords(
     workload: PersonalizeWorkload, records: Sequence[Record], *, seed: int = 0
 ) -> list[tuple[str, ...]]:
     """Return the keywords that the run's language model generates for `records` with random weights."""
@@ -48,15 +48,15 @@ def generate_keywords(
     from bottega.tasks.personalize.keywords import KeywordGenerator
     from bottega.tasks.personalize.prompts import PromptBuilder
 
-    own, precision = workload.prompts, workload.task.precision
+    run_prompts, precision = workload.prompts, workload.task.precision
     device = choose_device(workload.recipe.device)
-    prompts = PromptBuilder(folder, own.options, length=own.length, reserved=own.reserved)
+    prompts = PromptBuilder(folder, run_prompts.options, length=run_prompts.length, reserved=run_prompts.reserved)
     generator = KeywordGenerator(prompts, precision=precision, cache=cache)
 
-    def load() -> Any:
+    def load_model() -> Any:
         return load_language_model(folder, precision=precision, checkpointing=False, device=device).to(device)
 
-    return generator.generate_preferences(records, load, device, lambda stage, done, total: None)
+    return generator.generate_preferences(records, load_model, device, lambda stage, done, total: None)
 
 
 def write_random_model(folder: Path, out: Path, *, seed: int) -> Path:

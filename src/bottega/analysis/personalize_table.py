@@ -8,7 +8,7 @@ from typing import Any
 from bottega.analysis.compare import format_table
 
 SIMILARITIES = ("clip_preference", "clip_target", "clip_history")
-"""Measures shown where the data does not say what images should show."""
+"""Measures that are shown if the data does not say what images should show."""
 
 
 def format_report(results: Mapping[str, Any]) -> list[str]:
@@ -28,8 +28,8 @@ def format_report(results: Mapping[str, Any]) -> list[str]:
     return [*lines, *_format_keywords(results, width), *_format_tests(results.get("tests", []))]
 
 
-def headline_measures(measures: Iterable[str]) -> list[str]:
-    """Return the accuracies of preference and wish, or the CLIP similarities where there are no such labels."""
+def select_headline_measures(measures: Iterable[str]) -> list[str]:
+    """Return the accuracies of preference and wish, or the CLIP similarities if there are no accuracies."""
     names = list(measures)
     accuracies = [name for name in names if name.removeprefix("drawn_") in ("preference_accuracy", "wish_accuracy")]
     return accuracies or [name for name in names if name in SIMILARITIES]
@@ -54,15 +54,15 @@ def _format_keywords(results: Mapping[str, Any], width: int) -> list[str]:
 
 
 def _format_tests(tests: Sequence[Mapping[str, Any]]) -> list[str]:
-    measures = headline_measures(dict.fromkeys(test["measure"] for test in tests))
-    # That personalisation keeps the wish is tested for the full method only.
-    shown = [
+    measures = select_headline_measures(dict.fromkeys(test["measure"] for test in tests))
+    # Whether images still show the wish is tested for the full method only.
+    shown_tests = [
         t for name in measures for t in tests if t["measure"] == name and ("wish" not in name or _is_full_method(t))
     ]
-    if not shown:
+    if not shown_tests:
         return []
     rows = [["measure", "pair", "difference", "95 % interval", "test", "p (Holm)"]]
-    for test in shown:
+    for test in shown_tests:
         low, high = test["interval"]["low"], test["interval"]["high"]
         pair = f"{test['second']} - {test['first']}"
         p = "< 0.0001" if test["p_adjusted"] < 1e-4 else f"{test['p_adjusted']:.4f}"

@@ -17,7 +17,7 @@ import numpy as np
 from bottega.tasks.metrics.clip_scores import classify_zero_shot
 from bottega.tasks.personalize.data.records import Record
 
-MAX_PROMPTS, MAX_TEXTS = 32, 4096
+MAX_PROMPTS_PER_CLASS, MAX_TOTAL_PROMPTS = 32, 4096
 """Maximum number of prompts per class, and of prompts in total: each costs a forward pass of the text encoder."""
 MIN_STICKER_ACCURACY = 0.9
 """Accuracy on the real targets that the sticker classifier needs in order to be used as a metric."""
@@ -45,9 +45,9 @@ class TruthFields:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns: preference, each preference field where there are several, and wish."""
-        several = self.preference if len(self.preference) > 1 else ()
-        return (*(("preference",) if self.preference else ()), *several, *(("wish",) if self.wish else ()))
+        """Columns: preference, each preference field if there are several, and wish."""
+        single_fields = self.preference if len(self.preference) > 1 else ()
+        return (*(("preference",) if self.preference else ()), *single_fields, *(("wish",) if self.wish else ()))
 
 
 def find_truth_fields(records: Sequence[Record], all_records: Iterable[Record]) -> TruthFields | None:
@@ -69,12 +69,12 @@ def find_truth_fields(records: Sequence[Record], all_records: Iterable[Record]) 
     return TruthFields(preference, wish, {name: tuple(sorted(values[name])) for name in varying}) if varying else None
 
 
-def preference_keys(
+def build_preference_keys(
     records: Sequence[Record], keywords: Sequence[Sequence[str]], fields: TruthFields | None
 ) -> list[tuple[str, ...]]:
     """Return for each record the preferences by which people are grouped.
 
-    These are the true ones, or without labels the keywords of all records of the user. A user without either is
+    These are the true ones, or without labels the keywords of all records of the user. A user with neither is
     a group of their own.
     """
     if fields is not None and fields.preference:
@@ -105,12 +105,12 @@ def build_prompts(fields: TruthFields, captions: Iterable[str]) -> list[PromptSe
     too many prompts, each field has its own set; the prompts of a field that no caption names are its values alone. All
     choices are filled into the same captions, so that the other words of a caption favour no choice.
     """
-    distinct = sorted(set(captions))
+    distinct_captions = sorted(set(captions))
     names = tuple(fields.values)
-    joint = _fill_captions(fields, names, distinct)
-    if joint is not None:
-        return [joint]
-    by_field = {name: _fill_captions(fields, (name,), distinct) for name in names}
+    joint_prompts = _fill_captions(fields, names, distinct_captions)
+    if joint_prompts is not None:
+        return [joint_prompts]
+    by_field = {name: _fill_captions(fields, (name,), distinct_captions) for name in names}
     return [
         prompts
         or PromptSet((name,), [(word,) for word in fields.values[name]], [[word] for word in fields.values[name]])
@@ -119,27 +119,29 @@ def build_prompts(fields: TruthFields, captions: Iterable[str]) -> list[PromptSe
 
 
 def _fill_captions(fields: TruthFields, names: tuple[str, ...], captions: Sequence[str]) -> PromptSet | None:
-    field_of = {word.lower(): name for name in reversed(names) for word in fields.values[name]}
-    longest_first = sorted(field_of, key=len, reverse=True)
+    field_by_word = {word.lower(): name for name in reversed(names) for word in fields.values[name]}
+    longest_first = sorted(field_by_word, key=len, reverse=True)
     pattern = re.compile(rf"(?:\b(an?)\s)?\b({'|'.join(map(re.escape, longest_first))})\b", re.IGNORECASE)
 
     def find_fields(text: str) -> list[str]:
-        return sorted(field_of[match[2].lower()] for match in pattern.finditer(text))
+        return sorted(field_by_word[match[2].lower()] for match in pattern.finditer(text))
 
     def fill_words(text: str, choice: tuple[str, ...]) -> str:
         words = dict(zip(names, choice, strict=True))
-        return pattern.sub(lambda match: _match_article(match, words[field_of[match[2].lower()]]), text)
+        return pattern.sub(lambda match: _match_article(match, words[field_by_word[match[2].lower()]]), text)
 
     choices = list(product(*(fields.values[name] for name in names)))
-    limit = min(MAX_PROMPTS, MAX_TEXTS // len(choices))
+    limit = min(MAX_PROMPTS_PER_CLASS, MAX_TOTAL_PROMPTS // len(choices))
     # Captions that differ only in these words count once.
     templates = list(
         dict.fromkeys(fill_words(text, choices[0]) for text in captions if find_fields(text) == sorted(names))
     )
-    chosen = [templates[i * len(templates) // limit] for i in range(limit)] if len(templates) > limit else templates
+    chosen_templates = (
+        [templates[i * len(templates) // limit] for i in range(limit)] if len(templates) > limit else templates
+    )
     return (
-        PromptSet(names, choices, [[fill_words(text, choice) for text in chosen] for choice in choices])
-        if chosen
+        PromptSet(names, choices, [[fill_words(text, choice) for text in chosen_templates] for choice in choices])
+        if chosen_templates
         else None
     )
 
@@ -162,27 +164,27 @@ class ClipFieldClassifier:
         self, fields: TruthFields, captions: Iterable[str], embed_texts: Callable[[Sequence[str]], np.ndarray]
     ) -> None:
         self.prompts = build_prompts(fields, captions)
-        self.class_embeddings = [_mean_embeddings(prompts, embed_texts) for prompts in self.prompts]
+        self.class_embeddings = [_average_embeddings(prompts, embed_texts) for prompts in self.prompts]
 
     def classify(self, embeddings: np.ndarray) -> FieldPredictions:
         """Return the predicted values of each field for unit image embeddings (images, width)."""
         predictions: FieldPredictions = {}
         for prompts, class_embeddings in zip(self.prompts, self.class_embeddings, strict=True):
-            chosen = [prompts.choices[i] for i in classify_zero_shot(embeddings, class_embeddings)]
+            predicted_choices = [prompts.choices[i] for i in classify_zero_shot(embeddings, class_embeddings)]
             predictions |= {
-                name: [choice[position] for choice in chosen] for position, name in enumerate(prompts.names)
+                name: [choice[position] for choice in predicted_choices] for position, name in enumerate(prompts.names)
             }
         return predictions
 
 
-def _mean_embeddings(prompts: PromptSet, embed_texts: Callable[[Sequence[str]], np.ndarray]) -> np.ndarray:
+def _average_embeddings(prompts: PromptSet, embed_texts: Callable[[Sequence[str]], np.ndarray]) -> np.ndarray:
     """Return the mean text embedding of each choice over its captions, (choices, width), like CLIP's prompt ensembles."""
     embeddings = embed_texts([text for choice_texts in prompts.texts for text in choice_texts])
     return embeddings.reshape(len(prompts.choices), -1, embeddings.shape[1]).astype(np.float64).mean(1)
 
 
 def find_sticker_classifier(fields: TruthFields) -> Callable[[np.ndarray], FieldPredictions] | None:
-    """Return a rule-based classifier of synthetic stickers; None where the values of the fields are not those of stickers."""
+    """Return a rule-based classifier of synthetic stickers; None if the values of the fields are not those of stickers."""
     from bottega.data.embedded import stickers
 
     classes = {"shape": stickers.SHAPES, "colour": stickers.COLOURS, "pattern": stickers.PATTERNS}

@@ -43,7 +43,7 @@ def plan_command(words: list[str], *, show: bool) -> dict[str, Any]:
 
 def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[str, Any]:
     """Check recipes given by name, file or dict; with `show`, print the result."""
-    resolved = _resolve(sources, overrides)
+    resolved = _resolve_recipe(sources, overrides)
     tasks = list(resolved.task_candidates)
     notes = list(resolved.notes)
     if len(tasks) == 1:
@@ -62,7 +62,7 @@ def plan_recipe(sources: list[Any], overrides: Any = (), *, show: bool) -> dict[
     return {"valid": True, "tasks": tasks, "notes": notes, "recipe": resolved.recipe.to_plain_dict()}
 
 
-def _resolve(sources: list[Any], overrides: Any) -> ResolvedRecipe:
+def _resolve_recipe(sources: list[Any], overrides: Any) -> ResolvedRecipe:
     try:
         partial_recipe = check_recipe(sources, overrides)
     except BottegaError:
@@ -79,7 +79,7 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
 
     Return notes on what cannot be checked before something is trained or downloaded.
     """
-    untrained = [
+    untrained_dependencies = [
         f"needs.{name}"
         for name in dependencies.referenced_dependencies(recipe)
         if not is_exported(dependencies.dependency_run(recipe, name))
@@ -87,11 +87,15 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
     base = getattr(recipe.model, "from_", None)
     if base is not None and not base.startswith(dependencies.PREFIX) and not os.path.isdir(os.path.expanduser(base)):
         return [f"model.from: {base} is not downloaded yet; what depends on it is checked when train downloads it"]
-    if untrained or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
+    if untrained_dependencies or isinstance(recipe, PersonalizeRecipe) or getattr(recipe.data, "latents", False):
         prepared = prepare_data(recipe, quiet=quiet)
         if prepared is not None:
             _check_rows(recipe, sum(prepared.tables[table]["rows"] for table in prepared.training_tables))
-        return [f"{', '.join(untrained)}: trained first; what depends on it is not checked"] if untrained else []
+        return (
+            [f"{', '.join(untrained_dependencies)}: to be trained first; what depends on it is not checked"]
+            if untrained_dependencies
+            else []
+        )
     resolved = dependencies.resolve_references(recipe)
     workload = prepare_workload(resolved, Console(unit="samples", quiet=quiet))
     raise_all(find_size_problems(recipe, workload.task) or find_disk_problems(recipe, workload.task))
@@ -100,21 +104,27 @@ def _check_data(recipe: Recipe, *, quiet: bool) -> list[str]:
     return [*plan.notes, *list_adjusted_settings(recipe, plan)]
 
 
-def _check_rows(recipe: Recipe, rows: int) -> None:
-    batch = get_global_batch_size(recipe, World.from_environment().data_size)
-    if rows < batch and find_spec(recipe).rows_are_samples:
+def _check_rows(recipe: Recipe, num_rows: int) -> None:
+    batch_size = get_global_batch_size(recipe, World.from_environment().data_size)
+    if num_rows < batch_size and find_spec(recipe).rows_are_samples:
         raise DataError(
-            f"the training data has {rows} samples, fewer than one batch of {batch}; lower training.batch_size or add data"
+            f"the training data has {num_rows} samples, fewer than one batch of {batch_size}; lower training.batch_size or add data"
         )
 
 
 def _summarise_run(recipe: Recipe) -> str:
     """Return the length, batch size, optimizer and folder of a run in one line."""
-    t = recipe.training
-    length = f"{t.max_steps} steps" if t.max_steps else f"{t.num_epochs} epochs" if t.num_epochs else "no length yet"
-    batch = f"batches of {t.batch_size * (t.gradient_accumulation_steps or 1)}"
-    rate = "a learning rate from a range test" if t.learning_rate == "auto" else f"{t.learning_rate:g}"
-    optimizer = f"{t.optimizer.name} at {rate}, {t.scheduler.name}"
+    training = recipe.training
+    length = (
+        f"{training.max_steps} steps"
+        if training.max_steps
+        else f"{training.num_epochs} epochs"
+        if training.num_epochs
+        else "no length yet"
+    )
+    batch = f"batches of {training.batch_size * (training.gradient_accumulation_steps or 1)}"
+    rate = "a learning rate from a range test" if training.learning_rate == "auto" else f"{training.learning_rate:g}"
+    optimizer = f"{training.optimizer.name} at {rate}, {training.scheduler.name}"
     return f"valid; {recipe.task}: {length}, {batch}, {optimizer}, in {recipe.output_dir}/{recipe.run_name()}"
 
 
@@ -127,7 +137,7 @@ def _list_additions(recipe: Recipe) -> list[str]:
         lines.append(f"techniques: {technique.name}" + (f" ({values})" if values else ""))
     if recipe.training.learning_rate == "auto":
         lines.append("training.learning_rate: auto, found by a range test before the first step, as in bottega lr-find")
-    lines += precompute_notes(recipe)
+    lines += list_precompute_notes(recipe)
     split = recipe.data.split
     if split is not None and split.folds is not None:
         lines.append(
@@ -136,14 +146,14 @@ def _list_additions(recipe: Recipe) -> list[str]:
     return lines
 
 
-def precompute_notes(recipe: Recipe) -> list[str]:
+def list_precompute_notes(recipe: Recipe) -> list[str]:
     """Return a note on which states of a frozen language model can be precomputed."""
-    prefixes = getattr(recipe.model, "num_prefix_tokens", None)
-    if prefixes is None:
+    num_prefix_tokens = getattr(recipe.model, "num_prefix_tokens", None)
+    if num_prefix_tokens is None:
         return []
-    if prefixes:
+    if num_prefix_tokens:
         return [
-            f"model.num_prefix_tokens {prefixes}: every state of the language model depends on trained weights, so none "
+            f"model.num_prefix_tokens {num_prefix_tokens}: every state of the language model depends on trained weights, so none "
             "can be precomputed; 0 runs the history without gradients"
         ]
     return ["model.num_prefix_tokens 0: no gradient passes through the history, so its activations are not saved"]

@@ -31,7 +31,7 @@ def predict(
     `inputs` are texts for a text classifier, paths of files and folders for one of images, audio or video, and paths or
     numbers ("0.5,1,-2") for one of rows. `data` is a path. "probabilities" has all classes. For multi-label data,
     "predicted" is a list and "probability" a dict of all classes; for a blank text all are None. `part` selects a task of a
-    multitask run where several tasks can predict.
+    multitask run in which several tasks can predict.
     """
     saved = open_run(Path(run), checkpoint=checkpoint, device=device)
     return saved.predict(inputs, data=data, part=part, standard_input=standard_input)
@@ -59,10 +59,10 @@ def write_predictions(rows: Sequence[dict[str, Any]], file: Path) -> None:
 def _format_prediction(row: dict[str, Any]) -> str:
     """Return one line of three columns, four for a routed row of numbers, or two without a probability."""
     predicted = row["predicted"]
-    shown = next(str(row[name]) for name in ("text", "file", "row") if name in row)
+    input_text = next(str(row[name]) for name in ("text", "file", "row") if name in row)
     if "probability" not in row:
         return "\t".join(
-            (_escape(f"{predicted:.6g}" if isinstance(predicted, float) else str(predicted)), _escape(shown))
+            (_escape(f"{predicted:.6g}" if isinstance(predicted, float) else str(predicted)), _escape(input_text))
         )
     probability = row["probability"]
     if predicted is None:
@@ -74,10 +74,10 @@ def _format_prediction(row: dict[str, Any]) -> str:
         classes, probability_text = predicted, f"{probability:.3f}"
     experts = row["expert"] if isinstance(row.get("expert"), list) else [row["expert"]] if "expert" in row else []
     expert_column = [", ".join(f"e{number}" for number in experts)] if experts else []
-    return "\t".join((_escape(classes), probability_text, *expert_column, _escape(shown)))
+    return "\t".join((_escape(classes), probability_text, *expert_column, _escape(input_text)))
 
 
 def _escape(text: str) -> str:
-    for sign, shown in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n"), ("\r", "\\r")):
-        text = text.replace(sign, shown)
+    for character, escaped in (("\\", "\\\\"), ("\t", "\\t"), ("\n", "\\n"), ("\r", "\\r")):
+        text = text.replace(character, escaped)
     return text

@@ -20,7 +20,7 @@ MAX_DEPTH = 2
 """Levels below the folder that are searched for runs: dependencies and folds are one level deeper than runs."""
 TAIL_BYTES = 64 << 10
 """Bytes read from the end of metrics.jsonl and log.txt."""
-_ERROR = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ERROR (.*)")
+_ERROR_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ERROR (.*)")
 _NOT_FINITE = re.compile(r"not finite|diverged", re.IGNORECASE)
 
 
@@ -38,21 +38,21 @@ def _find_runs(folder: Path, depth: int = 0) -> list[Path]:
             return [folder]
         if depth > MAX_DEPTH:
             return []
-        inner = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+        subfolders = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     except PermissionError:
         if depth == 0:
             raise
         return []  # a folder of another user
-    return [run for path in inner for run in _find_runs(path, depth + 1)]
+    return [run for path in subfolders for run in _find_runs(path, depth + 1)]
 
 
 def describe_run(path: Path, folder: Path) -> dict[str, Any]:
     """Return task, step and number of steps, best metric, state and its reason, from the files of a run."""
     run = RunDirectory(path)
-    task, metric, planned, recipe_problem = _read_recipe_fields(run)
+    task, metric, num_planned_steps, recipe_problem = _read_recipe_fields(run)
     progress, has_checkpoint, checkpoint_problem = _read_progress(run)
-    last = _read_last_row(run.metrics)
-    step = max(progress.get("step") or 0, last.get("step") or 0)
+    last_row = _read_last_row(run.metrics)
+    step = max(progress.get("step") or 0, last_row.get("step") or 0)
     state, reason = _determine_state(
         run, progress, has_checkpoint=has_checkpoint, problem=recipe_problem or checkpoint_problem
     )
@@ -62,13 +62,13 @@ def describe_run(path: Path, folder: Path) -> dict[str, Any]:
         "name": path.name if path == folder else path.relative_to(folder).as_posix(),
         "task": task,
         "step": step if state == "running" else progress.get("step") or 0,
-        "total": progress.get("total") or planned,
+        "total": progress.get("total") or num_planned_steps,
         "metric": metric,
         "best": best if isinstance(best, int | float) and best_step is not None else None,
         "best_step": best_step,
         "state": state,
         "reason": reason,
-        "updated": _last_modified(run),
+        "updated": _read_last_modified(run),
     }
 
 
@@ -85,8 +85,8 @@ def _read_recipe_fields(run: RunDirectory) -> tuple[str | None, str | None, int 
         return None, None, None, f"{run.recipe.name} cannot be read"
     blocks = {name: values[name] if isinstance(values.get(name), dict) else {} for name in ("evaluation", "training")}
     metric, steps = blocks["evaluation"].get("metric") or "loss", blocks["training"].get("max_steps")
-    planned = steps if isinstance(steps, int) else None
-    return str(values.get("task")), str(metric), planned, None
+    num_planned_steps = steps if isinstance(steps, int) else None
+    return str(values.get("task")), str(metric), num_planned_steps, None
 
 
 def _read_progress(run: RunDirectory) -> tuple[dict[str, Any], bool, str | None]:
@@ -116,7 +116,7 @@ def _determine_state(
         return "finished", f"stopped early: {progress['stop']}"
     if problem is not None:
         return "damaged", problem
-    error = _ERROR.fullmatch(_read_last_line(run.log))
+    error = _ERROR_LINE.fullmatch(_read_last_line(run.log))
     if error is not None:
         return ("diverged" if _NOT_FINITE.search(error[1]) else "failed"), error[1]
     if not has_checkpoint:
@@ -148,7 +148,7 @@ def _read_tail(path: Path) -> list[str]:
         return []
 
 
-def _last_modified(run: RunDirectory) -> str | None:
+def _read_last_modified(run: RunDirectory) -> str | None:
     times = [path.stat().st_mtime for path in (run.metrics, run.log, run.recipe, run.checkpoints) if path.exists()]
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(times))) if times else None
 
@@ -160,7 +160,7 @@ def format_runs(folder: Path, rows: list[dict[str, Any]]) -> str:
     table = [("run", "task", "step", "best", "changed", "state")]
     for row in rows:
         step = f"{row['step']}/{row['total']}" if row["total"] else str(row["step"])
-        # A metric has no name where the recipe cannot be read.
+        # The name of the metric is unknown if the recipe cannot be read.
         best = f"{row['metric'] or ''} {row['best']:.4f} at {row['best_step']}" if row["best"] is not None else ""
         state = f"{row['state']}: {shorten(row['reason'], 72, placeholder=' …')}" if row["reason"] else row["state"]
         changed = (row["updated"] or "")[:16]

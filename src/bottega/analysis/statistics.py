@@ -1,6 +1,6 @@
 """Tests of whether two groups of numbers differ, each a plain function: t, Wilcoxon, McNemar, bootstrap, Holm, effect sizes.
 
-All tests are two-sided. Where there are two groups, the difference is the first minus the second. Distributions come from scipy.stats,
+All tests are two-sided. With two groups, the difference is the first minus the second. Distributions come from scipy.stats,
 imported where they are used because that takes a second; what scipy does not have stands here as a formula.
 """
 
@@ -17,11 +17,12 @@ import numpy as np
 from bottega.core import noise
 
 MAX_EXACT_PAIRS = 50
-"""Pairs up to which the distribution of Wilcoxon's statistic is enumerated."""
+"""Maximum number of pairs for which the distribution of Wilcoxon's statistic is enumerated."""
 MIN_CHI_SQUARE_DISCORDANT = 25
-"""Discordant samples from which on McNemar's test uses the chi-square distribution."""
-ROUNDING = 1e-12
-"""Relative to the values, the difference below which two numbers are equal: 0.9 - 0.8 and 0.8 - 0.7 differ by rounding alone."""
+"""Minimum number of discordant samples for which McNemar's test uses the chi-square distribution."""
+ROUNDING_TOLERANCE = 1e-12
+"""Two numbers count as equal if their difference, relative to the values, is not larger: 0.9 - 0.8 and 0.8 - 0.7 differ by
+rounding alone."""
 NUM_RESAMPLES = 10_000
 
 
@@ -38,7 +39,7 @@ class Interval:
 class TTestResult:
     """Result of a t-test: `difference` over its `standard_error`, with `df` degrees of freedom.
 
-    Without any spread the statistic is infinite, or 0 where all values are equal.
+    Without any spread the statistic is infinite, or 0 if all values are equal.
     """
 
     statistic: float
@@ -50,7 +51,7 @@ class TTestResult:
 
     def confidence_interval(self, level: float = 0.95) -> Interval:
         """Return the interval of the true difference; it excludes 0 exactly when p is below 1 - level."""
-        return _t_interval(self.difference, self.standard_error, df=self.df, level=level)
+        return _compute_t_interval(self.difference, self.standard_error, df=self.df, level=level)
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class WilcoxonResult:
 
 @dataclass(frozen=True)
 class McNemarResult:
-    """Result of McNemar's test. `statistic` is chi-square, or for the exact test the smaller count; `n` is the discordant samples."""
+    """Result of McNemar's test. `statistic` is chi-square, or for the exact test the smaller count; `n` is the number of discordant samples."""
 
     statistic: float
     p: float
@@ -98,20 +99,20 @@ class Comparison:
     effect: tuple[str, float, float | None]
     bootstrap: dict[str, Interval]
     ranks: WilcoxonResult | None = None
-    """Where pairs are independent, a second test that does not assume normal differences."""
+    """A second test that does not assume normal differences; None if the pairs are not independent."""
 
 
 def compare_paired(a: np.ndarray, b: np.ndarray, *, level: float, test_train_ratio: float | None = None) -> Comparison:
     """Compare paired values by a t-test, which has most power with few pairs.
 
-    `test_train_ratio` is n_test / n_train where the pairs are folds of a cross-validation.
+    `test_train_ratio` is n_test / n_train if the pairs are folds of a cross-validation.
     """
     t, effect = corrected_resampled_t_test(a, b, test_train_ratio=test_train_ratio or 0.0), paired_effect_size(a, b)
     ranks = wilcoxon_test(a, b, method="exact" if len(a) <= MAX_EXACT_PAIRS else "auto")
     name = "paired t-test" if test_train_ratio is None else "corrected resampled t-test"
     result: tuple[str, float, float | None, float] = (name, t.statistic, t.df, t.p)
     if math.isinf(t.statistic):
-        # The same difference in all pairs, as of an accuracy over few samples: t would call two of them certainty.
+        # All pairs have the same difference, as an accuracy over few samples may: the p of a t-test would be 0, even for two pairs.
         result = ("Wilcoxon signed-rank test", ranks.statistic, None, ranks.p)
     return Comparison(
         result[0],
@@ -120,7 +121,7 @@ def compare_paired(a: np.ndarray, b: np.ndarray, *, level: float, test_train_rat
         difference=t.difference,
         interval=t.confidence_interval(level),
         effect=(effect.name, effect.d, effect.g),
-        bootstrap=_bootstrap_intervals(_differences(a, b), level=level),
+        bootstrap=_bootstrap_intervals(_subtract_pairs(a, b), level=level),
         ranks=ranks if test_train_ratio is None else None,
     )
 
@@ -142,7 +143,7 @@ def compare_unpaired(a: np.ndarray, b: np.ndarray, *, level: float) -> Compariso
 
 
 def compare_classifiers(a: np.ndarray, b: np.ndarray, *, level: float) -> Comparison:
-    """Compare two classifiers by McNemar's test; `a` and `b` say of each sample whether it was classified correctly."""
+    """Compare two classifiers by McNemar's test; `a` and `b` are true for the samples that each classified correctly."""
     only_a, only_b = int((a & ~b).sum()), int((b & ~a).sum())
     test = mcnemar_test(only_a, only_b)
     bootstrap = _bootstrap_intervals(a.astype(float) - b.astype(float), level=level)
@@ -169,25 +170,25 @@ def corrected_resampled_t_test(a: np.ndarray, b: np.ndarray, *, test_train_ratio
     """The corrected resampled t-test of Nadeau and Bengio (2003); `test_train_ratio` is n_test / n_train.
 
     Folds share most of their training data, so their differences vary less than those of independent runs would. The
-    variance of the mean is taken as 1/k + n_test/n_train of theirs, not 1/k.
+    variance of the mean over k folds is taken as (1/k + n_test/n_train) times the variance of the differences, not 1/k times.
     """
-    differences = _differences(a, b)
+    differences = _subtract_pairs(a, b)
     n = len(differences)
-    error = _standard_deviation(differences, a, b) * math.sqrt(1 / n + test_train_ratio)
-    return _t_test(float(differences.mean()), error, df=n - 1, n=n, scale=_scale(a, b))
+    standard_error = _compute_standard_deviation(differences, a, b) * math.sqrt(1 / n + test_train_ratio)
+    return _run_t_test(float(differences.mean()), standard_error, df=n - 1, n=n, scale=_compute_scale(a, b))
 
 
 def welch_t_test(a: np.ndarray, b: np.ndarray) -> TTestResult:
     """Welch's t-test of two independent groups, whose variances may differ."""
     assert len(a) > 1, "one number has no spread"
     assert len(b) > 1, "one number has no spread"
-    variances = [_standard_deviation(values, a, b) ** 2 / len(values) for values in (a, b)]
-    error = math.sqrt(sum(variances))
-    if error > 0:
+    variances = [_compute_standard_deviation(values, a, b) ** 2 / len(values) for values in (a, b)]
+    standard_error = math.sqrt(sum(variances))
+    if standard_error > 0:
         df = sum(variances) ** 2 / sum(v**2 / (len(x) - 1) for v, x in zip(variances, (a, b), strict=True))
     else:
         df = len(a) + len(b) - 2
-    return _t_test(float(a.mean() - b.mean()), error, df=df, n=len(a) + len(b), scale=_scale(a, b))
+    return _run_t_test(float(a.mean() - b.mean()), standard_error, df=df, n=len(a) + len(b), scale=_compute_scale(a, b))
 
 
 def wilcoxon_test(
@@ -195,64 +196,69 @@ def wilcoxon_test(
 ) -> WilcoxonResult:
     """Wilcoxon's signed-rank test of paired values; differences of 0 are left out.
 
-    "exact" enumerates all 2^n signs of the ranks, tied ones included, which scipy does only without ties. "normal" is the
+    "exact" enumerates all 2^n signs of the ranks, also if ranks are tied, which scipy does not. "normal" is the
     approximation with corrections for continuity and ties. "auto" is exact for at most `MAX_EXACT_PAIRS` without ties.
     """
     from scipy import stats
 
-    differences = np.round(_differences(a, b) / _scale(a, b) / ROUNDING)
+    differences = np.round(_subtract_pairs(a, b) / _compute_scale(a, b) / ROUNDING_TOLERANCE)
     differences = differences[differences != 0]
     n = len(differences)
     ranks = stats.rankdata(np.abs(differences))
     positive, negative = float(ranks[differences > 0].sum()), float(ranks[differences < 0].sum())
-    smaller = min(positive, negative)
+    smaller_sum = min(positive, negative)
     if method == "exact" or (method == "auto" and n <= MAX_EXACT_PAIRS and len(np.unique(ranks)) == n):
         assert n <= MAX_EXACT_PAIRS, f"{n} pairs are too many to enumerate"
-        return WilcoxonResult(smaller, _signed_rank_p(ranks, smaller), n, positive, negative, "exact")
+        return WilcoxonResult(smaller_sum, _compute_signed_rank_p(ranks, smaller_sum), n, positive, negative, "exact")
     p = float(stats.wilcoxon(differences, correction=True, method="asymptotic").pvalue) if n else 1.0
-    return WilcoxonResult(smaller, p, n, positive, negative, "normal")
+    return WilcoxonResult(smaller_sum, p, n, positive, negative, "normal")
 
 
-def _signed_rank_p(ranks: np.ndarray, smaller: float) -> float:
+def _compute_signed_rank_p(ranks: np.ndarray, smaller_sum: float) -> float:
     """Return twice the fraction of the 2^n signs whose positive ranks sum to `smaller` or less."""
-    doubled = np.round(2 * ranks).astype(int)  # middle ranks of ties end in a half
-    ways = np.zeros(int(doubled.sum()) + 1)
-    ways[0] = 1
-    for rank in doubled:
-        ways[rank:] += ways[:-rank].copy()
-    return min(1.0, float(2 * ways[: round(2 * smaller) + 1].sum() / ways.sum()))
+    doubled_ranks = np.round(2 * ranks).astype(int)  # middle ranks of ties end in a half
+    num_ways = np.zeros(int(doubled_ranks.sum()) + 1)
+    num_ways[0] = 1
+    for rank in doubled_ranks:
+        num_ways[rank:] += num_ways[:-rank].copy()
+    return min(1.0, float(2 * num_ways[: round(2 * smaller_sum) + 1].sum() / num_ways.sum()))
 
 
 def mcnemar_test(only_first: int, only_second: int) -> McNemarResult:
-    """McNemar's test: whether the samples that just one of two classifiers has right are shared out evenly."""
+    """McNemar's test of whether each of two classifiers is alone right on equally many samples."""
     from scipy import stats
 
     n = only_first + only_second
     if n < MIN_CHI_SQUARE_DISCORDANT:
-        smaller = min(only_first, only_second)
-        return McNemarResult(smaller, float(min(1.0, 2 * stats.binom.cdf(smaller, n, 0.5))), n, "exact binomial")
+        smaller_count = min(only_first, only_second)
+        return McNemarResult(
+            smaller_count, float(min(1.0, 2 * stats.binom.cdf(smaller_count, n, 0.5))), n, "exact binomial"
+        )
     statistic = max(0, abs(only_first - only_second) - 1) ** 2 / n  # less 1 for continuity
     return McNemarResult(statistic, float(stats.chi2.sf(statistic, 1)), n, "chi-square")
 
 
 def holm_correction(ps: Sequence[float]) -> list[float]:
-    """Return p-values adjusted by Holm's step-down method: where those below alpha are called significant, the probability of
-    any false one among them is below alpha."""
-    adjusted, least = [0.0] * len(ps), 0.0
+    """Return p-values adjusted by Holm's step-down method.
+
+    If all tests with an adjusted p below alpha are called significant, the probability that any of these calls is false is at
+    most alpha.
+    """
+    adjusted, largest = [0.0] * len(ps), 0.0
     for position, i in enumerate(sorted(range(len(ps)), key=lambda i: ps[i])):
-        least = max(least, min(1.0, (len(ps) - position) * ps[i]))
-        adjusted[i] = least
+        largest = max(largest, min(1.0, (len(ps) - position) * ps[i]))
+        adjusted[i] = largest
     return adjusted
 
 
 def mean_confidence_interval(values: np.ndarray, *, level: float = 0.95, test_train_ratio: float = 0.0) -> Interval:
     """Return the t interval of a mean; for `test_train_ratio` of folds see `corrected_resampled_t_test`."""
-    error = _standard_deviation(values, values) * math.sqrt(1 / len(values) + test_train_ratio)
-    return _t_interval(float(values.mean()), error, df=len(values) - 1, level=level)
+    standard_error = _compute_standard_deviation(values, values) * math.sqrt(1 / len(values) + test_train_ratio)
+    return _compute_t_interval(float(values.mean()), standard_error, df=len(values) - 1, level=level)
 
 
 def wilson_interval(num_correct: int, n: int, *, level: float = 0.95) -> Interval:
-    """Return Wilson's interval of a proportion such as an accuracy: it stays between 0 and 1 and holds near both."""
+    """Return Wilson's interval of a proportion such as an accuracy: it stays between 0 and 1 and is accurate near both."""
     from scipy import stats
 
     interval = stats.binomtest(num_correct, n).proportion_ci(level, method="wilson")
@@ -277,11 +283,11 @@ def bootstrap_interval(
     signs = (1, -1)
     means = np.zeros(num_resamples)
     for number, values in enumerate(samples):
-        # How often each value is drawn is all a mean needs: a hundred thousand right and wrong predictions are 3 values.
-        distinct, counts = np.unique(values, return_counts=True)
+        # A mean depends only on how often each value is drawn; the differences of 100,000 predictions have only 3 distinct values.
+        distinct_values, counts = np.unique(values, return_counts=True)
         rng = noise.numpy_generator(seed, "bootstrap", number)
-        drawn = rng.multinomial(len(values), counts / len(values), size=num_resamples)
-        means += signs[number] * (drawn @ distinct) / len(values)
+        draw_counts = rng.multinomial(len(values), counts / len(values), size=num_resamples)
+        means += signs[number] * (draw_counts @ distinct_values) / len(values)
     quantiles = ((1 - level) / 2, (1 + level) / 2)
     if method == "bca":
         quantiles = bca_quantiles(means, samples, level=level)
@@ -300,10 +306,10 @@ def bca_quantiles(means: np.ndarray, samples: Sequence[np.ndarray], *, level: fl
     """Return which quantiles of the resampled `means` bound the interval, corrected for bias and acceleration."""
     observed = [float(values.mean()) for values in samples]
     estimate = observed[0] - (observed[1] if len(observed) > 1 else 0.0)
-    below = (float((means < estimate).mean()) + float((means <= estimate).mean())) / 2
+    fraction_below = (float((means < estimate).mean()) + float((means <= estimate).mean())) / 2
     normal = NormalDist()
-    bias = normal.inv_cdf(min(max(below, 0.5 / len(means)), 1 - 0.5 / len(means)))
-    # The influence of a value on a mean is its distance from it, so that no jackknife is needed.
+    bias = normal.inv_cdf(min(max(fraction_below, 0.5 / len(means)), 1 - 0.5 / len(means)))
+    # The influence of a value on a mean is its distance from the mean, so no jackknife is needed.
     influence = [(sign * (v - v.mean()) / len(v)) for sign, v in zip((1, -1), samples, strict=False)]
     cubes = sum(float((values**3).sum()) for values in influence)
     squares = sum(float((values**2).sum()) for values in influence)
@@ -318,57 +324,59 @@ def bca_quantiles(means: np.ndarray, samples: Sequence[np.ndarray], *, level: fl
 
 def paired_effect_size(a: np.ndarray, b: np.ndarray) -> EffectSize:
     """Cohen's d_z: the mean difference in standard deviations of the differences."""
-    differences = _differences(a, b)
-    d = _ratio(float(differences.mean()), _standard_deviation(differences, a, b), scale=_scale(a, b))
+    differences = _subtract_pairs(a, b)
+    d = _compute_ratio(
+        float(differences.mean()), _compute_standard_deviation(differences, a, b), scale=_compute_scale(a, b)
+    )
     return EffectSize("d_z", d, d * hedges_correction(len(differences) - 1))
 
 
 def unpaired_effect_size(a: np.ndarray, b: np.ndarray) -> EffectSize:
     """Cohen's d_s: the difference of means in pooled standard deviations of the groups."""
     df = len(a) + len(b) - 2
-    squares = sum((len(values) - 1) * _standard_deviation(values, a, b) ** 2 for values in (a, b))
-    d = _ratio(float(a.mean() - b.mean()), math.sqrt(squares / df), scale=_scale(a, b))
+    squares = sum((len(values) - 1) * _compute_standard_deviation(values, a, b) ** 2 for values in (a, b))
+    d = _compute_ratio(float(a.mean() - b.mean()), math.sqrt(squares / df), scale=_compute_scale(a, b))
     return EffectSize("d_s", d, d * hedges_correction(df))
 
 
 def hedges_correction(df: int) -> float:
-    """Return the factor that removes the bias of d: 0.564 for 2 degrees of freedom, 0.923 for 10; NaN for 1, where d has no mean."""
+    """Return the factor that removes the bias of d: 0.564 for 2 degrees of freedom, 0.923 for 10; NaN for 1, for which d has no mean."""
     if df < 2:
         return math.nan
     return math.exp(math.lgamma(df / 2) - math.lgamma((df - 1) / 2)) / math.sqrt(df / 2)
 
 
-def _t_test(difference: float, error: float, *, df: float, n: int, scale: float) -> TTestResult:
+def _run_t_test(difference: float, standard_error: float, *, df: float, n: int, scale: float) -> TTestResult:
     from scipy import stats
 
-    statistic = _ratio(difference, error, scale=scale)
-    return TTestResult(statistic, float(2 * stats.t.sf(abs(statistic), df)), df, n, difference, error)
+    statistic = _compute_ratio(difference, standard_error, scale=scale)
+    return TTestResult(statistic, float(2 * stats.t.sf(abs(statistic), df)), df, n, difference, standard_error)
 
 
-def _ratio(difference: float, deviation: float, *, scale: float) -> float:
+def _compute_ratio(difference: float, deviation: float, *, scale: float) -> float:
     if deviation > 0:
         return difference / deviation
-    return 0.0 if abs(difference) <= ROUNDING * scale else math.copysign(math.inf, difference)
+    return 0.0 if abs(difference) <= ROUNDING_TOLERANCE * scale else math.copysign(math.inf, difference)
 
 
-def _differences(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _subtract_pairs(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     assert len(a) == len(b), f"{len(a)} and {len(b)} numbers are not pairs"
     assert len(a) > 1, "one pair has no spread"
     return np.asarray(a, np.float64) - np.asarray(b, np.float64)
 
 
-def _standard_deviation(values: np.ndarray, *measured: np.ndarray) -> float:
-    """Return the standard deviation of `values`; 0 where it is no more than rounding of the values `measured`."""
+def _compute_standard_deviation(values: np.ndarray, *measured: np.ndarray) -> float:
+    """Return the standard deviation of `values`; 0 if it is no more than rounding of the values `measured`."""
     deviation = float(np.std(values, ddof=1))
-    return deviation if deviation > ROUNDING * _scale(*measured) else 0.0
+    return deviation if deviation > ROUNDING_TOLERANCE * _compute_scale(*measured) else 0.0
 
 
-def _scale(*measured: np.ndarray) -> float:
+def _compute_scale(*measured: np.ndarray) -> float:
     return max(float(np.abs(values).max()) for values in measured) or 1.0
 
 
-def _t_interval(centre: float, error: float, *, df: float, level: float) -> Interval:
+def _compute_t_interval(centre: float, standard_error: float, *, df: float, level: float) -> Interval:
     from scipy import stats
 
-    half = float(stats.t.isf((1 - level) / 2, df)) * error
-    return Interval(centre - half, centre + half, level)
+    half_width = float(stats.t.isf((1 - level) / 2, df)) * standard_error
+    return Interval(centre - half_width, centre + half_width, level)

@@ -17,25 +17,25 @@ from bottega.data.records.record import BadRecord
 TABLE_KINDS = ("csv", "jsonl", "json", "parquet", "arrow", "huggingface", "tfrecord")
 """Kinds of files whose records have named fields."""
 MAX_ROWS, MAX_DISTINCT_VALUES = 100_000, 1_000
-"""Number of rows that are read, and of distinct values that are counted per column."""
+"""Maximum number of rows that are read, and of distinct values that are counted per column."""
 
 
 def describe_columns(files: SourceFiles) -> dict[str, Any]:
     """Return for each column of a table its type, number of values, number of distinct values, and examples."""
-    rows, columns, bad = 0, dict[str, _Column](), 0
+    num_rows, columns, num_bad = 0, dict[str, _Column](), 0
     records = (record for piece in files.list_pieces(1 << 20) for record in files.read(piece))
     for record in itertools.islice(records, MAX_ROWS):
         if isinstance(record, BadRecord):
-            bad += 1
+            num_bad += 1
             continue
-        rows += 1
+        num_rows += 1
         for name, value in record.fields.items():
             columns.setdefault(name, _Column()).add(value)
     return {
         "path": str(files.root),
         "kind": files.kind,
-        "rows": rows,
-        "bad": bad,
+        "rows": num_rows,
+        "bad": num_bad,
         "columns": [{"name": name, **column.report()} for name, column in columns.items()],
     }
 
@@ -44,7 +44,7 @@ def describe_columns(files: SourceFiles) -> dict[str, Any]:
 class _Column:
     """Running statistics of a column."""
 
-    filled: int = 0
+    num_filled: int = 0
     types: Counter[str] = field(default_factory=Counter)
     values: dict[str, None] = field(default_factory=dict)
     """Distinct values in the order of occurrence, up to MAX_DISTINCT_VALUES."""
@@ -53,7 +53,7 @@ class _Column:
         text = str(value) if not isinstance(value, bytes) else f"{len(value):,} bytes"
         if value is None or not text.strip():
             return
-        self.filled += 1
+        self.num_filled += 1
         is_number = isinstance(value, int | float | np.number) or re.fullmatch(
             r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", text
         )
@@ -65,7 +65,7 @@ class _Column:
         is_full = len(self.values) >= MAX_DISTINCT_VALUES
         return {
             "type": self.types.most_common(1)[0][0] if self.types else "empty",
-            "filled": self.filled,
+            "filled": self.num_filled,
             "distinct": f"{MAX_DISTINCT_VALUES} or more" if is_full else len(self.values),
             "examples": list(self.values)[:3],
         }
@@ -92,18 +92,20 @@ def format_columns(report: dict[str, Any]) -> str:
 
 
 def _guess_columns(columns: list[dict[str, Any]]) -> tuple[str, str]:
-    """Return the names of the likeliest text and label columns; COLUMN where there is none."""
+    """Return the names of the likeliest text and label columns; COLUMN if there is none."""
     names = [column["name"] for column in columns]
     lengths = [sum(map(len, column["examples"])) * (column["type"] == "text") for column in columns]
     distinct_counts = [
         column["distinct"] if isinstance(column["distinct"], int) else MAX_DISTINCT_VALUES for column in columns
     ]
-    text = max(range(len(columns)), key=lambda i: (lengths[i], distinct_counts[i]), default=0)
-    labels = [i for i in range(len(columns)) if i != text and 1 < distinct_counts[i] <= columns[i]["filled"] / 4]
-    label = min(labels, key=lambda i: distinct_counts[i], default=None)
+    text_index = max(range(len(columns)), key=lambda i: (lengths[i], distinct_counts[i]), default=0)
+    label_indices = [
+        i for i in range(len(columns)) if i != text_index and 1 < distinct_counts[i] <= columns[i]["filled"] / 4
+    ]
+    label_index = min(label_indices, key=lambda i: distinct_counts[i], default=None)
     return (
-        shlex.quote(names[text]) if any(lengths) else "COLUMN",
-        shlex.quote(names[label]) if label is not None else "COLUMN",
+        shlex.quote(names[text_index]) if any(lengths) else "COLUMN",
+        shlex.quote(names[label_index]) if label_index is not None else "COLUMN",
     )
 
 

@@ -28,7 +28,7 @@ TIMING_METRICS = (*SPEED_METRICS, *MACHINE_METRICS)
 def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) -> dict[str, Any]:
     """Train a recipe uninterrupted, and again with `kills` SIGKILLs and a resume after its end; compare bit for bit.
 
-    Raises `CheckpointError` where the runs differ.
+    Raises `CheckpointError` if the runs differ.
     """
 
     def log(text: str) -> None:
@@ -36,23 +36,25 @@ def verify_resume(words: list[str], *, steps: int, kills: int, verbose: bool) ->
             print_notice(f"bottega: {text}")
 
     with tempfile.TemporaryDirectory(prefix="bottega-verify-") as folder:
-        every = max(1, steps // 6)
-        common = [
+        interval = max(1, steps // 6)
+        common_words = [
             *words,
             f"training.max_steps={steps}",
-            f"checkpoint.every={every}",
-            f"evaluation.every={every}",
+            f"checkpoint.every={interval}",
+            f"evaluation.every={interval}",
             "evaluation.max_batches=2",
             "logging.every=1",
             "logging.tensorboard=false",
             f"output_dir={folder}",
         ]
         log(f"a run of {steps} steps without interruption")
-        seconds = _train_whole([*common, "name=whole"])
+        seconds = _train_whole([*common_words, "name=whole"])
         log(f"the same run, killed {kills} x with SIGKILL")
-        num_kills = _train_killed([*common, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, log=log)
+        num_kills = _train_killed(
+            [*common_words, "name=killed"], Path(folder) / "killed", kills=kills, steps=steps, log=log
+        )
         log("the same command again, after the end of the run")
-        _train_whole([*common, "name=killed"])
+        _train_whole([*common_words, "name=killed"])
         difference = find_difference(Path(folder) / "whole", Path(folder) / "killed")
     if difference is not None:
         raise CheckpointError(f"the resumed run differs: {difference}")
@@ -83,8 +85,8 @@ def _train_killed(words: list[str], run: Path, *, kills: int, steps: int, log: C
     num_kills = 0
     while num_kills < kills:
         process = subprocess.Popen(_train_command(words), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        target = _last_step(run) + rng.randint(1, max(1, steps // (kills + 1)))
-        while process.poll() is None and _last_step(run) < target:
+        target = _read_last_step(run) + rng.randint(1, max(1, steps // (kills + 1)))
+        while process.poll() is None and _read_last_step(run) < target:
             time.sleep(0.01)
         time.sleep(rng.random() * 0.05)
         if process.poll() is not None:
@@ -92,12 +94,12 @@ def _train_killed(words: list[str], run: Path, *, kills: int, steps: int, log: C
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
         num_kills += 1
-        log(f"killed after step {_last_step(run)}")
+        log(f"killed after step {_read_last_step(run)}")
     _train_whole(words)
     return num_kills
 
 
-def _last_step(run: Path) -> int:
+def _read_last_step(run: Path) -> int:
     rows = read_metrics(RunDirectory(run).metrics)
     return int(rows[-1]["step"]) if rows else 0
 
@@ -122,18 +124,18 @@ def find_difference(first_run: Path, second_run: Path) -> str | None:
     return None
 
 
-def _find_tensor_difference(a: Path, b: Path) -> str:
+def _find_tensor_difference(first_file: Path, second_file: Path) -> str:
     from safetensors.numpy import load_file
 
-    if not (a.is_file() and b.is_file()):
-        return f"{a.name} is in one checkpoint only"
-    ours, theirs = load_file(a), load_file(b)
-    for name in sorted(ours.keys() | theirs.keys()):
-        if name not in ours or name not in theirs:
-            return f"{a.name}: {name} is in one of them only"
-        if ours[name].tobytes() != theirs[name].tobytes():
-            return f"{a.name}: {name} differs by up to {abs(ours[name] - theirs[name]).max()}"
-    return f"{a.name} differs in its layout"
+    if not (first_file.is_file() and second_file.is_file()):
+        return f"{first_file.name} is in one checkpoint only"
+    first_tensors, second_tensors = load_file(first_file), load_file(second_file)
+    for name in sorted(first_tensors.keys() | second_tensors.keys()):
+        if name not in first_tensors or name not in second_tensors:
+            return f"{first_file.name}: {name} is in one checkpoint only"
+        if first_tensors[name].tobytes() != second_tensors[name].tobytes():
+            return f"{first_file.name}: {name} differs by up to {abs(first_tensors[name] - second_tensors[name]).max()}"
+    return f"{first_file.name} differs in its layout"
 
 
 def _read_comparable_metrics(path: Path) -> list[dict[str, Any]]:

@@ -83,27 +83,34 @@ class _ScriptedModel:
 def test_prompts_follow_the_templates(model_folder: Path, tmp_path: Path) -> None:
     builder = PromptBuilder(model_folder, SHORT)
     record = _record(["a red\n star", "a {wish} blue moon"])
-    assert _decode(builder, builder.preference_prompt(record)) == "likes: a red star\na {wish} blue moon of 2 keywords:"
-    assert _decode(builder, builder.target_prompt("moon")) == "a moon, keywords:"
     assert (
-        _decode(builder, builder.image_prompt(record)) == "a star\nlikes: a red star\na {wish} blue moon of 2 keywords:"
+        _decode(builder, builder.build_preference_prompt(record))
+        == "likes: a red star\na {wish} blue moon of 2 keywords:"
     )
-    assert builder.image_prompt(record).dtype.name == "int64"
-    assert builder.image_prompt(record)[0] == builder.tokenizer.tokenizer.bos_token_id
+    assert _decode(builder, builder.build_target_prompt("moon")) == "a moon, keywords:"
+    assert (
+        _decode(builder, builder.build_image_prompt(record))
+        == "a star\nlikes: a red star\na {wish} blue moon of 2 keywords:"
+    )
+    assert builder.build_image_prompt(record).dtype.name == "int64"
+    assert builder.build_image_prompt(record)[0] == builder.tokenizer.tokenizer.bos_token_id
 
 
 def test_the_wish_may_be_anywhere_in_the_preference_template(model_folder: Path, tmp_path: Path) -> None:
     options = SHORT.model_copy(update={"preference_prompt": "{history}; now a {wish}:"})
     builder = PromptBuilder(model_folder, options)
-    assert _decode(builder, builder.image_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
-    assert _decode(builder, builder.preference_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
+    assert _decode(builder, builder.build_image_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
+    assert _decode(builder, builder.build_preference_prompt(_record(["red"], wish="moon"))) == "red; now a moon:"
 
 
 @pytest.mark.parametrize("length", [40, 55, 70, 200])
 def test_the_oldest_captions_are_truncated_first(model_folder: Path, tmp_path: Path, length: int) -> None:
     builder = PromptBuilder(model_folder, SHORT, length=length)
     captions = [f"a red star {number}" for number in range(20)]
-    for prompt, start in ((builder.preference_prompt, "likes: "), (builder.image_prompt, "a star\nlikes: ")):
+    for prompt, start in (
+        (builder.build_preference_prompt, "likes: "),
+        (builder.build_image_prompt, "a star\nlikes: "),
+    ):
         ids = prompt(_record(captions))
         text = _decode(builder, ids)
         assert len(ids) <= length
@@ -113,7 +120,7 @@ def test_the_oldest_captions_are_truncated_first(model_folder: Path, tmp_path: P
         assert remaining == captions[-len(remaining) :]
         longer = _record(captions[-len(remaining) - 1 :])
         unlimited = PromptBuilder(model_folder, SHORT, length=480)
-        build_prompt = unlimited.preference_prompt if start == "likes: " else unlimited.image_prompt
+        build_prompt = unlimited.build_preference_prompt if start == "likes: " else unlimited.build_image_prompt
         assert (
             len(remaining) == len(captions) or len(build_prompt(longer)) > length
         )  # one more caption would not have fitted
@@ -122,12 +129,15 @@ def test_the_oldest_captions_are_truncated_first(model_folder: Path, tmp_path: P
 def test_long_captions_are_truncated_and_long_templates_are_refused(model_folder: Path, tmp_path: Path) -> None:
     builder = PromptBuilder(model_folder, SHORT, length=80)
     long_text = " ".join(["star moon"] * 100)
-    ids = builder.image_prompt(_record(["a red star", long_text], wish=long_text))
+    ids = builder.build_image_prompt(_record(["a red star", long_text], wish=long_text))
     assert len(ids) <= 80
     assert "star moon star moon" in _decode(builder, ids)
-    assert len(builder.target_prompt(long_text)) <= 80
+    assert len(builder.build_target_prompt(long_text)) <= 80
     tight = PromptBuilder(model_folder, SHORT, length=3)
-    for build_prompt in (lambda: tight.preference_prompt(_record(["red"])), lambda: tight.target_prompt("moon")):
+    for build_prompt in (
+        lambda: tight.build_preference_prompt(_record(["red"])),
+        lambda: tight.build_target_prompt("moon"),
+    ):
         with pytest.raises(UsageError, match=r"data\.sequence_length: 3 tokens cannot hold model\.keywords\."):
             build_prompt()
 
@@ -144,7 +154,7 @@ def test_token_ids_beyond_the_vocabulary_are_refused(model_folder: Path, tmp_pat
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 40}))
     with pytest.raises(UsageError, match="belongs to the model"):
-        PromptBuilder(other, SHORT).target_prompt("moon")
+        PromptBuilder(other, SHORT).build_target_prompt("moon")
 
 
 # Conversations
@@ -164,7 +174,7 @@ def _with_template(model_folder: Path, target: Path, template: str) -> Path:
 def test_the_chat_template_is_used_if_it_ends_turns_with_eos(model_folder: Path, tmp_path: Path) -> None:
     builder = PromptBuilder(_with_template(model_folder, tmp_path / "chat", TEMPLATE), SHORT)
     assert builder.tokenizer.is_chat
-    assert _decode(builder, builder.target_prompt("moon")) == "<<user>>a moon, keywords:<<assistant>>"
+    assert _decode(builder, builder.build_target_prompt("moon")) == "<<user>>a moon, keywords:<<assistant>>"
     # A turn ends in a token that is not this model's EOS: the template belongs to another model.
     foreign = _with_template(model_folder, tmp_path / "base", TEMPLATE.replace("eos_token if", "'star' if"))
     assert not PromptBuilder(foreign, SHORT).tokenizer.is_chat
@@ -174,7 +184,7 @@ def test_chat_templates_run_in_a_sandbox(model_folder: Path, tmp_path: Path) -> 
     evil = "{{ messages.__class__.__mro__[1].__subclasses__() }}{{ raise_exception('no such role') }}"
     builder = PromptBuilder(_with_template(model_folder, tmp_path / "evil", evil), SHORT)
     with pytest.raises(UsageError, match=r"the chat template of .* fails") as problem:
-        builder.target_prompt("moon")
+        builder.build_target_prompt("moon")
     assert "\n" not in str(problem.value)
 
 

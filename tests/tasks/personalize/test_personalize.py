@@ -135,8 +135,8 @@ def test_each_part_of_the_condition_has_its_weight(
 
 def test_soft_tokens_depend_on_the_history(task: Personalize, models: Models, batch: dict[str, Tensor]) -> None:
     with torch.no_grad():
-        own = task.soft_tokens(models, batch)
-        others = task.soft_tokens(models, {n: v.roll(1, 0) for n, v in batch.items()})
+        own = task.compute_soft_tokens(models, batch)
+        others = task.compute_soft_tokens(models, {n: v.roll(1, 0) for n, v in batch.items()})
     torch.testing.assert_close(others.roll(-1, 0), own, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(own[0], own[1], atol=1e-3)
 

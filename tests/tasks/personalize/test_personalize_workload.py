@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 import small_personal
-from bottega.analysis.memory import longest_batch
+from bottega.analysis.memory import build_longest_batch
 from bottega.core import checkpoint
 from bottega.core.errors import BottegaError, CheckpointError, DataError, UsageError
 from bottega.data.image.canvas import Canvas
@@ -207,7 +207,7 @@ def test_keywords_of_the_run_take_precedence_over_the_cache(
     assert small_personal.train(run.parent, **settings).step == 8
     workload: Any = open_run(run).workload
     records = [workload.personal_rows("train").record(number) for number in range(24)]
-    assert {keywords.preference for keywords in workload.keywords(records)} != {("blue", "moon")}
+    assert {keywords.preference for keywords in workload.generate_keywords(records)} != {("blue", "moon")}
 
 
 def test_resume_refuses_different_keywords_for_the_same_data(
@@ -231,7 +231,7 @@ def test_only_prompts_without_a_stored_answer_are_decoded(tmp_path: Path, monkey
     generator = KeywordGenerator(PromptBuilder(small_personal.models()["language_model"], Keywords()), cache=tmp_path)
     arguments: tuple[Any, ...] = (lambda: None, "cpu", lambda stage, done, total: None)
     generator.generate_targets(["a star"], *arguments)
-    generator.resumed = dict.fromkeys(generator.answers, ("old",))
+    generator.resumed_answers = dict.fromkeys(generator.answers, ("old",))
     assert generator.generate_targets(["a star", "a moon"], *arguments) == [("old",), ("new",)]
     assert counts == [1, 1]
 
@@ -242,9 +242,9 @@ def test_cache_is_separate_for_each_precision_and_device_type(tmp_path: Path) ->
     caches = [
         KeywordGenerator(prompts, precision=precision, cache=tmp_path)._cache for precision in ("fp32", "bf16", "fp32")
     ]
-    files = [cache.path("cpu") for cache in caches]
+    files = [cache.get_path("cpu") for cache in caches]
     assert files[0] == files[2] != files[1]
-    assert caches[0].path("cuda:0") == caches[0].path("cuda:1") != files[0]
+    assert caches[0].get_path("cuda:0") == caches[0].get_path("cuda:1") != files[0]
 
 
 def test_the_chat_template_is_part_of_the_tokenizer_hash(tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_images_are_ordered_by_user_then_wish(saved: SavedRun) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"user": "17"}, "user 17: not one of the 32 users of this run, such as v0, v1"),
+        ({"user": "17"}, "user 17 is not one of the 32 users of this run; choose one, such as v0, v1"),
         ({"user": "v1", "count": 0}, "count 0: expected 1 or more"),
         ({"user": "v1", "steps": 0}, "steps 0: expected 1 or more"),
         ({"user": "v1", "sampler": "fast"}, "sampler fast: expected euler, heun or dpm"),
@@ -395,9 +395,11 @@ def test_pick_best_weighs_preference_and_wish() -> None:
     candidates = [[Scores(0.2, 0.9), Scores(0.5, 0.5)], [Scores(0.6, 0.3), Scores(0.5, 0.5)]]
     assert pick_best(candidates, 1.0) == [1, 0], "preference only; the first wins a tie"
     assert pick_best(candidates, 0.0) == [0, 0]
-    assert Scores(0.5, 0.25).total(2 / 3) == pytest.approx(2 / 3 * np.log(0.5) + 1 / 3 * np.log(0.25))
-    assert Scores(-0.1, 0.5).total(1.0) == pytest.approx(np.log(MIN_COSINE)), "cosines are clamped to MIN_COSINE"
-    assert Scores(None, 0.5).total(1.0) == pytest.approx(np.log(0.5)), (
+    assert Scores(0.5, 0.25).compute_total(2 / 3) == pytest.approx(2 / 3 * np.log(0.5) + 1 / 3 * np.log(0.25))
+    assert Scores(-0.1, 0.5).compute_total(1.0) == pytest.approx(np.log(MIN_COSINE)), (
+        "cosines are clamped to MIN_COSINE"
+    )
+    assert Scores(None, 0.5).compute_total(1.0) == pytest.approx(np.log(0.5)), (
         "only the wish counts where there is no preference"
     )
 
@@ -406,7 +408,7 @@ def test_sample_best_takes_the_candidate_with_the_highest_score(saved: SavedRun)
     workload: Any = saved.workload
     records = [workload.personal_rows("validation").record(number) for number in range(4)]
     with saved.engine.sampling() as models:
-        keywords = workload.keywords(records, models)
+        keywords = workload.generate_keywords(records, models)
         options: dict[str, Any] = {"device": "cpu", "seed": 0, "progress": lambda stage, done, total: None}
         images, chosen, scores = workload.image_sampler.sample_best(models, records, keywords, **options)
         weightings = saved.recipe.samples.weightings
@@ -420,8 +422,8 @@ def test_sample_best_takes_the_candidate_with_the_highest_score(saved: SavedRun)
         scored = workload.image_sampler.load_clip_scorer("cpu").score_candidates(
             [array[number : number + 1] for array in candidates], **texts
         )
-        totals = [array.total(2 / 3) for (array,) in scored]
-        assert score.total(2 / 3) == pytest.approx(max(totals), abs=1e-5)
+        totals = [array.compute_total(2 / 3) for (array,) in scored]
+        assert score.compute_total(2 / 3) == pytest.approx(max(totals), abs=1e-5)
 
 
 def test_without_clip_the_first_weighting_is_used_with_a_note(tmp_path: Path) -> None:
@@ -469,7 +471,7 @@ def test_invalid_wishes_are_refused(saved: SavedRun, options: dict[str, Any], me
     ("name", "text", "message"),
     [
         ("anna.txt", "\n  \n", "the file is empty"),
-        ("anna.txt", '{"user": "a"}', "name it .json or .jsonl"),
+        ("anna.txt", '{"user": "a"}', "rename it to .json or .jsonl"),
         ("anna.json", '{"history": ["a star"]}', "history.0 must be an item such as"),
         ("anna.json", '{"user": "a"}', "history is missing"),
         ("anna.json", '{"wish": " ", "history": [{"caption": "a star"}]}', "the wish is blank"),
@@ -558,7 +560,7 @@ def test_the_recipe_declares_its_dependencies() -> None:
     [
         ([], "contains no record"),
         ([{"history": [{"id": "a", "caption": "red"}], "target": "a star"}], "target must be an object"),
-        ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "is outside"),
+        ([{"history": [{"id": "a", "caption": "red", "image": "../out.png"}], "wish": "a star"}], "lies outside"),
         ([{"history": [{"id": "a", "caption": "red", "image": "gone.png"}], "wish": "a star"}], "does not exist"),
         ([{"history": [{"id": "a", "caption": "red", "image": "bad.png"}], "wish": "a star"}], "cannot be read"),
     ],
@@ -576,6 +578,6 @@ def test_invalid_history_records_are_refused_before_sampling(records: Any, reaso
 def test_memory_is_measured_with_the_longest_histories(saved: SavedRun) -> None:
     rows = saved.workload.data.table("train", is_training=True)  # type: ignore[attr-defined]
     lengths = rows.rows(np.arange(len(rows)), np.zeros(len(rows), np.int64))["prompt_mask"].sum(1)
-    longest = longest_batch(rows, 2)["prompt_mask"].sum(1)
+    longest = build_longest_batch(rows, 2)["prompt_mask"].sum(1)
     assert len(set(lengths)) > 1, "the histories must differ in length"
     assert longest.min() >= np.sort(lengths)[-4], (longest, lengths)

@@ -12,7 +12,7 @@ from bottega.config.recipe import Model, Recipe
 from bottega.config.section import Number, Positive, Section
 from bottega.data.text.config import Tokenizer, find_tokenizer_problems
 
-RESERVED = ("weight", "index")
+RESERVED_NAMES = ("weight", "index")
 """Keys of a batch beside its parts."""
 
 
@@ -46,7 +46,10 @@ class MultitaskModel(Model):
     def _check_heads(self) -> MultitaskModel:
         width, heads = self.hidden_size, self.num_heads
         if width is not None and heads is not None and width % (2 * heads):
-            raise ValueError(f"hidden_size: {width} does not give each of {heads} heads an even number of channels")
+            raise ValueError(
+                f"hidden_size: {width} does not give each of {heads} heads an even number of channels; "
+                f"use a multiple of {2 * heads}"
+            )
         return self
 
 
@@ -72,8 +75,11 @@ class MultitaskData(Data):
     @classmethod
     def _check_names(cls, parts: dict[str, Part]) -> dict[str, Part]:
         for name in parts:
-            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in RESERVED:
-                raise ValueError(f"{name!r} cannot name a part; use letters, digits, - and _, and not {RESERVED}")
+            if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_-]*", name) or name in RESERVED_NAMES:
+                raise ValueError(
+                    f"{name!r} cannot name a part; start with a letter, use letters, digits, - and _, "
+                    f"and none of the reserved names {', '.join(RESERVED_NAMES)}"
+                )
         return parts
 
 
@@ -98,6 +104,6 @@ class MultitaskRecipe(Recipe):
     def _find_part_keys(self) -> list[str]:
         """Return the data keys of this recipe that apply to a part only."""
         defaults = Data()
-        general = ("online", "workers", "prefetch", "pin_memory")
-        keys = [key for key in Data.model_fields if key not in general]
+        general_keys = ("online", "workers", "prefetch", "pin_memory")
+        keys = [key for key in Data.model_fields if key not in general_keys]
         return [key for key in keys if getattr(self.data, key) != getattr(defaults, key)]

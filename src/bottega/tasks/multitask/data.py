@@ -55,18 +55,20 @@ class MultitaskData(TaskData):
         A part that ends before the others repeats earlier samples. A part whose samples depend on their order, such as a
         sequence of events, continues as it would without a stream, and none of its samples is repeated.
         """
-        own = {name: order for name in sources if (order := self.parts[name].data.order) is not None}
-        for name, order in own.items():
+        own_orders = {name: order for name in sources if (order := self.parts[name].data.order) is not None}
+        for name, order in own_orders.items():
             if not isinstance(order, Unshuffled):
                 raise UsageError(
-                    f"data.parts.{name}: data.mixture: cannot be combined with a stream (data.online), which has its "
+                    f"data.parts.{name}: data.mixture cannot be combined with a stream (data.online), which has its "
                     "own order; keep one"
                 )
         streams = {
-            name: build_online_stream(self.recipe, len(source)) for name, source in sources.items() if name not in own
+            name: build_online_stream(self.recipe, len(source))
+            for name, source in sources.items()
+            if name not in own_orders
         }
-        orders = {name: own[name] if name in own else streams[name] for name in sources}
-        lengths = [order.epoch_length for order in (streams or own).values()]
+        orders = {name: own_orders[name] if name in own_orders else streams[name] for name in sources}
+        lengths = [order.epoch_length for order in (streams or own_orders).values()]
         return Zip(sources, orders=orders, length=max(lengths))
 
     @property
@@ -87,14 +89,14 @@ class MultitaskData(TaskData):
 
     def parse_part_path(self, text: str) -> tuple[str, str]:
         """Return the part and the path of PART=PATH."""
-        name, is_named, path = text.partition("=")
-        if not is_named or name not in self.parts:
+        name, separator, path = text.partition("=")
+        if not separator or name not in self.parts:
             choices = " or ".join(f"{name}=PATH" for name in self.parts)
-            raise UsageError(f"--data {text}: does not name a part of the recipe; write {choices}")
+            raise UsageError(f"--data {text} does not name a part of the recipe; write {choices}")
         return name, path
 
 
 def _zip_existing(sources: Mapping[str, Source | None]) -> Source | None:
-    """Zip the parts that have such a split; None if no part has."""
+    """Zip the sources that exist; None if no part has this split."""
     existing = {name: source for name, source in sources.items() if source is not None}
     return Zip(existing) if existing else None

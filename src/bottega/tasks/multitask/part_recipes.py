@@ -1,4 +1,4 @@
-"""The complete recipe of each part of a multitask run: its own, with the trunk, the seed and the length of the whole."""
+"""The complete recipe of each part of a multitask run: its own recipe, with the trunk, the seed and the length of the whole run."""
 
 from __future__ import annotations
 
@@ -20,29 +20,32 @@ from bottega.tasks.registry import TASKS
 def build_part_recipe(recipe: MultitaskRecipe, name: str) -> Recipe:
     """Return the complete recipe of one part; errors name the part."""
     part = recipe.data.parts[name]
-    common = {"device": recipe.device, "seed": recipe.seed, "engine": recipe.engine, "name": None}
+    common_settings = {"device": recipe.device, "seed": recipe.seed, "engine": recipe.engine, "name": None}
     try:
         _check_task(check_recipe([part.recipe], check_conflicts=False).task_candidates)
-        own = check_recipe([part.recipe, part.settings], check_conflicts=False).recipe
-        defaults: dict[str, Any] = {"model": _trunk_settings(recipe, own), "training": _length_settings(recipe)}
-        if recipe.data.tokenizer is not None and reads_text(own):
+        own_recipe = check_recipe([part.recipe, part.settings], check_conflicts=False).recipe
+        defaults: dict[str, Any] = {
+            "model": _build_trunk_settings(recipe, own_recipe),
+            "training": _build_length_settings(recipe),
+        }
+        if recipe.data.tokenizer is not None and reads_text(own_recipe):
             defaults["data"] = {"tokenizer": recipe.data.tokenizer.model_dump(exclude_none=True)}
-        complete = load_recipe([part.recipe, defaults, part.settings, common]).recipe
+        complete_recipe = load_recipe([part.recipe, defaults, part.settings, common_settings]).recipe
     except UsageError as error:
         raise UsageError("\n".join(f"data.parts.{name}: {line}" for line in str(error).splitlines())) from None
-    _check_supported(name, complete)
-    return complete
+    _check_supported(name, complete_recipe)
+    return complete_recipe
 
 
 def _check_task(tasks: Sequence[str]) -> None:
     """Raise UsageError for a task that cannot be a part; its settings, checked later, would not fit either."""
-    # What personalize trains lies between two frozen models and has no trunk to share.
+    # Personalize, for example, trains soft prompts between two frozen models and has no trunk to share.
     allowed = [task for task, spec in TASKS.items() if spec.allowed_in_multitask]
     if not set(tasks) & set(allowed):
         raise UsageError(f"a part cannot be of task {tasks[0]}; it can be {', '.join(allowed)}")
 
 
-def _length_settings(recipe: MultitaskRecipe) -> dict[str, Any]:
+def _build_length_settings(recipe: MultitaskRecipe) -> dict[str, Any]:
     """Return the length and batch size of the whole run as settings of a part."""
     training = recipe.training
     keys = ("max_steps", "num_epochs", "batch_size", "gradient_accumulation_steps")
@@ -52,10 +55,10 @@ def _length_settings(recipe: MultitaskRecipe) -> dict[str, Any]:
     return length
 
 
-def _trunk_settings(recipe: MultitaskRecipe, part: Recipe) -> dict[str, Any]:
+def _build_trunk_settings(recipe: MultitaskRecipe, part: Recipe) -> dict[str, Any]:
     """Return the dimensions of the shared trunk under the keys of this part's model.
 
-    A part that starts from pretrained weights keeps the dimensions of these.
+    A part that starts from pretrained weights keeps their dimensions.
     """
     model = recipe.model
     values = {key: getattr(model, key) for key in ("hidden_size", "num_layers", "num_heads", "dropout")}
@@ -74,13 +77,13 @@ def _trunk_settings(recipe: MultitaskRecipe, part: Recipe) -> dict[str, Any]:
 
 def _check_supported(name: str, part: Recipe) -> None:
     """Raise UsageError for a key that a part cannot have."""
-    needed = dependencies.referenced_dependencies(part)
+    needed_dependencies = dependencies.referenced_dependencies(part)
     for key, is_set in {
         "techniques": bool(part.techniques),
         "data.curriculum": part.data.curriculum is not None,
         "data.mixture: sequence": part.data.mixture == "sequence",
         "data.online": part.data.online is not None,
-        f"needs ({', '.join(needed)})": bool(needed),
+        f"needs ({', '.join(needed_dependencies)})": bool(needed_dependencies),
     }.items():
         if is_set:
             raise UsageError(f"data.parts.{name}: {key} cannot be combined with several tasks; remove it from the part")
@@ -91,7 +94,7 @@ def reads_text(part: Recipe) -> bool:
     return isinstance(part, LanguageRecipe | ClassifyRecipe)
 
 
-def tokenizer_rank(part: Recipe) -> int:
+def get_tokenizer_rank(part: Recipe) -> int:
     """Return a sort key of parts: the first one's tokenizer is used by all texts.
 
     Pretrained weights come first, since their tokenizer is fixed; then language models, whose tokenizer is reversible.

@@ -1,4 +1,4 @@
-"""The processor of a multitask run: those of its parts, with their recipes."""
+"""The processor of a multitask run: the processors of its parts, with their recipes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class MultitaskProcessor(Processor):
         """Save each part's processor and recipe: the recipe file that it came from may change or disappear."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, part in self.parts.items():
-            before = read_saved_recipe(folder, name)
-            differences = diff_recipes(before, self.recipes[name]) if before is not None else []
+            saved_recipe = read_saved_recipe(folder, name)
+            differences = diff_recipes(saved_recipe, self.recipes[name]) if saved_recipe is not None else []
             changes = [difference for difference in differences if _affects_part(difference[0])]
             if changes:
-                key, was, now = changes[0]
+                key, old_value, new_value = changes[0]
                 raise DataError(
-                    f"data.parts.{name}: {key}: {was} -> {now} since this run began; start over with --fresh"
+                    f"data.parts.{name}: {key} changed from {old_value} to {new_value} since this run began; undo the change, or start over with --fresh"
                 )
             part.processor.save(folder / name)
             with replacing_file(folder / f"{name}.yaml") as file:

@@ -9,7 +9,7 @@ from typing import Any, final
 from bottega.core.errors import UsageError
 from bottega.core.types import Models
 from bottega.tasks.multitask.config import MultitaskRecipe
-from bottega.tasks.multitask.task import part_modules
+from bottega.tasks.multitask.task import get_part_modules
 from bottega.tasks.sampler import Sampler
 from bottega.tasks.workload import Workload
 
@@ -25,15 +25,15 @@ class MultitaskSampler(Sampler):
 
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         for name, part in self.parts.items():
-            part.sampler.sample(part_modules(models, name), folder / name, device=device)
+            part.sampler.sample(get_part_modules(models, name), folder / name, device=device)
 
     def check_request(self, request: Mapping[str, Any]) -> None:
-        sampler = self.parts[self._select(request.get("part"))].sampler
+        sampler = self.parts[self._select_part(request.get("part"))].sampler
         sampler.check_request({key: value for key, value in request.items() if key != "part"})
 
     def generate(self, models: Models, *, device: Any, part: str | None = None, **request: Any) -> Any:
-        name = self._select(part)
-        return self.parts[name].sampler.generate(part_modules(models, name), device=device, **request)
+        name = self._select_part(part)
+        return self.parts[name].sampler.generate(get_part_modules(models, name), device=device, **request)
 
     def example_flags(self) -> str | None:
         for name, part in self.parts.items():
@@ -43,12 +43,12 @@ class MultitaskSampler(Sampler):
         return None
 
     def present(self, generated: Any, out: Path | None, *, run: Path, **request: Any) -> dict[str, Any]:
-        sampler = self.parts[self._select(request.pop("part", None))].sampler
+        sampler = self.parts[self._select_part(request.pop("part", None))].sampler
         if out is not None:
             sampler.check_output(out)
         return sampler.present(generated, out, run=run, **request)
 
-    def _select(self, name: str | None) -> str:
+    def _select_part(self, name: str | None) -> str:
         return select_part(self.parts, name, is_able=_can_generate, verb="generate")
 
 
@@ -63,7 +63,7 @@ def select_part(
         return name
     choices = f"choose --part {' or '.join(candidates)}" if candidates else "no part of this run can"
     if name is None:
-        raise UsageError(f"--part: needed to {verb}; {choices}")
+        raise UsageError(f"--part is needed to {verb}; {choices}")
     if name not in parts:
         raise UsageError(f"--part {name}: this run has no such part; its parts are {', '.join(parts)}")
     raise UsageError(f"--part {name}: this part does not {verb}; {choices}")

@@ -9,11 +9,11 @@ from bottega.tasks.classify.config import ClassifyRecipe
 from bottega.tasks.multitask.config import MultitaskRecipe
 
 
-def _example_input(recipe: MultitaskRecipe, processor: Path) -> str | None:
+def _build_example_input(recipe: MultitaskRecipe, processor: Path) -> str | None:
     from bottega.tasks.recipes import load_saved_recipe
 
     candidates = [
-        n for n in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{n}.yaml"), ClassifyRecipe)
+        name for name in recipe.data.parts if isinstance(load_saved_recipe(processor / f"{name}.yaml"), ClassifyRecipe)
     ]
     part = f"--part {candidates[0]} " if len(candidates) > 1 else ""
     return f'{part}"your text"' if candidates else None
@@ -25,7 +25,7 @@ SPEC = TaskSpec(
     open="bottega.tasks.multitask.workload:open_workload",
     reopen="bottega.tasks.multitask.workload:reopen_workload",
     allowed_in_multitask=False,
-    example_input=_example_input,
+    example_input=_build_example_input,
     unsupported_verbs={"prepare": "task: the data of multitask cannot be prepared yet"},
     init_values={"data.parts": {"first": {"recipe": "first.yaml"}, "second": {"recipe": "second.yaml"}}},
 )

@@ -15,6 +15,7 @@ from bottega.core.types import Array, Batch, Loss, Models, Rows, Sums
 from bottega.models.multitask import PARTS
 
 COUNTED = "counted"
+"""Key of the weights beside the rows of a part: rows of weight 0 are padding, and do not count in metrics and updates."""
 
 
 class Multitask(Task):
@@ -44,9 +45,9 @@ class Multitask(Task):
     def specs(self) -> dict[str, ModelSpec]:
         specs = {name: part.specs() for name, part in self.parts.items()}
         # Shared layers are taken from a part with pretrained weights, if there is one.
-        priority = sorted(self.parts, key=lambda name: getattr(self.parts[name], "pretrained", None) is None)
+        pretrained_first = sorted(self.parts, key=lambda name: getattr(self.parts[name], "pretrained", None) is None)
         models = {name: own.pop("model") for name, own in specs.items()}
-        options = {"priority": priority, "log_variances": self.balance == "uncertainty"}
+        options = {"priority": pretrained_first, "log_variances": self.balance == "uncertainty"}
         frozen = {f"{name}/{inner}": spec for name, own in specs.items() for inner, spec in own.items()}
         return {"model": ModelSpec("bottega.models.multitask:MultitaskModel", options=options, parts=models), **frozen}
 
@@ -54,7 +55,7 @@ class Multitask(Task):
         counts: dict[str, float] = {}
         for name, part in self.parts.items():
             if name in batch:
-                counts |= add_prefix(name, part.counts(part_batch(batch, name)))
+                counts |= add_prefix(name, part.counts(select_part_batch(batch, name)))
         return counts
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
@@ -66,17 +67,19 @@ class Multitask(Task):
         for number, name in enumerate(self.parts):
             if name not in batch:
                 continue
-            sub_batch = part_batch(batch, name)
-            out = self.parts[name].loss(part_models(models, name), sub_batch, _part_rng(name, rng))
+            sub_batch = select_part_batch(batch, name)
+            part_loss = self.parts[name].loss(build_part_models(models, name), sub_batch, _derive_part_rng(name, rng))
             weight: Any = self.weights[name] if precisions is None else self.weights[name] * precisions[number]
-            terms |= add_prefix(name, {term: (total, inner * weight) for term, (total, inner) in out.terms.items()})
-            metrics |= add_prefix(name, out.metrics)
-            stats |= add_prefix(name, out.stats)
+            terms |= add_prefix(
+                name, {term: (total, scale * weight) for term, (total, scale) in part_loss.terms.items()}
+            )
+            metrics |= add_prefix(name, part_loss.metrics)
+            stats |= add_prefix(name, part_loss.stats)
             if precisions is not None:
                 metrics[f"{name}/weight"] = (weight.detach(), torch.ones_like(weight))
-            rows |= add_prefix(name, out.rows)
-            if out.rows and ("weight" in sub_batch or not models["model"].training):
-                ones = torch.ones(len(next(iter(out.rows.values()))), device=rng.positions.device)
+            rows |= add_prefix(name, part_loss.rows)
+            if part_loss.rows and ("weight" in sub_batch or not models["model"].training):
+                ones = torch.ones(len(next(iter(part_loss.rows.values()))), device=rng.positions.device)
                 rows[f"{name}/{COUNTED}"] = sub_batch.get("weight", ones)
         return Loss(terms, metrics, rows, stats)
 
@@ -98,20 +101,20 @@ class Multitask(Task):
     def state(self, parameters: Mapping[str, Array]) -> dict[str, Array]:
         state: dict[str, Array] = {}
         for name, part in self.parts.items():
-            state |= add_prefix(name, part.state(part_tensors(name, parameters)))
+            state |= add_prefix(name, part.state(select_part_tensors(name, parameters)))
         return state
 
     def update(self, tensors: Mapping[str, Array], batch_stats: Mapping[str, Array], rng: Noise) -> Mapping[str, Array]:
-        """Apply the updates of the parts one after the other; for a shared tensor, each part sees the value of the last."""
+        """Apply the updates of the parts one after the other; of a shared tensor, each part gets the value that the part before it has set."""
         updated: dict[str, Array] = {}
-        latest: dict[int, Array] = {}  # by identity: a shared tensor has a name in each part
+        latest_values: dict[int, Array] = {}  # by identity: a shared tensor has a name in each part
         for name, part in self.parts.items():
             all_names = {key: key for key in tensors}
-            names = {**part_tensors(name, all_names), **strip_prefix(name, all_names)}
-            own = {key: latest.get(id(tensors[full]), tensors[full]) for key, full in names.items()}
+            names = {**select_part_tensors(name, all_names), **strip_prefix(name, all_names)}
+            part_values = {key: latest_values.get(id(tensors[full]), tensors[full]) for key, full in names.items()}
             stats = _drop_padding(strip_prefix(name, batch_stats), part.update_inputs)
-            for key, new in part.update(own, stats, _part_rng(name, rng)).items() if stats else ():
-                updated[names[key]] = latest[id(tensors[names[key]])] = new
+            for key, new_value in part.update(part_values, stats, _derive_part_rng(name, rng)).items() if stats else ():
+                updated[names[key]] = latest_values[id(tensors[names[key]])] = new_value
         return updated
 
     def batch_metrics(self, batch_stats: Mapping[str, Array]) -> dict[str, Array]:
@@ -122,7 +125,7 @@ class Multitask(Task):
         return metrics
 
 
-def _part_rng(name: str, rng: Noise) -> Noise:
+def _derive_part_rng(name: str, rng: Noise) -> Noise:
     """Derive the noise of a part, so that parts do not draw the same numbers for samples at the same position."""
     return replace(rng, seed=derive_seed("part", name, rng.seed))
 
@@ -148,13 +151,13 @@ def strip_prefix(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix(f"{name}/"): value for key, value in values.items() if key.startswith(f"{name}/")}
 
 
-def part_tensors(name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
+def select_part_tensors(name: str, tensors: Mapping[str, Any]) -> dict[str, Any]:
     """Return the tensors of one part of the model under the names they have in that part."""
     prefix = f"{PARTS}.{name}."
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def part_batch(batch: Batch, name: str) -> dict[str, Any]:
+def select_part_batch(batch: Batch, name: str) -> dict[str, Any]:
     """Return the sub-batch of one part; padding rows of the batch are padding rows of the part."""
     sub_batch = dict(batch[name])
     if "weight" in batch:
@@ -163,12 +166,12 @@ def part_batch(batch: Batch, name: str) -> dict[str, Any]:
     return sub_batch
 
 
-def part_models(models: Models, name: str) -> dict[str, Any]:
+def build_part_models(models: Models, name: str) -> dict[str, Any]:
     """Return the models for the loss of a part, which calls its own through the whole model, since that may be wrapped."""
     return {"model": _PartCall(models["model"], name), **strip_prefix(name, models)}
 
 
-def part_modules(models: Models, name: str) -> dict[str, Any]:
+def get_part_modules(models: Models, name: str) -> dict[str, Any]:
     """Return the models of a part with its own module, for sampling and export."""
     return {"model": models["model"].part(name), **strip_prefix(name, models)}
 

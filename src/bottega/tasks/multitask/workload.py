@@ -20,14 +20,14 @@ from bottega.tasks.multitask.config import MultitaskRecipe
 from bottega.tasks.multitask.data import MultitaskData
 from bottega.tasks.multitask.part_recipes import (
     build_part_recipe,
+    get_tokenizer_rank,
     read_saved_recipe,
     reads_text,
-    tokenizer_rank,
     use_tokenizer,
 )
 from bottega.tasks.multitask.processor import PARTS_FILE, MultitaskProcessor
 from bottega.tasks.multitask.sampler import MultitaskSampler, select_part
-from bottega.tasks.multitask.task import Multitask, add_prefix, part_modules, strip_prefix
+from bottega.tasks.multitask.task import Multitask, add_prefix, get_part_modules, strip_prefix
 from bottega.tasks.prediction import NewSamples
 from bottega.tasks.workload import Workload
 
@@ -39,16 +39,16 @@ def open_workload(recipe: Recipe, *, progress: ProgressCallback) -> MultitaskWor
     parts: dict[str, Workload] = {}
     tokenizer: str | None = None
     given_tokenizer: list[str] = []
-    for name in sorted(recipes, key=lambda name: tokenizer_rank(recipes[name])):
-        own = recipes[name]
-        if reads_text(own) and tokenizer is not None and own.model.from_ is None:
-            recipes[name] = use_tokenizer(own, tokenizer)
+    for name in sorted(recipes, key=lambda name: get_tokenizer_rank(recipes[name])):
+        part_recipe = recipes[name]
+        if reads_text(part_recipe) and tokenizer is not None and part_recipe.model.from_ is None:
+            recipes[name] = use_tokenizer(part_recipe, tokenizer)
             given_tokenizer.append(name)
-        parts[name] = _name_part(name, partial(registry.open_workload, recipes[name], progress=progress))
-        if reads_text(own) and tokenizer is None:
+        parts[name] = _call_for_part(name, partial(registry.open_workload, recipes[name], progress=progress))
+        if reads_text(part_recipe) and tokenizer is None:
             tokenizer = str(parts[name].data.prepared.folder / "tokenizer")  # type: ignore[attr-defined]
-    ordered = {name: parts[name] for name in recipes}
-    workload = MultitaskWorkload(recipe, recipes, ordered, given_tokenizer=given_tokenizer)
+    ordered_parts = {name: parts[name] for name in recipes}
+    workload = MultitaskWorkload(recipe, recipes, ordered_parts, given_tokenizer=given_tokenizer)
     workload.check_parts()
     return workload
 
@@ -59,20 +59,20 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Multit
     metadata = read_metadata(processor / PARTS_FILE, json.loads)
     recipes, parts = {}, {}
     for name in recipe.data.parts:
-        own = read_saved_recipe(processor, name)
-        if own is None:
+        part_recipe = read_saved_recipe(processor, name)
+        if part_recipe is None:
             raise MetadataMissing(f"cannot read {processor / name}.yaml; run the training command again to rewrite it")
         if name in metadata["given_tokenizer"]:
-            own = use_tokenizer(own, str(processor / name))  # the cache that it came from may be gone
-        recipes[name] = own
-        parts[name] = registry.reopen_workload(own, processor / name, str(metadata["data"][name]))
+            part_recipe = use_tokenizer(part_recipe, str(processor / name))  # the cache that it came from may be gone
+        recipes[name] = part_recipe
+        parts[name] = registry.reopen_workload(part_recipe, processor / name, str(metadata["data"][name]))
     return MultitaskWorkload(recipe, recipes, parts, given_tokenizer=metadata["given_tokenizer"])
 
 
-def _name_part(name: str, work: Callable[[], Any]) -> Any:
+def _call_for_part(name: str, function: Callable[[], Any]) -> Any:
     """Call `work`; an error names the part that it is about."""
     try:
-        return work()
+        return function()
     except BottegaError as error:
         raise type(error)(f"data.parts.{name}: {error}") from error
 
@@ -125,13 +125,13 @@ class MultitaskWorkload(Workload):
 
     @property
     def headline(self) -> tuple[str, ...]:
-        """The total loss, and of each part its main metric and its own headline."""
-        shown = [
+        """The total loss, then the main metric and the own headline of each part."""
+        part_metrics = [
             f"{name}/{metric}"
             for name, part in self.parts.items()
             for metric in dict.fromkeys((self.recipe.data.parts[name].metric, *(part.headline or ())))
         ]
-        return ("loss", *shown)
+        return ("loss", *part_metrics)
 
     @property
     def frozen_hashes(self) -> dict[str, str]:
@@ -157,32 +157,42 @@ class MultitaskWorkload(Workload):
     def summarise(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the weighted sum of the parts' losses, the main metric of each part, and all metrics of the parts."""
         by_part = {
-            name: part.summarise(own) for name, part in self.parts.items() if (own := strip_prefix(name, metrics))
+            name: part.summarise(part_metrics)
+            for name, part in self.parts.items()
+            if (part_metrics := strip_prefix(name, metrics))
         }
-        total = sum(self.weights[name] * own["loss"] for name, own in by_part.items() if "loss" in own)
-        main = {
-            f"{name}/{metric}": own[metric]
-            for name, own in by_part.items()
-            if (metric := self.recipe.data.parts[name].metric) in own
+        total = sum(
+            self.weights[name] * part_metrics["loss"]
+            for name, part_metrics in by_part.items()
+            if "loss" in part_metrics
+        )
+        main_metrics = {
+            f"{name}/{metric}": part_metrics[metric]
+            for name, part_metrics in by_part.items()
+            if (metric := self.recipe.data.parts[name].metric) in part_metrics
         }
-        others = {key: value for name, own in by_part.items() for key, value in add_prefix(name, own).items()}
-        return {"loss": total, **main, **others}
+        all_metrics = {
+            key: value
+            for name, part_metrics in by_part.items()
+            for key, value in add_prefix(name, part_metrics).items()
+        }
+        return {"loss": total, **main_metrics, **all_metrics}
 
     def predict_samples(
         self, models: Models, new: NewSamples, *, part: str | None, device: Any
     ) -> list[dict[str, Any]]:
         inputs = {workload.predictor.input for workload in self.parts.values() if workload.predictor is not None}
-        ordered = [kind for kind in ("texts", "rows", "files") if kind in inputs]
-        accepted = ordered if part is not None else ordered[:1]
+        ordered_inputs = [kind for kind in ("texts", "rows", "files") if kind in inputs]
+        accepted_inputs = ordered_inputs if part is not None else ordered_inputs[:1]
 
         def can_predict(workload: Workload) -> bool:
-            return workload.predictor is not None and workload.predictor.input in accepted
+            return workload.predictor is not None and workload.predictor.input in accepted_inputs
 
         name = select_part(self.parts, part, is_able=can_predict, verb="predict")
-        return self.parts[name].predict_samples(part_modules(models, name), new, part=None, device=device)
+        return self.parts[name].predict_samples(get_part_modules(models, name), new, part=None, device=device)
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         """Write a folder for each part, each in the layout of its own task."""
         for name, part in self.parts.items():
-            part.export(part_modules(models, name), folder / name)
+            part.export(get_part_modules(models, name), folder / name)
         return {"library_name": "bottega", "pipeline_tag": "multitask"}

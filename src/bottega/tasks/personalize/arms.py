@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 Arm = Literal["none", "keywords", "soft", "both"]
 ARMS: tuple[Arm, ...] = get_args(Arm)
-"""The wish alone; with keywords of what the user likes; with the trained tokens in their place; with both."""
+"""The condition of each arm: the wish alone; the wish and keywords of what the user likes; the wish and the trained tokens;
+the wish, the keywords and the trained tokens."""
 
 
 def generate_arm(
@@ -37,18 +38,22 @@ def generate_arm(
 ) -> tuple[np.ndarray, list[RecordKeywords]]:
     """Return images, uint8 (records, height, width, 3), and the keywords used; image n has the same noise in every arm.
 
-    `weighting` weighs all parts of the condition, of which an arm uses its own; None is the first of samples.weightings. With
-    `pick`, the arm `both` generates all weightings and picks the best for each user. `keywords` are those of the records, None
-    to generate them.
+    `weighting` has a weight for every part of the condition; the weights of parts that the arm leaves out are set to 0. None
+    is the first of samples.weightings. With `pick`, the arm `both` generates all weightings and picks the best for each user.
+    `keywords` are the keywords of the records; None generates them.
     """
-    words = list(keywords) if keywords is not None else workload.keywords(records, models, progress)
-    common: dict[str, Any] = {"device": device, "seed": seed, "progress": progress, **options}
+    record_keywords = list(keywords) if keywords is not None else workload.generate_keywords(records, models, progress)
+    common_options: dict[str, Any] = {"device": device, "seed": seed, "progress": progress, **options}
     if pick and arm == "both":
-        return workload.image_sampler.sample_best(models, records, words, **common)[0], words
-    full = weighting if weighting is not None else workload.recipe.samples.weightings[0]
-    unused = {"none": ("soft", "keywords"), "keywords": ("soft",)}.get(arm, ())
-    weights = full.model_copy(update=dict.fromkeys(unused, 0.0))
+        return workload.image_sampler.sample_best(models, records, record_keywords, **common_options)[
+            0
+        ], record_keywords
+    all_weights = weighting if weighting is not None else workload.recipe.samples.weightings[0]
+    unused_parts = {"none": ("soft", "keywords"), "keywords": ("soft",)}.get(arm, ())
+    weights = all_weights.model_copy(update=dict.fromkeys(unused_parts, 0.0))
     # As in training with keyword dropout: the trained tokens expect an empty text in place of the keywords.
     drop = arm == "soft"
-    images = workload.image_sampler.sample_images(models, records, words, weights=weights, drop_keywords=drop, **common)
-    return images, words
+    images = workload.image_sampler.sample_images(
+        models, records, record_keywords, weights=weights, drop_keywords=drop, **common_options
+    )
+    return images, record_keywords

@@ -16,7 +16,7 @@ from bottega.models.clip.torch import load_clip
 from bottega.tasks.align.clip_folder import load_clip_tokens
 
 MIN_COSINE = 1e-4
-"""Lower bound of a cosine before its logarithm, since it may be 0 or negative; any useful image is above."""
+"""Lower bound of a cosine before its logarithm is taken, since a cosine may be 0 or negative. Useful images have higher ones."""
 BATCH_SIZE = 64
 
 
@@ -26,7 +26,7 @@ class Scores(NamedTuple):
     preference: float | None
     target: float
 
-    def total(self, preference_weight: float) -> float:
+    def compute_total(self, preference_weight: float) -> float:
         """Return preference_weight * log(preference) + (1 - preference_weight) * log(target), or log(target) alone."""
         target = np.log(max(self.target, MIN_COSINE))
         if self.preference is None:
@@ -40,7 +40,7 @@ class ClipScorer:
     """A CLIP model with its tokenizer."""
 
     clip: Any
-    tokens: CaptionTokenizer
+    tokenizer: CaptionTokenizer
     device: Any
 
     @classmethod
@@ -58,8 +58,8 @@ class ClipScorer:
     @torch.no_grad()
     def encode_texts(self, texts: Sequence[str]) -> np.ndarray:
         """Return unit vectors, (texts, dimensions)."""
-        rows = self.tokens.encode(texts)
-        parts = [
+        rows = self.tokenizer.encode(texts)
+        chunks = [
             self.clip.encode_texts(
                 *(
                     torch.from_numpy(rows[name][start : start + BATCH_SIZE]).to(self.device)
@@ -68,14 +68,15 @@ class ClipScorer:
             )
             for start in range(0, len(texts), BATCH_SIZE)
         ]
-        return torch.cat(parts).float().cpu().numpy()
+        return torch.cat(chunks).float().cpu().numpy()
 
     def score_candidates(
         self, candidates: Sequence[np.ndarray], *, likes: Sequence[str], wishes: Sequence[str]
     ) -> list[list[Scores]]:
-        """Return the scores of each image of each candidate array, all of the same users in the same order.
+        """Return the scores by candidate, then by image.
 
-        `likes` are keywords as text, empty for a user without any.
+        Each candidate is an array with one image for each user, in the same order. `likes` are the keywords of each user as
+        text, empty for a user without keywords.
         """
         targets = [self.encode_texts(texts) for texts in (likes, wishes)]
         scores = []
@@ -92,5 +93,5 @@ def pick_best(candidates: Sequence[Sequence[Scores]], preference_weight: float) 
 
     `candidates` are scores by candidate, then by image.
     """
-    totals = np.array([[scores.total(preference_weight) for scores in row] for row in candidates])
+    totals = np.array([[scores.compute_total(preference_weight) for scores in row] for row in candidates])
     return totals.argmax(0).tolist()

@@ -58,7 +58,7 @@ class ConditionWeights(Section):
     target: Number = Field(1.0, ge=0, description="weight of the keywords of the wish")
 
     @model_validator(mode="after")
-    def _check_any(self) -> Self:
+    def _check_some_weight(self) -> Self:
         if not (self.soft or self.keywords or self.target):
             raise ValueError("all weights are 0, which leaves no condition; raise one")
         return self
@@ -107,7 +107,7 @@ class PersonalizeModel(Model):
 
     @field_validator("weights")
     @classmethod
-    def _check_soft(cls, value: ConditionWeights) -> ConditionWeights:
+    def _check_soft_weight(cls, value: ConditionWeights) -> ConditionWeights:
         if not value.soft:
             raise ValueError("soft is 0, so nothing would be trained; raise it")
         return value

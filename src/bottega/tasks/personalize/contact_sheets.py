@@ -62,17 +62,19 @@ class GeneratedRow:
 def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> None:
     """Write a contact sheet with a row for each user: history, wish, image without and with personalisation."""
     left = MARGIN
-    wish_x = left + _history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
+    wish_x = left + _measure_history_width([comparison.summary for comparison in comparisons]) + 4 * GAP
     baseline_x = wish_x + WISH_WIDTH + 2 * GAP
     personalised_x = baseline_x + IMAGE_SIDE + 4 * GAP
-    row = IMAGE_SIDE + 3 * GAP
-    sheet = Canvas(personalised_x + IMAGE_SIDE + MARGIN, MARGIN + TITLE_HEIGHT + len(comparisons) * row + MARGIN / 2)
+    row_height = IMAGE_SIDE + 3 * GAP
+    sheet = Canvas(
+        personalised_x + IMAGE_SIDE + MARGIN, MARGIN + TITLE_HEIGHT + len(comparisons) * row_height + MARGIN / 2
+    )
     heads = [("history", left, "lm"), ("wish", wish_x + WISH_WIDTH / 2, "mm")]
     heads += [("without", baseline_x + IMAGE_SIDE / 2, "mm"), ("with", personalised_x + IMAGE_SIDE / 2, "mm")]
-    for words, x, anchor in heads:
-        sheet.draw_text(x, MARGIN + HEAD_SIZE / 2, words, anchor=anchor, size=HEAD_SIZE, fill=FAINT)
+    for title, x, anchor in heads:
+        sheet.draw_text(x, MARGIN + HEAD_SIZE / 2, title, anchor=anchor, size=HEAD_SIZE, fill=FAINT)
     for number, comparison in enumerate(comparisons):
-        top = MARGIN + TITLE_HEIGHT + number * row
+        top = MARGIN + TITLE_HEIGHT + number * row_height
         sheet.draw_line(left, top - 1.5 * GAP, personalised_x + IMAGE_SIDE, top - 1.5 * GAP, fill=GRID)
         _draw_history(sheet, left, top, comparison.summary.history, comparison.summary.num_earlier)
         width = wish_x - left - 4 * GAP
@@ -83,10 +85,12 @@ def write_comparison_sheet(comparisons: Sequence[Comparison], path: Path) -> Non
             f"user {comparison.summary.user} likes {comparison.summary.likes or '(no keywords)'}",
             width=width,
         )
-        _draw_centred(sheet, wish_x + WISH_WIDTH / 2, top + IMAGE_SIDE / 2, comparison.summary.wish, width=WISH_WIDTH)
+        _draw_centred_text(
+            sheet, wish_x + WISH_WIDTH / 2, top + IMAGE_SIDE / 2, comparison.summary.wish, width=WISH_WIDTH
+        )
         sheet.paste_image(baseline_x, top, comparison.baseline, IMAGE_SIDE)
         sheet.paste_image(personalised_x, top, comparison.personalised, IMAGE_SIDE)
-    _save(sheet, path)
+    _save_sheet(sheet, path)
 
 
 def write_contact_sheet(rows: Sequence[GeneratedRow], path: Path) -> None:
@@ -97,9 +101,11 @@ def write_contact_sheet(rows: Sequence[GeneratedRow], path: Path) -> None:
     num_images = max(len(row.images) for row in rows)
     images_per_line = min(num_images, max(IMAGES_PER_LINE, math.ceil(math.sqrt(num_images))))
     width = max(
-        images_per_line * (IMAGE_SIDE + GAP) - GAP, _history_width([row.summary for row in rows]), 4 * IMAGE_SIDE
+        images_per_line * (IMAGE_SIDE + GAP) - GAP,
+        _measure_history_width([row.summary for row in rows]),
+        4 * IMAGE_SIDE,
     )
-    blocks = [_lay_out(row, images_per_line=images_per_line, width=width) for row in rows]
+    blocks = [_lay_out_block(row, images_per_line=images_per_line, width=width) for row in rows]
     columns = _split_columns([block.height for block in blocks])
     num_shown, height = sum(map(len, columns)), max(sum(blocks[i].height for i in column) for column in columns)
     sheet = Canvas(MARGIN + len(columns) * (width + MARGIN), MARGIN + height + MARGIN)
@@ -112,22 +118,22 @@ def write_contact_sheet(rows: Sequence[GeneratedRow], path: Path) -> None:
             top += blocks[index].height
     legend = f"{LEGEND}; {len(rows) - num_shown:,} more are not shown" if num_shown < len(rows) else LEGEND
     sheet.draw_text(MARGIN, MARGIN + height, legend, anchor="lm", size=TEXT_SIZE - 2, fill=FAINT)
-    _save(sheet, path)
+    _save_sheet(sheet, path)
 
 
 @dataclass(frozen=True)
 class _Block:
     row: GeneratedRow
-    wish: list[str]
+    wish_lines: list[str]
     """Lines of the wish."""
-    user: list[str]
+    user_lines: list[str]
     """Lines about the user."""
-    head: float
+    head_height: float
     height: float
     """Height with the gap below."""
 
 
-def _lay_out(row: GeneratedRow, *, images_per_line: int, width: float) -> _Block:
+def _lay_out_block(row: GeneratedRow, *, images_per_line: int, width: float) -> _Block:
     likes = f", who likes {row.summary.likes}" if row.summary.likes else " (no keywords)"
     wish = _wrap(row.summary.wish, width, HEAD_SIZE)
     user = _wrap(f"for user {row.summary.user}{likes}", width, TEXT_SIZE)
@@ -138,16 +144,16 @@ def _lay_out(row: GeneratedRow, *, images_per_line: int, width: float) -> _Block
 
 def _draw_block(sheet: Canvas, block: _Block, x: float, top: float, *, images_per_line: int) -> None:
     row, y = block.row, top + HEAD_SIZE / 2
-    for text in block.wish:
+    for text in block.wish_lines:
         sheet.draw_text(x, y, text, anchor="lm", size=HEAD_SIZE)
         y += LINE_HEIGHT
-    for text in block.user:
+    for text in block.user_lines:
         sheet.draw_text(x, y, text, anchor="lm", size=TEXT_SIZE, fill=FAINT)
         y += LINE_HEIGHT
     _draw_history(sheet, x, y - HEAD_SIZE / 2 + GAP, row.summary.history, row.summary.num_earlier)
     for number, (image, caption) in enumerate(zip(row.images, row.captions, strict=True)):
         line, column = divmod(number, images_per_line)
-        left, y = x + column * (IMAGE_SIDE + GAP), top + block.head + line * (IMAGE_SIDE + LINE_HEIGHT + GAP)
+        left, y = x + column * (IMAGE_SIDE + GAP), top + block.head_height + line * (IMAGE_SIDE + LINE_HEIGHT + GAP)
         sheet.paste_image(left, y, image, IMAGE_SIDE)
         sheet.draw_text(
             left + IMAGE_SIDE / 2, y + IMAGE_SIDE + LINE_HEIGHT / 2, caption, size=TEXT_SIZE - 2, fill=FAINT
@@ -155,21 +161,21 @@ def _draw_block(sheet: Canvas, block: _Block, x: float, top: float, *, images_pe
 
 
 def _split_columns(heights: Sequence[float]) -> list[list[int]]:
-    """Return the indices of the blocks by column; those that do not fit into COLUMNS columns are left out."""
+    """Return the indices of the blocks by column; blocks that do not fit into MAX_COLUMNS columns are left out."""
     columns: list[list[int]] = [[]]
-    used = 0.0
+    used_height = 0.0
     for index, height in enumerate(heights):
-        if columns[-1] and used + height > MAX_COLUMN_HEIGHT:
+        if columns[-1] and used_height + height > MAX_COLUMN_HEIGHT:
             if len(columns) == MAX_COLUMNS:
                 break
             columns.append([])
-            used = 0.0
+            used_height = 0.0
         columns[-1].append(index)
-        used += height
+        used_height += height
     return columns
 
 
-def _history_width(users: Sequence[UserSummary]) -> float:
+def _measure_history_width(users: Sequence[UserSummary]) -> float:
     return max(max(len(user.history) for user in users) * (THUMB_SIDE + GAP) - GAP, 4 * THUMB_SIDE)
 
 
@@ -191,12 +197,12 @@ def _wrap(text: str, width: float, size: float) -> list[str]:
     return fit_captions([text], width, lambda line: page.measure_text(line, size))[0]
 
 
-def _draw_centred(sheet: Canvas, x: float, y: float, text: str, *, width: float) -> None:
+def _draw_centred_text(sheet: Canvas, x: float, y: float, text: str, *, width: float) -> None:
     lines = _wrap(text, width, HEAD_SIZE)
     for number, line in enumerate(lines):
         sheet.draw_text(x, y + (number - (len(lines) - 1) / 2) * (LINE_HEIGHT + 2), line, size=HEAD_SIZE, fill=BLUE)
 
 
-def _save(sheet: Canvas, path: Path) -> None:
+def _save_sheet(sheet: Canvas, path: Path) -> None:
     with replacing_file(path) as temporary:
         sheet.save(temporary)

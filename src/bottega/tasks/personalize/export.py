@@ -1,7 +1,7 @@
 """Export of a personalised generator: the trained soft prompts as safetensors, and a configuration beside them.
 
-    model.safetensors   image_tokens [L, H]; prefix [layers, 2 (keys, values), S, kv heads * head size], or where a projection
-                        makes it: prefix_embedding [S, H], prefix_inner and prefix_outer; mapping [W, H] with its bias
+    model.safetensors   image_tokens [L, H]; prefix [layers, 2 (keys, values), S, kv heads * head size], or with a projection
+                        prefix_embedding [S, H], prefix_inner and prefix_outer in its place; mapping [W, H] with its bias
     config.json         the shape, the frozen models by name and hash, the prompts, the weights of the condition, and the
                         sampling options
 
@@ -25,7 +25,7 @@ from bottega.tasks.personalize.frozen_models import CLIP, DESCRIPTIONS, GENERATO
 if TYPE_CHECKING:
     from bottega.tasks.personalize.workload import PersonalizeWorkload
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 KIND = "bottega-soft-prompts"
 
 
@@ -37,7 +37,7 @@ class PublishedModel(BaseModel):
     named: str
     """Hub name, or the last component of a path, so that an export does not reveal local folders."""
     contents: dict[str, str]
-    """Component -> hash of all that decides what it computes."""
+    """Component -> hash of all files that affect its output."""
 
     @classmethod
     def from_model(cls, model: FrozenModel) -> PublishedModel:
@@ -72,7 +72,11 @@ def export_personalize(workload: PersonalizeWorkload, models: Models, folder: Pa
     frozen = {LANGUAGE: metadata.language_model, GENERATOR: metadata.diffusion, CLIP: metadata.clip}
     config = ExportConfig(
         shape=metadata.shape,
-        frozen={key: PublishedModel.from_model(base) for key, base in frozen.items() if base is not None},
+        frozen={
+            key: PublishedModel.from_model(frozen_model)
+            for key, frozen_model in frozen.items()
+            if frozen_model is not None
+        },
         keywords=recipe.model.keywords,
         weights=recipe.model.weights,
         image_size=recipe.data.image_size,
@@ -81,8 +85,8 @@ def export_personalize(workload: PersonalizeWorkload, models: Models, folder: Pa
     )
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().contiguous().cpu() for name, tensor in models["model"].state_dict().items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / CONFIG).write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-    needed = ", ".join(f"{DESCRIPTIONS[key]} `{model.named}`" for key, model in config.frozen.items())
-    needed += f"; they are frozen and not in this folder, `{CONFIG}` has their hashes"
-    return {"library_name": "bottega", "pipeline_tag": "text-to-image", "needs": needed}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    (folder / CONFIG_FILE).write_text(json.dumps(config.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    needed_models = ", ".join(f"{DESCRIPTIONS[key]} `{model.named}`" for key, model in config.frozen.items())
+    needed_models += f"; they are frozen and not part of this folder; `{CONFIG_FILE}` has their hashes"
+    return {"library_name": "bottega", "pipeline_tag": "text-to-image", "needs": needed_models}

@@ -69,18 +69,22 @@ class PersonalizeMetadata(BaseModel):
         """Component -> hash, over all frozen models."""
         return {**self.language_model.contents, **self.diffusion.contents, **(self.clip.contents if self.clip else {})}
 
-    def check_same_models(self, before: PersonalizeMetadata) -> bool:
-        """Raise a CheckpointError if a model differs from that of `before`; return whether the shapes are equal."""
+    def check_same_models(self, recorded_metadata: PersonalizeMetadata) -> bool:
+        """Raise a CheckpointError if a model differs from the recorded one; return whether the shapes are equal."""
         for key in (LANGUAGE, GENERATOR, CLIP):
-            now, then = getattr(self, key), getattr(before, key)
-            if now is None or then is None:  # CLIP is optional
+            current, recorded_model = getattr(self, key), getattr(recorded_metadata, key)
+            if current is None or recorded_model is None:  # CLIP is optional
                 continue
-            for name in sorted({*now.contents, *then.contents}):
-                contents = now.contents.get(name), then.contents.get(name)
+            for name in sorted({*current.contents, *recorded_model.contents}):
+                hashes = current.contents.get(name), recorded_model.contents.get(name)
                 check_same_model(
-                    name, current_hash=contents[0], recorded_hash=contents[1], name=f"model.{key}", recorded=then.folder
+                    name,
+                    current_hash=hashes[0],
+                    recorded_hash=hashes[1],
+                    name=f"model.{key}",
+                    recorded=recorded_model.folder,
                 )
-        return self.shape == before.shape
+        return self.shape == recorded_metadata.shape
 
     def relocate(self, recipe: PersonalizeRecipe, processor: Path) -> PersonalizeMetadata:
         """Return the metadata of a finished run with the present folders of its models.
@@ -135,19 +139,19 @@ def resolve_model_folder(recipe: PersonalizeRecipe, key: str, *, runs_folder: Pa
     ).path.absolute()
 
 
-def _candidate_folders(
+def _list_candidate_folders(
     model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor: Path
 ) -> list[Callable[[], Path]]:
     runs_folder = processor.absolute().parent.parent
     # The recorded folder first: resolving a hub name would use the network.
     return [
-        lambda: _recorded_folder(model),
+        lambda: _get_recorded_folder(model),
         lambda: resolve_model_folder(recipe, key),
         lambda: resolve_model_folder(recipe, key, runs_folder=runs_folder),
     ]
 
 
-def _recorded_folder(model: FrozenModel) -> Path:
+def _get_recorded_folder(model: FrozenModel) -> Path:
     folder = Path(model.folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder} no longer exists")
@@ -159,7 +163,7 @@ def _relocate(model: FrozenModel, key: str, recipe: PersonalizeRecipe, processor
     folder = find_frozen_model(
         DESCRIPTIONS[key],
         model.content,
-        _candidate_folders(model, key, recipe, processor),
+        _list_candidate_folders(model, key, recipe, processor),
         recorded_folder=model.folder,
         owner=processor.parent if is_dependency else None,
         hash_folder=lambda folder: model.model_copy(update={"contents": HASH_FUNCTIONS[key](folder)}).content,
@@ -190,7 +194,7 @@ def _hash_generator(folder: Path) -> dict[str, str]:
     folders = [*map(Path, pipeline.tokenizers), folder / "scheduler"]
     files = [[file for file in sorted(path.glob("*")) if file.is_file()] for path in folders]
     hashes["tokens and schedule"] = hashlib.sha256(repr(list(map(hash_named_files, files))).encode()).hexdigest()
-    return {f"image generator's {name}": content for name, content in hashes.items()}
+    return {f"image generator's {name}": component_hash for name, component_hash in hashes.items()}
 
 
 def _hash_clip(folder: Path) -> dict[str, str]:
@@ -222,7 +226,7 @@ class GeneratorTokenizer:
         return tokenize(self.metadata, texts)
 
     @cached_property
-    def empty(self) -> tuple[tuple[int, ...], ...]:
+    def empty_text_ids(self) -> tuple[tuple[int, ...], ...]:
         """Token ids of the empty text, for each encoder."""
         return tuple(tuple(rows[0].tolist()) for rows in self.encode([""]))
 

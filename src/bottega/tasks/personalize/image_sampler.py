@@ -1,4 +1,4 @@
-"""Personalised images: several weightings of the condition for each user, and the best of them as CLIP scores them."""
+"""Generate personalised images: a candidate for each weighting of the condition, of which CLIP picks the best."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from bottega.tasks.personalize.task import NEGATIVE, Personalize
 from bottega.tasks.personalize.user_requests import UserRequest
 
 MAX_PIXELS = 1 << 20
-"""Pixels in a batch: four images of 512 x 512."""
+"""Maximum number of pixels in a batch: four images of 512 x 512."""
 MAX_BATCH_SIZE = 64
 
 
@@ -120,9 +120,9 @@ class PersonalImages:
         """Write a contact sheet of all images by user and wish."""
         rows = []
         for number, summary in enumerate(self.summaries):
-            own = slice(number * self.images_per_request, (number + 1) * self.images_per_request)
-            captions = [choice.caption for choice in self.choices[own]]
-            rows.append(GeneratedRow(summary, list(self.images[own]), captions))
+            own_images = slice(number * self.images_per_request, (number + 1) * self.images_per_request)
+            captions = [choice.caption for choice in self.choices[own_images]]
+            rows.append(GeneratedRow(summary, list(self.images[own_images]), captions))
         write_contact_sheet(rows, path)
 
 
@@ -143,16 +143,16 @@ class PersonalSampler:
         zero_unconditional: bool,
     ) -> None:
         self.recipe, self.task, self.tokenizer = recipe, task, tokenizer
-        self._clip, self._zero_unconditional = clip, zero_unconditional
+        self._clip_folder, self._zero_unconditional = clip, zero_unconditional
         self._clip_scorers: dict[str, ClipScorer] = {}
 
     def load_clip_scorer(self, device: Any) -> ClipScorer | None:
-        """Return the CLIP on `device`, loaded once, or None without model.clip."""
-        if self._clip is None:
+        """Return the CLIP on `device`, which is loaded once, or None if model.clip is not set."""
+        if self._clip_folder is None:
             return None
         name = str(device)
         if name not in self._clip_scorers:
-            self._clip_scorers[name] = ClipScorer.load(Path(self._clip), device)
+            self._clip_scorers[name] = ClipScorer.load(Path(self._clip_folder), device)
         return self._clip_scorers[name]
 
     def generate(
@@ -169,17 +169,17 @@ class PersonalSampler:
     ) -> PersonalImages:
         """Generate `images_per_request` images for each request; `options` are those of `sample_images`."""
         records = [request.record for request in requests for _ in range(images_per_request)]
-        repeated = [words for words in keywords for _ in range(images_per_request)]
+        repeated_keywords = [words for words in keywords for _ in range(images_per_request)]
         images, weightings, scores = self.sample_best(
-            models, records, repeated, device=device, seed=seed, progress=progress, **options
+            models, records, repeated_keywords, device=device, seed=seed, progress=progress, **options
         )
         choices = [
             ImageChoice(record.user, record.wish_or_caption, words, weighting, score)
-            for record, words, weighting, score in zip(records, repeated, weightings, scores, strict=True)
+            for record, words, weighting, score in zip(records, repeated_keywords, weightings, scores, strict=True)
         ]
         notes = ["model.clip is not set, so the first of samples.weightings is used instead of the best"]
         summaries = tuple(summarize_user(request, words) for request, words in zip(requests, keywords, strict=True))
-        is_scored = self._clip is not None or len(self.recipe.samples.weightings) == 1
+        is_scored = self._clip_folder is not None or len(self.recipe.samples.weightings) == 1
         return PersonalImages(images, tuple(choices), summaries, images_per_request, () if is_scored else tuple(notes))
 
     def sample_best(
@@ -193,24 +193,28 @@ class PersonalSampler:
         progress: ProgressCallback,
         **options: Any,
     ) -> tuple[np.ndarray, list[ConditionWeights], list[Scores | None]]:
-        """Return one image for each record, the best of all weightings from the same noise, with weighting and scores."""
+        """Return the best image of each record over all weightings, from the same noise, with its weighting and its scores."""
         clip_scorer, weightings = self.load_clip_scorer(device), self.recipe.samples.weightings
-        tried = weightings if clip_scorer is not None else weightings[:1]
+        tried_weightings = weightings if clip_scorer is not None else weightings[:1]
         candidates = []
-        for number, weights in enumerate(tried):
-            report = partial(_report_candidate, progress, number, len(tried))
+        for number, weights in enumerate(tried_weightings):
+            report = partial(_report_candidate, progress, number, len(tried_weightings))
             candidates.append(
                 self.sample_images(
                     models, records, keywords, weights=weights, device=device, seed=seed, progress=report, **options
                 )
             )
         if clip_scorer is None:
-            return candidates[0], [tried[0]] * len(records), [None] * len(records)
+            return candidates[0], [tried_weightings[0]] * len(records), [None] * len(records)
         likes, wishes = [words.texts[0] for words in keywords], [record.wish_or_caption for record in records]
         scores = clip_scorer.score_candidates(candidates, likes=likes, wishes=wishes)
-        picked = pick_best(scores, self.recipe.samples.preference_weight)
-        images = np.stack([candidates[choice][row] for row, choice in enumerate(picked)])
-        return images, [tried[choice] for choice in picked], [scores[choice][row] for row, choice in enumerate(picked)]
+        best_candidates = pick_best(scores, self.recipe.samples.preference_weight)
+        images = np.stack([candidates[choice][row] for row, choice in enumerate(best_candidates)])
+        return (
+            images,
+            [tried_weightings[choice] for choice in best_candidates],
+            [scores[choice][row] for row, choice in enumerate(best_candidates)],
+        )
 
     def sample_images(
         self,
@@ -235,39 +239,41 @@ class PersonalSampler:
         samples = self.recipe.samples
         steps, sampler = samples.steps if steps is None else steps, samples.sampler if sampler is None else sampler
         guidance = samples.guidance if guidance is None else guidance
-        negative = samples.negative_prompt if negative_prompt is None else negative_prompt
+        negative_text = samples.negative_prompt if negative_prompt is None else negative_prompt
         check_steps(steps, sampler, self.task.path.max_steps, prefix="--")
         check_guidance(guidance, prefix="--")
         rows = self.tokenizer.encode(records, keywords)
-        rows |= self.tokenizer.encode_texts(NEGATIVE, [negative] * len(records))
+        rows |= self.tokenizer.encode_texts(NEGATIVE, [negative_text] * len(records))
         options = {"weights": weights, "steps": steps, "method": sampler, "guidance": guidance}
         options |= {"drop_keywords": drop_keywords}
-        options["zero_negative"] = not negative and self._zero_unconditional
-        size = max(1, min(MAX_BATCH_SIZE, MAX_PIXELS // self.task.image_size**2))
-        parts = []
-        for start in range(0, len(records), size):
-            batch = {name: torch.from_numpy(value[start : start + size]).to(device) for name, value in rows.items()}
-            count = len(records[start : start + size])
+        options["zero_negative"] = not negative_text and self._zero_unconditional
+        batch_size = max(1, min(MAX_BATCH_SIZE, MAX_PIXELS // self.task.image_size**2))
+        image_batches = []
+        for start in range(0, len(records), batch_size):
+            batch = {
+                name: torch.from_numpy(value[start : start + batch_size]).to(device) for name, value in rows.items()
+            }
+            count = len(records[start : start + batch_size])
             rng = Noise(seed, 0, torch.arange(start, start + count, device=device), torch)
             report = partial(_report_batch, progress, start, count, len(records))
-            half = uses_bfloat16(device, self.recipe.training.mixed_precision)
-            with torch.autocast("cuda", torch.bfloat16, enabled=half):
+            uses_half_precision = uses_bfloat16(device, self.recipe.training.mixed_precision)
+            with torch.autocast("cuda", torch.bfloat16, enabled=uses_half_precision):
                 x = self.task.sample(models, batch, rng, **options, progress=report)
-            parts.append(x.float().cpu().numpy())
-        return denormalise_pixels(require_finite(np.concatenate(parts)), mode="symmetric")
+            image_batches.append(x.float().cpu().numpy())
+        return denormalise_pixels(require_finite(np.concatenate(image_batches)), mode="symmetric")
 
 
 def summarize_user(request: UserRequest, keywords: RecordKeywords) -> UserSummary:
     """Return what a contact sheet shows of a user: the last liked images, keywords and wish."""
     record = request.record
-    recent = record.history[-MAX_HISTORY_SHOWN:]
-    images = [image for item in recent if (image := request.load_image(item)) is not None]
+    recent_items = record.history[-MAX_HISTORY_SHOWN:]
+    images = [image for item in recent_items if (image := request.load_image(item)) is not None]
     num_hidden = len(record.history) - len(images)
     return UserSummary(record.user, images, num_hidden, keywords.texts[0], record.wish_or_caption)
 
 
-def _report_batch(progress: ProgressCallback, before: int, count: int, total: int, done: int, steps: int) -> None:
-    progress("pictures", before * steps + done * count, total * steps)
+def _report_batch(progress: ProgressCallback, num_before: int, count: int, total: int, done: int, steps: int) -> None:
+    progress("pictures", num_before * steps + done * count, total * steps)
 
 
 def _report_candidate(

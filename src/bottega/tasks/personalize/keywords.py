@@ -44,7 +44,7 @@ class KeywordDecoder:
         model.to(device)
         keys = sorted(prompts, key=lambda key: len(prompts[key]))  # similar lengths need little padding
         while keys:
-            batch = _first_batch(keys, prompts)
+            batch = _take_first_batch(keys, prompts)
             ids = torch.zeros(len(batch), len(prompts[batch[-1]]), dtype=torch.int64)
             mask = torch.zeros_like(ids)
             for row, key in enumerate(batch):
@@ -54,7 +54,7 @@ class KeywordDecoder:
                 ids.to(device),
                 mask.to(device),
                 max_tokens=self.options.max_tokens,
-                allowed=self._allowed,
+                allowed=self._allowed_words,
                 stop_tokens=[*self.line_breaks, *self.tokenizer.stop_tokens],
             )
             yield {key: self._read_answer(tokens) for key, tokens in zip(batch, answers, strict=True)}
@@ -62,34 +62,34 @@ class KeywordDecoder:
 
     @cached_property
     def line_breaks(self) -> list[int]:
-        """The tokens with a line break if a line break ends an answer, else an empty list.
+        """The tokens that contain a line break, if a line break ends an answer; else an empty list.
 
-        It ends the list of a base model, which would go on with other text. A chat model may write a line before its list
-        and ends its answer by itself.
+        A line break ends the answer of a base model, which would go on with other text. It does not end that of a chat model,
+        which may write a line before its keywords and ends its answer by itself.
         """
         if self.tokenizer.is_chat and self.options.allowed is None:
             return []
         return self.tokenizer.line_break_tokens
 
     @cached_property
-    def _allowed(self) -> AllowedWords | None:
+    def _allowed_words(self) -> AllowedWords | None:
         if self.options.allowed is None:
             return None
         return AllowedWords(self.options.allowed, self.tokenizer.encode, max_words=self.options.count)
 
     def _read_answer(self, tokens: list[int]) -> tuple[str, ...]:
-        if self._allowed is not None:
-            return self._allowed.decode_words(tokens)
+        if self._allowed_words is not None:
+            return self._allowed_words.decode_words(tokens)
         is_truncated = len(tokens) >= self.options.max_tokens
         return parse_keywords(self.tokenizer.decode(tokens), self.options.count, is_truncated=is_truncated)
 
 
 @final
 class KeywordGenerator:
-    """Answers the prompts of a `PromptBuilder` from the cache, and by the language model where the cache has no answer.
+    """Answers the prompts of a `PromptBuilder` from the cache, or by the language model if the cache has no answer.
 
-    `precision` is that of the language model, since its likeliest word may depend on it. `resumed` are answers that a
-    resumed run has trained with: they take precedence over those of the cache.
+    `precision` is that of the language model, since its likeliest word may depend on it. `resumed_answers` are the answers that
+    a resumed run has trained with; they take precedence over those of the cache.
     """
 
     def __init__(
@@ -98,16 +98,16 @@ class KeywordGenerator:
         *,
         precision: str = "fp32",
         cache: Path | None = None,
-        resumed: Mapping[str, tuple[str, ...]] | None = None,
+        resumed_answers: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         self.prompts = prompts
-        self.resumed: Mapping[str, tuple[str, ...]] = resumed or {}
+        self.resumed_answers: Mapping[str, tuple[str, ...]] = resumed_answers or {}
         self.decoder = KeywordDecoder(prompts.tokenizer, prompts.options)
         self.answers: dict[str, tuple[str, ...]] = {}
         """Every answer used so far, by the hash of its prompt."""
-        self._cache = KeywordCache(self._identity, precision=precision, folder=cache)
+        self._cache = KeywordCache(self._compute_identity, precision=precision, folder=cache)
         self._num_answers: dict[str, int] = {}
-        self._num_empty: dict[str, int] = {}
+        self._num_empty_answers: dict[str, int] = {}
 
     def generate(
         self, records: Sequence[Record], model: Any, device: Any, progress: ProgressCallback
@@ -124,14 +124,14 @@ class KeywordGenerator:
         self, records: Sequence[Record], model: Any, device: Any, progress: ProgressCallback
     ) -> list[tuple[str, ...]]:
         """Return the keywords of each record's history."""
-        prompts = [self.prompts.preference_prompt(record) for record in records]
+        prompts = [self.prompts.build_preference_prompt(record) for record in records]
         return self._answer("preference", prompts, model, device, progress)
 
     def generate_targets(
         self, wishes: Sequence[str], model: Any, device: Any, progress: ProgressCallback
     ) -> list[tuple[str, ...]]:
         """Return the keywords of each wish."""
-        prompts = [self.prompts.target_prompt(wish) for wish in wishes]
+        prompts = [self.prompts.build_target_prompt(wish) for wish in wishes]
         return self._answer("target", prompts, model, device, progress)
 
     @property
@@ -140,7 +140,7 @@ class KeywordGenerator:
         return [
             f"keywords: {count:,} of {self._num_answers[kind]:,} {kind} answers contain no keyword, so their images are "
             "generated without keywords; change the prompts in model.keywords"
-            for kind, count in self._num_empty.items()
+            for kind, count in self._num_empty_answers.items()
             if count
         ]
 
@@ -153,45 +153,51 @@ class KeywordGenerator:
         progress: ProgressCallback,
     ) -> list[tuple[str, ...]]:
         keys = [hashlib.sha256(ids.tobytes()).hexdigest() for ids in prompts]
-        by_key = dict(zip(keys, prompts, strict=True))
+        prompts_by_key = dict(zip(keys, prompts, strict=True))
         # A resumed run that has all its answers neither hashes the model nor reads the cache.
-        answers = dict(self.resumed) if by_key.keys() <= self.resumed.keys() else self._read_cache(device)
-        if by_key.keys() - answers.keys():
+        answers = (
+            dict(self.resumed_answers)
+            if prompts_by_key.keys() <= self.resumed_answers.keys()
+            else self._read_cache(device)
+        )
+        if prompts_by_key.keys() - answers.keys():
             with self._cache.lock(device):
                 answers = self._read_cache(device)  # another process may have answered in the meantime
-                missing = {key: ids for key, ids in by_key.items() if key not in answers}
+                missing = {key: ids for key, ids in prompts_by_key.items() if key not in answers}
                 if missing:
-                    loaded = model if hasattr(model, "decode") else model()
-                    answers |= self._decode(missing, loaded, device, progress)
-        result = [answers[key] for key in keys]
-        self.answers |= zip(keys, result, strict=True)
-        self._num_empty[kind] = self._num_empty.get(kind, 0) + sum(not words for words in result)
-        self._num_answers[kind] = self._num_answers.get(kind, 0) + len(result)
-        return result
+                    language_model = model if hasattr(model, "decode") else model()
+                    answers |= self._decode(missing, language_model, device, progress)
+        prompt_answers = [answers[key] for key in keys]
+        self.answers |= zip(keys, prompt_answers, strict=True)
+        self._num_empty_answers[kind] = self._num_empty_answers.get(kind, 0) + sum(
+            not words for words in prompt_answers
+        )
+        self._num_answers[kind] = self._num_answers.get(kind, 0) + len(prompt_answers)
+        return prompt_answers
 
     def _decode(
         self, prompts: dict[str, np.ndarray], model: FrozenLanguageModel, device: Any, progress: ProgressCallback
     ) -> dict[str, tuple[str, ...]]:
         answers: dict[str, tuple[str, ...]] = {}
         progress("keywords", 0, len(prompts))
-        for new in self.decoder.decode(prompts, model, device):
-            self._cache.append(device, new)
-            answers |= new
+        for new_answers in self.decoder.decode(prompts, model, device):
+            self._cache.append(device, new_answers)
+            answers |= new_answers
             progress("keywords", len(answers), len(prompts))
         return answers
 
     def _read_cache(self, device: Any) -> dict[str, tuple[str, ...]]:
-        return {**self._cache.read(device), **self.resumed}
+        return {**self._cache.read(device), **self.resumed_answers}
 
-    def _identity(self) -> tuple[Any, ...]:
-        """All that decides an answer besides its prompt, the precision and the device."""
+    def _compute_identity(self) -> tuple[Any, ...]:
+        """Return everything that affects an answer besides its prompt, the precision and the device."""
         tokenizer = self.prompts.tokenizer
         options = self.prompts.options.model_dump(mode="json", include={"count", "max_tokens", "allowed"})
         folder = tokenizer.folder
         return FORMAT, hash_model_folder(folder), hash_prompt_files(folder), sorted(tokenizer.stop_tokens), options
 
 
-def _first_batch(keys: list[str], prompts: Mapping[str, np.ndarray]) -> list[str]:
+def _take_first_batch(keys: list[str], prompts: Mapping[str, np.ndarray]) -> list[str]:
     """Return as many of the first keys as fit into one batch; `keys` are sorted by the length of their prompts."""
     count = 1
     while count < min(MAX_ROWS, len(keys)) and (count + 1) * len(prompts[keys[count]]) <= MAX_TOKENS:

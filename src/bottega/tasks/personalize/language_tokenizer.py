@@ -27,7 +27,7 @@ PROMPT_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-"""Files that decide which token ids a prompt has and which tokens end an answer."""
+"""Files that affect the token ids of a prompt, or which tokens end an answer."""
 
 
 def hash_prompt_files(folder: Path) -> str:
@@ -81,14 +81,14 @@ class LanguageTokenizer:
     def is_chat(self) -> bool:
         """Whether the model is a chat model: its template ends a turn with a token that also ends the model's answers.
 
-        A chat template alone does not tell: base models are often published with the template of their chat variant.
+        A chat template alone does not prove it: base models are often published with the template of their chat variant.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             return False
         answer = "keywords"
         turn_end = self._apply_chat_template("a", answer).rpartition(answer)[2].strip()
-        first = self.encode(turn_end)[:1]
-        return bool(first) and first[0] in self.stop_tokens
+        first_ids = self.encode(turn_end)[:1]
+        return bool(first_ids) and first_ids[0] in self.stop_tokens
 
     @cached_property
     def stop_tokens(self) -> set[int]:
@@ -140,4 +140,6 @@ class LanguageTokenizer:
                 )
             )
         except Exception as error:  # a template may raise anything
-            raise UsageError(f"{KEY}: the chat template of {self.folder} fails: {first_line(error)}") from error
+            raise UsageError(
+                f"{KEY}: the chat template of {self.folder} fails ({first_line(error)}); correct the template, or use another model"
+            ) from error

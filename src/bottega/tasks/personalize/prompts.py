@@ -40,47 +40,48 @@ class PromptBuilder:
                 "model.num_image_tokens + model.num_prefix_tokens or for model.keywords.max_tokens; lower these"
             )
 
-    def preference_prompt(self, record: Record) -> np.ndarray:
+    def build_preference_prompt(self, record: Record) -> np.ndarray:
         """Return the prompt that asks for keywords of what a user likes, int64 (length,)."""
         wish = self._truncate(record.wish_or_caption)
         template = self.options.preference_prompt
-        return self._fit_history(record, lambda history: self._fill(template, history=history, wish=wish))
+        return self._fit_history(record, lambda history: self._fill_template(template, history=history, wish=wish))
 
-    def target_prompt(self, wish: str) -> np.ndarray:
+    def build_target_prompt(self, wish: str) -> np.ndarray:
         """Return the prompt that asks for keywords of what the image must show, int64 (length,)."""
-        ids = self.tokenizer.encode_prompt(self._fill(self.options.target_prompt, wish=self._truncate(wish)))
+        ids = self.tokenizer.encode_prompt(self._fill_template(self.options.target_prompt, wish=self._truncate(wish)))
         if len(ids) > self.length:
-            raise self._too_long("target_prompt", len(ids))
+            raise self._build_length_error("target_prompt", len(ids))
         return ids
 
-    def image_prompt(self, record: Record) -> np.ndarray:
+    def build_image_prompt(self, record: Record) -> np.ndarray:
         """Return the prompt that the image tokens follow, int64 (length,).
 
-        It is the beginning of the target prompt with the wish, then the preference prompt, whose answer the model is about
-        to give. A preference prompt that already contains {wish} is used alone.
+        It begins with the target prompt up to the wish, and ends with the preference prompt, which the image tokens answer. A
+        preference prompt that contains {wish} is used alone.
         """
         options, wish = self.options, self._truncate(record.wish_or_caption)
         has_wish = "{wish}" in options.preference_prompt
-        before = "" if has_wish else self._fill(options.target_prompt.partition("{wish}")[0]) + wish + "\n"
+        wish_text = "" if has_wish else self._fill_template(options.target_prompt.partition("{wish}")[0]) + wish + "\n"
         return self._fit_history(
-            record, lambda history: before + self._fill(options.preference_prompt, history=history, wish=wish)
+            record,
+            lambda history: wish_text + self._fill_template(options.preference_prompt, history=history, wish=wish),
         )
 
-    def _fill(self, template: str, **fields: str) -> str:
+    def _fill_template(self, template: str, **fields: str) -> str:
         # Not str.format: captions and templates may contain other braces.
         fields = {"count": str(self.options.count), **fields}
         return re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), template)
 
-    def _fit_history(self, record: Record, prompt: Callable[[str], str]) -> np.ndarray:
+    def _fit_history(self, record: Record, build_text: Callable[[str], str]) -> np.ndarray:
         """Return the prompt with as many of the newest items as fit.
 
         The line break of the last item is dropped: the template decides what follows the history.
         """
         history = record.history[-self.length :]  # each item takes at least one token
-        items = [self._fill(self.options.item, caption=self._truncate(item.caption)) for item in history]
+        items = [self._fill_template(self.options.item, caption=self._truncate(item.caption)) for item in history]
 
-        def encode_without(num_oldest: int) -> np.ndarray:
-            return self.tokenizer.encode_prompt(prompt("".join(items[num_oldest:]).rstrip("\n")))
+        def encode_without(num_dropped: int) -> np.ndarray:
+            return self.tokenizer.encode_prompt(build_text("".join(items[num_dropped:]).rstrip("\n")))
 
         ids = encode_without(0)
         if len(ids) <= self.length:
@@ -90,14 +91,14 @@ class PromptBuilder:
             middle = (low + high) // 2
             low, high = (low, middle) if len(encode_without(middle)) <= self.length else (middle + 1, high)
         if low >= len(items):
-            raise self._too_long("preference_prompt", len(ids))
+            raise self._build_length_error("preference_prompt", len(ids))
         return encode_without(low)
 
     def _truncate(self, text: str) -> str:
-        """Cut a caption or wish to a quarter of the prompt, so that it leaves room for the others."""
+        """Cut a caption or wish to a quarter of the prompt's length, so that it leaves room for other captions."""
         return self.tokenizer.truncate(text, max(1, self.length // 4))
 
-    def _too_long(self, key: str, count: int) -> UsageError:
+    def _build_length_error(self, key: str, count: int) -> UsageError:
         return UsageError(
             f"data.sequence_length: {self.length} tokens cannot hold model.keywords.{key}, which has {count} tokens once it "
             "is filled in; shorten the template, or raise data.sequence_length if the language model has more positions"
@@ -127,13 +128,13 @@ class ImagePrompts:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the language model and of all that decides its prompts."""
-        decisive = (self.content, self.options.model_dump_json(), self.length, self.reserved)
-        return hashlib.sha256(repr(decisive).encode()).hexdigest()
+        """Hash of the language model and of everything that affects its prompts."""
+        identity = (self.content, self.options.model_dump_json(), self.length, self.reserved)
+        return hashlib.sha256(repr(identity).encode()).hexdigest()
 
-    def ids(self, record: Record) -> np.ndarray:
+    def encode_prompt(self, record: Record) -> np.ndarray:
         """Return the token ids of the prompt for `record`, int64 (length,)."""
-        return self.builder.image_prompt(record)
+        return self.builder.build_image_prompt(record)
 
     def encode_words(self, words: Sequence[str]) -> tuple[int, ...]:
         """Return the token ids of each word, one after the other, without special tokens."""

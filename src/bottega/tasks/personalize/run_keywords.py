@@ -1,4 +1,4 @@
-"""The keywords of a run: those of each prepared table, and of other records when they are used."""
+"""Keywords of the records of a run: of all records of its prepared tables, and of other records on request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LanguageModelLoader:
 class RunKeywords:
     """Generates the keywords of records with the language model of a run.
 
-    `folder` holds that model; `device` is the recipe's, chosen when the model may have to be loaded.
+    `folder` is that of the language model; `device` is the value in the recipe, resolved when keywords are generated.
     """
 
     def __init__(self, generator: KeywordGenerator, *, folder: str, precision: FrozenPrecision, device: str) -> None:
@@ -61,8 +61,8 @@ class RunKeywords:
             model = models["language_model"]
             return self.generator.generate(records, model, next(model.parameters()).device, progress)
         device = choose_device(self._device)
-        load = LanguageModelLoader(self._folder, precision=self._precision, device=device)
-        return self.generator.generate(records, load, device, progress)
+        load_model = LanguageModelLoader(self._folder, precision=self._precision, device=device)
+        return self.generator.generate(records, load_model, device, progress)
 
     def generate_tables(
         self, prepared: PreparedData, names: Sequence[str], progress: ProgressCallback = ignore_progress

@@ -13,18 +13,18 @@ from bottega.data.output_files import is_folder, require_suffix
 from bottega.data.prepare.jobs import ProgressCallback
 from bottega.tasks.personalize.arms import generate_arm
 from bottega.tasks.personalize.contact_sheets import Comparison, write_comparison_sheet
-from bottega.tasks.personalize.data.records import evenly_spaced
+from bottega.tasks.personalize.data.records import pick_evenly_spaced
 from bottega.tasks.personalize.image_sampler import PersonalImages, summarize_user
-from bottega.tasks.personalize.user_requests import UserRequest, find_users, read_history, request_for_record
+from bottega.tasks.personalize.user_requests import UserRequest, build_user_request, find_users, read_history
 from bottega.tasks.sampler import Sampler
 
 if TYPE_CHECKING:
     from bottega.tasks.personalize.workload import PersonalizeWorkload
 
 MAX_IMAGES, MAX_WISH_LENGTH = 10_000, 1000
-"""Images of one request, and characters of a wish."""
+"""Maximum number of images of a request, and of characters of a wish."""
 DEFAULT_COUNT, DEFAULT_NUM_USERS = 4, 4
-"""Images for each wish and number of users where the request does not say."""
+"""Number of images for each wish, and of users, if the request does not give them."""
 
 
 @final
@@ -39,16 +39,18 @@ class PersonalizeSampler(Sampler):
     def sample(self, models: Models, folder: Path, *, device: Any) -> None:
         """Write a sheet of held-out users: liked images, wish, and images without and with personalisation."""
         prepared = self.workload.data.prepared
-        held_out = [name for name in ("validation", "test") if name in prepared.tables]
-        rows = self.workload.personal_rows(held_out[0] if held_out else prepared.training_tables[0])
-        requests = [request_for_record(rows, number) for number in evenly_spaced(len(rows), self.recipe.samples.count)]
+        held_out_tables = [name for name in ("validation", "test") if name in prepared.tables]
+        rows = self.workload.personal_rows(held_out_tables[0] if held_out_tables else prepared.training_tables[0])
+        requests = [
+            build_user_request(rows, number) for number in pick_evenly_spaced(len(rows), self.recipe.samples.count)
+        ]
         records = [request.record for request in requests]
-        keywords = self.workload.keywords(records, models)
-        common: dict[str, Any] = {"device": device, "seed": self.recipe.seed, "keywords": keywords}
-        plain, _ = generate_arm(self.workload, models, records, arm="none", **common)
-        personal, _ = generate_arm(self.workload, models, records, arm="both", pick=True, **common)
+        keywords = self.workload.generate_keywords(records, models)
+        common_options: dict[str, Any] = {"device": device, "seed": self.recipe.seed, "keywords": keywords}
+        baseline_images, _ = generate_arm(self.workload, models, records, arm="none", **common_options)
+        personalised_images, _ = generate_arm(self.workload, models, records, arm="both", pick=True, **common_options)
         summaries = [summarize_user(request, words) for request, words in zip(requests, keywords, strict=True)]
-        comparisons = [Comparison(*row) for row in zip(summaries, plain, personal, strict=True)]
+        comparisons = [Comparison(*row) for row in zip(summaries, baseline_images, personalised_images, strict=True)]
         write_comparison_sheet(comparisons, folder / "sheet.png")
 
     def generate(
@@ -70,15 +72,15 @@ class PersonalizeSampler(Sampler):
             raise UsageError(f"--count {count}: expected 1 or more")
         _check_wishes(_to_list(wish))
         requests = self._find_requests(_to_list(user), _to_list(wish), history)
-        is_plain = user is None and wish is None and history is None
-        images_per_request = count if count is not None else 1 if is_plain else DEFAULT_COUNT
+        is_default_request = user is None and wish is None and history is None
+        images_per_request = count if count is not None else 1 if is_default_request else DEFAULT_COUNT
         total = len(requests) * images_per_request
         if total > MAX_IMAGES:
             raise UsageError(
-                f"--count {images_per_request}: {total:,} images are more than the {MAX_IMAGES:,} of one request; "
-                "split it into several, each with another --seed"
+                f"--count {images_per_request}: {total:,} images are more than the maximum of {MAX_IMAGES:,} per request; "
+                "split it into several requests, each with another --seed"
             )
-        keywords = self.workload.keywords([request.record for request in requests], models)
+        keywords = self.workload.generate_keywords([request.record for request in requests], models)
         return self.workload.image_sampler.generate(
             models,
             requests,
@@ -93,21 +95,21 @@ class PersonalizeSampler(Sampler):
     def _find_requests(self, users: list[str], wishes: list[str], history: Any) -> list[UserRequest]:
         if history is not None and users:
             raise UsageError(
-                f"--history {history}: describes a new user, but --user {users[0]} is one of this run; give one of the two"
+                f"--history {history} describes a new user, but --user {users[0]} is one of this run; give one of the two"
             )
         if history is not None:
             requests = read_history(Path(history), wishes=wishes)
         else:
-            tables = [self.workload.personal_rows(name) for name in self._held_out_first()]
-            first = list(dict.fromkeys(tables[0].users))[: 1 if wishes else DEFAULT_NUM_USERS]
-            requests = find_users(users or first, tables)
+            tables = [self.workload.personal_rows(name) for name in self._sort_held_out_first()]
+            default_users = list(dict.fromkeys(tables[0].users))[: 1 if wishes else DEFAULT_NUM_USERS]
+            requests = find_users(users or default_users, tables)
         return [request.with_wish(wish) for request in requests for wish in wishes] if wishes else requests
 
-    def _held_out_first(self) -> list[str]:
+    def _sort_held_out_first(self) -> list[str]:
         return sorted(self.workload.data.prepared.tables, key=lambda name: name.startswith("train"))
 
     def example_flags(self) -> str:
-        record = self.workload.personal_rows(self._held_out_first()[0]).record(0)
+        record = self.workload.personal_rows(self._sort_held_out_first()[0]).record(0)
         return f" --user {shlex.quote(record.user)} --wish {shlex.quote(record.wish_or_caption)}"
 
     def check_output(self, path: Path) -> None:
@@ -123,7 +125,7 @@ def _check_wishes(wishes: list[str]) -> None:
         if not wish.strip():
             raise UsageError(f'--wish {wish!r} is blank; describe the image, such as --wish "a star"')
         if len(wish) > MAX_WISH_LENGTH:
-            raise UsageError(f"--wish: has {len(wish):,} characters; shorten it to {MAX_WISH_LENGTH:,}")
+            raise UsageError(f"--wish has {len(wish):,} characters; shorten it to at most {MAX_WISH_LENGTH:,}")
 
 
 def _to_list(value: Any) -> list[str]:

@@ -58,13 +58,13 @@ class Personalize(Task):
     """Token ids of the empty text, for each text encoder."""
 
     def specs(self) -> dict[str, ModelSpec]:
-        how = {"precision": self.precision, "checkpointing": self.checkpointing}
+        options = {"precision": self.precision, "checkpointing": self.checkpointing}
         language, image = Path(self.language_model), Path(self.image_model)
         soft = ModelSpec("bottega.models.frozen.soft_prompts:SoftPrompts", self.shape)
         return {
             "model": soft.with_change(self._initialise_prompts),
-            "language_model": ModelSpec("bottega.models.frozen.language:load_language_model", language, how),
-            "image_model": ModelSpec("bottega.models.frozen.image:load_image_model", image, how),
+            "language_model": ModelSpec("bottega.models.frozen.language:load_language_model", language, options),
+            "image_model": ModelSpec("bottega.models.frozen.image:load_image_model", image, options),
         }
 
     def _initialise_prompts(self, models: Models, seed: int) -> None:
@@ -72,10 +72,10 @@ class Personalize(Task):
         soft, language = models["model"], models["language_model"]
         initialise_soft_prompts(soft, seed, token_scale=language.token_scale)
         if self.start_tokens:
-            numbers = [self.start_tokens[i % len(self.start_tokens)] for i in range(self.shape.num_image_tokens)]
-            words = language.model.get_input_embeddings()
+            token_ids = [self.start_tokens[i % len(self.start_tokens)] for i in range(self.shape.num_image_tokens)]
+            embeddings = language.model.get_input_embeddings()
             with torch.no_grad():  # quantised weights are already on their device
-                soft.image_tokens.copy_(words(torch.tensor(numbers, device=words.weight.device)))
+                soft.image_tokens.copy_(embeddings(torch.tensor(token_ids, device=embeddings.weight.device)))
 
     def counts(self, batch: Batch) -> Mapping[str, float]:
         if "weight" in batch:
@@ -83,14 +83,14 @@ class Personalize(Task):
         return {"loss": float(len(batch["image"]))}
 
     def loss(self, models: Models, batch: Batch, rng: Noise) -> Loss:
-        image = models["image_model"]
-        clean = image.encode(batch["image"], rng.normal("latent", self.latent)).float()
+        image_model = models["image_model"]
+        clean = image_model.encode(batch["image"], rng.normal("latent", self.latent)).float()
         noise = rng.normal("noise", self.latent)
         t = self.path.draw_times(rng)
         alpha, sigma = (level.float().view(-1, 1, 1, 1) for level in self.path.levels(t))
         drop = rng.uniform("drop") < self.keyword_dropout
         condition = self.build_condition(models, batch, self.weights, drop=drop)
-        predicted = self._predict(image, alpha * clean + sigma * noise, self.path.model_time(t), condition)
+        predicted = self._predict(image_model, alpha * clean + sigma * noise, self.path.model_time(t), condition)
         error = self.path.error(predicted, clean, noise, alpha, sigma)
         if "weight" in batch:
             error = error * (batch["weight"] > 0)
@@ -104,7 +104,7 @@ class Personalize(Task):
         target = self.encode_text(models, batch, TARGET)
         parts = []
         if weights.soft:
-            parts.append(weights.soft * self.soft_tokens(models, batch))
+            parts.append(weights.soft * self.compute_soft_tokens(models, batch))
         if weights.keywords:
             parts.append(weights.keywords * self.encode_text(models, batch, PREFERENCE, drop=drop).tokens)
         if weights.target:
@@ -112,18 +112,18 @@ class Personalize(Task):
         # The pooled embedding, for generators that use one, is that of the target.
         return TextEmbeddings(torch.cat([part.to(target.tokens.dtype) for part in parts], dim=1), target.pooled)
 
-    def soft_tokens(self, models: Models, batch: Batch) -> Tensor:
+    def compute_soft_tokens(self, models: Models, batch: Batch) -> Tensor:
         """Return the trained tokens, (batch, image tokens, width).
 
-        The language model runs inside the call of the trained model, so that DDP, which may wrap that, reduces the gradients
-        of all parameters used in it.
+        The language model runs inside the call of the trained model: DDP may wrap the trained model, and reduces the gradients
+        of the parameters that are used in its call.
         """
         language, ids, mask = models["language_model"], batch["prompt"].long(), batch["prompt_mask"]
 
-        def read(soft: SoftPrompts) -> Tensor:
+        def read_states(soft: SoftPrompts) -> Tensor:
             return language.encode_image_tokens(ids, mask, soft)
 
-        return models["model"](read)
+        return models["model"](read_states)
 
     @torch.no_grad()
     def encode_text(self, models: Models, batch: Batch, name: str, *, drop: Tensor | None = None) -> TextEmbeddings:
@@ -154,7 +154,7 @@ class Personalize(Task):
         instead of two. `drop_keywords` replaces the preference keywords by the empty text. `zero_negative` leads away from
         zeros, with which some generators were trained in place of an empty text.
         """
-        image = models["image_model"]
+        image_model = models["image_model"]
         start = rng.normal("start", self.latent)
         drop = torch.full((len(start),), drop_keywords, device=start.device)
         condition = self.build_condition(models, batch, weights, drop=drop)
@@ -166,19 +166,23 @@ class Personalize(Task):
 
         def predict(x: Tensor, time: Tensor) -> Tensor:
             if negative is None:
-                return self._predict(image, x, time, condition)
-            plain = self._predict(image, x, time, negative)
-            return plain + guidance * (self._predict(image, x, time, condition) - plain) if guidance else plain
+                return self._predict(image_model, x, time, condition)
+            unconditional = self._predict(image_model, x, time, negative)
+            return (
+                unconditional + guidance * (self._predict(image_model, x, time, condition) - unconditional)
+                if guidance
+                else unconditional
+            )
 
         x = solvers.sample(predict, start, self.path, steps=steps, method=method, progress=progress)
-        return image.decode(x).float()
+        return image_model.decode(x).float()
 
-    def _predict(self, image: Any, x: Tensor, time: Tensor, condition: TextEmbeddings) -> Tensor:
-        output = image.predict(x, time, condition.tokens, pooled=condition.pooled, image_size=self.image_size)
+    def _predict(self, image_model: Any, x: Tensor, time: Tensor, condition: TextEmbeddings) -> Tensor:
+        output = image_model.predict(x, time, condition.tokens, pooled=condition.pooled, image_size=self.image_size)
         return output.float()
 
 
 @lru_cache(maxsize=16)
 def _to_device(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """Token ids on `device`, cached because copying them makes the host wait."""
+    """Return token ids on `device`, cached because copying them makes the host wait."""
     return torch.tensor(tokens, device=device)

@@ -51,7 +51,7 @@ def open_workload(recipe: Recipe, *, progress: ProgressCallback, processor: Path
     metadata = find_frozen_models(recipe)  # before the data, which may take long
     answers = read_cached_answers(processor / ANSWERS_FILE) if processor is not None else {}
     prepared = prepare_people(recipe.data, progress=progress)
-    workload = PersonalizeWorkload(recipe, metadata, prepared, resumed=answers)
+    workload = PersonalizeWorkload(recipe, metadata, prepared, resumed_answers=answers)
     workload.run_keywords.generate_tables(prepared, list(prepared.tables), progress)
     return workload
 
@@ -62,7 +62,7 @@ def reopen_workload(recipe: Recipe, processor: Path, fingerprint: str) -> Person
     metadata = read_metadata(processor / METADATA_FILE, PersonalizeMetadata.model_validate_json)
     answers = read_cached_answers(processor / ANSWERS_FILE)
     return PersonalizeWorkload(
-        recipe, metadata.relocate(recipe, processor), None, expected_fingerprint=fingerprint, resumed=answers
+        recipe, metadata.relocate(recipe, processor), None, expected_fingerprint=fingerprint, resumed_answers=answers
     )
 
 
@@ -75,17 +75,22 @@ def resolve_precision(recipe: PersonalizeRecipe) -> FrozenPrecision:
 
 
 def build_task(
-    recipe: PersonalizeRecipe, metadata: PersonalizeMetadata, prompts: ImagePrompts, texts: GeneratorTokenizer
+    recipe: PersonalizeRecipe,
+    metadata: PersonalizeMetadata,
+    prompts: ImagePrompts,
+    generator_tokenizer: GeneratorTokenizer,
 ) -> Personalize:
     """Return the task; raises UsageError if the recipe does not fit the image generator."""
-    model, image = recipe.model, texts.metadata
-    path = NoisePath(objective=image.objective, schedule=image.schedule, shift=image.shift, min_snr=model.min_snr)
+    model, pipeline = recipe.model, generator_tokenizer.metadata
+    path = NoisePath(
+        objective=pipeline.objective, schedule=pipeline.schedule, shift=pipeline.shift, min_snr=model.min_snr
+    )
     if model.min_snr is not None and not path.uses_schedule:
         raise UsageError(
-            f"model.min_snr: {image.folder} is a {image.objective} model, which has no noise schedule; remove it"
+            f"model.min_snr: {pipeline.folder} is a {pipeline.objective} model, which has no noise schedule; remove model.min_snr"
         )
-    image.check_side(recipe.data.image_size)
-    side = recipe.data.image_size // image.downsample
+    pipeline.check_side(recipe.data.image_size)
+    side = recipe.data.image_size // pipeline.downsample
     return Personalize(
         shape=metadata.shape,
         path=path,
@@ -94,11 +99,11 @@ def build_task(
         precision=resolve_precision(recipe),
         checkpointing=recipe.training.gradient_checkpointing,
         image_size=recipe.data.image_size,
-        latent=(side, side, image.latent_channels),
+        latent=(side, side, pipeline.latent_channels),
         weights=model.weights,
         keyword_dropout=model.keyword_dropout,
         start_tokens=prompts.encode_words(model.start_words or ()),
-        empty=texts.empty,
+        empty=generator_tokenizer.empty_text_ids,
     )
 
 
@@ -118,11 +123,11 @@ class PersonalizeWorkload(Workload):
         prepared: PreparedData | None,
         *,
         expected_fingerprint: str | None = None,
-        resumed: Mapping[str, tuple[str, ...]] | None = None,
+        resumed_answers: Mapping[str, tuple[str, ...]] | None = None,
     ) -> None:
         """Take either prepared data, or for a finished run the fingerprint that it must have.
 
-        `resumed` are the answers of the language model that the run has trained with.
+        `resumed_answers` are the answers of the language model that the run has trained with.
         """
         self.recipe, self.metadata = recipe, metadata
         self.prompts = ImagePrompts(
@@ -133,13 +138,13 @@ class PersonalizeWorkload(Workload):
             content=metadata.language_model.content,
         )
         precision = resolve_precision(recipe)
-        generator = KeywordGenerator(self.prompts.builder, precision=precision, resumed=resumed)
+        generator = KeywordGenerator(self.prompts.builder, precision=precision, resumed_answers=resumed_answers)
         self.run_keywords = RunKeywords(
             generator, folder=self.prompts.folder, precision=precision, device=recipe.device
         )
-        self.texts = load_generator_tokenizer(metadata.diffusion)
-        self.condition_tokenizer = ConditionTokenizer(self.prompts, self.texts)
-        self.task = build_task(recipe, metadata, self.prompts, self.texts)
+        self.generator_tokenizer = load_generator_tokenizer(metadata.diffusion)
+        self.condition_tokenizer = ConditionTokenizer(self.prompts, self.generator_tokenizer)
+        self.task = build_task(recipe, metadata, self.prompts, self.generator_tokenizer)
         samples = recipe.samples
         check_steps(samples.steps, samples.sampler, self.task.path.max_steps, prefix="samples.")
         self.data = TableData(
@@ -163,7 +168,7 @@ class PersonalizeWorkload(Workload):
         """Return the records of one prepared table."""
         return PersonalRows(self.data.prepared, name)
 
-    def keywords(
+    def generate_keywords(
         self, records: Sequence[Record], models: Models | None = None, progress: ProgressCallback = ignore_progress
     ) -> list[RecordKeywords]:
         """Return the keywords of each record; without `models`, the language model is loaded if it is needed."""
@@ -175,13 +180,13 @@ class PersonalizeWorkload(Workload):
     def _read_external(self, external: ExternalData) -> Source:
         prepared = prepare_people(external.replace_in(self.recipe.data), progress=ignore_progress)
         rows = PersonalRows(prepared, external.table)
-        return PromptedRows(rows, self.keywords(list_records(rows)), self.condition_tokenizer)
+        return PromptedRows(rows, self.generate_keywords(list_records(rows)), self.condition_tokenizer)
 
     @cached_property
     def image_sampler(self) -> PersonalSampler:
         """The part that generates images for records and keywords."""
         clip = self.metadata.clip.folder if self.metadata.clip is not None else None
-        zero_unconditional = self.texts.metadata.zero_unconditional
+        zero_unconditional = self.generator_tokenizer.metadata.zero_unconditional
         return PersonalSampler(
             self.recipe, self.task, self.condition_tokenizer, clip=clip, zero_unconditional=zero_unconditional
         )

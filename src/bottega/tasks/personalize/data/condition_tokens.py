@@ -36,9 +36,9 @@ class PromptTokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that decides the tokens of a prompt."""
+        """Hash of everything that affects the tokens of a prompt."""
 
-    def ids(self, record: Record) -> np.ndarray:
+    def encode_prompt(self, record: Record) -> np.ndarray:
         """Return the token ids of the prompt, int64 (length,)."""
 
 
@@ -47,7 +47,7 @@ class TextTokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that decides the tokens of a text."""
+        """Hash of everything that affects the tokens of a text."""
 
     def encode(self, texts: Sequence[str]) -> Sequence[np.ndarray]:
         """Return token ids, int64 (texts, length), for each encoder."""
@@ -57,13 +57,13 @@ class TextTokenizer(Protocol):
 class ConditionTokenizer:
     """Tokenizes all inputs of both frozen models."""
 
-    prompts: PromptTokenizer
-    texts: TextTokenizer
+    prompt_tokenizer: PromptTokenizer
+    text_tokenizer: TextTokenizer
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all that decides the tokens of a condition."""
-        return f"{self.prompts.fingerprint} {self.texts.fingerprint}"
+        """Hash of everything that affects the tokens of a condition."""
+        return f"{self.prompt_tokenizer.fingerprint} {self.text_tokenizer.fingerprint}"
 
     def encode(self, records: Sequence[Record], keywords: Sequence[RecordKeywords]) -> dict[str, np.ndarray]:
         """Return `prompt` and `prompt_mask` (records, length), and for each text encoder `preference_0`, ... and
@@ -74,7 +74,7 @@ class ConditionTokenizer:
 
     def encode_prompts(self, records: Sequence[Record]) -> dict[str, np.ndarray]:
         """Return `prompt` and `prompt_mask`, padded on the right to the longest."""
-        rows = [self.prompts.ids(record) for record in records]
+        rows = [self.prompt_tokenizer.encode_prompt(record) for record in records]
         ids = np.zeros((len(rows), max(map(len, rows))), np.int64)
         mask = np.zeros_like(ids)
         for number, row in enumerate(rows):
@@ -83,7 +83,7 @@ class ConditionTokenizer:
 
     def encode_texts(self, name: str, texts: Sequence[str]) -> dict[str, np.ndarray]:
         """Return `NAME_0`, ..., the token ids of the texts for each text encoder."""
-        return {f"{name}_{number}": rows for number, rows in enumerate(self.texts.encode(texts))}
+        return {f"{name}_{number}": rows for number, rows in enumerate(self.text_tokenizer.encode(texts))}
 
 
 @final
@@ -125,7 +125,7 @@ class PromptedRows(Source):
 
     def describe(self, index: int, epoch: int) -> str:
         preference, target = self.keywords[index].texts
-        count = len(self.tokenizer.prompts.ids(self.personal_rows.record(index)))
+        count = len(self.tokenizer.prompt_tokenizer.encode_prompt(self.personal_rows.record(index)))
         return (
             f"{self.personal_rows.describe(index, epoch)}\n"
             f"keywords: likes {preference or '(none)'}; shows {target or '(none)'}\n"

@@ -19,8 +19,8 @@ from bottega.tasks.personalize.data.records import Item
 
 JOB_BYTES = 64 << 20
 # Files hashed between two steps of the progress bar.
-HASHED_AT_ONCE = 256
-ROWS = "rows"
+HASH_BATCH_SIZE = 256
+ROWS_FOLDER = "rows"
 
 
 @dataclass
@@ -30,7 +30,7 @@ class ImageFiles:
     paths: dict[tuple[Path, str], Path | BadRecord] = field(default_factory=dict)
     hashes: dict[Path, str] = field(default_factory=dict)
 
-    def path(self, located: LocatedRecord, item: Item) -> Path | None:
+    def get_path(self, located: LocatedRecord, item: Item) -> Path | None:
         """Return the image file of an item, None without one; `find_problem` has checked it."""
         if item.image is None:
             return None
@@ -38,21 +38,21 @@ class ImageFiles:
         assert isinstance(path, Path), "records with a missing image were dropped before"
         return path
 
-    def hash(self, located: LocatedRecord, item: Item) -> str | None:
+    def get_hash(self, located: LocatedRecord, item: Item) -> str | None:
         """Return the content hash of an item's image, None without one."""
-        path = self.path(located, item)
+        path = self.get_path(located, item)
         return None if path is None else self.hashes[path]
 
     def find_problem(self, located: LocatedRecord) -> BadRecord | None:
         """Return what is wrong with the image names of a record, None if they are valid."""
         record = located.record
         if record.target.image is None:
-            return _bad(located, f"the target {record.target.id!r} has no image to learn from")
+            return _build_bad_record(located, f"the target {record.target.id!r} has no image to learn from")
         for item in record.items:
             if item.image is not None:
                 path = self._locate(located.root, item.image)
                 if isinstance(path, BadRecord):
-                    return _bad(located, f"item {item.id!r}: {path.reason}", is_unsafe=path.is_unsafe)
+                    return _build_bad_record(located, f"item {item.id!r}: {path.reason}", is_unsafe=path.is_unsafe)
         return None
 
     def _locate(self, root: Path, name: str) -> Path | BadRecord:
@@ -64,16 +64,16 @@ class ImageFiles:
     def hash_all(self, records: Iterable[LocatedRecord], progress: ProgressCallback) -> None:
         """Compute the content hashes of all images."""
         paths = sorted(
-            {path for located in records for item in located.record.items if (path := self.path(located, item))}
+            {path for located in records for item in located.record.items if (path := self.get_path(located, item))}
         )
         progress("hash", 0, len(paths))
-        for start in range(0, len(paths), HASHED_AT_ONCE):
-            some = paths[start : start + HASHED_AT_ONCE]
-            self.hashes.update(zip(some, hash_files(some), strict=True))
-            progress("hash", start + len(some), len(paths))
+        for start in range(0, len(paths), HASH_BATCH_SIZE):
+            batch = paths[start : start + HASH_BATCH_SIZE]
+            self.hashes.update(zip(batch, hash_files(batch), strict=True))
+            progress("hash", start + len(batch), len(paths))
 
 
-def _bad(located: LocatedRecord, reason: str, *, is_unsafe: bool = False) -> BadRecord:
+def _build_bad_record(located: LocatedRecord, reason: str, *, is_unsafe: bool = False) -> BadRecord:
     return BadRecord(located.key, located.where, f"{reason}; {SKIP_HINT}" if not is_unsafe else reason, is_unsafe)
 
 
@@ -115,19 +115,19 @@ class DecodeJobs(Jobs):
 
     def run_job(self, number: int, out: Path) -> dict[str, Any]:
         start, stop = self.ranges[number]
-        bad: dict[str, str] = {}
-        with ShardWriter(out / ROWS, self.encoder.columns) as writer:
-            for at in range(start, stop):
-                path = self.paths[at]
+        bad_reasons: dict[str, str] = {}
+        with ShardWriter(out / ROWS_FOLDER, self.encoder.columns) as writer:
+            for index in range(start, stop):
+                path = self.paths[index]
                 try:
                     for row in self.encoder.rows(Row(path.name, str(path), {"image": path})):
                         writer.add(row)
                 except Unreadable as error:
                     reason = f"the image {path} is damaged or not an image: {error}"
                     if self.stop:
-                        raise DataError(f"{self.named_by[at]}: {reason}; {SKIP_HINT}") from error
-                    bad[str(at)] = reason
-        return {"bad": bad}
+                        raise DataError(f"{self.named_by[index]}: {reason}; {SKIP_HINT}") from error
+                    bad_reasons[str(index)] = reason
+        return {"bad": bad_reasons}
 
 
 def decode_images(
@@ -143,24 +143,26 @@ def decode_images(
     """Decode the images into one table, `folder`/pictures, in order; return index -> reason for those left out."""
     sizes = [path.stat().st_size for path in paths]
     ranges = list(_split_ranges(sizes))
-    totals = tuple(sum(sizes[start:end]) for start, end in ranges)
-    jobs = DecodeJobs(tuple(paths), tuple(named_by), tuple(ranges), folder / "parts", totals, encoder, stop)
-    bad = {int(at): reason for summary in run_jobs(jobs, progress) for at, reason in summary["bad"].items()}
+    job_sizes = tuple(sum(sizes[start:end]) for start, end in ranges)
+    jobs = DecodeJobs(tuple(paths), tuple(named_by), tuple(ranges), folder / "parts", job_sizes, encoder, stop)
+    bad_reasons = {
+        int(index): reason for summary in run_jobs(jobs, progress) for index, reason in summary["bad"].items()
+    }
     if hash_files(paths) != hashes:
         raise DataError("images changed while they were read; prepare the data again when they are complete")
     merge_tables(
-        [jobs.job_folder(number) / ROWS for number in range(len(ranges))], folder / "pictures", encoder.columns
+        [jobs.job_folder(number) / ROWS_FOLDER for number in range(len(ranges))], folder / "pictures", encoder.columns
     )
-    return bad
+    return bad_reasons
 
 
 def _split_ranges(sizes: list[int]) -> Iterable[tuple[int, int]]:
     """Yield index ranges of about JOB_BYTES each."""
     start = total = 0
-    for at, size in enumerate(sizes):
+    for index, size in enumerate(sizes):
         total += size
         if total >= JOB_BYTES:
-            yield start, at + 1
-            start, total = at + 1, 0
+            yield start, index + 1
+            start, total = index + 1, 0
     if start < len(sizes):
         yield start, len(sizes)

@@ -30,17 +30,17 @@ Captioner = Callable[[Sequence[np.ndarray]], list[str]]
 CaptionerLoader = Callable[[Path], Captioner]
 """Loads the captioning model of a folder, and with it torch."""
 BATCH_SIZE = 16
-WEIGHTS = "*.safetensors"
-_DECIDING = (WEIGHTS, "*.json", "*.txt", "*.model")
-_LARGEST = 256 << 20
-_TABLE = (
+WEIGHTS_PATTERN = "*.safetensors"
+_HASHED_PATTERNS = (WEIGHTS_PATTERN, "*.json", "*.txt", "*.model")
+_MAX_JSON_BYTES = 256 << 20
+_CREATE_TABLE = (
     "CREATE TABLE IF NOT EXISTS captions (model TEXT, picture TEXT, caption TEXT, PRIMARY KEY (model, picture)) "
     "WITHOUT ROWID"
 )
 
 
 def is_captioning_model(path: Path) -> bool:
-    """Whether data.captions names the folder of a captioning model, not a file of captions."""
+    """Whether data.captions is the folder of a captioning model, not a file of captions."""
     return path.is_dir()
 
 
@@ -53,14 +53,14 @@ class FileCaptions:
                 f"data.captions: {path} does not exist; give a caption file or the folder of a captioning model"
             )
         self.path = path
-        self.plain = _object_of_texts(path)
-        self.table = Metadata(path) if self.plain is not None else _load_table(path)
+        self.captions_by_name = _read_json_captions(path)
+        self.table = Metadata(path) if self.captions_by_name is not None else _load_table(path)
 
-    def caption_for(self, item: Item) -> str:
+    def get_caption(self, item: Item) -> str:
         """Return the caption of an item, empty if the file has none."""
-        if self.plain is not None:
+        if self.captions_by_name is not None:
             names = [item.id, *(self.table.list_candidate_names(item.image) if item.image is not None else ())]
-            return next((self.plain[name] for name in names if name in self.plain), "")
+            return next((self.captions_by_name[name] for name in names if name in self.captions_by_name), "")
         rows = self.table.rows.get(item.id) or (self.table.find_rows(item.image) if item.image is not None else None)
         if not rows:
             return ""
@@ -77,21 +77,21 @@ def _load_table(path: Path) -> Metadata:
         raise DataError(str(table.bad_records[0]))
     if not table.rows:
         raise DataError(f"data.captions: {path} is empty; give a table with the columns id and caption")
-    if all(not _caption(rows[0]) for rows in table.rows.values()):
+    if all(not _read_caption_or_empty(rows[0]) for rows in table.rows.values()):
         raise DataError(f"data.captions: {path} has no column caption; give a table with the columns id and caption")
     return table
 
 
-def _caption(row: dict[str, object]) -> str:
+def _read_caption_or_empty(row: dict[str, object]) -> str:
     try:
         return read_caption(Row("", "", row))
     except Unreadable:
         return ""
 
 
-def _object_of_texts(path: Path) -> dict[str, str] | None:
+def _read_json_captions(path: Path) -> dict[str, str] | None:
     """Read {"a.jpg": "a red star"}, as captioning programs often write it; None if the file has another layout."""
-    if path.suffix.lower() != ".json" or path.stat().st_size > _LARGEST:
+    if path.suffix.lower() != ".json" or path.stat().st_size > _MAX_JSON_BYTES:
         return None
     try:
         content = json.loads(path.read_bytes())
@@ -101,33 +101,35 @@ def _object_of_texts(path: Path) -> dict[str, str] | None:
         raise DataError(f"data.captions: {path} is not valid JSON ({error}); correct it") from None
     if not isinstance(content, dict) or "data" in content:
         return None
-    wrong = next((name for name, text in content.items() if not isinstance(text, str)), None)
-    if wrong is not None:
+    bad_name = next((name for name, text in content.items() if not isinstance(text, str)), None)
+    if bad_name is not None:
         raise DataError(
-            f'data.captions: {path}: {wrong!r} has {content[wrong]!r} where a caption was expected, as in {{"a.jpg": "a star"}}'
+            f'data.captions: {path}: {bad_name!r} has {content[bad_name]!r} where a caption was expected, as in {{"a.jpg": "a star"}}'
         )
     return {PurePosixPath(name).as_posix(): text for name, text in content.items()}
 
 
 def hash_captioning_model(folder: Path) -> str:
-    """Return a hash of all files that decide the captions of a model."""
-    files = sorted({path for pattern in _DECIDING for path in folder.glob(pattern) if path.is_file()})
-    if not (folder / "config.json").is_file() or not any(path.match(WEIGHTS) for path in files):
+    """Return a hash of all files that affect the captions of a model."""
+    files = sorted({path for pattern in _HASHED_PATTERNS for path in folder.glob(pattern) if path.is_file()})
+    if not (folder / "config.json").is_file() or not any(path.match(WEIGHTS_PATTERN) for path in files):
         raise UsageError(
-            f"data.captions: {folder} is not the folder of a captioning model, with config.json and *.safetensors"
+            f"data.captions: {folder} is not the folder of a captioning model, which has config.json and *.safetensors"
         )
     hashes = zip((path.name for path in files), hash_files(files), strict=True)
     return hashlib.sha256(repr(list(hashes)).encode()).hexdigest()
 
 
 def caption_images(
-    images: dict[str, Path], folder: Path, captioner: CaptionerLoader, *, progress: ProgressCallback
+    images: dict[str, Path], folder: Path, load_captioner: CaptionerLoader, *, progress: ProgressCallback
 ) -> dict[str, str]:
     """Return the captions of images by hash, from the cache or by the model of `folder`; undecodable images are left out."""
-    model = hash_captioning_model(folder)
+    model_hash = hash_captioning_model(folder)
     try:
         with closing(_open_cache()) as cache:
-            return _caption_missing(images, folder, captioner, progress=progress, model=model, cache=cache)
+            return _caption_missing(
+                images, folder, load_captioner, progress=progress, model_hash=model_hash, cache=cache
+            )
     except (sqlite3.Error, OSError) as error:
         raise EnvironmentProblem(
             f"cannot write captions to {default_cache()}: {error}; free some space, or set XDG_CACHE_HOME to a folder that "
@@ -138,41 +140,43 @@ def caption_images(
 def _caption_missing(
     images: dict[str, Path],
     folder: Path,
-    captioner: CaptionerLoader,
+    load_captioner: CaptionerLoader,
     *,
     progress: ProgressCallback,
-    model: str,
+    model_hash: str,
     cache: sqlite3.Connection,
 ) -> dict[str, str]:
     captions = {}
-    for image in images:
+    for image_hash in images:
         query = "SELECT caption FROM captions WHERE model = ? AND picture = ?"
-        row = cache.execute(query, (model, image)).fetchone()
+        row = cache.execute(query, (model_hash, image_hash)).fetchone()
         if row is not None:
-            captions[image] = row[0]
-    missing = [image for image in images if image not in captions]
+            captions[image_hash] = row[0]
+    missing = [image_hash for image_hash in images if image_hash not in captions]
     if not missing:
         return captions
-    caption_batch = captioner(folder)
-    done = len(captions)
-    progress("captions", done, len(images))
+    caption_batch = load_captioner(folder)
+    num_done = len(captions)
+    progress("captions", num_done, len(images))
     for start in range(0, len(missing), BATCH_SIZE):
         batch = missing[start : start + BATCH_SIZE]
-        readable = {image: pixels for image in batch if (pixels := _pixels(images[image])) is not None}
+        readable = {
+            image_hash: pixels for image_hash in batch if (pixels := _try_decode(images[image_hash])) is not None
+        }
         texts = caption_batch(list(readable.values())) if readable else []
-        for image, text in zip(readable, texts, strict=True):
+        for image_hash, text in zip(readable, texts, strict=True):
             if not text.strip():
-                raise DataError(f"data.captions: the model of {folder} gives an empty caption for {images[image]}")
-            captions[image] = " ".join(text.split())
+                raise DataError(f"data.captions: the model of {folder} gives an empty caption for {images[image_hash]}")
+            captions[image_hash] = " ".join(text.split())
         with cache:
-            rows = [(model, image, captions[image]) for image in readable]
+            rows = [(model_hash, image_hash, captions[image_hash]) for image_hash in readable]
             cache.executemany("INSERT OR REPLACE INTO captions VALUES (?, ?, ?)", rows)
-        done += len(batch)
-        progress("captions", done, len(images))
+        num_done += len(batch)
+        progress("captions", num_done, len(images))
     return captions
 
 
-def _pixels(path: Path) -> np.ndarray | None:
+def _try_decode(path: Path) -> np.ndarray | None:
     from bottega.data.image.decode import decode_image
 
     try:
@@ -182,4 +186,4 @@ def _pixels(path: Path) -> np.ndarray | None:
 
 
 def _open_cache() -> sqlite3.Connection:
-    return open_database("captions.sqlite", _TABLE, timeout=30)
+    return open_database("captions.sqlite", _CREATE_TABLE, timeout=30)

@@ -15,7 +15,7 @@ def prepare_people(
     data: PersonalizeData, *, progress: ProgressCallback = lambda stage, done, total: None, cache: Path | None = None
 ) -> PreparedData:
     """Return the prepared records and images, from the cache or prepared now."""
-    return prepare_personal(data, progress=progress, cache=cache, captioner=_load_captioner)
+    return prepare_personal(data, progress=progress, cache=cache, load_captioner=_load_captioner)
 
 
 def _load_captioner(folder: Path) -> Captioner:

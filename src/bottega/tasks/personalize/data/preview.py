@@ -11,8 +11,8 @@ import numpy as np
 from bottega.data.prepare.preview import Preview, choose_evenly_spaced_rows, make_image_path
 from bottega.data.tables.shards import Table
 
-LIKED = 6
-"""Images of each history on the contact sheet, beside the target."""
+MAX_HISTORY_IMAGES = 6
+"""Maximum number of images of a history on the contact sheet, beside the target."""
 
 
 class PeoplePreview(Preview):
@@ -33,21 +33,21 @@ class PeoplePreview(Preview):
         return record
 
     def draw(self, table: Table, count: int, folder: Path) -> list[Path]:
-        """Write a contact sheet with a row for each user: the last liked items, then the target; white without an image."""
+        """Write a contact sheet with a row for each user: the last liked items, then the target; an item without an image is white."""
         from bottega.data.image.contact_sheet import write_contact_sheet
         from bottega.tasks.personalize.data.records import PersonalRows
 
         rows = PersonalRows(self.prepared, self.prepared.training_tables[0])
         records = [rows.record(number) for number in choose_evenly_spaced_rows(table, 4)]
-        columns = min(LIKED, max(len(record.history) for record in records)) + 1
+        num_columns = min(MAX_HISTORY_IMAGES, max(len(record.history) for record in records)) + 1
         size = self.prepared.metadata["image_size"]
         white = np.full((size, size, 3), 255, np.uint8)
         images, captions = [], []
         for record in records:
-            items = record.items[-columns:]
-            missing = columns - len(items)
-            images += [white] * missing + [white if item.image is None else rows.image(item) for item in items]
-            captions += [""] * missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
+            items = record.items[-num_columns:]
+            num_missing = num_columns - len(items)
+            images += [white] * num_missing + [white if item.image is None else rows.image(item) for item in items]
+            captions += [""] * num_missing + [item.caption for item in items[:-1]] + [f"took: {items[-1].caption}"]
         path = make_image_path(folder, "people.png")
-        write_contact_sheet(images, path, captions=captions, columns=columns)
+        write_contact_sheet(images, path, captions=captions, columns=num_columns)
         return [path]

@@ -28,10 +28,10 @@ SPLIT_FILE = re.compile(
     r"(train|training|val|valid|validation|dev|eval|test)(?:[-_]\d+)?\.(?:jsonl|ndjson|json)(?:\.(?:gz|zst|bz2|xz))?",
     re.IGNORECASE,
 )
-KINDS = ("auto", "embedded", "json", "jsonl")
-KEYS = ", ".join(Record.model_fields)
+RECORD_KINDS = ("auto", "embedded", "json", "jsonl")
+RECORD_KEYS = ", ".join(Record.model_fields)
 EXAMPLE = '{"user": "17", "history": [{"id": "a", "caption": "...", "image": "a.png"}], "target": {...}}'
-EXPECTED: defaultdict[str, str] = defaultdict(
+EXPECTED_TYPES: defaultdict[str, str] = defaultdict(
     lambda: "something else",
     {
         "string_type": "text",
@@ -40,7 +40,7 @@ EXPECTED: defaultdict[str, str] = defaultdict(
         "dict_type": "an object of texts",
     },
 )
-# Our name -> name in files of the published programs; of two for one of ours, the later wins.
+# (our name, name in files of the published programs). If a record has two names for one of ours, the later in the list wins.
 FOREIGN_KEYS = (("user", "worker_id"), ("user", "user_id"), ("style", "worker_style"), ("style", "user_style"))
 FOREIGN_ITEM_KEYS = (("id", "item_id"), ("caption", "caption"), ("image", "image_path"))
 SKIP_HINT = "data.bad_records=skip leaves such records out"
@@ -68,7 +68,7 @@ class RecordTables:
 
 
 class _Location(NamedTuple):
-    """Where the records of a table are: in record files, or without any, in the folder of a collection."""
+    """Where the records of a table are: in `files`, or if there are none, in the folder of a collection."""
 
     path: Path
     files: tuple[Path, ...]
@@ -88,12 +88,12 @@ def read_records(data: PersonalizeData) -> RecordTables:
     for table, location in locations.items():
         records.tables[table] = list(_read_table(location, data, records.tally, stop=stop))
     fractions = {
-        name: _fraction(getattr(data, name)) if name not in locations else None for name in ("validation", "test")
+        name: _get_fraction(getattr(data, name)) if name not in locations else None for name in ("validation", "test")
     }
     records.notes += [
         f"{name} is read from {location.path}, so data.{name}.split is not used"
         for name, location in locations.items()
-        if name != "train" and _fraction(getattr(data, name)) is not None
+        if name != "train" and _get_fraction(getattr(data, name)) is not None
     ]
     if any(fractions.values()) or (data.split is not None and data.split.folds and "validation" not in locations):
         records.tables = {**_split_by_user(records.tables.pop("train"), data.split, **fractions), **records.tables}
@@ -120,11 +120,13 @@ def _check_options(data: PersonalizeData) -> None:
         raise UsageError(f"data.pictures: {data.pictures} is not a folder; correct it")
     for name in ("train", "validation", "test"):
         source = getattr(data, name)
-        if source is not None and source.kind not in KINDS:
-            raise UsageError(f"data.{name}.kind: expected {', '.join(KINDS[1:])} for user records, got {source.kind}")
+        if source is not None and source.kind not in RECORD_KINDS:
+            raise UsageError(
+                f"data.{name}.kind: expected {', '.join(RECORD_KINDS[1:])} for user records, got {source.kind}"
+            )
 
 
-def _fraction(held_out: HeldOut | None) -> float | None:
+def _get_fraction(held_out: HeldOut | None) -> float | None:
     return held_out.split if held_out is not None and isinstance(held_out.split, float) else None
 
 
@@ -196,7 +198,7 @@ def _read_table(location: _Location, data: PersonalizeData, tally: Tally, *, sto
     root = location.root
     if data.pictures is not None and location.source.kind != "embedded":
         root = Path(data.pictures).expanduser()
-    count = 0
+    num_valid = 0
     for record, key, where in records:
         tally.records += 1
         if isinstance(record, BadRecord):
@@ -206,12 +208,12 @@ def _read_table(location: _Location, data: PersonalizeData, tally: Tally, *, sto
         if reason is not None:
             tally.count_bad(BadRecord(key, where, reason), stop=stop)
             continue
-        count += 1
+        num_valid += 1
         yield LocatedRecord(_truncate_history(record, data.history_length), key, where, root)
-        if count == location.source.limit:
+        if num_valid == location.source.limit:
             break
-    if not count:
-        raise DataError(f"{location.path} has no records; a record is such as {EXAMPLE}")
+    if not num_valid:
+        raise DataError(f"{location.path} has no records; add some, such as {EXAMPLE}")
 
 
 def _truncate_history(record: Record, length: int | None) -> Record:
@@ -243,24 +245,24 @@ def _parse_record(fields: dict[str, object], where: str) -> Record | BadRecord:
     try:
         return Record.model_validate(_translate_keys(fields))
     except ValidationError as error:
-        first = error.errors()[0]
-        return BadRecord(where, where, f"is not a valid record: {describe_validation_error(first)}")
+        first_error = error.errors()[0]
+        return BadRecord(where, where, f"is not a valid record: {describe_validation_error(first_error)}")
 
 
 def _translate_keys(fields: dict[str, object]) -> dict[str, object]:
-    """Return a record of the published programs for these collections under our names."""
+    """Return the fields under our names if they come from the published programs for these collections."""
     if "history_items_info" not in fields:
         return fields
 
-    def item(value: object) -> object:
+    def translate_item(value: object) -> object:
         if not isinstance(value, dict):
             return value
         return {ours: value[key] for ours, key in FOREIGN_ITEM_KEYS if key in value}
 
     history, record = fields["history_items_info"], {ours: fields[key] for ours, key in FOREIGN_KEYS if key in fields}
-    record["history"] = [item(value) for value in history] if isinstance(history, list) else history
+    record["history"] = [translate_item(value) for value in history] if isinstance(history, list) else history
     if "target_item_info" in fields:
-        record["target"] = item(fields["target_item_info"])
+        record["target"] = translate_item(fields["target_item_info"])
     return record
 
 
@@ -272,12 +274,12 @@ def describe_validation_error(error: object) -> str:
         problem = f"{key} is missing" if key in Record.model_fields else f"{key} is missing from an item"
         return f"{problem}; one is such as {EXAMPLE}"
     if error["type"] == "extra_forbidden":
-        keys = KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
+        keys = RECORD_KEYS if len(error["loc"]) == 1 else ", ".join(Item.model_fields)
         return f"{key} is not a known key; the keys are {keys}"
     if error["type"] == "string_too_short":
         return f"{key} is blank"
-    shown = repr(error["input"])
-    return f"{key} must be {EXPECTED[error['type']]}, not {shown if len(shown) <= 40 else shown[:40] + '...'}"
+    value_text = repr(error["input"])
+    return f"{key} must be {EXPECTED_TYPES[error['type']]}, not {value_text if len(value_text) <= 40 else value_text[:40] + '...'}"
 
 
 def _find_problem(record: Record, where: str, first_seen: dict[bytes, str]) -> str | None:
@@ -307,20 +309,20 @@ def _split_by_user(
         sides = assign_splits(SplitTable(keys), by_user, validation, test)
     except DataError as error:
         raise DataError(f"{error} (each row is a user)") from None
-    side_of = dict(zip(users, sides.tolist(), strict=True))
+    side_by_user = dict(zip(users, sides.tolist(), strict=True))
     tables: dict[str, list[LocatedRecord]] = {
-        name: [] for side, name in enumerate(SPLIT_NAMES) if side in set(side_of.values())
+        name: [] for side, name in enumerate(SPLIT_NAMES) if side in set(side_by_user.values())
     }
     for located in records:
-        tables[SPLIT_NAMES[side_of[located.record.user]]].append(located)
+        tables[SPLIT_NAMES[side_by_user[located.record.user]]].append(located)
     return tables
 
 
 def _check_disjoint_users(tables: Mapping[str, Iterable[LocatedRecord]]) -> None:
-    first: dict[str, tuple[str, str]] = {}
+    first_occurrences: dict[str, tuple[str, str]] = {}
     for table, records in tables.items():
         for located in records:
-            first_table, where = first.setdefault(located.record.user, (table, located.where))
+            first_table, where = first_occurrences.setdefault(located.record.user, (table, located.where))
             if first_table != table:
                 raise DataError(
                     f"{located.where}: user {located.record.user!r} of {table} is also in {first_table} ({where}); keep each user "

@@ -21,8 +21,8 @@ from bottega.data.tables.shards import Table
 
 IMAGES_TABLE, NAMES_TABLE = "pictures", "names"
 """Tables beside the records: every distinct image once, and the number of the image behind each name."""
-# Parsed records that stay in memory: a batch and a contact sheet read the same ones several times.
-CACHED_RECORDS = 4096
+# Number of parsed records that stay in memory: a batch and a contact sheet read the same records several times.
+NUM_CACHED_RECORDS = 4096
 
 Name = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 
@@ -37,7 +37,7 @@ class Item(_Model):
 
     id: Name
     caption: str = ""
-    """Never empty in prepared records; before, a caption file or a model may supply it."""
+    """Never empty in prepared records; preparation may take it from a caption file or a captioning model."""
     image: str | None = None
     """File name, relative to the folder of the records; None if only the caption is known."""
 
@@ -58,7 +58,7 @@ class Record(_Model):
 
     @property
     def wish_or_caption(self) -> str:
-        """The wish, or the caption of the target without one."""
+        """The wish, or the caption of the target if there is no wish."""
         return self.wish or self.target.caption
 
     @property
@@ -67,7 +67,7 @@ class Record(_Model):
         return (*self.history, self.target)
 
 
-def evenly_spaced(total: int, count: int) -> list[int]:
+def pick_evenly_spaced(total: int, count: int) -> list[int]:
     """Return `count` evenly spaced indices below `total`, since neighbours in a sorted file are often similar."""
     count = min(total, count)
     return [number * total // count for number in range(count)]
@@ -95,11 +95,11 @@ class PersonalRows(Source):
 
     def record(self, index: int) -> Record:
         """Return the record of one row."""
-        return self._record(index)
+        return self._read_record(index)
 
     def image(self, item: Item) -> np.ndarray:
         """Return the image of an item, uint8 (height, width, 3)."""
-        number = self._numbers.get(item.image) if item.image is not None else None
+        number = self._image_numbers.get(item.image) if item.image is not None else None
         if number is None:
             raise DataError(f"item {item.id!r} has no prepared image, only a caption")
         return self.pixels(np.array([number]))[0]
@@ -126,11 +126,13 @@ class PersonalRows(Source):
         return f"{head}\nliked: {liked}\nwish: {record.wish_or_caption}\ntarget: {record.target.caption}"
 
     @cached_property
-    def _record(self) -> Any:
+    def _read_record(self) -> Any:
         table = self.table
-        return lru_cache(maxsize=CACHED_RECORDS)(lambda index: Record.model_validate_json(table.row("record", index)))
+        return lru_cache(maxsize=NUM_CACHED_RECORDS)(
+            lambda index: Record.model_validate_json(table.row("record", index))
+        )
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
+    def _image_numbers(self) -> dict[str, int]:
         numbers = self.names.values("picture").tolist()
         return {self.names.row("name", at): number for at, number in enumerate(numbers)}

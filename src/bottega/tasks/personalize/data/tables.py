@@ -71,11 +71,11 @@ def prepare_personal(
     *,
     progress: ProgressCallback = lambda stage, done, total: None,
     cache: Path | None = None,
-    captioner: CaptionerLoader | None = None,
+    load_captioner: CaptionerLoader | None = None,
 ) -> PreparedData:
     """Return tables of records and images, from the cache or prepared now.
 
-    `captioner` loads the captioning model, if data.captions names the folder of one.
+    `load_captioner` loads the captioning model if data.captions is the folder of one.
     """
     prepared = open_if_prepared(data, task=TASK)
     if prepared is not None:
@@ -85,8 +85,8 @@ def prepare_personal(
                 f"data.image_size: {prepared.folder} was prepared at {size}, not {data.image_size}; set {size}, or prepare again"
             )
         return prepared
-    plan = _plan(data, captioner, progress)
-    folder = get_or_build(cache or default_cache(), plan.key, lambda folder: _build(plan, folder, progress))
+    plan = _build_plan(data, load_captioner, progress)
+    folder = get_or_build(cache or default_cache(), plan.key, lambda folder: _build_tables(plan, folder, progress))
     return PreparedData(folder, plan.key)
 
 
@@ -136,28 +136,30 @@ class PreparationPlan:
         for name, records in self.records.tables.items():
             digest.update(f"\0table {name}\0".encode())
             for located in records:
-                hashes = [self.images.hash(located, item) for item in located.record.items]
+                hashes = [self.images.get_hash(located, item) for item in located.record.items]
                 digest.update(
                     f"{located.key}\0{located.record.model_dump_json()}\0{hashes}\0".encode(errors="surrogatepass")
                 )
         return digest.hexdigest()[:32]
 
 
-def _plan(data: PersonalizeData, captioner: CaptionerLoader | None, progress: ProgressCallback) -> PreparationPlan:
+def _build_plan(
+    data: PersonalizeData, load_captioner: CaptionerLoader | None, progress: ProgressCallback
+) -> PreparationPlan:
     plan = PreparationPlan(read_records(data), ImageFiles(), data)
-    _drop_bad(plan, plan.images.find_problem)
+    _drop_bad_records(plan, plan.images.find_problem)
     plan.images.hash_all((located for table in plan.records.tables.values() for located in table), progress)
-    _add_captions(plan, captioner, progress)
+    _add_captions(plan, load_captioner, progress)
     plan.records.tally.check(data.max_bad)
     return plan
 
 
-def _drop_bad(plan: PreparationPlan, problem: Callable[[LocatedRecord], BadRecord | None]) -> None:
+def _drop_bad_records(plan: PreparationPlan, find_problem: Callable[[LocatedRecord], BadRecord | None]) -> None:
     """Drop the records with a problem; with data.bad_records=stop, raise an error for the first."""
     for name, records in plan.records.tables.items():
         valid = []
         for located in records:
-            bad = problem(located)
+            bad = find_problem(located)
             if bad is None:
                 valid.append(located)
             else:
@@ -165,22 +167,26 @@ def _drop_bad(plan: PreparationPlan, problem: Callable[[LocatedRecord], BadRecor
         plan.records.tables[name] = valid
 
 
-def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, progress: ProgressCallback) -> None:
+def _add_captions(plan: PreparationPlan, load_captioner: CaptionerLoader | None, progress: ProgressCallback) -> None:
     """Add missing captions from data.captions, and drop the records that still lack one."""
     captions = plan.data.captions
     if captions is not None:
         path = Path(captions).expanduser()
-        of = _by_model(plan, path, captioner, progress) if is_captioning_model(path) else _by_file(path)
-        captioned: dict[tuple[Path, str, str | None, str], Item] = {}
+        find_caption = (
+            _make_model_lookup(plan, path, load_captioner, progress)
+            if is_captioning_model(path)
+            else _make_file_lookup(path)
+        )
+        item_cache: dict[tuple[Path, str, str | None, str], Item] = {}
         for name, records in plan.records.tables.items():
-            plan.records.tables[name] = [_add_caption(located, of, captioned) for located in records]
+            plan.records.tables[name] = [_add_caption(located, find_caption, item_cache) for located in records]
     remedy = (
         f"data.captions={captions} has none for it"
         if captions is not None
         else "add one, or set data.captions to a file of captions or to the folder of a captioning model"
     )
 
-    def problem(located: LocatedRecord) -> BadRecord | None:
+    def find_missing_caption(located: LocatedRecord) -> BadRecord | None:
         item = next((item for item in located.record.items if not item.caption.strip()), None)
         if item is None:
             return None
@@ -189,16 +195,16 @@ def _add_captions(plan: PreparationPlan, captioner: CaptionerLoader | None, prog
             located.key, located.where, f"item {item.id!r} of the {field} has no caption: {remedy}; {SKIP_HINT}"
         )
 
-    _drop_bad(plan, problem)
+    _drop_bad_records(plan, find_missing_caption)
 
 
-def _by_file(path: Path) -> Callable[[LocatedRecord, Item], str]:
+def _make_file_lookup(path: Path) -> Callable[[LocatedRecord, Item], str]:
     captions = FileCaptions(path)
-    return lambda located, item: captions.caption_for(item) or item.caption
+    return lambda located, item: captions.get_caption(item) or item.caption
 
 
-def _by_model(
-    plan: PreparationPlan, folder: Path, captioner: CaptionerLoader | None, progress: ProgressCallback
+def _make_model_lookup(
+    plan: PreparationPlan, folder: Path, load_captioner: CaptionerLoader | None, progress: ProgressCallback
 ) -> Callable[[LocatedRecord, Item], str]:
     """Return a lookup that captions the items without a caption by the model of `folder`."""
     paths = {
@@ -206,51 +212,53 @@ def _by_model(
         for table in plan.records.tables.values()
         for located in table
         for item in located.record.items
-        if not item.caption.strip() and (path := plan.images.path(located, item)) is not None
+        if not item.caption.strip() and (path := plan.images.get_path(located, item)) is not None
     }
-    if captioner is None:
+    if load_captioner is None:
         raise UsageError(
             f"data.captions: {folder} is a folder, but captioning models are not available here; give a caption file"
         )
-    captions = caption_images(paths, folder, captioner, progress=progress) if paths else {}
-    return lambda located, item: item.caption.strip() or captions.get(plan.images.hash(located, item) or "", "")
+    captions = caption_images(paths, folder, load_captioner, progress=progress) if paths else {}
+    return lambda located, item: item.caption.strip() or captions.get(plan.images.get_hash(located, item) or "", "")
 
 
 def _add_caption(
     located: LocatedRecord,
-    of: Callable[[LocatedRecord, Item], str],
-    captioned: dict[tuple[Path, str, str | None, str], Item],
+    find_caption: Callable[[LocatedRecord, Item], str],
+    item_cache: dict[tuple[Path, str, str | None, str], Item],
 ) -> LocatedRecord:
-    """Return the record with captions; `captioned` caches items, since one is in many histories."""
+    """Return the record with captions; `item_cache` has items with their captions, since an item is in many histories."""
     items = []
     for item in located.record.items:
         key = (located.root, item.id, item.image, item.caption)
-        if key not in captioned:
-            captioned[key] = item.model_copy(update={"caption": of(located, item)})
-        items.append(captioned[key])
+        if key not in item_cache:
+            item_cache[key] = item.model_copy(update={"caption": find_caption(located, item)})
+        items.append(item_cache[key])
     update = {"history": tuple(items[:-1]), "target": items[-1]}
     return located._replace(record=located.record.model_copy(update=update))
 
 
-def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
+def _build_tables(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> None:
     """Write tables and metadata; decoded parts of an interrupted preparation are reused, see `get_or_build`."""
     if (folder / META_FILE).is_file():
         shutil.rmtree(folder / "parts", ignore_errors=True)
         return
-    first_of: dict[str, tuple[Path, str]] = {}
+    first_uses: dict[str, tuple[Path, str]] = {}
     for located in plan.all_records:
         for item in located.record.items:
-            path = plan.images.path(located, item)
+            path = plan.images.get_path(located, item)
             if path is not None:
-                first_of.setdefault(plan.images.hashes[path], (path, located.where))
-    encoder = _encoder(plan.data.image_size, len(first_of))
-    paths, locations = [path for path, _ in first_of.values()], [where for _, where in first_of.values()]
-    bad = decode_images(
-        paths, list(first_of), locations, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
+                first_uses.setdefault(plan.images.hashes[path], (path, located.where))
+    encoder = _choose_encoder(plan.data.image_size, len(first_uses))
+    paths, locations = [path for path, _ in first_uses.values()], [where for _, where in first_uses.values()]
+    reason_by_index = decode_images(
+        paths, list(first_uses), locations, folder, encoder=encoder, stop=plan.stop_on_bad, progress=progress
     )
-    damaged = {image_hash: bad[at] for at, image_hash in enumerate(first_of) if at in bad}
-    numbers = {image_hash: number for number, image_hash in enumerate(p for p in first_of if p not in damaged)}
-    tally, tables = _write(plan, folder, numbers, damaged)
+    damage_by_hash = {
+        image_hash: reason_by_index[index] for index, image_hash in enumerate(first_uses) if index in reason_by_index
+    }
+    numbers = {image_hash: number for number, image_hash in enumerate(p for p in first_uses if p not in damage_by_hash)}
+    tally, tables = _write_tables(plan, folder, numbers, damage_by_hash)
     meta = {
         "format": FORMAT_VERSION,
         "task": TASK,
@@ -268,13 +276,13 @@ def _build(plan: PreparationPlan, folder: Path, progress: ProgressCallback) -> N
     write_atomic(folder / META_FILE, json.dumps(meta, indent=1))
 
 
-def _encoder(size: int, count: int) -> ImageEncoder:
+def _choose_encoder(size: int, count: int) -> ImageEncoder:
     is_small = size * size * 3 * count <= MAX_DECODED_BYTES
     return ImageEncoder(size=(size, size), channels=3, resize="crop", store="decoded" if is_small else "encoded")
 
 
-def _write(
-    plan: PreparationPlan, folder: Path, numbers: dict[str, int], damaged: dict[str, str]
+def _write_tables(
+    plan: PreparationPlan, folder: Path, numbers: dict[str, int], damage_by_hash: dict[str, str]
 ) -> tuple[Tally, dict[str, dict[str, int]]]:
     """Write the tables of records and the table of image names."""
     tally = Tally(**{**vars(plan.records.tally), "named": list(plan.records.tally.named)})
@@ -284,16 +292,18 @@ def _write(
         users: set[str] = set()
         with ShardWriter(folder / table, COLUMNS) as writer:
             for located in records:
-                hashes = [plan.images.hash(located, item) for item in located.record.items]
-                reason = next((damaged[image_hash] for image_hash in hashes if image_hash in damaged), None)
+                hashes = [plan.images.get_hash(located, item) for item in located.record.items]
+                reason = next(
+                    (damage_by_hash[image_hash] for image_hash in hashes if image_hash in damage_by_hash), None
+                )
                 if reason is not None:
                     tally.count_bad(BadRecord(located.key, located.where, reason), stop=plan.stop_on_bad)
                     continue
-                record = _with_unique_names(located.record, hashes, names)
+                record = _make_names_unique(located.record, hashes, names)
                 users.add(record.user)
                 row = {"key": located.key, "user": record.user, "record": record.model_dump_json()}
-                shown = [-1 if image_hash is None else numbers[image_hash] for image_hash in hashes]
-                writer.add({**row, "target": shown[-1], "history": shown[:-1]})
+                image_numbers = [-1 if image_hash is None else numbers[image_hash] for image_hash in hashes]
+                writer.add({**row, "target": image_numbers[-1], "history": image_numbers[:-1]})
         tables[table] = {"rows": writer.num_rows, "users": len(users)}
     tally.check(plan.data.max_bad)
     for table, counts in tables.items():
@@ -305,7 +315,7 @@ def _write(
     return tally, tables
 
 
-def _with_unique_names(record: Record, hashes: list[str | None], names: dict[str, str]) -> Record:
+def _make_names_unique(record: Record, hashes: list[str | None], names: dict[str, str]) -> Record:
     """Return the record with unique image names: two folders may have an a.png each."""
     items = []
     for item, image_hash in zip(record.items, hashes, strict=True):

@@ -19,10 +19,10 @@ DEFAULT_HISTORY_LENGTH = 10
 
 @dataclass(frozen=True)
 class CollectionRecords:
-    """The records of a collection; the order of rows in its files affects only their order."""
+    """The records of a collection; the order of rows in its files affects only the order of the records."""
 
     records: list[tuple[str, Record | BadRecord]]
-    """Each with its key, its location in the folder."""
+    """Key and record; the key is the location of the record in the folder."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of rows without a record, by reason."""
 
@@ -38,7 +38,7 @@ def read_collection(folder: Path, data: PersonalizeData, *, limit: int | None = 
     return collection
 
 
-def image_root(folder: Path, data: PersonalizeData) -> Path:
+def find_image_root(folder: Path, data: PersonalizeData) -> Path:
     """Return the folder that image names are relative to."""
     return folder if data.pictures is None else Path(data.pictures).expanduser()
 
@@ -58,6 +58,6 @@ def find_file(folder: Path, name: str) -> Path:
     return file
 
 
-def shuffle_by_hash(names: Iterable[str], *of: str) -> list[str]:
-    """In an order that is a function of the names alone, so that the order of the rows in a file does not matter."""
-    return sorted(names, key=lambda name: (hash_key("\0".join((*of, name))), name))
+def shuffle_by_hash(names: Iterable[str], *salts: str) -> list[str]:
+    """Return the names in an order that depends on the names and salts alone, not on the order of the rows in a file."""
+    return sorted(names, key=lambda name: (hash_key("\0".join((*salts, name))), name))
