@@ -276,7 +276,7 @@ def _file_problems(recipe: Recipe) -> list[BottegaError]:
         checks.append(_raise_later(DataError(f"data.tokenizer.path: {path} does not exist; give a file or a folder")))
     base = getattr(recipe.model, "from_", None)
     run = RunDirectory(Path(recipe.output_dir) / recipe.run_name())
-    if base is not None and not base.startswith(dependencies.PREFIX) and not resume.has_begun(run):
+    if base is not None and not base.startswith(dependencies.REFERENCE_PREFIX) and not resume.has_begun(run):
         checks.append(lambda: _check_local_base(base))
     return _collect(*checks, *(_raise_later(UsageError(text)) for text in list_missing_teachers(recipe)))
 
@@ -316,10 +316,10 @@ def _sources(block: Any) -> Iterator[Source]:
 def _part_problems(recipe: Recipe) -> list[BottegaError]:
     """Return the problems of the runs that this one depends on: a missing run, or a recipe that cannot be trained."""
     problems: list[BottegaError] = []
-    for name in dependencies.referenced_dependencies(recipe):
+    for name in dependencies.find_referenced_dependencies(recipe):
         need = recipe.needs.get(name)
         if need is not None and need.run is not None:
-            run = RunDirectory(dependencies.dependency_run(recipe, name))
+            run = RunDirectory(dependencies.find_dependency_run(recipe, name))
             problems += _collect(run.must_exist)
         elif need is not None:
             problems += _of_part(recipe, name)
@@ -327,7 +327,7 @@ def _part_problems(recipe: Recipe) -> list[BottegaError]:
 
 
 def _of_part(recipe: Recipe, name: str) -> list[BottegaError]:
-    part = dependencies.dependency_recipe(recipe, name)
+    part = dependencies.build_dependency_recipe(recipe, name)
     problems = [*find_unimplemented(part), *_machine_problems(part, 1), *_shape_problems(part), *_file_problems(part)]
     own = {str(problem) for problem in [*_machine_problems(recipe, 1), *_file_problems(recipe)]}
     prefixed = [type(problem)(f"needs.{name}: {problem}") for problem in problems if str(problem) not in own]

@@ -88,7 +88,7 @@ class SavedRun:
     def evaluate_data(self, data: EvaluationData) -> tuple[dict[str, float], Rows, Source]:
         """Return the metrics over some data, the rows per example, and the examples."""
         try:
-            source = data.source(self.workload)
+            source = data.open_source(self.workload)
         except DataMissing as error:
             raise DataError(f"{error}, or evaluate other data with --data") from None
         size = self.recipe.evaluation.batch_size or self.recipe.training.batch_size
@@ -144,7 +144,7 @@ def open_run(path: Path, *, checkpoint: str | int = "best", device: str = "auto"
     directory = RunDirectory(path).must_exist()
     folder, manifest, progress, state = _read(directory, str(checkpoint), needs_best=needs_best)
     recipe = load_saved_recipe(directory.recipe)
-    if (changed := plugins.plugin_change_note(recipe, directory.path)) is not None:
+    if (changed := plugins.describe_plugin_change(recipe, directory.path)) is not None:
         print_notice(f"bottega: {changed}")
     located = recipe if device == "auto" else recipe.model_copy(update={"device": device})
     workload = registry.reopen_workload(located, directory.processor, str(manifest.fingerprint.get("data")))

@@ -74,7 +74,7 @@ def _trunk_settings(recipe: MultitaskRecipe, part: Recipe) -> dict[str, Any]:
 
 def _check_supported(name: str, part: Recipe) -> None:
     """Raise UsageError for a key that a part cannot have."""
-    needed = dependencies.referenced_dependencies(part)
+    needed = dependencies.find_referenced_dependencies(part)
     for key, is_set in {
         "techniques": bool(part.techniques),
         "data.curriculum": part.data.curriculum is not None,
