@@ -24,7 +24,7 @@ from bottega.data.text.captions import CaptionRows
 from bottega.models.device import choose_device
 from bottega.tasks.base_model import find_base_folder
 from bottega.tasks.frozen_models import collect_frozen_hashes
-from bottega.tasks.generation.audio import VOCODER, AudioMedium, open_audio, reopen_audio
+from bottega.tasks.generation.audio import VOCODER_FOLDER, AudioMedium, open_audio, reopen_audio
 from bottega.tasks.generation.code_tokenizer import CodeTokenizer, reopen_code_tokenizer, resolve_code_tokenizer
 from bottega.tasks.generation.config import AudioRecipe, ImageRecipe, VideoRecipe
 from bottega.tasks.generation.latent_space import LatentSpace, compute_latents, open_latent_space
@@ -195,11 +195,11 @@ class GenerationWorkload(Workload):
         if self.codes is not None:
             self.codes.save(folder)
         if isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None:
-            self.medium.vocoder.save(folder / VOCODER)
+            self.medium.vocoder.save(folder / VOCODER_FOLDER)
 
     def _has_vocoder(self, folder: Path) -> bool:
         is_needed = isinstance(self.medium, AudioMedium) and self.medium.vocoder is not None
-        return not is_needed or (folder / VOCODER).is_dir()
+        return not is_needed or (folder / VOCODER_FOLDER).is_dir()
 
     def export(self, models: Models, folder: Path) -> dict[str, Any]:
         from bottega.tasks.generation.export import export_generator
